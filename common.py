@@ -1,0 +1,582 @@
+"""What every method shares: models with a cache and a pending token tree, sampling, the driver and the command line.
+
+One idea carries it: a method grows a small *token tree* below the context, runs one forward pass over it and keeps one path.
+
+    root     the last final token; it is known but not yet cached, so every target call feeds it as node 0
+    tree     token ids and a parent for each: a node of the pending tree, or -1 for the cached context
+    chunk    what a method yields after a call: the tokens that became final, guessed ones first, the target's own last
+
+A method is a generator of chunks, without end: it knows nothing of EOS, length limits or printing; `until` cuts its output.
+Left out on purpose: batches of prompts, quantisation, encoder-decoder models, attention biases by slot (ALiBi).
+"""
+import argparse
+import inspect
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Callable, Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import logging
+
+HERE = Path(__file__).resolve().parent
+PREFILL_CHUNK = 512  # rows of one prefill pass
+
+
+class InputError(ValueError):
+    """A mistake of the caller's: says what was expected and what was given. The command line prints it and exits with 2."""
+
+
+# ---------------------------------------------------------------- token trees
+
+def ancestor_mask(parents: list[int]) -> torch.Tensor:
+    """Bool [n, n]: is node j node i itself or one of its ancestors? `parents[i]` is a node before i, or -1."""
+    n = len(parents)
+    if parents == list(range(-1, n - 1)):  # a chain
+        return torch.ones(n, n, dtype=torch.bool).tril()
+    mask = torch.zeros(n, n + 1, dtype=torch.bool)
+    parent, node = torch.tensor([*parents, -1]), torch.arange(n)
+    while (node >= 0).any():
+        mask[torch.arange(n), node] = True  # walks that have ended mark the extra column, -1
+        node = parent[node]
+    return mask[:, :n]
+
+
+def trie(root: int, sequences: Iterable[list[int]]) -> tuple[list[int], list[int]]:
+    """(ids, parents) of a tree with `root` as node 0 and every sequence as a path below it; equal prefixes share their nodes."""
+    ids, parents, children = [root], [-1], {}
+    for sequence in sequences:
+        node = 0
+        for token in sequence:
+            if (node, token) not in children:
+                children[node, token] = len(ids)
+                ids.append(token)
+                parents.append(node)
+            node = children[node, token]
+    return ids, parents
+
+
+def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], list[int]]:
+    """(path, tokens): from node 0 step to the child that carries the token chosen after this node, while there is one.
+
+    `chosen[i]` is the target's argmax after node i, or ONE sample of its distribution. `path` lists the nodes, node 0 first;
+    `tokens` are the final tokens: those stepped to and the one chosen after the last of them, len(path) in all.
+    Exact for guesses that do not depend on the samples, provided that no two nodes have the same path (`trie` merges them).
+    """
+    children = {edge: i for i, edge in enumerate(zip(parents, ids))}
+    path = [0]
+    while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
+        path.append(child)
+    return path, [chosen[i] for i in path]
+
+
+# ---------------------------------------------------------------- sampling
+
+def probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """The distribution [..., V] (float32) that tokens are drawn from: temperature, then the top_k largest, then the fewest
+    tokens whose mass reaches top_p (0 and 1.0 switch these off). Temperature 0 is the limit: one on the argmax."""
+    logits = logits.float()
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    logits = logits / temperature
+    if 0 < top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+    if top_p < 1:
+        values, order = logits.softmax(-1).sort(descending=True)
+        outside = values.cumsum(-1) - values >= top_p  # the mass before a token already reaches top_p
+        logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+    return logits.softmax(-1)
+
+
+class Sampler:
+    """How tokens are chosen: `sample(logits [n, V])` -> n tokens, one independent draw a row. Owns one random generator."""
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
+        if not 0 <= temperature < float("inf"):
+            raise InputError(f"expected a temperature of 0 (greedy) or more, got {temperature}")
+        if top_k < 0:
+            raise InputError(f"expected top-k of 0 (off) or more, got {top_k}")
+        if not 0 < top_p <= 1:
+            raise InputError(f"expected top-p above 0 and at most 1, got {top_p}")
+        self.temperature, self.top_k, self.top_p, self.seed, self.generator = temperature, top_k, top_p, seed, None
+
+    def _generator(self, device) -> torch.Generator:
+        if self.generator is None:
+            self.generator = torch.Generator(device).manual_seed(self.seed)
+        return self.generator
+
+    def probs(self, logits: torch.Tensor) -> torch.Tensor:
+        return probs(logits, self.temperature, self.top_k, self.top_p)
+
+    def draw(self, probs: torch.Tensor) -> list[int]:
+        """One token for each row of probs [n, V]."""
+        if self.temperature == 0:
+            return probs.argmax(-1).tolist()
+        return torch.multinomial(probs, 1, generator=self._generator(probs.device)).flatten().tolist()
+
+    def uniform(self, n: int, device) -> torch.Tensor:
+        """[n] numbers in [0, 1)."""
+        return torch.rand(n, device=device, generator=self._generator(device))
+
+    def __call__(self, logits: torch.Tensor) -> list[int]:
+        return logits.argmax(-1).tolist() if self.temperature == 0 else self.draw(self.probs(logits))
+
+
+greedy = Sampler(temperature=0)
+
+
+# ---------------------------------------------------------------- a model and its cache
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """Attention [B, n, H, d] in which the query heads that share a key head become extra query rows of it: transformers' own
+    path copies the whole cache once for each of them when there is a mask."""
+    if attention_mask is None:  # not one of our passes: plain causal
+        return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
+    groups = query.shape[1] // key.shape[1]
+    rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # [B, key heads, groups * n, d]
+    mask = attention_mask.repeat(1, 1, groups, 1) if groups > 1 else attention_mask
+    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return out.reshape(*query.shape[:3], -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+class KVCache:
+    """Keys and values of every layer in preallocated buffers of `slots` rows; stands in for transformers' Cache.
+
+    A forward pass writes its rows at slot `used` and attends to all slots before its end. Moving `used` is all that a rollback takes.
+    """
+
+    def __init__(self, slots: int):
+        self.slots, self.used, self.layers = slots, 0, {}
+
+    def update(self, keys, values, layer, *_, **__):
+        """Called by layer `layer` with its new [B, heads, n, d]; returns views of everything up to them."""
+        if layer not in self.layers:  # with the batch size, on the device and in the type of the first keys
+            self.layers[layer] = tuple(x.new_empty(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values))
+        end = self.used + keys.shape[2]
+        for buffer, new in zip(self.layers[layer], (keys, values)):
+            buffer[:, :, self.used:end] = new
+        return tuple(buffer[:, :, :end] for buffer in self.layers[layer])
+
+    def move(self, sources: list[int], start: int):
+        """Copy the rows at slots `sources` to `start`, `start` + 1, …, which may overlap them."""
+        for buffer in (b for pair in self.layers.values() for b in pair):
+            buffer[:, :, start:start + len(sources)] = buffer[:, :, sources]  # the right side is a copy
+
+    def get_seq_length(self, *_) -> int:
+        return self.used
+
+
+class CachedLM:
+    """A causal language model with its cached context and one pending token tree below it.
+
+    model:    any transformers causal LM that takes `position_ids` and a 4D attention mask (`load` checks).
+    capacity: tokens of context that the buffers hold, the prompt included.
+    vocab:    look at the first `vocab` logits only (embeddings are often padded, differently for target and draft).
+
+    `length` tokens are cached; `parents` and `depths` describe the pending nodes. Slots: prefix rows, context, pending nodes.
+    `calls`, `rows` and `seconds` count forward passes, their rows and their time; a prefill is one call.
+    """
+
+    def __init__(self, model, capacity: int, vocab: int | None = None):
+        self.model, self.capacity, self.vocab = model, capacity, vocab
+        config = model.config.get_text_config()
+        self.context = getattr(config, "max_position_embeddings", None) or capacity
+        kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ())
+        if not kinds <= {"full_attention", "sliding_attention"}:
+            raise InputError(f"expected layers of full or sliding-window attention, got {', '.join(sorted(kinds))}")
+        window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds or not kinds else None
+        self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds} or {"all": window}
+        self.device, self.dtype = model.get_input_embeddings().weight.device, model.dtype
+        self.cache, self.prefix = KVCache(0), 0
+        self.length, self.parents, self.depths = 0, [], []
+        self.calls, self.rows, self.seconds = 0, 0, 0.0
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[int], width: int = 1) -> torch.Tensor:
+        """Forget everything, cache all of `ids`; the logits [1, V] after the last one. `width`: the most nodes that the pending
+        tree will have, for which room is made here: buffers are never replaced later."""
+        if not 1 <= len(ids) <= self.capacity:
+            raise InputError(f"expected a prompt of 1 to {self.capacity} tokens, got {len(ids)}")
+        self.truncate(0)
+        slots = self.prefix + self.capacity + max(width, PREFILL_CHUNK if len(ids) > PREFILL_CHUNK else 0)
+        if self.cache.slots < slots:
+            old, self.cache = self.cache, KVCache(slots)
+            for layer, pair in old.layers.items():  # the prefix rows stay
+                self.cache.update(*(buffer[:, :, :self.prefix] for buffer in pair), layer)
+        calls = self.calls
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            logits = self.forward(ids[start:start + PREFILL_CHUNK], last_only=True)
+            self.commit(range(len(self.parents)))
+        self.calls = calls + 1
+        return logits
+
+    @torch.inference_mode()
+    def forward(self, ids: list[int] | None, parents: list[int] | None = None, *, embeds: torch.Tensor | None = None,
+                sees_prefix: list[bool] | None = None, last_only: bool = False) -> torch.Tensor:
+        """Append n nodes to the pending tree; the logits [n, V] after each (`last_only`: [1, V], after the last).
+
+        parents:     for each new node a pending node before it, or -1 for the context; None: a chain from the last pending node.
+        embeds:      [n, d] input embeddings in place of ids.
+        sees_prefix: which of the new nodes see the rows of `set_prefix`; None: none does.
+        """
+        n, start = len(ids) if embeds is None else len(embeds), len(self.parents)
+        parents = list(range(start - 1, start + n - 1)) if parents is None else parents
+        if n == 0 or len(parents) != n or any(not -1 <= p < start + i for i, p in enumerate(parents)):
+            raise ValueError(f"expected for each of {n} nodes a parent between -1 and the node before it, got {parents}")
+        end = self.prefix + self.length + start + n
+        if end > self.cache.slots:
+            raise ValueError(f"the cache has {self.cache.slots} rows and {end} are needed: capacity {self.capacity} or the width given to prefill is too small")
+        for parent in parents:
+            self.parents.append(parent)
+            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+        began = time.perf_counter()
+        inputs = {"input_ids": torch.tensor([ids], device=self.device)} if embeds is None else {"inputs_embeds": embeds[None]}
+        positions = [min(self.length + depth, self.context - 1) for depth in self.depths[start:]]  # guesses past the context are cut later
+        self.cache.used = end - n
+        logits = self.model(**inputs, position_ids=torch.tensor([positions], device=self.device), attention_mask=self._masks(start, sees_prefix),
+                            past_key_values=self.cache, use_cache=True, logits_to_keep=1 if last_only else 0).logits[0, :, :self.vocab]
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+        self.calls, self.rows, self.seconds = self.calls + 1, self.rows + n, self.seconds + time.perf_counter() - began
+        return logits
+
+    def _masks(self, start: int, sees_prefix: list[bool] | None):
+        """What is added to the attention scores, 0 or -inf, [1, 1, n, slots in use]: the pending nodes from `start` on see the whole
+        context, their ancestors and themselves, as far as a layer's window reaches. By kind of layer where a model has two."""
+        context, n = self.prefix + self.length, len(self.parents) - start
+        visible = torch.ones(n, context + start + n, dtype=torch.bool)
+        visible[:, :self.prefix] = False if sees_prefix is None else torch.tensor(sees_prefix)[:, None]
+        visible[:, context:] = ancestor_mask(self.parents)[start:]
+        masks = {}
+        for kind, window in self.windows.items():
+            seen = visible
+            if window is not None and self.length + max(self.depths) >= window:
+                positions = torch.cat([torch.arange(self.length), self.length + torch.tensor(self.depths)])
+                near = self.length + torch.tensor(self.depths[start:])[:, None] - positions < window
+                seen = visible.clone()
+                seen[:, self.prefix:] &= near
+            masks[kind] = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)[None, None].to(self.device)
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    @torch.inference_mode()
+    def commit(self, path: Iterable[int]) -> None:
+        """The rows of `path`, pending nodes from a child of the context downwards, join the context; all other nodes vanish."""
+        path = list(path)
+        if any(self.parents[node] != parent for parent, node in zip([-1, *path], path)):
+            raise ValueError(f"expected a path from the context downwards, got nodes {path} of parents {self.parents}")
+        stay = next((i for i, node in enumerate(path) if i != node), len(path))  # rows that lie in their place already
+        if stay < len(path):
+            context = self.prefix + self.length
+            self.cache.move([context + node for node in path[stay:]], context + stay)
+        self.length += len(path)
+        self.parents, self.depths = [], []
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of the context and no pending node."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"expected a length of 0 to {self.length}, got {length}")
+        self.length, self.parents, self.depths = length, [], []
+
+    @torch.inference_mode()
+    def set_prefix(self, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Extra (keys, values) [heads, P, d] for each layer, seen by `sees_prefix` nodes only; they have no position and count in no
+        length. Forgets everything else; prefill comes next."""
+        self.prefix, self.cache = rows[0][0].shape[1], KVCache(rows[0][0].shape[1])
+        self.truncate(0)
+        for layer, (keys, values) in enumerate(rows):
+            self.cache.update(keys[None], values[None], layer)
+
+
+def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+    """One token a call: the baseline."""
+    logits = target.prefill(prompt)
+    while True:
+        root = sample(logits)
+        yield root
+        logits = target.forward(root)
+        target.commit([0])
+
+
+def until(chunks: Iterator[list[int]], max_new_tokens: int, eos: Iterable[int] = ()) -> Iterator[list[int]]:
+    """Cut a method's chunks after `max_new_tokens` tokens or after the first token of `eos`, which is kept."""
+    left, eos = max_new_tokens, set(eos)
+    while left > 0:
+        chunk = next(chunks)[:left]
+        end = next((i + 1 for i, token in enumerate(chunk) if token in eos), None)
+        yield chunk[:end]
+        left = 0 if end else left - len(chunk)
+
+
+# ---------------------------------------------------------------- loading
+
+def load(path: str | Path, device: str | None = None, dtype: str | None = None):
+    """(model, tokenizer) of a Hugging Face directory or hub id.
+
+    device: "cpu", "cuda", "cuda:1", …, or "auto" to spread the model over the GPUs there are (needs the accelerate package); default: a GPU if there is one.
+    dtype:  "float32", "bfloat16" or "float16"; default: float32 on a CPU, the checkpoint's own elsewhere.
+    Raises InputError for what cannot be loaded, and for models that a token tree would get wrong.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", device):
+        raise InputError(f"expected a device of cpu, cuda, cuda:N or auto, got {device!r}")
+    if device.startswith("cuda") and int(device[5:] or 0) >= torch.cuda.device_count():
+        raise InputError(f"expected a device that is there, got {device!r} with {torch.cuda.device_count()} CUDA devices")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise InputError(f"expected a dtype of float32, bfloat16 or float16, got {dtype!r}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or ("float32" if device == "cpu" else "auto"), device_map=device if device == "auto" else None)
+    except Exception as error:  # the readers of the many file formats raise all kinds
+        raise InputError(f"expected a model directory or hub id, got {str(path)!r}: {' '.join(str(error).split())[:300]}") from error
+    return prepare(model if device == "auto" else model.to(device)), tokenizer
+
+
+def prepare(model):
+    """Make a transformers causal LM ready for CachedLM: evaluation mode, attention that does not copy the cache, and a check of
+    a five-node tree against its paths run alone, which raises InputError where they differ (ALiBi: BLOOM, MPT)."""
+    name, model = type(model).__name__, model.eval()
+    missing = {"position_ids", "past_key_values"} - set(inspect.signature(model.forward).parameters)
+    if missing:
+        raise InputError(f"expected a model whose forward pass takes position_ids and past_key_values, got {name} without {', '.join(sorted(missing))}")
+    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        model.set_attn_implementation("grouped")
+    context, ids, parents = [3, 1, 2], [4, 2, 0, 3, 1], [-1, 0, 0, 1, 2]
+    lm = CachedLM(model, capacity=len(context))
+    lm.prefill(context, width=len(ids))
+    logits = lm.forward(ids, parents).float()
+    for leaf in (3, 4):
+        path = ancestor_mask(parents)[leaf].nonzero().flatten().tolist()
+        with torch.inference_mode():
+            alone = model(input_ids=torch.tensor([context + [ids[i] for i in path]], device=lm.device), use_cache=False).logits[0, -len(path):].float()
+        error = (logits[path] - alone).abs().mean() / alone.abs().mean()
+        if not error < (1e-3 if lm.dtype == torch.float32 else 0.1):
+            raise InputError(f"expected a model whose token trees equal their paths, got {name}, off by {error:.1e}: its attention depends on more than mask and position ids")
+    return model
+
+
+def eos_ids(model, tokenizer) -> set[int]:
+    """The tokens that end an answer: the tokenizer's and the generation settings'."""
+    listed = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+
+
+def encode(tokenizer, text: str, chat: bool = False) -> list[int]:
+    """Token ids of a prompt, with the special tokens that the model begins with; `chat` wraps it in the tokenizer's chat template."""
+    if chat and not tokenizer.chat_template:
+        raise InputError("expected a model with a chat template for --chat, got one without")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"expected a prompt in UTF-8, got other bytes ({error.reason})") from error
+    if not set(tokenizer(text, add_special_tokens=False)["input_ids"]) - set(tokenizer.all_special_ids):
+        raise InputError(f"expected a prompt with some text, got {text!r}")
+    if not chat:
+        return tokenizer(text)["input_ids"]
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+# ---------------------------------------------------------------- the command line
+
+PROMPTS = ["singer(id, name, country, age); concert(id, city, year, singer_id)\nShow the city of concerts of singers whose country is France.",
+           "Mia has 12 apples. She buys 3 bags of 4 apples each. Then she gives half of them to Tom. How many apples does Mia have now?",
+           'def sum_even_squares(nums):\n    """Return the sum of the squares of the even numbers in nums."""']  # one of each kind that the embedded models know
+
+
+class Run:
+    """What one method did: its tokens for each prompt, its seconds, its log, and the models it ran, which hold their own counters."""
+
+    def __init__(self, method: Callable, models: dict[str, CachedLM], options: dict):
+        self.method, self.models, self.options = method, models, options
+        self.outputs, self.log, self.seconds = [], [], 0.0
+
+    def chunks(self, prompt: list[int], limit: int, eos: set[int], sample: Sampler) -> Iterator[list[int]]:
+        """The final chunks of one more prompt. Time spent outside, printing say, does not count."""
+        output, began = [], time.perf_counter()
+        self.outputs.append(output)
+        try:
+            for chunk in until(self.method(**self.models, prompt=prompt, sample=sample, log=self.log, **self.options), limit, eos):
+                output += chunk
+                self.seconds += time.perf_counter() - began
+                yield chunk
+                began = time.perf_counter()
+        finally:
+            self.seconds += 0 if output else time.perf_counter() - began
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+    def figures(self) -> str:
+        calls = self.models["target"].calls
+        shares = {name: lm.seconds / self.seconds for name, lm in self.models.items()}
+        shares["rest"] = 1 - sum(shares.values())
+        return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s ({self.tokens / self.seconds:.1f} tokens/s), {calls} target calls "
+                f"({self.tokens / calls:.2f} tokens per call); time: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())}")
+
+
+class Streamer:
+    """Prints chunks as text as they come; `colour` marks guessed tokens green and the target's own plain."""
+
+    def __init__(self, tokenizer, colour: bool):
+        self.tokenizer, self.colour, self.ids, self.shown = tokenizer, colour, [], 0
+
+    def put(self, chunk: list[int], end: bool = False) -> None:
+        for i, token in enumerate(chunk):
+            self.ids.append(token)
+            self.write(guessed=i < len(chunk) - 1)
+        if end:
+            self.write(guessed=False, end=True)
+            print(flush=True)
+
+    def write(self, guessed: bool, end: bool = False) -> None:
+        before, after = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self.ids[:self.shown], self.ids))
+        text = after[len(before):]
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not end:  # a character that is not complete yet
+            return
+        print(f"\033[32m{text}\033[0m" if guessed and self.colour and text else text, end="", flush=True)
+        self.ids, self.shown = self.ids[self.shown:], len(self.ids) - self.shown  # the last tokens stay, as context for decoding the next
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise InputError(message)
+
+
+def parse(methods: list[Callable], argv: list[str] | None):
+    """(arguments, the chosen method, its options). A method's own options are its keyword arguments; their help stands in its
+    docstring, a line `name: help` for each."""
+    parser = Parser(description=inspect.getmodule(methods[0]).__doc__.strip().partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--prompt", action="append", help="text to continue, or - for standard input; repeatable (default: three examples)")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument("--target", default=str(HERE / "models/target"), help="model directory or hub id")
+    if any("draft" in inspect.signature(m).parameters for m in methods):
+        parser.add_argument("--draft", default=str(HERE / "models/draft"), help="model directory or hub id of a small model with the target's tokenizer")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 is off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="cpu, cuda, cuda:N or auto (default: cuda where there is one)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, the checkpoint's own elsewhere)")
+    parser.add_argument("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"], help="colour the guessed tokens; auto: on a terminal")
+    parser.add_argument("--compare", action="store_true", help="also decode autoregressively: speed-up, and equality of greedy output")
+    if len(methods) > 1:
+        parser.add_argument("--method", default=methods[0].__name__, choices=[m.__name__ for m in methods])
+    own = {}
+    for method in methods:
+        for name, parameter in inspect.signature(method).parameters.items():
+            if parameter.kind is parameter.KEYWORD_ONLY and name not in ("sample", "log"):
+                own.setdefault(name, (parameter.default, [], re.search(rf"^\s*{name}:\s*(.*)$", method.__doc__ or "", re.M)))[1].append(method.__name__)
+    for name, (default, _, text) in own.items():
+        kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
+        parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=f"{text[1] if text else ''} (default: {default})", **kind)
+    args = parser.parse_args(argv)
+    method = next(m for m in methods if m.__name__ == getattr(args, "method", methods[0].__name__))
+    options = {name: getattr(args, name) for name in own if hasattr(args, name)}
+    for name in options:
+        if method.__name__ not in own[name][1]:
+            raise InputError(f"expected --{name.replace('_', '-')} with --method {' or '.join(own[name][1])}, got --method {method.__name__}")
+    return args, method, options
+
+
+def read_prompts(given: list[str]) -> list[str]:
+    """The prompts of the command line, with - replaced by standard input."""
+    if given.count("-") > 1:
+        raise InputError("expected - once, standard input can be read only once")
+    try:
+        return [sys.stdin.buffer.read().decode() if text == "-" else text for text in given]
+    except UnicodeDecodeError as error:
+        raise InputError(f"expected standard input in UTF-8, got other bytes ({error.reason})") from error
+
+
+def compare(run: Run, ar: Run, exact: bool, prompts: list[list[int]]) -> tuple[str, bool]:
+    """(what to print, is all well): speed-up of `run` over `ar` and, where `exact`, equality of their outputs."""
+    text = f"speed-up {run.tokens / run.seconds / (ar.tokens / ar.seconds):.2f}x"
+    if not exact:
+        return text, True
+    target = ar.models["target"]
+    for number, (ours, theirs, prompt) in enumerate(zip(run.outputs, ar.outputs, prompts), 1):
+        if ours != theirs:
+            same = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+            top = target.prefill(prompt + theirs[:same]).topk(2).values[0].tolist()
+            return (f"{text}; output of prompt {number} differs from autoregressive output at token {same + 1}, where the target's two largest logits are {top[0] - top[1]:.2g} apart",
+                    target.dtype != torch.float32)
+    return f"{text}; output equals autoregressive output", True
+
+
+def decode(methods: list[Callable], report: Callable[[Run], str] | None, argv: list[str] | None) -> int:
+    args, method, options = parse(methods, argv)
+    Sampler(args.temperature, args.top_k, args.top_p)  # complains before models are loaded
+    if args.max_new_tokens < 1:
+        raise InputError(f"expected --max-new-tokens of 1 or more, got {args.max_new_tokens}")
+    texts = read_prompts(args.prompt or PROMPTS)
+    model, tokenizer = load(args.target, args.device, args.dtype)
+    models = {"target": model}
+    if "draft" in inspect.signature(method).parameters:
+        models["draft"], other = load(args.draft, args.device, args.dtype)
+        if tokenizer.get_vocab() != other.get_vocab():
+            raise InputError(f"expected a draft with the target's tokenizer, got vocabularies of {len(tokenizer)} and {len(other)} entries that differ: {args.target} and {args.draft}")
+    prompts, eos = [encode(tokenizer, text, args.chat) for text in texts], eos_ids(model, tokenizer)
+    vocab = min(m.get_output_embeddings().weight.shape[0] for m in models.values())
+    context = min(CachedLM(m, args.max_new_tokens + max(map(len, prompts))).context for m in models.values())
+    for prompt in prompts:
+        if len(prompt) >= context:
+            raise InputError(f"expected a prompt shorter than the context of {context} tokens, got {len(prompt)}")
+    limits = [min(args.max_new_tokens, context - len(prompt)) for prompt in prompts]
+    capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
+
+    def new_run(method, models, options):
+        return Run(method, {name: CachedLM(m, capacity, vocab) for name, m in models.items()}, options)
+
+    run, ar = new_run(method, models, options), new_run(autoregressive, {"target": model}, {})
+    colour = args.show == "always" or args.show == "auto" and sys.stdout.isatty()
+    status = 0
+    try:
+        for text, prompt, limit in zip(texts, prompts, limits):
+            if len(prompts) > 1 or not args.prompt:
+                print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+            streamer = Streamer(tokenizer, colour)
+            for chunk in run.chunks(prompt, limit, eos, Sampler(args.temperature, args.top_k, args.top_p, args.seed)):
+                streamer.put(chunk)
+            streamer.put([], end=True)
+            if limit < args.max_new_tokens and len(run.outputs[-1]) == limit:
+                print(f"stopped at the end of the context of {context} tokens", file=sys.stderr)
+            if args.compare:
+                for _ in ar.chunks(prompt, limit, eos, Sampler(args.temperature, args.top_k, args.top_p, args.seed)):
+                    pass
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        status = 130
+    if run.tokens:
+        print(run.figures() + (f"\n{report(run)}" if report else ""), file=sys.stderr)
+    if ar.tokens and not status:
+        line, well = compare(run, ar, args.temperature == 0 and not getattr(method, "lossy", False), prompts)
+        print(f"{ar.figures()}\n{line}", file=sys.stderr)
+        status = 0 if well else 1
+    return status
+
+
+def main(methods: list[Callable], report: Callable[[Run], str] | None = None, argv: list[str] | None = None) -> int:
+    """The command line of a method file, whose generators are `methods`, the first one the default; `report(run)` makes further lines of figures.
+    Returns the exit status: 0, 1 (--compare found a difference), 2 (wrong input), 130 (interrupted)."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us quietly
+    try:
+        return decode(methods, report, argv)
+    except InputError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
