@@ -176,6 +176,11 @@ class KVCache:
         return self.used
 
 
+def context_length(model) -> int:
+    """The most tokens that the model was made for; without a limit a number beyond all use."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10 ** 9
+
+
 class CachedLM:
     """A causal language model with its cached context and one pending token tree below it.
 
@@ -190,12 +195,12 @@ class CachedLM:
     def __init__(self, model, capacity: int, vocab: int | None = None):
         self.model, self.capacity, self.vocab = model, capacity, vocab
         config = model.config.get_text_config()
-        self.context = getattr(config, "max_position_embeddings", None) or capacity
-        kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ())
-        if not kinds <= {"full_attention", "sliding_attention"}:
+        self.context = context_length(model)
+        window = getattr(config, "sliding_window", None)
+        kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ["every layer"])
+        if not kinds <= {"full_attention", "sliding_attention", "every layer"}:
             raise InputError(f"expected layers of full or sliding-window attention, got {', '.join(sorted(kinds))}")
-        window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds or not kinds else None
-        self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds} or {"all": window}
+        self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}  # tokens a layer looks back, None: all
         self.device, self.dtype = model.get_input_embeddings().weight.device, model.dtype
         self.cache, self.prefix = KVCache(0), 0
         self.length, self.parents, self.depths = 0, [], []
@@ -208,7 +213,7 @@ class CachedLM:
         if not 1 <= len(ids) <= self.capacity:
             raise InputError(f"expected a prompt of 1 to {self.capacity} tokens, got {len(ids)}")
         self.truncate(0)
-        slots = self.prefix + self.capacity + max(width, PREFILL_CHUNK if len(ids) > PREFILL_CHUNK else 0)
+        slots = self.prefix + self.capacity + width
         if self.cache.slots < slots:
             old, self.cache = self.cache, KVCache(slots)
             for layer, pair in old.layers.items():  # the prefix rows stay
@@ -235,20 +240,21 @@ class CachedLM:
             raise ValueError(f"expected for each of {n} nodes a parent between -1 and the node before it, got {parents}")
         end = self.prefix + self.length + start + n
         if end > self.cache.slots:
-            raise ValueError(f"the cache has {self.cache.slots} rows and {end} are needed: capacity {self.capacity} or the width given to prefill is too small")
+            raise ValueError(f"the cache has {self.cache.slots} rows and {end} are needed: "
+                             f"capacity {self.capacity} or the width given to prefill is too small")
         for parent in parents:
             self.parents.append(parent)
             self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
-        began = time.perf_counter()
         inputs = {"input_ids": torch.tensor([ids], device=self.device)} if embeds is None else {"inputs_embeds": embeds[None]}
-        positions = [min(self.length + depth, self.context - 1) for depth in self.depths[start:]]  # guesses past the context are cut later
+        positions = [min(self.length + depth, self.context - 1) for depth in self.depths[start:]]  # beyond it guesses are cut later
+        inputs |= {"position_ids": torch.tensor([positions], device=self.device), "attention_mask": self._masks(start, sees_prefix)}
         self.cache.used = end - n
-        logits = self.model(**inputs, position_ids=torch.tensor([positions], device=self.device), attention_mask=self._masks(start, sees_prefix),
-                            past_key_values=self.cache, use_cache=True, logits_to_keep=1 if last_only else 0).logits[0, :, :self.vocab]
+        began = time.perf_counter()
+        logits = self.model(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=int(last_only)).logits
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
         self.calls, self.rows, self.seconds = self.calls + 1, self.rows + n, self.seconds + time.perf_counter() - began
-        return logits
+        return logits[0, :, :self.vocab]
 
     def _masks(self, start: int, sees_prefix: list[bool] | None):
         """What is added to the attention scores, 0 or -inf, [1, 1, n, slots in use]: the pending nodes from `start` on see the whole
@@ -297,7 +303,8 @@ class CachedLM:
             self.cache.update(keys[None], values[None], layer)
 
 
-def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = greedy,
+                   log: list | None = None) -> Iterator[list[int]]:
     """One token a call: the baseline."""
     logits = target.prefill(prompt)
     while True:
@@ -322,7 +329,8 @@ def until(chunks: Iterator[list[int]], max_new_tokens: int, eos: Iterable[int] =
 def load(path: str | Path, device: str | None = None, dtype: str | None = None):
     """(model, tokenizer) of a Hugging Face directory or hub id.
 
-    device: "cpu", "cuda", "cuda:1", …, or "auto" to spread the model over the GPUs there are (needs the accelerate package); default: a GPU if there is one.
+    device: "cpu", "cuda", "cuda:1", …, or "auto" to spread the model over all GPUs (needs the accelerate package); default: a GPU
+            if there is one.
     dtype:  "float32", "bfloat16" or "float16"; default: float32 on a CPU, the checkpoint's own elsewhere.
     Raises InputError for what cannot be loaded, and for models that a token tree would get wrong.
     """
@@ -335,7 +343,8 @@ def load(path: str | Path, device: str | None = None, dtype: str | None = None):
         raise InputError(f"expected a dtype of float32, bfloat16 or float16, got {dtype!r}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or ("float32" if device == "cpu" else "auto"), device_map=device if device == "auto" else None)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or ("float32" if device == "cpu" else "auto"),
+                                                     device_map="auto" if device == "auto" else None)
     except Exception as error:  # the readers of the many file formats raise all kinds
         raise InputError(f"expected a model directory or hub id, got {str(path)!r}: {' '.join(str(error).split())[:300]}") from error
     return prepare(model if device == "auto" else model.to(device)), tokenizer
@@ -347,20 +356,22 @@ def prepare(model):
     name, model = type(model).__name__, model.eval()
     missing = {"position_ids", "past_key_values"} - set(inspect.signature(model.forward).parameters)
     if missing:
-        raise InputError(f"expected a model whose forward pass takes position_ids and past_key_values, got {name} without {', '.join(sorted(missing))}")
+        raise InputError(f"expected a model whose forward pass takes position_ids and past_key_values, got {name} without "
+                         + ", ".join(sorted(missing)))
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation("grouped")
     context, ids, parents = [3, 1, 2], [4, 2, 0, 3, 1], [-1, 0, 0, 1, 2]
     lm = CachedLM(model, capacity=len(context))
     lm.prefill(context, width=len(ids))
     logits = lm.forward(ids, parents).float()
-    for leaf in (3, 4):
-        path = ancestor_mask(parents)[leaf].nonzero().flatten().tolist()
+    for path in ([0, 1, 3], [0, 2, 4]):
+        sequence = torch.tensor([context + [ids[i] for i in path]], device=lm.device)
         with torch.inference_mode():
-            alone = model(input_ids=torch.tensor([context + [ids[i] for i in path]], device=lm.device), use_cache=False).logits[0, -len(path):].float()
+            alone = model(input_ids=sequence, use_cache=False).logits[0, -len(path):].float()
         error = (logits[path] - alone).abs().mean() / alone.abs().mean()
         if not error < (1e-3 if lm.dtype == torch.float32 else 0.1):
-            raise InputError(f"expected a model whose token trees equal their paths, got {name}, off by {error:.1e}: its attention depends on more than mask and position ids")
+            raise InputError(f"expected a model whose token trees equal their paths, got {name}, off by {error:.1e}: "
+                             "its attention depends on more than mask and position ids")
     return model
 
 
@@ -382,69 +393,83 @@ def encode(tokenizer, text: str, chat: bool = False) -> list[int]:
         raise InputError(f"expected a prompt with some text, got {text!r}")
     if not chat:
         return tokenizer(text)["input_ids"]
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True)["input_ids"]
+    message = {"role": "user", "content": text}
+    return tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 # ---------------------------------------------------------------- the command line
 
-PROMPTS = ["singer(id, name, country, age); concert(id, city, year, singer_id)\nShow the city of concerts of singers whose country is France.",
-           "Mia has 12 apples. She buys 3 bags of 4 apples each. Then she gives half of them to Tom. How many apples does Mia have now?",
-           'def sum_even_squares(nums):\n    """Return the sum of the squares of the even numbers in nums."""']  # one of each kind that the embedded models know
+PROMPTS = [  # one of each kind that the embedded models know
+    "singer(id, name, country, age); concert(id, city, year, singer_id)\nShow the city of concerts of singers whose country is France.",
+    "Mia has 12 apples. She buys 3 bags of 4 apples each. Then she gives half of them to Tom. How many apples does Mia have now?",
+    'def sum_even_squares(nums):\n    """Return the sum of the squares of the even numbers in nums."""']
 
 
 class Run:
-    """What one method did: its tokens for each prompt, its seconds, its log, and the models it ran, which hold their own counters."""
+    """What one method did: its tokens for each prompt, its seconds, its log, and its models with their counters."""
 
     def __init__(self, method: Callable, models: dict[str, CachedLM], options: dict):
         self.method, self.models, self.options = method, models, options
         self.outputs, self.log, self.seconds = [], [], 0.0
 
     def chunks(self, prompt: list[int], limit: int, eos: set[int], sample: Sampler) -> Iterator[list[int]]:
-        """The final chunks of one more prompt. Time spent outside, printing say, does not count."""
-        output, began = [], time.perf_counter()
-        self.outputs.append(output)
-        try:
-            for chunk in until(self.method(**self.models, prompt=prompt, sample=sample, log=self.log, **self.options), limit, eos):
-                output += chunk
-                self.seconds += time.perf_counter() - began
-                yield chunk
-                began = time.perf_counter()
-        finally:
-            self.seconds += 0 if output else time.perf_counter() - began
+        """The final chunks for one more prompt; what the caller does between them takes no time of ours."""
+        self.outputs.append([])
+        endless = self.method(**self.models, prompt=prompt, sample=sample, log=self.log, **self.options)
+        chunks, chunk = until(endless, limit, eos), None
+        while chunk != []:
+            began = time.perf_counter()
+            chunk = next(chunks, [])
+            self.seconds += time.perf_counter() - began
+            self.outputs[-1] += chunk
+            yield chunk
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.outputs))
 
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
     def figures(self) -> str:
-        calls = self.models["target"].calls
-        shares = {name: lm.seconds / self.seconds for name, lm in self.models.items()}
+        calls, shares = self.models["target"].calls, {name: lm.seconds / self.seconds for name, lm in self.models.items()}
         shares["rest"] = 1 - sum(shares.values())
-        return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s ({self.tokens / self.seconds:.1f} tokens/s), {calls} target calls "
-                f"({self.tokens / calls:.2f} tokens per call); time: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())}")
+        return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s ({self.speed:.1f} tokens/s), "
+                f"{calls} target calls ({self.tokens / calls:.2f} tokens per call); "
+                f"time: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())}")
+
+    def compared(self, ar: "Run", prompts: list[list[int]], exact: bool) -> tuple[str, bool]:
+        """(what to print, is all well): the speed-up over `ar` and, where `exact`, equality with its outputs."""
+        text, target = f"speed-up {self.speed / ar.speed:.2f}x", ar.models["target"]
+        for number, (ours, theirs) in enumerate(zip(self.outputs, ar.outputs), 1):
+            if exact and ours != theirs:
+                same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+                first, second = target.prefill(prompts[number - 1] + theirs[:same]).topk(2).values[0].tolist()
+                return (f"{text}; output of prompt {number} differs from autoregressive output at token {same + 1}, where the target's "
+                        f"two largest logits are {first - second:.2g} apart", target.dtype != torch.float32)
+        return text + ("; output equals autoregressive output" if exact else ""), True
 
 
 class Streamer:
-    """Prints chunks as text as they come; `colour` marks guessed tokens green and the target's own plain."""
+    """Prints chunks as text as they come: with `colour` guessed tokens green, the target's own plain."""
 
     def __init__(self, tokenizer, colour: bool):
         self.tokenizer, self.colour, self.ids, self.shown = tokenizer, colour, [], 0
 
-    def put(self, chunk: list[int], end: bool = False) -> None:
+    def put(self, chunk: list[int]) -> None:
         for i, token in enumerate(chunk):
             self.ids.append(token)
             self.write(guessed=i < len(chunk) - 1)
-        if end:
-            self.write(guessed=False, end=True)
-            print(flush=True)
 
-    def write(self, guessed: bool, end: bool = False) -> None:
+    def write(self, guessed: bool = False, end: str = "") -> None:
         before, after = (self.tokenizer.decode(ids, skip_special_tokens=True) for ids in (self.ids[:self.shown], self.ids))
         text = after[len(before):]
         if text.endswith("\N{REPLACEMENT CHARACTER}") and not end:  # a character that is not complete yet
             return
-        print(f"\033[32m{text}\033[0m" if guessed and self.colour and text else text, end="", flush=True)
-        self.ids, self.shown = self.ids[self.shown:], len(self.ids) - self.shown  # the last tokens stay, as context for decoding the next
+        print(f"\033[32m{text}\033[0m" if guessed and self.colour and text else text, end=end, flush=True)
+        self.ids, self.shown = self.ids[self.shown:], len(self.ids) - self.shown  # kept as context for decoding the next
 
 
 class Parser(argparse.ArgumentParser):
@@ -455,38 +480,43 @@ class Parser(argparse.ArgumentParser):
 def parse(methods: list[Callable], argv: list[str] | None):
     """(arguments, the chosen method, its options). A method's own options are its keyword arguments; their help stands in its
     docstring, a line `name: help` for each."""
-    parser = Parser(description=inspect.getmodule(methods[0]).__doc__.strip().partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--prompt", action="append", help="text to continue, or - for standard input; repeatable (default: three examples)")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    parser.add_argument("--target", default=str(HERE / "models/target"), help="model directory or hub id")
+    parser = Parser(description=inspect.getmodule(methods[0]).__doc__.strip().partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--prompt", action="append", help="text to continue, or - for standard input; repeatable (default: three examples)")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("--target", default=str(HERE / "models/target"), help="model directory or hub id (default: %(default)s)")
     if any("draft" in inspect.signature(m).parameters for m in methods):
-        parser.add_argument("--draft", default=str(HERE / "models/draft"), help="model directory or hub id of a small model with the target's tokenizer")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0 is off")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="cpu, cuda, cuda:N or auto (default: cuda where there is one)")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, the checkpoint's own elsewhere)")
-    parser.add_argument("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"], help="colour the guessed tokens; auto: on a terminal")
-    parser.add_argument("--compare", action="store_true", help="also decode autoregressively: speed-up, and equality of greedy output")
+        add("--draft", default=str(HERE / "models/draft"), help="a small model with the target's tokenizer (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=256, help="(default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0 is off (default)")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this mass; 1 is off (default)")
+    add("--seed", type=int, default=0, help="of sampling (default: 0)")
+    add("--device", help="cpu, cuda, cuda:N or auto (default: cuda where there is one)")
+    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, the checkpoint's own elsewhere)")
+    add("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"],
+        help="colour the guessed tokens; auto: on a terminal (default)")
+    add("--compare", action="store_true", help="also decode autoregressively: speed-up, and equality of greedy output")
     if len(methods) > 1:
-        parser.add_argument("--method", default=methods[0].__name__, choices=[m.__name__ for m in methods])
-    own = {}
+        add("--method", default=methods[0].__name__, choices=[m.__name__ for m in methods], help="(default: %(default)s)")
+    takers = {}  # option: names of the methods that take it
     for method in methods:
         for name, parameter in inspect.signature(method).parameters.items():
-            if parameter.kind is parameter.KEYWORD_ONLY and name not in ("sample", "log"):
-                own.setdefault(name, (parameter.default, [], re.search(rf"^\s*{name}:\s*(.*)$", method.__doc__ or "", re.M)))[1].append(method.__name__)
-    for name, (default, _, text) in own.items():
-        kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
-        parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=f"{text[1] if text else ''} (default: {default})", **kind)
+            if parameter.kind is not parameter.KEYWORD_ONLY or name in ("sample", "log"):
+                continue
+            if name not in takers:
+                line = re.search(rf"^\s*{name}:\s*(.*)$", method.__doc__ or "", re.M)
+                default = parameter.default
+                kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
+                add("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=f"{line[1] if line else ''} (default: {default})", **kind)
+            takers.setdefault(name, []).append(method.__name__)
     args = parser.parse_args(argv)
-    method = next(m for m in methods if m.__name__ == getattr(args, "method", methods[0].__name__))
-    options = {name: getattr(args, name) for name in own if hasattr(args, name)}
+    chosen = getattr(args, "method", methods[0].__name__)
+    options = {name: getattr(args, name) for name in takers if hasattr(args, name)}
     for name in options:
-        if method.__name__ not in own[name][1]:
-            raise InputError(f"expected --{name.replace('_', '-')} with --method {' or '.join(own[name][1])}, got --method {method.__name__}")
-    return args, method, options
+        if chosen not in takers[name]:
+            raise InputError(f"expected --{name.replace('_', '-')} with --method {' or '.join(takers[name])}, got --method {chosen}")
+    return args, next(m for m in methods if m.__name__ == chosen), options
 
 
 def read_prompts(given: list[str]) -> list[str]:
@@ -499,76 +529,61 @@ def read_prompts(given: list[str]) -> list[str]:
         raise InputError(f"expected standard input in UTF-8, got other bytes ({error.reason})") from error
 
 
-def compare(run: Run, ar: Run, exact: bool, prompts: list[list[int]]) -> tuple[str, bool]:
-    """(what to print, is all well): speed-up of `run` over `ar` and, where `exact`, equality of their outputs."""
-    text = f"speed-up {run.tokens / run.seconds / (ar.tokens / ar.seconds):.2f}x"
-    if not exact:
-        return text, True
-    target = ar.models["target"]
-    for number, (ours, theirs, prompt) in enumerate(zip(run.outputs, ar.outputs, prompts), 1):
-        if ours != theirs:
-            same = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
-            top = target.prefill(prompt + theirs[:same]).topk(2).values[0].tolist()
-            return (f"{text}; output of prompt {number} differs from autoregressive output at token {same + 1}, where the target's two largest logits are {top[0] - top[1]:.2g} apart",
-                    target.dtype != torch.float32)
-    return f"{text}; output equals autoregressive output", True
-
-
 def decode(methods: list[Callable], report: Callable[[Run], str] | None, argv: list[str] | None) -> int:
     args, method, options = parse(methods, argv)
-    Sampler(args.temperature, args.top_k, args.top_p)  # complains before models are loaded
+
+    def sampler():
+        return Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+
+    sampler()  # complains before models are loaded
     if args.max_new_tokens < 1:
         raise InputError(f"expected --max-new-tokens of 1 or more, got {args.max_new_tokens}")
-    texts = read_prompts(args.prompt or PROMPTS)
-    model, tokenizer = load(args.target, args.device, args.dtype)
-    models = {"target": model}
+    texts, models = read_prompts(args.prompt or PROMPTS), {}
+    models["target"], tokenizer = load(args.target, args.device, args.dtype)
     if "draft" in inspect.signature(method).parameters:
         models["draft"], other = load(args.draft, args.device, args.dtype)
         if tokenizer.get_vocab() != other.get_vocab():
-            raise InputError(f"expected a draft with the target's tokenizer, got vocabularies of {len(tokenizer)} and {len(other)} entries that differ: {args.target} and {args.draft}")
-    prompts, eos = [encode(tokenizer, text, args.chat) for text in texts], eos_ids(model, tokenizer)
-    vocab = min(m.get_output_embeddings().weight.shape[0] for m in models.values())
-    context = min(CachedLM(m, args.max_new_tokens + max(map(len, prompts))).context for m in models.values())
-    for prompt in prompts:
-        if len(prompt) >= context:
-            raise InputError(f"expected a prompt shorter than the context of {context} tokens, got {len(prompt)}")
+            raise InputError(f"expected a draft with the target's tokenizer, got vocabularies of {len(tokenizer)} and {len(other)} "
+                             f"entries that differ: {args.target} and {args.draft}")
+    prompts, eos = [encode(tokenizer, text, args.chat) for text in texts], eos_ids(models["target"], tokenizer)
+    context = min(map(context_length, models.values()))
+    vocab = min(model.config.get_text_config().vocab_size for model in models.values())
+    if max(map(len, prompts)) >= context:
+        raise InputError(f"expected a prompt shorter than the context of {context} tokens, got {max(map(len, prompts))}")
     limits = [min(args.max_new_tokens, context - len(prompt)) for prompt in prompts]
     capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
-
-    def new_run(method, models, options):
-        return Run(method, {name: CachedLM(m, capacity, vocab) for name, m in models.items()}, options)
-
-    run, ar = new_run(method, models, options), new_run(autoregressive, {"target": model}, {})
+    run = Run(method, {name: CachedLM(model, capacity, vocab) for name, model in models.items()}, options)
+    ar = Run(autoregressive, {"target": CachedLM(models["target"], capacity, vocab)}, {})
     colour = args.show == "always" or args.show == "auto" and sys.stdout.isatty()
     status = 0
     try:
         for text, prompt, limit in zip(texts, prompts, limits):
-            if len(prompts) > 1 or not args.prompt:
+            if len(prompts) > 1:  # several outputs: say which is whose
                 print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
             streamer = Streamer(tokenizer, colour)
-            for chunk in run.chunks(prompt, limit, eos, Sampler(args.temperature, args.top_k, args.top_p, args.seed)):
+            for chunk in run.chunks(prompt, limit, eos, sampler()):
                 streamer.put(chunk)
-            streamer.put([], end=True)
-            if limit < args.max_new_tokens and len(run.outputs[-1]) == limit:
+            streamer.write(end="\n")
+            if len(run.outputs[-1]) == limit < args.max_new_tokens:
                 print(f"stopped at the end of the context of {context} tokens", file=sys.stderr)
             if args.compare:
-                for _ in ar.chunks(prompt, limit, eos, Sampler(args.temperature, args.top_k, args.top_p, args.seed)):
+                for _ in ar.chunks(prompt, limit, eos, sampler()):
                     pass
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         status = 130
     if run.tokens:
         print(run.figures() + (f"\n{report(run)}" if report else ""), file=sys.stderr)
-    if ar.tokens and not status:
-        line, well = compare(run, ar, args.temperature == 0 and not getattr(method, "lossy", False), prompts)
+    if ar.tokens and status == 0:
+        line, well = run.compared(ar, prompts, exact=args.temperature == 0 and not getattr(method, "lossy", False))
         print(f"{ar.figures()}\n{line}", file=sys.stderr)
         status = 0 if well else 1
     return status
 
 
 def main(methods: list[Callable], report: Callable[[Run], str] | None = None, argv: list[str] | None = None) -> int:
-    """The command line of a method file, whose generators are `methods`, the first one the default; `report(run)` makes further lines of figures.
-    Returns the exit status: 0, 1 (--compare found a difference), 2 (wrong input), 130 (interrupted)."""
+    """The command line of a method file: `methods` are its generators, the first one the default, and `report(run)` makes further
+    lines of figures. Returns the exit status: 0, 1 (--compare found a difference), 2 (wrong input), 130 (interrupted)."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if hasattr(signal, "SIGPIPE"):

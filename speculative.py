@@ -21,7 +21,8 @@ from common import CachedLM, InputError, Run, Sampler, greedy, main
 def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int], sample: Sampler) -> tuple[int, int]:
     """(number of accepted guesses, the token that follows them). Leviathan, Alg. 1; Chen, Theorem 1.
 
-    target_probs [γ+1, V]: the target's distribution at each guess, and after the last one; draft_probs [γ, V]: what guesses were drawn from.
+    target_probs [γ+1, V]: the target's distribution at each guess, and after the last one
+    draft_probs [γ, V]:    what each guess was drawn from
     """
     at = torch.arange(len(guesses)), torch.tensor(guesses)
     ratio = target_probs[at] / draft_probs[at]  # [γ], p(x) / q(x)
@@ -34,11 +35,12 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
     return accepted, sample.draw(rest[None])[0]
 
 
-def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Draft gamma tokens one by one, verify them in one target call, keep the accepted ones and one more. Yields chunks of 1 to gamma + 1 tokens.
+def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, sample: Sampler = greedy,
+                log: list | None = None) -> Iterator[list[int]]:
+    """Draft gamma tokens one by one, verify them in one target call, keep the accepted ones and one more from the target.
 
     gamma: tokens drafted a round, 1 or more
-    Log: a record {"drafted", "accepted"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs a record {"drafted", "accepted"} a round.
     """
     if gamma < 1:
         raise InputError(f"expected gamma of 1 or more, got {gamma}")
@@ -75,8 +77,10 @@ def report(run: Run) -> str:
     accepted, gamma = sum(r["accepted"] for r in run.log), run.log[0]["drafted"]
     alpha, cost = accepted / tried, (draft.seconds / draft.calls) / (target.seconds / target.calls)
     expected = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-    return (f"accepted {accepted} of {rounds * gamma} drafted tokens, {accepted / rounds:.2f} a round; acceptance rate {alpha:.1%} of {tried} tried; {draft.calls} draft calls\n"
-            f"predicted at this rate, with a draft call at {cost:.2f} of a target call: {expected:.2f} tokens per call, speed-up {expected / (gamma * cost + 1):.2f}x")
+    return (f"accepted {accepted} of {rounds * gamma} drafted tokens, {accepted / rounds:.2f} a round; "
+            f"acceptance rate {alpha:.1%} of {tried} tried; {draft.calls} draft calls\n"
+            f"predicted at this rate, with a draft call at {cost:.2f} of a target call: "
+            f"{expected:.2f} tokens per call, speed-up {expected / (gamma * cost + 1):.2f}x")
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ def main():
 
     if wanted("target"):
         target = new_model("target", tokenizer)
-        fit("target", target, lambda *batch: next_token_loss(target, *batch), lambda seed: batches(tokenizer, "train", seed, 3072), 4e-3, args.target_tokens, args.work)
+        fit("target", target, lambda *batch: next_token_loss(target, *batch), lambda seed: batches(tokenizer, "train", seed, 3072), 1.5e-3, args.target_tokens, args.work)
         save(target, tokenizer, HERE / "target")
 
     def plain_draft():
