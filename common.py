@@ -400,7 +400,7 @@ def encode(tokenizer, text: str, chat: bool = False) -> list[int]:
 # ---------------------------------------------------------------- the command line
 
 PROMPTS = [  # one of each kind that the embedded models know
-    "singer(id, name, country, age); concert(id, city, year, singer_id)\nShow the city of concerts of singers whose country is France.",
+    "team(id, name, city, wins); player(id, name, age, goals, team_id)\nShow the name of players of teams whose city is Madrid.",
     "Mia has 12 apples. She buys 3 bags of 4 apples each. Then she gives half of them to Tom. How many apples does Mia have now?",
     'def sum_even_squares(nums):\n    """Return the sum of the squares of the even numbers in nums."""']
 

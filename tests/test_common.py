@@ -6,7 +6,7 @@ import torch
 from transformers import BloomConfig, DynamicCache, GPTNeoConfig, Llama4TextConfig, MambaConfig, AutoModelForCausalLM
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from common import CachedLM, InputError, Sampler, ancestor_mask, autoregressive, greedy, load, prepare, probs, trie, until, walk
+from common import CachedLM, InputError, KVCache, Sampler, ancestor_mask, autoregressive, greedy, load, prepare, probs, trie, until, walk
 from conftest import CONTEXT, FAMILIES, ROOT, VOCAB, path_to, tiny, tokens_of
 
 
@@ -170,6 +170,24 @@ def test_autoregressive_equals_generate(name):
     expected = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=CONTEXT - 3, do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
     assert tokens_of(autoregressive(CachedLM(model, CONTEXT), [3, 4, 5]), CONTEXT - 3) == expected
     assert len(set(expected)) > 3
+
+
+def test_attention_reads_the_buffers_themselves(monkeypatch):
+    """Grouped-query attention under a mask gets views of the cache, with a head for each key head: no copy for each query head."""
+    lm, seen = CachedLM(tiny("llama"), capacity=20), []
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **kw: seen.append((k, v)) or attention(q, k, v, **kw))
+    lm.prefill([3, 4, 5], width=4)
+    lm.forward([6, 7, 8, 9], [-1, 0, 0, 1])
+    assert len(seen) == 4 and all(x.data_ptr() == b.data_ptr() and x.shape[1] == 2 for pair, buffers in zip(seen[2:], lm.cache.layers.values()) for x, b in zip(pair, buffers))
+
+
+def test_each_layer_has_its_buffers_where_its_keys_are():
+    """A model that is spread over devices; batches of prompts."""
+    cache = KVCache(10)
+    for layer, device in enumerate(("cpu", "meta")):
+        keys, values = cache.update(torch.ones(3, 2, 4, 8, device=device), torch.ones(3, 2, 4, 6, device=device), layer)
+        assert (keys.device.type, keys.shape, values.shape) == (device, (3, 2, 4, 8), (3, 2, 4, 6)) and cache.layers[layer][0].shape[2] == 10
 
 
 def test_eager_attention_too():
