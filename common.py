@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
 
@@ -455,8 +456,8 @@ class Run:
 class Streamer:
     """Prints chunks as text as they come: with `colour` guessed tokens green, the target's own plain."""
 
-    def __init__(self, tokenizer, colour: bool):
-        self.tokenizer, self.colour, self.ids, self.shown = tokenizer, colour, [], 0
+    def __init__(self, tokenizer, colour: bool, log: list):
+        self.tokenizer, self.colour, self.log, self.ids, self.shown = tokenizer, colour, log, [], 0
 
     def put(self, chunk: list[int]) -> None:
         for i, token in enumerate(chunk):
@@ -477,7 +478,7 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
-def parse(methods: list[Callable], argv: list[str] | None):
+def parse(methods: list[Callable], argv: list[str] | None, actions: dict[str, Callable] = {}):
     """(arguments, the chosen method, its options). A method's own options are its keyword arguments; their help stands in its
     docstring, a line `name: help` for each."""
     parser = Parser(description=inspect.getmodule(methods[0]).__doc__.strip().partition("\n")[0], allow_abbrev=False)
@@ -499,6 +500,9 @@ def parse(methods: list[Callable], argv: list[str] | None):
     add("--compare", action="store_true", help="also decode autoregressively: speed-up, and equality of greedy output")
     if len(methods) > 1:
         add("--method", default=methods[0].__name__, choices=[m.__name__ for m in methods], help="(default: %(default)s)")
+    parser.set_defaults(action=None)
+    for name, action in actions.items():
+        add(f"--{name}", dest="action", action="store_const", const=action, help=action.__doc__.partition(".")[0].lower())
     takers = {}  # option: names of the methods that take it
     for method in methods:
         for name, parameter in inspect.signature(method).parameters.items():
@@ -529,45 +533,65 @@ def read_prompts(given: list[str]) -> list[str]:
         raise InputError(f"expected standard input in UTF-8, got other bytes ({error.reason})") from error
 
 
-def decode(methods: list[Callable], report: Callable[[Run], str] | None, argv: list[str] | None) -> int:
-    args, method, options = parse(methods, argv)
+@dataclass
+class Job:
+    """What a command line asked for, with its models loaded and its prompts encoded."""
+    args: argparse.Namespace
+    method: Callable
+    options: dict  # of the method
+    models: dict  # "target" and perhaps "draft": a transformers model
+    tokenizer: object
+    texts: list[str]
+    prompts: list[list[int]]  # token ids
+    limits: list[int]  # new tokens for each prompt: --max-new-tokens, or up to the end of the context
+    eos: set[int]
 
-    def sampler():
-        return Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    def sampler(self) -> Sampler:
+        return Sampler(self.args.temperature, self.args.top_k, self.args.top_p, self.args.seed)
 
-    sampler()  # complains before models are loaded
+    def run(self, method: Callable, options: dict) -> Run:
+        """A fresh Run, with caches of its own, of this or another method."""
+        capacity = max(len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits))
+        vocab = min(model.config.get_text_config().vocab_size for model in self.models.values())
+        names = [name for name in self.models if name in inspect.signature(method).parameters]
+        return Run(method, {name: CachedLM(self.models[name], capacity, vocab) for name in names}, options)
+
+
+def prepare_job(args, method: Callable, options: dict) -> Job:
+    texts, models = read_prompts(args.prompt or PROMPTS), {}
+    Sampler(args.temperature, args.top_k, args.top_p)  # complains before models are loaded
     if args.max_new_tokens < 1:
         raise InputError(f"expected --max-new-tokens of 1 or more, got {args.max_new_tokens}")
-    texts, models = read_prompts(args.prompt or PROMPTS), {}
     models["target"], tokenizer = load(args.target, args.device, args.dtype)
     if "draft" in inspect.signature(method).parameters:
         models["draft"], other = load(args.draft, args.device, args.dtype)
         if tokenizer.get_vocab() != other.get_vocab():
             raise InputError(f"expected a draft with the target's tokenizer, got vocabularies of {len(tokenizer)} and {len(other)} "
                              f"entries that differ: {args.target} and {args.draft}")
-    prompts, eos = [encode(tokenizer, text, args.chat) for text in texts], eos_ids(models["target"], tokenizer)
-    context = min(map(context_length, models.values()))
-    vocab = min(model.config.get_text_config().vocab_size for model in models.values())
+    prompts, context = [encode(tokenizer, text, args.chat) for text in texts], min(map(context_length, models.values()))
     if max(map(len, prompts)) >= context:
         raise InputError(f"expected a prompt shorter than the context of {context} tokens, got {max(map(len, prompts))}")
     limits = [min(args.max_new_tokens, context - len(prompt)) for prompt in prompts]
-    capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
-    run = Run(method, {name: CachedLM(model, capacity, vocab) for name, model in models.items()}, options)
-    ar = Run(autoregressive, {"target": CachedLM(models["target"], capacity, vocab)}, {})
-    colour = args.show == "always" or args.show == "auto" and sys.stdout.isatty()
-    status = 0
+    return Job(args, method, options, models, tokenizer, texts, prompts, limits, eos_ids(models["target"], tokenizer))
+
+
+def decode(job: Job, report: Callable[[Run], str] | None) -> int:
+    """Stream the prompts' continuations to stdout and figures to stderr; the exit status."""
+    args, run, ar = job.args, job.run(job.method, job.options), job.run(autoregressive, {})
+    colour, status = args.show == "always" or args.show == "auto" and sys.stdout.isatty(), 0
     try:
-        for text, prompt, limit in zip(texts, prompts, limits):
-            if len(prompts) > 1:  # several outputs: say which is whose
+        for text, prompt, limit in zip(job.texts, job.prompts, job.limits):
+            if len(job.prompts) > 1:  # several outputs: say which is whose
                 print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
-            streamer = Streamer(tokenizer, colour)
-            for chunk in run.chunks(prompt, limit, eos, sampler()):
-                streamer.put(chunk)
-            streamer.write(end="\n")
+            viewer = getattr(job.method, "viewer", Streamer) if args.show == "always" else Streamer
+            stream = viewer(job.tokenizer, colour, run.log)
+            for chunk in run.chunks(prompt, limit, job.eos, job.sampler()):
+                stream.put(chunk)
+            stream.write(end="\n")
             if len(run.outputs[-1]) == limit < args.max_new_tokens:
-                print(f"stopped at the end of the context of {context} tokens", file=sys.stderr)
+                print(f"stopped at the end of the context of {len(prompt) + limit} tokens", file=sys.stderr)
             if args.compare:
-                for _ in ar.chunks(prompt, limit, eos, sampler()):
+                for _ in ar.chunks(prompt, limit, job.eos, job.sampler()):
                     pass
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -575,21 +599,25 @@ def decode(methods: list[Callable], report: Callable[[Run], str] | None, argv: l
     if run.tokens:
         print(run.figures() + (f"\n{report(run)}" if report else ""), file=sys.stderr)
     if ar.tokens and status == 0:
-        line, well = run.compared(ar, prompts, exact=args.temperature == 0 and not getattr(method, "lossy", False))
+        line, well = run.compared(ar, job.prompts, exact=args.temperature == 0 and not getattr(job.method, "lossy", False))
         print(f"{ar.figures()}\n{line}", file=sys.stderr)
         status = 0 if well else 1
     return status
 
 
-def main(methods: list[Callable], report: Callable[[Run], str] | None = None, argv: list[str] | None = None) -> int:
-    """The command line of a method file: `methods` are its generators, the first one the default, and `report(run)` makes further
-    lines of figures. Returns the exit status: 0, 1 (--compare found a difference), 2 (wrong input), 130 (interrupted)."""
+def main(methods: list[Callable], report: Callable[[Run], str] | None = None, argv: list[str] | None = None,
+         actions: dict[str, Callable[[Job], int]] = {}) -> int:
+    """The command line of a method file: `methods` are its generators, the first one the default, `report(run)` makes further
+    lines of figures, and `actions` are further things to do instead of decoding: the switch --name calls the function.
+    Returns the exit status: 0, 1 (--compare found a difference), 2 (wrong input), 130 (interrupted)."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us quietly
     try:
-        return decode(methods, report, argv)
+        args, method, options = parse(methods, argv, actions)
+        job = prepare_job(args, method, options)
+        return args.action(job) if args.action else decode(job, report)
     except InputError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2

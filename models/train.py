@@ -105,7 +105,7 @@ def optimizers(model, lr: float):
 
 
 def fit(name, model, loss_of, data, lr: float, total: int, work: Path):
-    """Train on `total` tokens of `data`, the rate falling linearly to 0 after a warm-up; a checkpoint every five minutes."""
+    """Train on `total` tokens of `data`, the rate falling linearly to 0 after a warm-up of a twentieth of them; a checkpoint every five minutes."""
     optims, checkpoint = optimizers(model, lr), work / f"{name}.pt"
     seen = step = 0
     if checkpoint.exists():
@@ -120,7 +120,7 @@ def fit(name, model, loss_of, data, lr: float, total: int, work: Path):
     for ids, weights in data(seed=step):  # a resumed run goes on with other examples
         if seen >= total:
             break
-        rate = lr * min(1.0, (step + 1) / 100) * max(0.0, 1 - seen / total)
+        rate = lr * min(1.0, (seen + 1) / (0.05 * total)) * max(0.0, 1 - seen / total)
         for group in (g for o in optims for g in o.param_groups):
             group["lr"] = rate
         loss = loss_of(ids, weights)

@@ -78,6 +78,12 @@ class ScriptedLM:
         self.tokens, self.parents, self.ids = self.tokens[:length], [], []
 
 
+def markov(seed, vocab=4, scale=1.2):
+    """Logits that depend on the last two tokens."""
+    table = scale * torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed))
+    return lambda tokens: table[tokens[-2], tokens[-1]]
+
+
 def path_to(node: int, parents: list[int]) -> list[int]:
     """The nodes from the root of the tree down to this one."""
     return [] if node < 0 else path_to(parents[node], parents) + [node]

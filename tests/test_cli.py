@@ -59,7 +59,7 @@ def test_several_prompts_and_stdin(capsys, monkeypatch):
 def test_limits_seeds_and_temperature(capsys):
     outs = []
     for more in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--seed", "3"]):
-        assert run("--prompt", PROMPT, "--temperature", "2", "--max-new-tokens", "40", "--top-k", "50", "--top-p", "0.95", *more) == 0
+        assert run("--prompt", PROMPT, "--temperature", "4", "--max-new-tokens", "40", "--top-k", "50", "--top-p", "0.95", *more) == 0
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1] and len(set(outs)) > 1
     run("--prompt", PROMPT, "--max-new-tokens", "1")

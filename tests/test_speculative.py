@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from conftest import CONTEXT, ScriptedLM, chi_square_ok, near, tiny, tokens_of
+from conftest import CONTEXT, ScriptedLM, chi_square_ok, markov, near, tiny, tokens_of
 from speculative import speculative, verify
 
 PROMPT = [3, 14, 15]
@@ -112,12 +112,6 @@ def test_accept_or_residual_is_exact_by_enumeration(temperature, top_k, top_p):
                 assert verify(p, q, [x, y], script)[0] == 2
                 torch.testing.assert_close(script.probs, p[2])  # the bonus token
         torch.testing.assert_close(joint, p_of[0][:, None] * p_of[1:], atol=1e-6, rtol=0)
-
-
-def markov(seed, vocab=4, scale=1.2):
-    """Logits that depend on the last two tokens."""
-    table = scale * torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed))
-    return lambda tokens: table[tokens[-2], tokens[-1]]
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p, gamma", [(1, 0, 1, 3), (0.7, 3, 0.95, 2), (1.5, 0, 0.8, 1)])
