@@ -410,7 +410,8 @@ class Run:
     """What one method did: its tokens for each prompt, its seconds, its log, and its models with their counters."""
 
     def __init__(self, method: Callable, models: dict[str, CachedLM], options: dict):
-        self.method, self.models, self.options = method, models, options
+        self.method, self.models = method, models
+        self.options = {name: make() for name, make in getattr(method, "shared", {}).items()} | options  # shared by all prompts
         self.outputs, self.log, self.seconds = [], [], 0.0
 
     def chunks(self, prompt: list[int], limit: int, eos: set[int], sample: Sampler) -> Iterator[list[int]]:
@@ -506,7 +507,7 @@ def parse(methods: list[Callable], argv: list[str] | None, actions: dict[str, Ca
     takers = {}  # option: names of the methods that take it
     for method in methods:
         for name, parameter in inspect.signature(method).parameters.items():
-            if parameter.kind is not parameter.KEYWORD_ONLY or name in ("sample", "log"):
+            if parameter.kind is not parameter.KEYWORD_ONLY or name == "sample" or parameter.default is None:
                 continue
             if name not in takers:
                 line = re.search(rf"^\s*{name}:\s*(.*)$", method.__doc__ or "", re.M)

@@ -58,6 +58,10 @@ class ScriptedLM:
     def __init__(self, logits_of):
         self.logits_of, self.tokens, self.parents, self.ids, self.calls, self.rows = logits_of, [], [], [], 0, 0
 
+    @property
+    def length(self):
+        return len(self.tokens)
+
     def prefill(self, ids, width=1):
         self.tokens, self.parents, self.ids, self.calls = list(ids), [], [], self.calls + 1
         return self.logits_of(self.tokens)[None]
