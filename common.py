@@ -2,7 +2,7 @@
 
 One idea carries it: a method grows a small *token tree* below the context, runs one forward pass over it and keeps one path.
 
-    root     the last final token; it is known but not yet cached, so every target call feeds it as node 0
+    root     the last final token, at first the prompt's; it is not cached yet, so every target call feeds it as node 0
     tree     token ids and a parent for each: a node of the pending tree, or -1 for the cached context
     chunk    what a method yields after a call: the tokens that became final, guessed ones first, the target's own last
 
@@ -107,7 +107,8 @@ class Sampler:
             raise InputError(f"expected top-p above 0 and at most 1, got {top_p}")
         self.temperature, self.top_k, self.top_p, self.seed, self.generator = temperature, top_k, top_p, seed, None
 
-    def _generator(self, device) -> torch.Generator:
+    def generator_on(self, device) -> torch.Generator:
+        """The one generator, made on the device that first asks."""
         if self.generator is None:
             self.generator = torch.Generator(device).manual_seed(self.seed)
         return self.generator
@@ -119,11 +120,11 @@ class Sampler:
         """One token for each row of probs [n, V]."""
         if self.temperature == 0:
             return probs.argmax(-1).tolist()
-        return torch.multinomial(probs, 1, generator=self._generator(probs.device)).flatten().tolist()
+        return torch.multinomial(probs, 1, generator=self.generator_on(probs.device)).flatten().tolist()
 
     def uniform(self, n: int, device) -> torch.Tensor:
         """[n] numbers in [0, 1)."""
-        return torch.rand(n, device=device, generator=self._generator(device))
+        return torch.rand(n, device=device, generator=self.generator_on(device))
 
     def __call__(self, logits: torch.Tensor) -> list[int]:
         return logits.argmax(-1).tolist() if self.temperature == 0 else self.draw(self.probs(logits))
@@ -141,7 +142,7 @@ def grouped_attention(module, query, key, value, attention_mask, scaling=None, d
         return sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
     rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # [B, key heads, groups * n, d]
-    mask = attention_mask.repeat(1, 1, groups, 1) if groups > 1 else attention_mask
+    mask = attention_mask if groups == 1 or query.shape[2] == 1 else attention_mask.repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.reshape(*query.shape[:3], -1).transpose(1, 2).contiguous(), None
 
@@ -204,26 +205,35 @@ class CachedLM:
         self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}  # tokens a layer looks back, None: all
         self.device, self.dtype = model.get_input_embeddings().weight.device, model.dtype
         self.cache, self.prefix = KVCache(0), 0
-        self.length, self.parents, self.depths = 0, [], []
+        self.length, self.parents, self.depths, self.waiting = 0, [], [], []
         self.calls, self.rows, self.seconds = 0, 0, 0.0
 
     @torch.inference_mode()
-    def prefill(self, ids: list[int], width: int = 1) -> torch.Tensor:
-        """Forget everything, cache all of `ids`; the logits [1, V] after the last one. `width`: the most nodes that the pending
-        tree will have, for which room is made here: buffers are never replaced later."""
-        if not 1 <= len(ids) <= self.capacity:
-            raise InputError(f"expected a prompt of 1 to {self.capacity} tokens, got {len(ids)}")
-        self.truncate(0)
+    def start(self, ids: list[int], width: int = 1) -> None:
+        """Forget everything and take `ids` as the context. The last rows of a prompt are computed along with the first tree, in one call.
+        `width`: the most nodes that the pending tree will have, for which room is made here: buffers are never replaced later."""
+        if len(ids) > self.capacity:
+            raise InputError(f"expected a prompt of at most {self.capacity} tokens, got {len(ids)}")
+        self.length, self.parents, self.depths, self.waiting = 0, [], [], []
         slots = self.prefix + self.capacity + width
         if self.cache.slots < slots:
             old, self.cache = self.cache, KVCache(slots)
             for layer, pair in old.layers.items():  # the prefix rows stay
                 self.cache.update(*(buffer[:, :, :self.prefix] for buffer in pair), layer)
-        calls = self.calls
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            logits = self.forward(ids[start:start + PREFILL_CHUNK], last_only=True)
-            self.commit(range(len(self.parents)))
-        self.calls = calls + 1
+        calls, first = self.calls, 0
+        while len(ids) - first > PREFILL_CHUNK:
+            self.forward(ids[first:first + PREFILL_CHUNK], last_only=True)
+            self.commit(range(PREFILL_CHUNK))
+            first += PREFILL_CHUNK
+        self.calls, self.waiting, self.length = calls, list(ids[first:]), len(ids)  # a prompt and the first tree count as one call
+
+    def prefill(self, ids: list[int], width: int = 1) -> torch.Tensor:
+        """Forget everything and cache all of `ids`, one token or more; the logits [1, V] after the last."""
+        if not 1 <= len(ids) <= self.capacity:
+            raise InputError(f"expected a prompt of 1 to {self.capacity} tokens, got {len(ids)}")
+        self.start(ids[:-1], width)
+        logits = self.forward(ids[-1:])
+        self.commit([0])
         return logits
 
     @torch.inference_mode()
@@ -239,39 +249,49 @@ class CachedLM:
         parents = list(range(start - 1, start + n - 1)) if parents is None else parents
         if n == 0 or len(parents) != n or any(not -1 <= p < start + i for i, p in enumerate(parents)):
             raise ValueError(f"expected for each of {n} nodes a parent between -1 and the node before it, got {parents}")
+        waiting, self.waiting = self.waiting, []  # context rows that this call computes too
         end = self.prefix + self.length + start + n
         if end > self.cache.slots:
             raise ValueError(f"the cache has {self.cache.slots} rows and {end} are needed: "
-                             f"capacity {self.capacity} or the width given to prefill is too small")
+                             f"capacity {self.capacity} or the width given with the prompt is too small")
         for parent in parents:
             self.parents.append(parent)
             self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
-        inputs = {"input_ids": torch.tensor([ids], device=self.device)} if embeds is None else {"inputs_embeds": embeds[None]}
-        positions = [min(self.length + depth, self.context - 1) for depth in self.depths[start:]]  # beyond it guesses are cut later
-        inputs |= {"position_ids": torch.tensor([positions], device=self.device), "attention_mask": self._masks(start, sees_prefix)}
-        self.cache.used = end - n
+        if embeds is None:
+            inputs = {"input_ids": torch.tensor([[*waiting, *ids]], device=self.device)}
+        else:
+            before = self.model.get_input_embeddings()(torch.tensor(waiting, dtype=torch.long, device=self.device))
+            inputs = {"inputs_embeds": torch.cat([before, embeds])[None]}
+        positions = [*range(self.length - len(waiting), self.length), *(self.length + depth for depth in self.depths[start:])]
+        positions = [min(position, self.context - 1) for position in positions]  # guesses beyond the context are cut later
+        inputs |= {"position_ids": torch.tensor([positions], device=self.device),
+                   "attention_mask": self._masks(start, len(waiting), sees_prefix), "logits_to_keep": 1 if last_only else n}
+        self.cache.used = end - n - len(waiting)
         began = time.perf_counter()
-        logits = self.model(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=int(last_only)).logits
+        logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
-        self.calls, self.rows, self.seconds = self.calls + 1, self.rows + n, self.seconds + time.perf_counter() - began
+        self.calls, self.rows, self.seconds = self.calls + 1, self.rows + len(positions), self.seconds + time.perf_counter() - began
         return logits[0, :, :self.vocab]
 
-    def _masks(self, start: int, sees_prefix: list[bool] | None):
+    def _masks(self, start: int, waiting: int, sees_prefix: list[bool] | None):
         """What is added to the attention scores, 0 or -inf, [1, 1, n, slots in use]: the pending nodes from `start` on see the whole
-        context, their ancestors and themselves, as far as a layer's window reaches. By kind of layer where a model has two."""
+        context, their ancestors and themselves; `waiting` rows before them, the end of the context, see what precedes them. All
+        as far as a layer's window reaches. By kind of layer where a model has two."""
         context, n = self.prefix + self.length, len(self.parents) - start
-        visible = torch.ones(n, context + start + n, dtype=torch.bool)
-        visible[:, :self.prefix] = False if sees_prefix is None else torch.tensor(sees_prefix)[:, None]
-        visible[:, context:] = ancestor_mask(self.parents)[start:]
+        visible = torch.ones(waiting + n, context + start + n, dtype=torch.bool)
+        visible[waiting:, context:] = ancestor_mask(self.parents)[start:]
+        visible[:waiting] = visible[:waiting].tril(context - waiting)
+        if self.prefix:
+            visible[:, :self.prefix] = False
+            visible[waiting:, :self.prefix] |= torch.tensor(sees_prefix or [False] * n)[:, None]
         masks = {}
         for kind, window in self.windows.items():
             seen = visible
             if window is not None and self.length + max(self.depths) >= window:
                 positions = torch.cat([torch.arange(self.length), self.length + torch.tensor(self.depths)])
-                near = self.length + torch.tensor(self.depths[start:])[:, None] - positions < window
                 seen = visible.clone()
-                seen[:, self.prefix:] &= near
+                seen[:, self.prefix:] &= positions[len(positions) - len(seen):, None] - positions < window
             masks[kind] = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)[None, None].to(self.device)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
@@ -292,6 +312,7 @@ class CachedLM:
         """Keep the first `length` tokens of the context and no pending node."""
         if not 0 <= length <= self.length:
             raise ValueError(f"expected a length of 0 to {self.length}, got {length}")
+        self.waiting = self.waiting[:max(0, length - self.length + len(self.waiting))]
         self.length, self.parents, self.depths = length, [], []
 
     @torch.inference_mode()
@@ -307,12 +328,12 @@ class CachedLM:
 def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = greedy,
                    log: list | None = None) -> Iterator[list[int]]:
     """One token a call: the baseline."""
-    logits = target.prefill(prompt)
+    target.start(prompt[:-1])
+    root = prompt[-1:]
     while True:
-        root = sample(logits)
-        yield root
-        logits = target.forward(root)
+        root = sample(target.forward(root))
         target.commit([0])
+        yield root
 
 
 def until(chunks: Iterator[list[int]], max_new_tokens: int, eos: Iterable[int] = ()) -> Iterator[list[int]]:
@@ -412,10 +433,11 @@ class Run:
     def __init__(self, method: Callable, models: dict[str, CachedLM], options: dict):
         self.method, self.models = method, models
         self.options = {name: make() for name, make in getattr(method, "shared", {}).items()} | options  # shared by all prompts
-        self.outputs, self.log, self.seconds = [], [], 0.0
+        self.prompts, self.outputs, self.log, self.seconds = [], [], [], 0.0
 
     def chunks(self, prompt: list[int], limit: int, eos: set[int], sample: Sampler) -> Iterator[list[int]]:
         """The final chunks for one more prompt; what the caller does between them takes no time of ours."""
+        self.prompts.append(prompt)
         self.outputs.append([])
         endless = self.method(**self.models, prompt=prompt, sample=sample, log=self.log, **self.options)
         chunks, chunk = until(endless, limit, eos), None
@@ -442,13 +464,13 @@ class Run:
                 f"{calls} target calls ({self.tokens / calls:.2f} tokens per call); "
                 f"time: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())}")
 
-    def compared(self, ar: "Run", prompts: list[list[int]], exact: bool) -> tuple[str, bool]:
+    def compared(self, ar: "Run", exact: bool) -> tuple[str, bool]:
         """(what to print, is all well): the speed-up over `ar` and, where `exact`, equality with its outputs."""
         text, target = f"speed-up {self.speed / ar.speed:.2f}x", ar.models["target"]
         for number, (ours, theirs) in enumerate(zip(self.outputs, ar.outputs), 1):
             if exact and ours != theirs:
                 same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-                first, second = target.prefill(prompts[number - 1] + theirs[:same]).topk(2).values[0].tolist()
+                first, second = target.prefill(self.prompts[number - 1] + theirs[:same]).topk(2).values[0].tolist()
                 return (f"{text}; output of prompt {number} differs from autoregressive output at token {same + 1}, where the target's "
                         f"two largest logits are {first - second:.2g} apart", target.dtype != torch.float32)
         return text + ("; output equals autoregressive output" if exact else ""), True
@@ -600,7 +622,7 @@ def decode(job: Job, report: Callable[[Run], str] | None) -> int:
     if run.tokens:
         print(run.figures() + (f"\n{report(run)}" if report else ""), file=sys.stderr)
     if ar.tokens and status == 0:
-        line, well = run.compared(ar, job.prompts, exact=args.temperature == 0 and not getattr(job.method, "lossy", False))
+        line, well = run.compared(ar, exact=args.temperature == 0 and not getattr(job.method, "lossy", False))
         print(f"{ar.figures()}\n{line}", file=sys.stderr)
         status = 0 if well else 1
     return status

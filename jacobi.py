@@ -8,7 +8,8 @@ Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Dec
     lookahead:  W columns run such an iteration ahead of the text; the n-grams that they pass through become guesses
 
 Both are lossless: a guess becomes final only where it equals the token that the target chooses there, greedily or by one draw a node.
-Departures: a block that is full but for its last token's own call goes on as the root of the next one (Alg. 3 spends a call on it);
+Departures: the prompt's last token is the first block's root (Alg. 3 spends a call on the prompt alone), and a block that is final but
+for its last token's own call goes on with that token as the root of the next one (Alg. 3 spends a call on it);
 sampling (the papers are greedy); n-grams of the text itself may enter the pool, and with window 0 they alone do, which is prompt
 lookup with several candidates in one call. Left out: the distribution of the window over several GPUs.
 """
@@ -33,9 +34,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, block: int = 16, sample: Samp
     """
     if block < 2:
         raise InputError(f"expected a block of 2 tokens or more, got {block}")
-    rng = random.Random(sample.seed)
-    [root] = sample(target.prefill(prompt, width=block))  # line 4
-    yield [root]
+    rng, root = random.Random(sample.seed), prompt[-1]
+    target.start(prompt[:-1], width=block)
     while True:
         state, final = [root, *rng.choices(prompt, k=block - 1)], 1  # lines 2 and 5
         trajectory = {"states": [state], "final": [final]}
@@ -135,14 +135,13 @@ def lookahead(target: CachedLM, prompt: list[int], *, window: int = 15, ngram: i
     if window == 0 and not prompt_ngrams:
         raise InputError("expected a window of 1 or more, or n-grams of the prompt: nothing is left to guess from")
     widest = max(levels * (window + ngram - 1 - levels) for levels in range(1, ngram)) if window else 0
-    [root] = sample(target.prefill(prompt, width=1 + guesses * (ngram - 1) + widest))
-    text, pool = [*prompt, root], {}
+    target.start(prompt[:-1], width=1 + guesses * (ngram - 1) + widest)
+    root, text, pool = prompt[-1], list(prompt), {}
     # levels[l][i] guesses the token at position i + l after the root, which is levels[0][0]. They begin as one level of W + N - 2 tokens
     levels = [[root, *random.Random(sample.seed).choices(prompt, k=window + ngram - 3)]] if window else []
     if prompt_ngrams:
         for i in range(len(text) - ngram + 1):
             remember(pool, tuple(text[i:i + ngram]), guesses)
-    yield [root]
     while True:
         # Verification branch: the root's n-grams as a trie, node 0 the root
         ids, parents = trie(root, pool.get(root, ()))
@@ -184,8 +183,6 @@ def lookahead(target: CachedLM, prompt: list[int], *, window: int = 15, ngram: i
 # ---------------------------------------------------------------- the command line
 
 def report(run: Run) -> str:
-    if not run.log:
-        return "no call beyond the prompt's was needed"
     if run.method is jacobi:
         blocks, gained, stationary = profile_of(run.log)
         return f"{blocks} complete blocks: {gained:.2f} tokens fast-forwarded a call, {stationary:.2f} stationary tokens a block"

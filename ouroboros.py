@@ -119,10 +119,9 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
                          f"{gamma}, {window}, {suffixes}, {guesses} and {phrase}")
     pool = PhrasePool() if pool is None or not history else pool
     longest, tail = gamma + phrase - 1, phrase - 1
-    [root] = sample(target.prefill(prompt, width=1 + longest + suffixes * tail))
-    draft.prefill(prompt, width=2 * longest + tail + (guesses + window + phrase) * tail)
-    text, drafter = [*prompt, root], Drafter(draft, prompt, pool, window if phrases else 0, phrase, guesses, sample.seed)
-    yield [root]
+    target.start(prompt[:-1], width=1 + longest + suffixes * tail)
+    draft.start(prompt[:-1], width=2 * longest + tail + (guesses + window + phrase) * tail)
+    root, text, drafter = prompt[-1], list(prompt), Drafter(draft, prompt, pool, window if phrases else 0, phrase, guesses, sample.seed)
     while True:
         # Section 3.1: draft; the draft model goes on from what it has cached
         drafted, calls = [], draft.calls
@@ -160,8 +159,6 @@ ouroboros.shared = {"pool": PhrasePool}  # the command line gives one pool to al
 
 def report(run: Run) -> str:
     """What a round did, and the predicted speed-up (Eq. 6) with the costs of this run: a draft call over a target call."""
-    if not run.log:
-        return "no round was needed"
     target, draft = run.models["target"], run.models["draft"]
     drafted, calls, accepted, suffix, matched = (sum(r[name] for r in run.log) / len(run.log)
                                                  for name in ("drafted", "calls", "accepted", "suffix", "matched"))

@@ -1,6 +1,7 @@
-"""Every method and transformers' own `generate` on the same prompts in one run, as a Markdown table.
+"""Every method and transformers' own `generate` on the same prompts in one run, as Markdown tables.
 
     make bench                                          # the embedded pair on held-out prompts of each task
+    python tests/bench.py --table ouroboros             # ablations of one method
     python tests/bench.py --target DIR --draft DIR --prompts FILE --chat
 
 Each round gives every method every prompt, one after another, so that a noisy machine slows all alike; a ratio is taken within a
@@ -9,11 +10,12 @@ FILE holds a prompt a line, or JSON lines with "prompt", "question" or "turns" (
 """
 import argparse
 import json
+import random
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 from tqdm import tqdm
@@ -24,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 import tasks  # noqa: E402
 from common import CachedLM, InputError, Run, Sampler, autoregressive, encode, eos_ids, load  # noqa: E402
+from jacobi import jacobi, lookahead  # noqa: E402
+from ouroboros import ouroboros  # noqa: E402
 from speculative import speculative  # noqa: E402
 
 
@@ -36,23 +40,28 @@ class Count:
     target: float = 0.0
     draft: float = 0.0
     output: list[int] = field(default_factory=list)
+    log: list[dict] = field(default_factory=list)
 
 
 class Ours:
-    """A generator of this project."""
+    """A generator of this project; what its `shared` makes lasts a round."""
 
     def __init__(self, method, models, limit, eos, capacity, vocab, sample, **options):
         self.method, self.limit, self.eos, self.sample, self.options = method, limit, eos, sample, options
         self.models = {name: CachedLM(model, capacity, vocab) for name, model in models.items()}
+        self.new_round()
+
+    def new_round(self):
+        self.shared = {name: make() for name, make in getattr(self.method, "shared", {}).items()}
 
     def __call__(self, prompt) -> Count:
         for lm in self.models.values():
             lm.calls, lm.rows, lm.seconds = 0, 0, 0.0
-        run = Run(self.method, self.models, self.options)
+        run = Run(self.method, self.models, self.shared | self.options)
         for _ in run.chunks(prompt, self.limit, self.eos, self.sample):
             pass
         return Count(run.tokens, self.models["target"].calls, run.seconds, self.models["target"].seconds,
-                     self.models["draft"].seconds if "draft" in self.models else 0.0, run.outputs[0])
+                     self.models["draft"].seconds if "draft" in self.models else 0.0, run.outputs[0], run.log)
 
 
 class Theirs:
@@ -67,6 +76,9 @@ class Theirs:
         for name, model in models.items():
             model.register_forward_pre_hook(lambda *_, name=name: self.start(name))
             model.register_forward_hook(lambda *_, name=name: self.stop(name))
+
+    def new_round(self):
+        pass
 
     def start(self, name):
         calls, seconds = self.spent.get(name, (0, 0.0))
@@ -101,28 +113,177 @@ def read_prompts(path: Path, n: int) -> dict[str, list[str]]:
     return {name: texts[:n] for name, texts in groups.items()}
 
 
-def methods(args, target, draft, eos, capacity, vocab) -> dict:
-    """{name: callable from a prompt's ids to its Count}; transformers gets models of its own, with its own attention."""
-    def plain(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
-        model.generation_config.pad_token_id = model.generation_config.pad_token_id or min(eos, default=0)
-        return model
-    sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-    ours, pair = (args.max_new_tokens, eos, capacity, vocab, sample), {"target": target, "draft": draft}
-    assistant = plain(args.draft)
-    assistant.generation_config.update(num_assistant_tokens=args.gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
-    return {"AR": Ours(autoregressive, {"target": target}, *ours),
-            f"speculative, gamma {args.gamma}": Ours(speculative, pair, *ours, gamma=args.gamma),
-            "generate": Theirs({"target": plain(args.target)}, args.max_new_tokens, sample, eos_token_id=sorted(eos)),
-            f"generate, assistant, {args.gamma} tokens": Theirs({"target": plain(args.target), "draft": assistant}, args.max_new_tokens, sample, eos_token_id=sorted(eos))}
+class Bench:
+    """Loaded models and prompts, and the methods that can be run on them."""
+
+    def __init__(self, args):
+        self.args = args
+        self.target, self.tokenizer = load(args.target, args.device, args.dtype)
+        self.draft, _ = load(args.draft, args.device, args.dtype)
+        self.eos, self.sample = eos_ids(self.target, self.tokenizer), Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+        texts = read_prompts(args.prompts, args.n) if args.prompts else {t: [e.prompt for e in tasks.take(t, "test", args.n, args.seed)] for t in tasks.TASKS}
+        self.prompts = {name: [encode(self.tokenizer, text, args.chat) for text in some] for name, some in texts.items()}
+        self.capacity = max(len(p) for some in self.prompts.values() for p in some) + args.max_new_tokens
+        self.vocab = min(m.get_output_embeddings().weight.shape[0] for m in (self.target, self.draft))
+        self.prompts, self.dropped = self.without_loops()
+
+    def without_loops(self):
+        """(prompts whose AR output does not loop, how many were dropped)."""
+        ar = self.ours(autoregressive, sample=Sampler(0))
+        kept = {name: [p for p in tqdm(some, desc=f"{name}: AR", leave=False) if not tasks.loops(ar(p).output)] for name, some in self.prompts.items()}
+        return kept, sum(map(len, self.prompts.values())) - sum(map(len, kept.values()))
+
+    def ours(self, method, sample=None, limit=None, **options) -> Ours:
+        models = {"target": self.target} | ({"draft": self.draft} if method in (speculative, ouroboros) else {})
+        return Ours(method, models, limit or self.args.max_new_tokens, self.eos, self.capacity, self.vocab, sample or self.sample, **options)
+
+    def theirs(self, draft=False, **options) -> Theirs:
+        """transformers gets models of its own, with its own attention."""
+        def plain(path):
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=self.target.dtype).to(self.target.device).eval()
+            model.generation_config.pad_token_id = model.generation_config.pad_token_id or min(self.eos, default=0)
+            return model
+        models = {"target": plain(self.args.target)}
+        if draft:
+            models["draft"] = plain(self.args.draft)
+            models["draft"].generation_config.update(num_assistant_tokens=self.args.gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
+        return Theirs(models, self.args.max_new_tokens, self.sample, eos_token_id=sorted(self.eos), **options)
+
+    def measure(self, runs: dict, order=None) -> "Results":
+        """Every method on every prompt, `rounds` times; `order` gives the prompts of a round as (name, prompt) pairs."""
+        pairs = order or [(name, prompt) for name, some in self.prompts.items() for prompt in some]
+        counts = {method: [] for method in runs}  # [round] of [(name, Count)]
+        for _, prompt in pairs[:3]:  # warm-up
+            for run in runs.values():
+                run(prompt)
+        for _ in tqdm(range(self.args.rounds), desc="rounds", leave=False):
+            for method, run in runs.items():
+                run.new_round()
+                counts[method].append([])
+            for name, prompt in pairs:
+                for method, run in runs.items():
+                    counts[method][-1].append((name, run(prompt)))
+        return Results(counts)
+
+
+class Results:
+    """counts[method][round]: a list of (task, Count)."""
+
+    def __init__(self, counts):
+        self.counts, self.rounds = counts, range(len(next(iter(counts.values()))))
+
+    def add(self, method, what, r, task=None):
+        return sum(getattr(count, what) for name, count in self.counts[method][r] if task in (None, name))
+
+    def speed(self, method, r, task=None):
+        return self.add(method, "tokens", r, task) / self.add(method, "total", r, task)
+
+    def ratio(self, method, other, task=None) -> str:
+        return f"{median(self.speed(method, r, task) / self.speed(other, r, task) for r in self.rounds):.2f}"
+
+    def median_speed(self, method) -> str:
+        return f"{median(self.speed(method, r) for r in self.rounds):.0f}"
+
+    def per_call(self, method, task=None) -> str:
+        """Tokens per target call (block efficiency)."""
+        return f"{sum(self.add(method, 'tokens', r, task) for r in self.rounds) / sum(self.add(method, 'calls', r, task) for r in self.rounds):.2f}"
+
+    def per_token(self, method, what) -> float:
+        return median(1000 * self.add(method, what, r) / self.add(method, "tokens", r) for r in self.rounds)
+
+    def log(self, method, what, task=None) -> float:
+        """The mean of a log entry over all rounds of decoding."""
+        return mean(record[what] for r in self.rounds for name, count in self.counts[method][r] if task in (None, name) for record in count.log)
+
+    def same(self, method, other) -> str:
+        """How many outputs of the first round equal another method's."""
+        pairs = [(a.output, b.output) for (_, a), (_, b) in zip(self.counts[method][0], self.counts[other][0])]
+        return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
 
 
 def table(rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows[:1] + [["---"] * len(rows[0])] + rows[1:])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows[:1] + [["---"] * len(rows[0])] + rows[1:]) + "\n"
+
+
+def table_all(bench: Bench):
+    """Every method at its defaults beside transformers' own."""
+    gamma, draft = bench.args.gamma, f"draft of {bench.args.gamma} tokens"
+    runs = {"AR": bench.ours(autoregressive), f"speculative, {draft}": bench.ours(speculative, gamma=gamma), "ouroboros": bench.ours(ouroboros),
+            "jacobi": bench.ours(jacobi), "lookahead": bench.ours(lookahead), "lookahead, window 0": bench.ours(lookahead, window=0),
+            "`generate`": bench.theirs(), f"`generate`, assistant, {draft}": bench.theirs(draft=True), "`generate`, prompt lookup of 4": bench.theirs(prompt_lookup_num_tokens=4)}
+    results, names = bench.measure(runs), list(bench.prompts)
+    greedy = bench.args.temperature == 0
+    rows = [["method", "tokens per target call", "tokens/s", "x AR", *(f"x AR, {name}" for name in names), "ms a token: target", "draft", "rest", *(["output as AR's"] if greedy else [])]]
+    for method in runs:
+        target, draft, total = (results.per_token(method, what) for what in ("target", "draft", "total"))
+        rows.append([method, results.per_call(method), results.median_speed(method), results.ratio(method, "AR"), *(results.ratio(method, "AR", name) for name in names),
+                     f"{target:.2f}", f"{draft:.2f}", f"{total - target - draft:.2f}", *([results.same(method, "AR")] if greedy else [])])
+    print(table(rows))
+    pairs = zip(("AR", *list(runs)[1:2], "lookahead, window 0"), list(runs)[-3:])
+    print(table([["ratio of tokens/s", "all", *names]] + [[f"{a} / {b}", results.ratio(a, b), *(results.ratio(a, b, name) for name in names)] for a, b in pairs]))
+
+
+def table_ouroboros(bench: Bench):
+    """The paper's ablations: Table 4, Table 16 (locality), Fig. 6 (suffixes), Table 1 (#Match), Table 14 (lengths), Table 3 (temperatures)."""
+    off = dict(phrases=False, lengthen=False, verification=False, history=False)
+    steps = {"none (greedy draft, token by token)": off, "+ phrases": off | dict(phrases=True), "+ lengthen": off | dict(phrases=True, lengthen=True),
+             "+ verification": dict(history=False), "+ history": {}}
+    runs = {"AR": bench.ours(autoregressive)} | {name: bench.ours(ouroboros, **options) for name, options in steps.items()}
+    runs |= {f"speculative, gamma {gamma}": bench.ours(speculative, gamma=gamma) for gamma in (bench.args.gamma,)}
+    results = bench.measure(runs)
+    rows = [["Table 4: mechanisms", "tokens per target call", "tokens/s", "x AR", "tokens drafted a round", "accepted", "draft calls per drafted token"]]
+    for method in runs:
+        logged = ["-"] * 3
+        if method in steps:
+            logged = [f"{results.log(method, 'drafted'):.2f}", f"{results.log(method, 'accepted'):.2f}", f"{results.log(method, 'calls') / results.log(method, 'drafted'):.2f}"]
+        elif method != "AR":
+            logged = [f"{results.log(method, 'drafted'):.2f}", f"{results.log(method, 'accepted'):.2f}", "1.00"]
+        rows.append([method, results.per_call(method), results.median_speed(method), results.ratio(method, "AR"), *logged])
+    print(table(rows))
+
+    pairs = [(name, prompt) for name, some in bench.prompts.items() for prompt in some]
+    mixed = random.Random(0).sample(pairs, len(pairs))
+    rows = [["Table 16: the tasks", "pool", "tokens per target call", "tokens/s", "x AR"]]
+    for how, order in (("shuffled", mixed), ("one after another", pairs)):
+        runs = {"AR": bench.ours(autoregressive), "fresh for each prompt": bench.ours(ouroboros, history=False), "kept": bench.ours(ouroboros)}
+        results = bench.measure(runs, order)
+        rows += [[how, pool, results.per_call(pool), results.median_speed(pool), results.ratio(pool, "AR")] for pool in list(runs)[1:]]
+    print(table(rows))
+
+    runs = {"AR": bench.ours(autoregressive), "0": bench.ours(ouroboros, history=False, lengthen=False)}
+    runs |= {str(k): bench.ours(ouroboros, history=False, suffixes=k) for k in (1, 2, 3, 5, 8)}
+    results = bench.measure(runs)
+    print(table([["Fig. 6: suffixes K", "tokens per target call", "tokens/s", "x AR"]] +
+                [[k, results.per_call(k), results.median_speed(k), results.ratio(k, "AR")] for k in list(runs)[1:]]))
+
+    results = bench.measure({"ouroboros": bench.ours(ouroboros, gamma=20, **off)})
+    print(table([["Table 1: draft of 20 tokens", *bench.prompts], *([what, *(f"{results.log('ouroboros', key, name):.1f}" for name in bench.prompts)]
+                                                                    for what, key in (("A", "accepted"), ("#Match", "matched")))]))
+
+    rows = [["Table 14: at most", "tokens an answer", "speculative, x AR", "ouroboros, x AR", "tokens per target call: speculative", "ouroboros"]]
+    for limit in (64, 128, 256, 512):
+        bench.capacity += max(0, limit - bench.args.max_new_tokens)
+        runs = {"AR": bench.ours(autoregressive, limit=limit), "speculative": bench.ours(speculative, limit=limit, gamma=bench.args.gamma), "ouroboros": bench.ours(ouroboros, limit=limit)}
+        results = bench.measure(runs)
+        rows.append([str(limit), f"{results.add('AR', 'tokens', 0) / len(pairs):.0f}", *(results.ratio(m, "AR") for m in list(runs)[1:]), *(results.per_call(m) for m in list(runs)[1:])])
+    print(table(rows))
+
+    rows = [["Table 3: temperature", "speculative, x AR", "lookahead, x AR", "ouroboros, x AR", "tokens per target call: speculative", "lookahead", "ouroboros"]]
+    for temperature in (0.0, 0.5, 1.0):
+        sample = Sampler(temperature, top_p=0.8 if temperature else 1.0, seed=bench.args.seed)
+        runs = {"AR": bench.ours(autoregressive, sample), "speculative": bench.ours(speculative, sample, gamma=bench.args.gamma),
+                "lookahead": bench.ours(lookahead, sample), "ouroboros": bench.ours(ouroboros, sample)}
+        results = bench.measure(runs)
+        rows.append([str(temperature), *(results.ratio(m, "AR") for m in list(runs)[1:]), *(results.per_call(m) for m in list(runs)[1:])])
+    print(table(rows))
+
+
+TABLES = {"all": table_all, "ouroboros": table_ouroboros}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--table", default="all", choices=TABLES)
     parser.add_argument("--target", default=str(ROOT / "models/target"))
     parser.add_argument("--draft", default=str(ROOT / "models/draft"))
     parser.add_argument("--prompts", type=Path, help="a file of prompts in place of the held-out tasks")
@@ -140,61 +301,10 @@ def main():
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-    target, tokenizer = load(args.target, args.device, args.dtype)
-    draft, _ = load(args.draft, args.device, args.dtype)
-    texts = read_prompts(args.prompts, args.n) if args.prompts else {t: [e.prompt for e in tasks.take(t, "test", args.n, args.seed)] for t in tasks.TASKS}
-    prompts = {name: [encode(tokenizer, text, args.chat) for text in some] for name, some in texts.items()}
-    capacity = max(len(p) for some in prompts.values() for p in some) + args.max_new_tokens
-    vocab = min(m.get_output_embeddings().weight.shape[0] for m in (target, draft))
-    runs = methods(args, target, draft, eos_ids(target, tokenizer), capacity, vocab)
-
-    kept, dropped = {}, 0
-    for name, some in prompts.items():  # also the warm-up of every method
-        outputs = [{method: run(prompt).output for method, run in runs.items()} for prompt in tqdm(some, desc=f"{name}: warm-up", leave=False)]
-        kept[name] = [prompt for prompt, output in zip(some, outputs) if not tasks.loops(output["AR"])]
-        dropped += len(some) - len(kept[name])
-        if args.temperature == 0:
-            for method in runs:
-                differ = sum(output[method] != output["AR"] for output in outputs)
-                if differ:
-                    print(f"{method}: output differs from AR's on {differ} of {len(some)} {name} prompts")
-    results = {method: {name: [] for name in kept} for method in runs}  # [round][prompt] of Counts
-    bar = tqdm(total=args.rounds * sum(map(len, kept.values())), desc="prompts")
-    for _ in range(args.rounds):
-        for name, some in kept.items():
-            counts = {method: [] for method in runs}
-            for prompt in some:
-                for method, run in runs.items():
-                    counts[method].append(run(prompt))
-                bar.update()
-            for method in runs:
-                results[method][name].append(counts[method])
-    bar.close()
-
-    def add(method, what, r, names):
-        return sum(getattr(count, what) for name in names for count in results[method][name][r])
-
-    def speed(method, r, names):
-        return add(method, "tokens", r, names) / add(method, "total", r, names)
-
-    def ratio(method, other, names):
-        return f"{median(speed(method, r, names) / speed(other, r, names) for r in range(args.rounds)):.2f}"
-
-    def per_token(method, what):
-        return median(1000 * add(method, what, r, kept) / add(method, "tokens", r, kept) for r in range(args.rounds))
-
-    head = ["method", "tokens per target call", "tokens/s", "x AR", *(f"x AR, {name}" for name in kept), "ms a token: target", "draft", "rest"]
-    lines = [head]
-    for method in runs:
-        tokens, calls = (sum(add(method, what, r, kept) for r in range(args.rounds)) for what in ("tokens", "calls"))
-        target_ms, draft_ms, total_ms = (per_token(method, what) for what in ("target", "draft", "total"))
-        lines.append([method, f"{tokens / calls:.2f}", f"{median(speed(method, r, kept) for r in range(args.rounds)):.0f}", ratio(method, "AR", kept),
-                      *(ratio(method, "AR", [name]) for name in kept), f"{target_ms:.2f}", f"{draft_ms:.2f}", f"{total_ms - target_ms - draft_ms:.2f}"])
-    print(f"\n{' '.join(sys.argv)}\n{target.device.type}, {target.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}; medians of {args.rounds} rounds over "
-          f"{sum(map(len, kept.values()))} prompts ({dropped} left out for loops)\n\n{table(lines)}\n")
-    us, them = list(runs)[:2], list(runs)[2:]
-    print(table([["ratio of tokens/s", "all", *kept]] + [[f"{a} / {b}", ratio(a, b, kept), *(ratio(a, b, [name]) for name in kept)] for a, b in zip(us, them)]))
+    bench = Bench(args)
+    print(f"`{' '.join(['python', *sys.argv])}`\n\n{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}; medians of "
+          f"{args.rounds} rounds over {sum(map(len, bench.prompts.values()))} prompts ({bench.dropped} left out for loops)\n")
+    TABLES[args.table](bench)
 
 
 if __name__ == "__main__":

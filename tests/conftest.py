@@ -62,9 +62,8 @@ class ScriptedLM:
     def length(self):
         return len(self.tokens)
 
-    def prefill(self, ids, width=1):
-        self.tokens, self.parents, self.ids, self.calls = list(ids), [], [], self.calls + 1
-        return self.logits_of(self.tokens)[None]
+    def start(self, ids, width=1):
+        self.tokens, self.parents, self.ids = list(ids), [], []
 
     def forward(self, ids, parents=None):
         start = len(self.parents)

@@ -48,8 +48,11 @@ def test_forward_over_random_trees_equals_each_path_alone(family):
     lm = CachedLM(model, capacity=CONTEXT)
     for trial in range(6):
         context = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 4, 30]))]
-        logits = lm.prefill(context, width=40)
-        torch.testing.assert_close(logits, alone(model, context)[-1:], atol=1e-4, rtol=1e-4)
+        if trial % 2:  # the context's rows come along with the first tree
+            lm.start(context + [7, 7], width=40)
+            lm.truncate(len(context))
+        else:
+            torch.testing.assert_close(lm.prefill(context, width=40), alone(model, context)[-1:], atol=1e-4, rtol=1e-4)
         for _ in range(3):
             ids, parents, rows = [], [], []
             for _ in range(rng.randint(1, 3)):
@@ -102,6 +105,8 @@ def test_prefix_rows_are_seen_only_by_the_nodes_that_ask(name):
     lm.prefill(context, width=8)
     seen = lm.forward(ids, parents, sees_prefix=sees)
     assert torch.equal(seen[[0, 2]], without[[0, 2]]) and lm.length == 4
+    lm.start(context, width=8)  # no row of the context sees the prefix either
+    torch.testing.assert_close(lm.forward(None, parents, embeds=model.get_input_embeddings()(torch.tensor(ids)), sees_prefix=sees), seen, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(seen[[1, 3]], without[[1, 3]], atol=1e-2)
     # node 1 alone: prefix, context and node 0 as one past of transformers' own cache, where a single row sees all
     past = DynamicCache()
@@ -138,6 +143,12 @@ def test_long_prompts_are_cached_in_chunks():
     lm = CachedLM(model, capacity=1300)
     torch.testing.assert_close(lm.prefill(ids), alone(model, ids)[-1:], atol=1e-4, rtol=1e-4)
     assert (lm.length, lm.calls, lm.rows) == (1300, 1, 1300)
+    lm.start(ids[:-2], width=3)
+    assert lm.calls == 1 and lm.length == 1298
+    rows = lm.forward([ids[-2], ids[-1], 5], [-1, 0, 0])
+    torch.testing.assert_close(rows[1], alone(model, ids)[-1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rows[2], alone(model, ids[:-1] + [5])[-1], atol=1e-4, rtol=1e-4)
+    assert lm.calls == 2 and lm.rows == 2601
 
 
 def test_counters():

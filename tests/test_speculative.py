@@ -7,7 +7,7 @@ import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from conftest import CONTEXT, ScriptedLM, chi_square_ok, markov, near, tiny, tokens_of
-from speculative import speculative, verify
+from speculative import bild, k_seq, multi_step, specinfer, spectr, speculative, verify
 
 PROMPT = [3, 14, 15]
 
@@ -55,7 +55,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(family, temperature, top
         sample = Sampler(temperature, top_k, top_p, seed=1)
         assert len(tokens_of(speculative(target, draft, PROMPT, gamma=gamma, sample=sample, log=log), 300)) == 300
         assert all(r["accepted"] == gamma for r in log)
-        assert target.calls == 1 + -(-299 // (gamma + 1)) and draft.calls == 1 + gamma * (target.calls - 1)
+        assert target.calls == -(-300 // (gamma + 1)) and draft.calls == gamma * target.calls
 
 
 class Script:
@@ -177,3 +177,136 @@ def test_held_out_prompts_of_the_embedded_pair(embedded):
             prompt = tokenizer(example.prompt)["input_ids"]
             expected = tokens_of(autoregressive(CachedLM(target, 600), prompt), 256)
             assert tokens_of(speculative(CachedLM(target, 600), CachedLM(draft, 600), prompt, gamma=rng.randint(1, 12)), 256) == expected
+
+
+# ---------------------------------------------------------------- several drafts
+
+RULES, SEVERAL = {"multi_step": multi_step, "k_seq": k_seq}, {"specinfer": specinfer, "spectr": spectr}
+
+
+def random_pairs(n=6, vocab=4):
+    """Distributions (p, q): close, far, equal, with zeros, one-hot."""
+    torch.manual_seed(0)
+    for scale in (0.3, 1.0, 3.0):
+        for _ in range(n):
+            yield (scale * torch.randn(vocab)).softmax(-1).double(), (scale * torch.randn(vocab)).softmax(-1).double()
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4]).double()
+    yield p, p
+    yield torch.tensor([0.5, 0.5, 0, 0]).double(), p
+    yield p, torch.tensor([0, 0.2, 0.8, 0]).double()
+    yield torch.tensor([0, 0, 1, 0]).double(), torch.tensor([0, 0, 1, 0]).double()
+    yield torch.tensor([0, 0, 1, 0]).double(), torch.tensor([0, 1, 0, 0]).double()
+
+
+def outcome(rule, p, q, k, distinct=False):
+    """(the distribution of the token at one node, the probability that a draw is accepted) by enumeration of all k draws."""
+    result, accepted = torch.zeros_like(p), 0.0
+    for draws in itertools.product(range(len(q)), repeat=k):
+        weight = torch.prod(q[list(draws)]).item()
+        if weight == 0:
+            continue
+        draws = list(dict.fromkeys(draws)) if distinct else list(draws)
+        accept, rest = rule(p, q, draws)
+        for x, a in zip(draws, accept):
+            result[x] += weight * a
+            accepted, weight = accepted + weight * a, weight * (1 - a)
+        result += weight * rest
+    return result, accepted
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_several_drafts_are_exact_by_enumeration(rule):
+    """V = 4: the token has the target's distribution whatever the number of drafts, and acceptance never falls as it grows."""
+    for p, q in random_pairs():
+        rates = []
+        for k in (1, 2, 3):
+            result, accepted = outcome(rule, p, q, k)
+            torch.testing.assert_close(result, p, atol=1e-6, rtol=0)
+            rates.append(accepted)
+        assert rates[0] <= rates[1] + 1e-6 and rates[1] <= rates[2] + 1e-6
+        assert abs(rates[0] - torch.minimum(p, q).sum()) < 1e-6  # with one draft the rule of speculative sampling
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_one_draft_is_plain_speculative_sampling(rule):
+    for p, q in random_pairs():
+        for x in range(4):
+            if q[x] > 0:
+                [accept], rest = rule(p, q, [x])
+                assert abs(accept - min(1, p[x] / q[x])) < 1e-9
+                if accept < 1:
+                    residual = (p - q).clamp(min=0)
+                    torch.testing.assert_close(rest.double(), residual / residual.sum(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_equal_draws_must_be_kept(rule):
+    """With each token once, as a trie would have it, the outcome is wrong by far more than rounding."""
+    errors = [(outcome(rule, p, q, 3, distinct=True)[0] - p).abs().max().item() for p, q in random_pairs()]
+    assert max(errors) > 1e-3
+
+
+@pytest.mark.parametrize("method", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize("gamma, num_drafts", [(2, 2), (3, 3), (1, 2)])
+def test_several_sampled_drafts_have_the_targets_distribution(method, gamma, num_drafts):
+    """6,000 seeded runs: chi-square test of the first three tokens (64 cells) at a false-failure probability of 1e-6."""
+    target, draft, sample = markov(1), markov(2), Sampler(0.9, top_p=0.97, seed=7)
+    counts, expected = torch.zeros(4, 4, 4), torch.ones(4, 4, 4)
+    for _ in range(6000):
+        counts[tuple(tokens_of(method(ScriptedLM(target), ScriptedLM(draft), [0, 1], gamma=gamma, num_drafts=num_drafts, sample=sample), 3))] += 1
+    for tokens in itertools.product(range(4), repeat=3):
+        for i in range(3):
+            expected[tokens] *= sample.probs(target([0, 1, *tokens[:i]]))[tokens[i]]
+    assert chi_square_ok(counts.flatten(), expected.flatten())
+
+
+@pytest.mark.parametrize("method", SEVERAL.values(), ids=SEVERAL)
+def test_several_drafts_on_real_caches(method, family):
+    """Greedy equals AR; the target as its own draft is always accepted, sampled and greedy: a row of a cache out of place shows there."""
+    model = tiny(family)
+    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), CONTEXT - len(PROMPT))
+    assert tokens_of(method(CachedLM(model, CONTEXT), CachedLM(near(model, 0.02), CONTEXT), PROMPT, gamma=4, num_drafts=3), CONTEXT - len(PROMPT)) == expected
+    for sample in (greedy, Sampler(1.5, seed=2)):
+        log = []
+        tokens_of(method(CachedLM(model, CONTEXT), CachedLM(model, CONTEXT), PROMPT, gamma=4, num_drafts=3, sample=sample, log=log), 100)
+        assert len(log) == 20 and all(r["accepted"] == 4 for r in log)
+    assert sample is greedy or max(r["drafted"] for r in log) > 8  # the drafts part
+
+
+# ---------------------------------------------------------------- BiLD
+
+def table(**rows):
+    """A scripted model: the distribution after the last token x is rows["t<x>"]."""
+    return ScriptedLM(lambda tokens: torch.tensor(rows[f"t{tokens[-1]}"]).log())
+
+
+def test_bild_follows_its_two_thresholds():
+    draft = dict(t0=[0.1, 0.8, 0.1], t1=[0.2, 0.2, 0.6], t2=[0.45, 0.3, 0.25])
+    target = dict(t0=[0.2, 0.5, 0.3], t1=[0.7, 0.2, 0.1], t2=[0.1, 0.8, 0.1])
+
+    def first(**options):
+        log = []
+        return next(bild(table(**target), table(**draft), [0], log=log, **options)), log[0]
+    # 0 -> 1 (0.8) -> 2 (0.6) -> stops at 0.45; costs: -log 0.5 = 0.69, -log 0.1 = 2.30
+    assert first(fallback=0.5, rollback=2.31) == ([1, 2, 1], {"drafted": 2, "accepted": 2})
+    assert first(fallback=0.5, rollback=2.30) == ([1, 0], {"drafted": 2, "accepted": 1})
+    assert first(fallback=0.5, rollback=0.69) == ([1], {"drafted": 2, "accepted": 0})
+    assert first(fallback=0.5, rollback=0.70) == ([1, 0], {"drafted": 2, "accepted": 1})
+    assert first(fallback=0.61, rollback=9.0) == ([1, 0], {"drafted": 1, "accepted": 1})
+    assert first(fallback=0.81, rollback=9.0) == ([1], {"drafted": 0, "accepted": 0})
+    assert first(fallback=0.0, rollback=9.0, gamma=4) == ([1, 2, 0, 1, 0], {"drafted": 4, "accepted": 4})
+
+
+def test_bild_is_exact_in_its_limits(family):
+    model = tiny(family)
+    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 80)
+    for draft, options in ((near(model, 0.02), dict(rollback=0.0, fallback=0.1)), (near(model, 0.02), dict(fallback=1.1)), (model, dict(fallback=0.1, rollback=9.0))):
+        assert tokens_of(bild(CachedLM(model, CONTEXT), CachedLM(draft, CONTEXT), PROMPT, gamma=4, **options), 80) == expected
+
+
+@pytest.mark.parametrize("method, options, message", [
+    (specinfer, dict(num_drafts=0), "num_drafts of 1 or more, got 0"), (spectr, dict(gamma=0), "gamma of 1 or more, got 0"),
+    (bild, dict(fallback=-1.0), "fallback and rollback of 0 or more"), (bild, dict(rollback=-0.1), "fallback and rollback of 0 or more")])
+def test_bad_options_are_refused(method, options, message):
+    with pytest.raises(InputError, match=message):
+        next(method(ScriptedLM(markov(1)), ScriptedLM(markov(2)), [0, 1], **options))
