@@ -5,7 +5,8 @@
     code   a signature and a docstring             ->  a Python function body   graded by running it on inputs    (cf. MBPP)
 
 Every example has a *template*: its wording and structure without names and numbers. One template in ten is held out: split "train"
-never shows it, split "test" shows nothing else. `python models/tasks.py` prints some examples.
+never shows it, split "test" shows nothing else. `python models/tasks.py` prints some
+examples, `python models/tasks.py N` N training prompts of each task as JSON lines.
 """
 import itertools
 import json
@@ -601,6 +602,11 @@ def tally(rng):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:  # N training prompts of each task as JSON lines
+        for task in TASKS:
+            for example in take(task, "train", int(sys.argv[1]), seed=-2):
+                print(json.dumps({"category": task, "prompt": example.prompt}))
+        sys.exit()
     for task in TASKS:
         for example in take(task, "test", 3, seed=1):
             print(f"--- {task}: {example.template}\n{example.prompt}\033[36m{example.answer}\033[0m\n")

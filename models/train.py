@@ -28,6 +28,7 @@ import tasks
 
 HERE = Path(__file__).parent
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
+LATER = {"sql": 0.15, "math": 0.6, "code": 0.25}  # in the target's second phase: arithmetic takes longest
 SIZES = {"target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4),
          "draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)}
 PROMPT_WEIGHT = 0.1  # prompts are mostly chance: their tokens count less than the answers'
@@ -53,11 +54,11 @@ def new_model(name: str, tokenizer) -> LlamaForCausalLM:
                                         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SIZES[name]))
 
 
-def stream(split: str, seed: int):
+def stream(split: str, seed: int, mix: dict[str, float] = MIX):
     """Endless examples of all tasks, mixed."""
     sources, rng = {t: tasks.examples(t, split, seed) for t in tasks.TASKS}, random.Random(seed)
     while True:
-        yield next(sources[rng.choices(list(MIX), MIX.values())[0]])
+        yield next(sources[rng.choices(list(mix), mix.values())[0]])
 
 
 def pad(rows: list[tuple[list[int], list[float]]], tokenizer):
@@ -73,9 +74,9 @@ def encode(tokenizer, prompts: list[str], answers: list[str]):
     return [(x + y + [tokenizer.eos_token_id], [PROMPT_WEIGHT] * len(x) + [1.0] * (len(y) + 1)) for x, y in zip(p, a)]
 
 
-def batches(tokenizer, split: str, seed: int, size: int, pool: int = 512):
+def batches(tokenizer, split: str, seed: int, size: int, mix: dict[str, float] = MIX, pool: int = 512):
     """Endless batches of about `size` tokens, of examples of similar length."""
-    source, rng = stream(split, seed), random.Random(seed)
+    source, rng = stream(split, seed, mix), random.Random(seed)
     while True:
         some = [next(source) for _ in range(pool)]
         rows = sorted(encode(tokenizer, [e.prompt for e in some], [e.answer for e in some]), key=lambda r: len(r[0]))
@@ -117,7 +118,7 @@ def fit(name, model, loss_of, data, lr: float, total: int, work: Path):
     saved_at = time.time()
     bar = tqdm(total=total, initial=seen, unit="tok", desc=name, mininterval=5, dynamic_ncols=True)
     average = None
-    for ids, weights in data(seed=step):  # a resumed run goes on with other examples
+    for ids, weights in data(step):  # a resumed run goes on with other examples
         if seen >= total:
             break
         rate = lr * min(1.0, (seen + 1) / (0.05 * total)) * max(0.0, 1 - seen / total)
@@ -258,12 +259,12 @@ def load(folder: Path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stage", choices=["target", "plain-draft", "compare", "draft", "evaluate", "all"], default="all")
-    parser.add_argument("--target-tokens", type=int, default=6_000_000)
+    parser.add_argument("--target-tokens", type=int, default=6_000_000, help="and half as many in the second phase")
     parser.add_argument("--draft-tokens", type=int, default=1_500_000)
-    parser.add_argument("--distill-tokens", type=int, default=3_000_000)
-    parser.add_argument("--compare-tokens", type=int, default=300_000, help="for each divergence and source of text that --stage compare tries")
+    parser.add_argument("--distill-tokens", type=int, default=2_500_000)
+    parser.add_argument("--compare-tokens", type=int, default=250_000, help="for each divergence and source of text that --stage compare tries")
     parser.add_argument("--divergence", default="forward-kl", choices=["forward-kl", "reverse-kl", "jsd", "tvd"])
-    parser.add_argument("--source", default="draft", choices=["draft", "target"], help="whose samples the draft is distilled on")
+    parser.add_argument("--source", default="target", choices=["draft", "target"], help="whose samples the draft is distilled on")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -276,7 +277,9 @@ def main():
 
     if wanted("target"):
         target = new_model("target", tokenizer)
-        fit("target", target, lambda *batch: next_token_loss(target, *batch), lambda seed: batches(tokenizer, "train", seed, 3072), 1.5e-3, args.target_tokens, args.work)
+        for name, mix, lr, tokens in (("target", MIX, 1.5e-3, args.target_tokens), ("target-later", LATER, 5e-4, args.target_tokens // 2)):
+            seed = 0 if name == "target" else 10 ** 6  # other examples
+            fit(name, target, lambda *batch: next_token_loss(target, *batch), lambda step: batches(tokenizer, "train", seed + step, 3072, mix), lr, tokens, args.work)
         save(target, tokenizer, HERE / "target")
 
     def plain_draft():

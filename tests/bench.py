@@ -9,13 +9,14 @@ round and the median over the rounds is shown. Prompts whose AR output loops are
 FILE holds a prompt a line, or JSON lines with "prompt", "question" or "turns" (the first turn is taken) and perhaps "category".
 """
 import argparse
+import inspect
 import json
 import random
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 
 import torch
 from tqdm import tqdm
@@ -27,8 +28,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 import tasks  # noqa: E402
 from common import CachedLM, InputError, Run, Sampler, autoregressive, encode, eos_ids, load  # noqa: E402
 from jacobi import jacobi, lookahead  # noqa: E402
+from mjsd import EnergyMeter, mjgd, mjsd, perplexity  # noqa: E402
 from ouroboros import ouroboros  # noqa: E402
-from speculative import speculative  # noqa: E402
+from speculative import bild, specinfer, spectr, speculative  # noqa: E402
 
 
 @dataclass
@@ -121,8 +123,10 @@ class Bench:
         self.target, self.tokenizer = load(args.target, args.device, args.dtype)
         self.draft, _ = load(args.draft, args.device, args.dtype)
         self.eos, self.sample = eos_ids(self.target, self.tokenizer), Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        texts = read_prompts(args.prompts, args.n) if args.prompts else {t: [e.prompt for e in tasks.take(t, "test", args.n, args.seed)] for t in tasks.TASKS}
+        examples = {} if args.prompts else {t: tasks.take(t, "test", args.n, args.seed) for t in tasks.TASKS}
+        texts = read_prompts(args.prompts, args.n) if args.prompts else {t: [e.prompt for e in some] for t, some in examples.items()}
         self.prompts = {name: [encode(self.tokenizer, text, args.chat) for text in some] for name, some in texts.items()}
+        self.examples = {tuple(p): e for t, some in examples.items() for p, e in zip(self.prompts[t], some)}  # graded by mjsd's table
         self.capacity = max(len(p) for some in self.prompts.values() for p in some) + args.max_new_tokens
         self.vocab = min(m.get_output_embeddings().weight.shape[0] for m in (self.target, self.draft))
         self.prompts, self.dropped = self.without_loops()
@@ -134,7 +138,7 @@ class Bench:
         return kept, sum(map(len, self.prompts.values())) - sum(map(len, kept.values()))
 
     def ours(self, method, sample=None, limit=None, **options) -> Ours:
-        models = {"target": self.target} | ({"draft": self.draft} if method in (speculative, ouroboros) else {})
+        models = {name: model for name, model in (("target", self.target), ("draft", self.draft)) if name in inspect.signature(method).parameters}
         return Ours(method, models, limit or self.args.max_new_tokens, self.eos, self.capacity, self.vocab, sample or self.sample, **options)
 
     def theirs(self, draft=False, **options) -> Theirs:
@@ -278,7 +282,73 @@ def table_ouroboros(bench: Bench):
     print(table(rows))
 
 
-TABLES = {"all": table_all, "ouroboros": table_ouroboros}
+def quality(bench: Bench, run: Ours) -> dict:
+    """Speed, energy, perplexity and accuracy of one method over all prompts."""
+    prompts = [prompt for some in bench.prompts.values() for prompt in some]
+    run(prompts[0])
+    run.new_round()
+    with EnergyMeter(bench.target.device) as meter:
+        counts = [run(prompt) for prompt in prompts]
+    tokens, outputs = sum(c.tokens for c in counts), [c.output for c in counts]
+    lm = CachedLM(bench.target, bench.capacity, bench.vocab)
+    graded = [tasks.grade(bench.examples[tuple(p)], bench.tokenizer.decode(o, skip_special_tokens=True)) for p, o in zip(prompts, outputs) if tuple(p) in bench.examples]
+    return {"speed": tokens / sum(c.total for c in counts), "per call": tokens / sum(c.calls for c in counts), "perplexity": perplexity(lm, prompts, outputs),
+            "joules": None if meter.joules is None else meter.joules / tokens, "accuracy": mean(graded) if graded else None,
+            "accepted": mean(r["accepted"] for c in counts for r in c.log) if counts[0].log and "accepted" in counts[0].log[0] else 0.0}
+
+
+def quality_rows(bench: Bench, runs: dict) -> list[list[str]]:
+    """A row of figures for each method: medians over the rounds, the methods of a round one after another."""
+    rounds = [{name: quality(bench, run) for name, run in runs.items()} for _ in tqdm(range(bench.args.rounds), leave=False)]
+    first, rows = next(iter(runs)), []
+    for name in runs:
+        def middle(what):
+            return median(r[name][what] for r in rounds)
+        rows.append([name, f"{middle('speed'):.0f}", f"{median(r[name]['speed'] / r[first]['speed'] for r in rounds):.2f}",
+                     "not measured" if rounds[0][name]["joules"] is None else f"{middle('joules'):.3f}", f"{middle('perplexity'):.3f}",
+                     "-" if rounds[0][name]["accuracy"] is None else f"{middle('accuracy'):.0%}", f"{middle('per call'):.2f}", f"{middle('accepted'):.2f}"])
+    return rows
+
+
+def table_mjsd(bench: Bench):
+    """The paper's Table 2 (sampled with its warps, and greedy), Table 3 (beams), Fig. 4 (τ), Fig. 1 (MJGD), Table 1 (rows a call), and
+    the acceptance of several drafts."""
+    head = ["tokens/s", "speed-up", "J/token", "perplexity", "accuracy", "tokens per target call", "accepted a round (Fig. 3)"]
+    for title, sample in (("Table 2: temperature 1, top-k 20, top-p 0.9", Sampler(1.0, 20, 0.9, bench.args.seed)), ("Table 2: temperature 0", Sampler(0))):
+        runs = {"AR": bench.ours(autoregressive, sample), "speculative": bench.ours(speculative, sample, gamma=4),
+                "BiLD": bench.ours(bild, sample, gamma=10, fallback=0.9, rollback=2.0), "SpecTr, 4 drafts": bench.ours(spectr, sample, gamma=4, num_drafts=4),
+                "MJSD": bench.ours(mjsd, sample), "MJSD, width 4": bench.ours(mjsd, sample, width=4)}
+        print(table([[title, *head], *quality_rows(bench, runs)]))
+    sample = Sampler(1.0, 20, 0.9, bench.args.seed)
+    for title, options in (("Table 3: beams", [dict(beams=n) for n in (2, 4, 6, 8)]), ("Fig. 4: τ", [dict(tau=t) for t in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)])):
+        runs = {"AR": bench.ours(autoregressive, sample)} | {str(*o.values()): bench.ours(mjsd, sample, **o) for o in options}
+        print(table([[title, *head], *quality_rows(bench, runs)]))
+    runs = {f"MJGD, K = {k}": bench.ours(mjgd, Sampler(0), k=k) for k in range(1, 6)}
+    print(table([["Fig. 1", *head], *quality_rows(bench, runs)]))
+
+    lm, prompt, rows = CachedLM(bench.target, bench.capacity, bench.vocab), next(p for some in bench.prompts.values() for p in some), []
+    lm.prefill(prompt, width=64)
+    for n in (1, 2, 4, 8, 16, 32, 64):
+        times, calls = [], 50
+        with EnergyMeter(bench.target.device) as meter:
+            for _ in range(calls):
+                began = time.perf_counter()
+                lm.forward([5] * n)
+                times.append(time.perf_counter() - began)
+                lm.truncate(len(prompt))
+        rows.append([str(n), f"{1000 * median(times):.2f}", f"{1000 * median(times) / n:.2f}", "not measured" if meter.joules is None else f"{meter.joules / calls:.3f}"])
+    print(table([["Table 1: rows a call", "ms a call", "ms a row", "J a call"], *rows]))
+
+    rows, sample = [], Sampler(1.0, seed=bench.args.seed)
+    for name, method in (("SpecInfer", specinfer), ("SpecTr", spectr)):
+        for k in (1, 2, 4):
+            run = bench.ours(method, sample, gamma=4, num_drafts=k)
+            accepted = [r["accepted"] for some in bench.prompts.values() for p in some for _ in range(bench.args.rounds) for r in run(p).log]
+            rows.append([f"{name}, {k} drafts", f"{mean(accepted):.3f} ± {stdev(accepted) / len(accepted) ** 0.5:.3f}"])
+    print(table([["temperature 1, gamma 4", "accepted a round, mean ± standard error"], *rows]))
+
+
+TABLES = {"all": table_all, "ouroboros": table_ouroboros, "mjsd": table_mjsd}
 
 
 def main():
