@@ -97,7 +97,7 @@ def phrases_of(guesses: list[int], best: list[int], accepted: int, length: int) 
     return found
 
 
-def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, window: int = 4, phrase: int = 4, suffixes: int = 3,
+def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, window: int = 2, phrase: int = 3, suffixes: int = 3,
               guesses: int = 4, phrases: bool = True, lengthen: bool = True, verification: bool = True, history: bool = True,
               pool: PhrasePool | None = None, sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Draft at least gamma tokens phrase by phrase, verify them and the suffixes that may follow in one target call.
@@ -111,7 +111,7 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     lengthen: hang phrases below the last draft token (3.2)
     verification: make phrases of what the target discards (3.3)
     history: keep the phrases of earlier prompts (3.4)
-    Yields chunks of 1 to gamma + 2 phrase - 2 tokens. `pool` is changed in place. Logs a record a round: {"drafted", "calls" of the
+    Yields chunks of 1 to gamma + 2 phrase - 1 tokens. `pool` is changed in place. Logs a record a round: {"drafted", "calls" of the
     draft model, "accepted", "suffix": those of them below the draft, "matched": Eq. 10, "phrases": made of what was discarded}.
     """
     if gamma < 1 or window < 1 or phrase < 2 or suffixes < 1 or guesses < 1:

@@ -39,7 +39,7 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
     return accepted, sample.draw(rest[None])[0]
 
 
-def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, sample: Sampler = greedy,
+def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, sample: Sampler = greedy,
                 log: list | None = None) -> Iterator[list[int]]:
     """Draft gamma tokens one by one, verify them in one target call, keep the accepted ones and one more from the target.
 
@@ -96,7 +96,7 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
     def beta(rho: float) -> float:
         return torch.minimum(q, p / rho).sum().item()
     low, high = 1.0, float(k)
-    for _ in range(50 if k > 1 else 0):  # below the root a residual would be negative: keep the upper end
+    for _ in range(30 if k > 1 else 0):  # below the root a residual would be negative: keep the upper end
         middle = (low + high) / 2
         low, high = (low, middle) if 1 - (1 - beta(middle)) ** k <= middle * beta(middle) else (middle, high)
     rho, accepted = high, 1 - (1 - beta(high)) ** k

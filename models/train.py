@@ -261,7 +261,7 @@ def main():
     parser.add_argument("--stage", choices=["target", "plain-draft", "compare", "draft", "evaluate", "all"], default="all")
     parser.add_argument("--target-tokens", type=int, default=6_000_000, help="and half as many in the second phase")
     parser.add_argument("--draft-tokens", type=int, default=1_500_000)
-    parser.add_argument("--distill-tokens", type=int, default=2_500_000)
+    parser.add_argument("--distill-tokens", type=int, default=800_000)
     parser.add_argument("--compare-tokens", type=int, default=250_000, help="for each divergence and source of text that --stage compare tries")
     parser.add_argument("--divergence", default="forward-kl", choices=["forward-kl", "reverse-kl", "jsd", "tvd"])
     parser.add_argument("--source", default="target", choices=["draft", "target"], help="whose samples the draft is distilled on")

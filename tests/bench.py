@@ -26,6 +26,7 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 import tasks  # noqa: E402
+from bita import bita, load_tuning  # noqa: E402
 from common import CachedLM, InputError, Run, Sampler, autoregressive, encode, eos_ids, load  # noqa: E402
 from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import EnergyMeter, mjgd, mjsd, perplexity  # noqa: E402
@@ -141,6 +142,15 @@ class Bench:
         models = {name: model for name, model in (("target", self.target), ("draft", self.draft)) if name in inspect.signature(method).parameters}
         return Ours(method, models, limit or self.args.max_new_tokens, self.eos, self.capacity, self.vocab, sample or self.sample, **options)
 
+    def bita(self, name, adapter=None, **options) -> dict:
+        """{name: the method}, or nothing, and a line that says why, where the tuning is of another model."""
+        try:
+            tuning = load_tuning(str(adapter or self.args.adapter), self.target)
+        except InputError as error:
+            print(f"{name} left out: {error}\n")
+            return {}
+        return {name: self.ours(bita, tuning=tuning, **options)}
+
     def theirs(self, draft=False, **options) -> Theirs:
         """transformers gets models of its own, with its own attention."""
         def plain(path):
@@ -214,7 +224,7 @@ def table_all(bench: Bench):
     gamma, draft = bench.args.gamma, f"draft of {bench.args.gamma} tokens"
     runs = {"AR": bench.ours(autoregressive), f"speculative, {draft}": bench.ours(speculative, gamma=gamma), "ouroboros": bench.ours(ouroboros),
             "jacobi": bench.ours(jacobi), "lookahead": bench.ours(lookahead), "lookahead, window 0": bench.ours(lookahead, window=0),
-            "`generate`": bench.theirs(), f"`generate`, assistant, {draft}": bench.theirs(draft=True), "`generate`, prompt lookup of 4": bench.theirs(prompt_lookup_num_tokens=4)}
+            **bench.bita("bita", tree="efficient"), "`generate`": bench.theirs(), f"`generate`, assistant, {draft}": bench.theirs(draft=True), "`generate`, prompt lookup of 4": bench.theirs(prompt_lookup_num_tokens=4)}
     results, names = bench.measure(runs), list(bench.prompts)
     greedy = bench.args.temperature == 0
     rows = [["method", "tokens per target call", "tokens/s", "x AR", *(f"x AR, {name}" for name in names), "ms a token: target", "draft", "rest", *(["output as AR's"] if greedy else [])]]
@@ -348,7 +358,21 @@ def table_mjsd(bench: Bench):
     print(table([["temperature 1, gamma 4", "accepted a round, mean ± standard error"], *rows]))
 
 
-TABLES = {"all": table_all, "ouroboros": table_ouroboros, "mjsd": table_mjsd}
+def table_bita(bench: Bench):
+    """The paper's Table 4 (trees) and Table 3 (prompting designs; give their files with --adapters)."""
+    trees = {"straightforward": dict(tree="chain")} | {f"full tree, k = {k}": dict(tree="full", k=k) for k in (1, 2, 3, 4)}
+    trees |= {f"efficient tree, k = {k}": dict(tree="efficient", k=k) for k in (1, 3, 5)}
+    adapters = {f"{Path(path).stem}: {load_tuning(path, bench.target)[0].design}, {len(load_tuning(path, bench.target)[0].masks)} masks": path for path in bench.args.adapters}
+    for title, some in (("Table 4: tree", [bench.bita(name, **options) for name, options in trees.items()]), ("Tables 3, Figs. 8 and 9: tuning", [bench.bita(name, path) for name, path in adapters.items()])):
+        runs = {"AR": bench.ours(autoregressive)} | {name: run for each in some for name, run in each.items()}
+        if len(runs) > 1:
+            results = bench.measure(runs)
+            print(table([[title, "tokens per target call", *bench.prompts, "rows a call", "tokens/s", "x AR", "output as AR's"]] +
+                        [[name, results.per_call(name), *(results.per_call(name, task) for task in bench.prompts), f"{results.log(name, 'rows'):.1f}",
+                          results.median_speed(name), results.ratio(name, "AR"), results.same(name, "AR")] for name in list(runs)[1:]]))
+
+
+TABLES = {"all": table_all, "ouroboros": table_ouroboros, "mjsd": table_mjsd, "bita": table_bita}
 
 
 def main():
@@ -356,11 +380,13 @@ def main():
     parser.add_argument("--table", default="all", choices=TABLES)
     parser.add_argument("--target", default=str(ROOT / "models/target"))
     parser.add_argument("--draft", default=str(ROOT / "models/draft"))
+    parser.add_argument("--adapter", default=str(ROOT / "models/bita.safetensors"), help="bita's prompt and mask tokens")
+    parser.add_argument("--adapters", nargs="*", default=[], help="tunings for --table bita to compare")
     parser.add_argument("--prompts", type=Path, help="a file of prompts in place of the held-out tasks")
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("-n", type=int, default=10, help="prompts of each task or category")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--gamma", type=int, default=5)
+    parser.add_argument("--gamma", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)

@@ -29,9 +29,9 @@ def test_greedy_equals_autoregressive(family):
     rng, pool, pairs = random.Random(2), warm_pool(), [near(model, 0.02), tiny(family, seed=7), tiny("llama" if family == "gpt2" else "gpt2")]
     for number, switches in enumerate(SWITCHES):
         options = dict(gamma=rng.randint(1, 9), window=rng.randint(1, 8), phrase=rng.randint(2, 6), suffixes=rng.randint(1, 5), guesses=rng.randint(1, 5), **switches)
-        draft = pairs[number % 3]
-        got = tokens_of(ouroboros(CachedLM(model, CONTEXT), CachedLM(draft, CONTEXT), PROMPT, pool=pool, **options), CONTEXT - len(PROMPT))
-        assert got == expected, (draft.config.model_type, options)
+        draft, n = pairs[number % 3], (70, CONTEXT - len(PROMPT))[number % 4 == 0]
+        got = tokens_of(ouroboros(CachedLM(model, CONTEXT), CachedLM(draft, CONTEXT), PROMPT, pool=pool, **options), n)
+        assert got == expected[:n], (draft.config.model_type, options)
 
 
 def test_eos_and_limits_inside_drafts_and_suffixes(embedded):

@@ -16,7 +16,7 @@ def test_greedy_equals_autoregressive(family):
     """Up to the last token of the context, where drafts reach past it; a draft that is often right and one that is not."""
     model = tiny(family)
     expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), CONTEXT - len(PROMPT))
-    for draft, gamma in itertools.product((near(model, 0.02), tiny(family, seed=7)), range(1, 13)):
+    for draft, gamma in [*itertools.product([near(model, 0.02)], range(1, 13)), *itertools.product([tiny(family, seed=7)], (1, 5, 12))]:
         log = []
         got = tokens_of(speculative(CachedLM(model, CONTEXT), CachedLM(draft, CONTEXT), PROMPT, gamma=gamma, log=log), CONTEXT - len(PROMPT))
         assert got == expected, (draft.config.model_type, gamma)
@@ -173,7 +173,7 @@ def test_held_out_prompts_of_the_embedded_pair(embedded):
     target, draft, tokenizer = embedded
     rng = random.Random(0)
     for task in tasks.TASKS:
-        for example in tasks.take(task, "test", 4, seed=20):
+        for example in tasks.take(task, "test", 2, seed=20):
             prompt = tokenizer(example.prompt)["input_ids"]
             expected = tokens_of(autoregressive(CachedLM(target, 600), prompt), 256)
             assert tokens_of(speculative(CachedLM(target, 600), CachedLM(draft, 600), prompt, gamma=rng.randint(1, 12)), 256) == expected
@@ -247,12 +247,12 @@ def test_equal_draws_must_be_kept(rule):
 
 
 @pytest.mark.parametrize("method", SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("gamma, num_drafts", [(2, 2), (3, 3), (1, 2)])
+@pytest.mark.parametrize("gamma, num_drafts", [(2, 2), (1, 3)])
 def test_several_sampled_drafts_have_the_targets_distribution(method, gamma, num_drafts):
-    """6,000 seeded runs: chi-square test of the first three tokens (64 cells) at a false-failure probability of 1e-6."""
+    """5,000 seeded runs: chi-square test of the first three tokens (64 cells) at a false-failure probability of 1e-6."""
     target, draft, sample = markov(1), markov(2), Sampler(0.9, top_p=0.97, seed=7)
     counts, expected = torch.zeros(4, 4, 4), torch.ones(4, 4, 4)
-    for _ in range(6000):
+    for _ in range(5000):
         counts[tuple(tokens_of(method(ScriptedLM(target), ScriptedLM(draft), [0, 1], gamma=gamma, num_drafts=num_drafts, sample=sample), 3))] += 1
     for tokens in itertools.product(range(4), repeat=3):
         for i in range(3):
