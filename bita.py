@@ -119,7 +119,8 @@ def load_tuning(path: str, model) -> tuple[Tuning, list | None]:
         raise InputError(f"expected a tuning of this model, got one of another: {differs} is {header.get(differs)} there and {shape[differs]} here")
     tuning = Tuning(shape, design)
     tuning.prompts, tuning.masks = (torch.nn.Parameter(tensors[name], requires_grad=False) for name in ("prompts", "masks"))
-    return tuning.to(model.device), prompt_rows(tuning.to(model.device), model)
+    tuning = tuning.to(model.device)
+    return tuning, prompt_rows(tuning, model)
 
 
 @torch.inference_mode()
@@ -201,7 +202,8 @@ def read_prompts(path: Path) -> list[str]:
 def self_generate(model, tokenizer, prompts: list[list[int]], limit: int, file: Path, size: int = 64) -> list[list[int]]:
     """Greedy answers of the model itself, batch after batch; `file` keeps what is done, so that a stopped run goes on."""
     done = {row["prompt"]: row["answer"] for row in map(json.loads, file.read_text().splitlines())} if file.exists() else {}
-    eos, pad = eos_ids(model, tokenizer), tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids(model, tokenizer), default=0)
+    eos = eos_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
     todo = sorted((i for i, p in enumerate(prompts) if str(p) not in done), key=lambda i: len(prompts[i]))
     with open(file, "a") as out, tqdm(total=len(prompts), initial=len(prompts) - len(todo), desc="answers") as bar:
         for start in range(0, len(todo), size):
@@ -348,7 +350,8 @@ def train(argv: list[str]) -> int:
     prompts = [encode(tokenizer, text, args.chat) for text in texts]
     answers = self_generate(model, tokenizer, prompts, args.max_new_tokens, work / "answers.jsonl")
     data = [(p, a) for p, a in zip(prompts, answers) if len(a) > 2]
-    held_out, data = data[:max(1, min(100, len(data) // 10))], data[max(1, min(100, len(data) // 10)):]
+    few = max(1, min(100, len(data) // 10))
+    held_out, data = data[:few], data[few:]
     tuning = Tuning(shape_of(model), args.design, args.num_prompts, args.num_masks, args.seed).to(model.device)
     print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters; {len(data)} answers of {sum(len(a) for _, a in data):,} tokens, {len(held_out)} held out")
     fit(model, tuning, data, held_out, tokenizer.pad_token_id or 0, steps=args.steps, batch=args.batch, anchors=args.anchors, lr=args.lr, seed=args.seed,

@@ -21,6 +21,7 @@ from typing import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -214,7 +215,7 @@ class CachedLM:
         `width`: the most nodes that the pending tree will have, for which room is made here: buffers are never replaced later."""
         if len(ids) > self.capacity:
             raise InputError(f"expected a prompt of at most {self.capacity} tokens, got {len(ids)}")
-        self.length, self.parents, self.depths, self.waiting = 0, [], [], []
+        self.truncate(0)
         slots = self.prefix + self.capacity + width
         if self.cache.slots < slots:
             old, self.cache = self.cache, KVCache(slots)
@@ -578,6 +579,14 @@ class Job:
         vocab = min(model.config.get_text_config().vocab_size for model in self.models.values())
         names = [name for name in self.models if name in inspect.signature(method).parameters]
         return Run(method, {name: CachedLM(self.models[name], capacity, vocab) for name in names}, options)
+
+    def finished(self, method: Callable, options: dict, title: str | None = None) -> Run:
+        """A fresh Run that has decoded all prompts without printing them; with a `title` a progress bar shows how far it is."""
+        run = self.run(method, options)
+        for prompt, limit in zip(tqdm(self.prompts, desc=title, disable=title is None), self.limits):
+            for _ in run.chunks(prompt, limit, self.eos, self.sampler()):
+                pass
+        return run
 
 
 def prepare_job(args, method: Callable, options: dict) -> Job:

@@ -17,8 +17,6 @@ import random
 import sys
 from typing import Iterator
 
-from tqdm import tqdm
-
 from common import CachedLM, InputError, Job, Run, Sampler, Streamer, greedy, main, trie, walk
 
 
@@ -71,13 +69,14 @@ class Trajectory(Streamer):
             self.blocks += 1
 
     def draw(self, states: list[list[int]]) -> None:
+        terminal = sys.stdout.isatty()
         words = [[repr(self.tokenizer.decode([token]))[1:-1] for token in state] for state in states]
-        words = [[word if token == right else f"[{word}]" for word, token, right in zip(row, state, states[-1])]
-                 for row, state in zip(words, states)] if not sys.stdout.isatty() else words
+        if not terminal:
+            words = [[word if token == right else f"[{word}]" for word, token, right in zip(row, state, states[-1])] for row, state in zip(words, states)]
         widths = [max(map(len, column)) for column in zip(*words)]
         for number, (row, state) in enumerate(zip(words, states)):
             cells = [word.ljust(width) for word, width in zip(row, widths)]
-            if sys.stdout.isatty():
+            if terminal:
                 cells = [f"\033[{32 if token == right else 31}m{cell}\033[0m" for cell, token, right in zip(cells, state, states[-1])]
             print(f"{number:3}: {' '.join(cells)}".rstrip())
         print(flush=True)
@@ -103,8 +102,7 @@ def profile_of(log: list[dict]) -> tuple[int, float, float]:
         for i in range(len(fixed_point)):
             right = [state[i] == fixed_point[i] for state in record["states"][1:]]  # y(0) was not predicted
             since = len(right) - next((back for back, well in enumerate(reversed(right)) if not well), len(right))
-            stationary += any(final <= i and state[:i] != fixed_point[:i]
-                              for state, final in zip(record["states"][1 + since:], record["final"][1 + since:]))
+            stationary += any(state[:i] != fixed_point[:i] for state in record["states"][1 + since:])
     return len(blocks), gained / max(calls, 1), stationary / max(len(blocks), 1)
 
 
@@ -149,11 +147,8 @@ def lookahead(target: CachedLM, prompt: list[int], *, window: int = 15, ngram: i
         # Lookahead branch: the first level is a chain below the root, every other token hangs below the one a level up in its column
         above = []
         for level in levels:
-            nodes = []
-            for i, token in enumerate(level):
-                if not above and i == 0:
-                    nodes.append(0)
-                    continue
+            nodes = [] if above else [0]
+            for i, token in enumerate(level[len(nodes):], len(nodes)):
                 nodes.append(len(ids))
                 ids.append(token)
                 parents.append(above[i] if above else nodes[i - 1])
@@ -194,10 +189,7 @@ def profile(job: Job) -> int:
     """Count fast-forwarded and stationary tokens by Jacobi decoding of the prompts (CLLM, Table 3). Prints a table to stdout."""
     if job.method is not jacobi:
         raise InputError("expected --profile with --method jacobi")
-    run = job.run(jacobi, job.options)
-    for prompt, limit in zip(tqdm(job.prompts, desc="profile"), job.limits):
-        for _ in run.chunks(prompt, limit, job.eos, job.sampler()):
-            pass
+    run = job.finished(jacobi, job.options, title="profile")
     blocks, gained, stationary = profile_of(run.log)
     if not blocks:
         raise InputError(f"expected --max-new-tokens, or answers, long enough for a block; got {run.tokens} tokens")

@@ -61,7 +61,7 @@ class Drafter:
         ids, parents = unseen[:-1] + tree[0], [*range(-1, base), *(base + p for p in tree[1][1:])]
         size = len(ids)
         for level in self.levels:  # the first is a chain below the root, every other token hangs below the one a level up
-            nodes = [base] if not above else []
+            nodes = [] if above else [base]
             for i, token in enumerate(level[len(nodes):], len(nodes)):
                 nodes.append(len(ids))
                 ids.append(token)
@@ -175,24 +175,16 @@ def tune(job: Job) -> int:
     """
     best = {"gamma": 6, "window": 8, "phrase": 5} | job.options
     ranges = {"gamma": (2, 3, 4, 6, 8, 10, 12, 14), "window": (1, 2, 4, 8, 12, 16, 20), "phrase": (3, 4, 5, 6, 7)}
-
-    def seconds(options: dict) -> tuple[float, Run]:
-        run = job.run(ouroboros, options)
-        for prompt, limit in zip(job.prompts, job.limits):
-            for _ in run.chunks(prompt, limit, job.eos, job.sampler()):
-                pass
-        return run.seconds, run
     began = time.perf_counter()
-    seconds(best)  # warm-up
+    job.finished(ouroboros, best)  # warm-up
     print("| gamma | window | phrase | seconds | tokens per target call | draft calls |\n| --- | --- | --- | --- | --- | --- |")
     bar = tqdm(total=sum(map(len, ranges.values())), desc="tune")
     for name, values in ranges.items():
         times = {}
         for value in values:
             options = best | {name: value}
-            runs = [seconds(options) for _ in range(3)]
-            times[value] = median(time for time, _ in runs)
-            run = runs[-1][1]
+            runs = [job.finished(ouroboros, options) for _ in range(3)]
+            times[value], run = median(run.seconds for run in runs), runs[-1]
             bar.write(f"| {options['gamma']} | {options['window']} | {options['phrase']} | {times[value]:.2f} | "
                       f"{run.tokens / run.models['target'].calls:.2f} | {run.models['draft'].calls} |", file=sys.stdout)
             bar.update()

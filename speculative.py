@@ -71,8 +71,9 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
 
 
 def check(gamma: int, num_drafts: int = 1) -> None:
-    if gamma < 1 or num_drafts < 1:
-        raise InputError(f"expected gamma of 1 or more, got {gamma}" if gamma < 1 else f"expected num_drafts of 1 or more, got {num_drafts}")
+    for name, value in (("gamma", gamma), ("num_drafts", num_drafts)):
+        if value < 1:
+            raise InputError(f"expected {name} of 1 or more, got {value}")
 
 
 # ---------------------------------------------------------------- several drafts

@@ -55,7 +55,7 @@ class Ours:
         self.new_round()
 
     def new_round(self):
-        self.shared = {name: make() for name, make in getattr(self.method, "shared", {}).items()}
+        self.shared = Run(self.method, {}, {}).options
 
     def __call__(self, prompt) -> Count:
         for lm in self.models.values():
@@ -362,7 +362,8 @@ def table_bita(bench: Bench):
     """The paper's Table 4 (trees) and Table 3 (prompting designs; give their files with --adapters)."""
     trees = {"straightforward": dict(tree="chain")} | {f"full tree, k = {k}": dict(tree="full", k=k) for k in (1, 2, 3, 4)}
     trees |= {f"efficient tree, k = {k}": dict(tree="efficient", k=k) for k in (1, 3, 5)}
-    adapters = {f"{Path(path).stem}: {load_tuning(path, bench.target)[0].design}, {len(load_tuning(path, bench.target)[0].masks)} masks": path for path in bench.args.adapters}
+    tunings = {path: load_tuning(path, bench.target)[0] for path in bench.args.adapters}
+    adapters = {f"{Path(path).stem}: {tuning.design}, {len(tuning.masks)} masks": path for path, tuning in tunings.items()}
     for title, some in (("Table 4: tree", [bench.bita(name, **options) for name, options in trees.items()]), ("Tables 3, Figs. 8 and 9: tuning", [bench.bita(name, path) for name, path in adapters.items()])):
         runs = {"AR": bench.ours(autoregressive)} | {name: run for each in some for name, run in each.items()}
         if len(runs) > 1:
