@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from common import HERE, CachedLM, InputError, Run, Sampler, encode, eos_ids, greedy, load, main, walk
+from common import HERE, CachedLM, InputError, Parser, Run, Sampler, encode, eos_ids, greedy, load, main, walk
 
 DESIGNS = ("deep", "shallow", "none")  # Table 3
 
@@ -192,10 +192,13 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "efficient", k: int
 def read_prompts(path: Path) -> list[str]:
     """A prompt a line, or JSON lines with "prompt" or "question"."""
     try:
-        rows = [json.loads(line) if line.startswith("{") else {"prompt": line} for line in filter(str.strip, path.read_text().splitlines())]
-        return [row["prompt"] if "prompt" in row else row["question"] for row in rows]
+        rows = [json.loads(line) if line.startswith("{") else {"prompt": line} for line in filter(str.strip, path.read_text().split("\n"))]
+        texts = [row["prompt"] if "prompt" in row else row["question"] for row in rows]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
         raise InputError(f"expected a file of prompts, one a line or JSON lines, got {str(path)!r}: {error}") from error
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"expected one prompt or more, all of them text, got {str(path)!r}")
+    return texts
 
 
 @torch.inference_mode()
@@ -321,7 +324,7 @@ def fit(model, tuning: Tuning, data, held_out, pad: int, *, steps: int, batch: i
 
 
 def train(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bita.py train", description="Tune prompt and mask tokens for a frozen model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog="bita.py train", description="Tune prompt and mask tokens for a frozen model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--target", default=str(HERE / "models/target"))
     parser.add_argument("--prompts", type=Path, required=True, help="a prompt a line, or JSON lines with \"prompt\"")
     parser.add_argument("--chat", action="store_true", help="put the prompts into the model's chat template")
@@ -344,7 +347,7 @@ def train(argv: list[str]) -> int:
     texts = read_prompts(args.prompts)
     if len(texts) < 2:
         raise InputError(f"expected 2 prompts or more, got {len(texts)}")
-    work = args.work or args.out.with_suffix(".work")
+    work = args.work or Path(f"{args.out}.work")
     work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load(args.target, args.device, args.dtype)
     prompts = [encode(tokenizer, text, args.chat) for text in texts]
@@ -371,7 +374,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:
         try:
             sys.exit(train(sys.argv[2:]))
-        except InputError as error:
+        except (InputError, OSError) as error:
             print(f"bita.py train: {error}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:

@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
@@ -29,6 +30,8 @@ from transformers.utils import logging
 
 HERE = Path(__file__).resolve().parent
 PREFILL_CHUNK = 512  # rows of one prefill pass
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of a static pass
+SIDE_STREAMS = {}  # of each GPU, where graphs are captured
 
 
 class InputError(ValueError):
@@ -156,15 +159,18 @@ class KVCache:
     """Keys and values of every layer in preallocated buffers of `slots` rows; stands in for transformers' Cache.
 
     A forward pass writes its rows at slot `used` and attends to all slots before its end. Moving `used` is all that a rollback takes.
+    With `rows`, a tensor of slots, it writes there and attends to the whole buffer: a shape that never changes.
     """
 
     def __init__(self, slots: int):
-        self.slots, self.used, self.layers = slots, 0, {}
+        self.slots, self.used, self.rows, self.layers = slots, 0, None, {}
 
     def update(self, keys, values, layer, *_, **__):
         """Called by layer `layer` with its new [B, heads, n, d]; returns views of everything up to them."""
         if layer not in self.layers:  # with the batch size, on the device and in the type of the first keys
-            self.layers[layer] = tuple(x.new_empty(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values))
+            self.layers[layer] = tuple(x.new_zeros(*x.shape[:2], self.slots, x.shape[3]) for x in (keys, values))
+        if self.rows is not None:
+            return tuple(buffer.index_copy_(2, self.rows, new) for buffer, new in zip(self.layers[layer], (keys, values)))
         end = self.used + keys.shape[2]
         for buffer, new in zip(self.layers[layer], (keys, values)):
             buffer[:, :, self.used:end] = new
@@ -184,30 +190,41 @@ def context_length(model) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10 ** 9
 
 
+def windows_of(model) -> dict[str, int | None]:
+    """For each kind of layer the tokens that it looks back, None where it sees all. InputError for attention of other kinds."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ["every layer"])
+    if not kinds <= {"full_attention", "sliding_attention", "every layer"}:
+        raise InputError(f"expected layers of full or sliding-window attention, got {', '.join(sorted(kinds))}")
+    return {kind: None if kind == "full_attention" else window for kind in kinds}
+
+
 class CachedLM:
     """A causal language model with its cached context and one pending token tree below it.
 
     model:    any transformers causal LM that takes `position_ids` and a 4D attention mask (`load` checks).
     capacity: tokens of context that the buffers hold, the prompt included.
     vocab:    look at the first `vocab` logits only (embeddings are often padded, differently for target and draft).
+    static:   run passes of up to WIDTHS[-1] rows at the next of these widths over the whole buffer, on a GPU as CUDA graphs, each
+              captured when its width comes again: an eager pass of a small model takes a GPU less time than Python needs to launch it.
+              None: on a GPU, if the model is on one alone.
 
     `length` tokens are cached; `parents` and `depths` describe the pending nodes. Slots: prefix rows, context, pending nodes.
-    `calls`, `rows` and `seconds` count forward passes, their rows and their time; a prefill is one call.
+    `calls`, `rows` and `seconds` count forward passes, their rows and their time; a prefill is one call. `capturing` are the seconds
+    spent on CUDA graphs, which are not in `seconds`.
     """
 
-    def __init__(self, model, capacity: int, vocab: int | None = None):
+    def __init__(self, model, capacity: int, vocab: int | None = None, static: bool | None = None):
         self.model, self.capacity, self.vocab = model, capacity, vocab
-        config = model.config.get_text_config()
-        self.context = context_length(model)
-        window = getattr(config, "sliding_window", None)
-        kinds = set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ["every layer"])
-        if not kinds <= {"full_attention", "sliding_attention", "every layer"}:
-            raise InputError(f"expected layers of full or sliding-window attention, got {', '.join(sorted(kinds))}")
-        self.windows = {kind: None if kind == "full_attention" else window for kind in kinds}  # tokens a layer looks back, None: all
+        self.context, self.windows = context_length(model), windows_of(model)
         self.device, self.dtype = model.get_input_embeddings().weight.device, model.dtype
-        self.cache, self.prefix = KVCache(0), 0
+        alone = len(set(getattr(model, "hf_device_map", {}).values())) < 2
+        self.static = self.device.type == "cuda" and alone if static is None else static and alone
+        self.graphs = {} if self.static and self.device.type == "cuda" else None
+        self.cache, self.slack, self.prefix = KVCache(0), 0, 0
         self.length, self.parents, self.depths, self.waiting = 0, [], [], []
-        self.calls, self.rows, self.seconds = 0, 0, 0.0
+        self.calls, self.rows, self.seconds, self.capturing = 0, 0, 0.0, 0.0
 
     @torch.inference_mode()
     def start(self, ids: list[int], width: int = 1) -> None:
@@ -217,10 +234,14 @@ class CachedLM:
             raise InputError(f"expected a prompt of at most {self.capacity} tokens, got {len(ids)}")
         self.truncate(0)
         slots = self.prefix + self.capacity + width
-        if self.cache.slots < slots:
-            old, self.cache = self.cache, KVCache(slots)
+        if self.cache.slots < slots + self.slack:
+            self.slack = WIDTHS[-1] + -slots % 8 if self.static else 0  # padding's, and attention kernels like multiples of 8
+            old, self.cache = self.cache, KVCache(slots + self.slack)
+            self.graphs = self.graphs and {}
             for layer, pair in old.layers.items():  # the prefix rows stay
                 self.cache.update(*(buffer[:, :, :self.prefix] for buffer in pair), layer)
+        for buffer in (b for pair in self.cache.layers.values() for b in pair if self.static):
+            buffer[:, :, self.prefix:] = 0  # a static pass multiplies unseen rows by 0, also an infinity that an earlier prompt left
         calls, first = self.calls, 0
         while len(ids) - first > PREFILL_CHUNK:
             self.forward(ids[first:first + PREFILL_CHUNK], last_only=True)
@@ -252,33 +273,90 @@ class CachedLM:
             raise ValueError(f"expected for each of {n} nodes a parent between -1 and the node before it, got {parents}")
         waiting, self.waiting = self.waiting, []  # context rows that this call computes too
         end = self.prefix + self.length + start + n
-        if end > self.cache.slots:
-            raise ValueError(f"the cache has {self.cache.slots} rows and {end} are needed: "
+        rows = len(waiting) + n
+        static = self.static and rows <= WIDTHS[-1]
+        padding = next(width for width in WIDTHS if width >= rows) - rows if static else 0
+        if end > self.cache.slots - self.slack:
+            raise ValueError(f"the cache has {self.cache.slots - self.slack} rows and {end} are needed: "
                              f"capacity {self.capacity} or the width given with the prompt is too small")
         for parent in parents:
             self.parents.append(parent)
             self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
         if embeds is None:
-            inputs = {"input_ids": torch.tensor([[*waiting, *ids]], device=self.device)}
+            tokens = torch.tensor([[*waiting, *ids, *ids[-1:] * padding]])  # padding repeats the last row
         else:
             before = self.model.get_input_embeddings()(torch.tensor(waiting, dtype=torch.long, device=self.device))
-            inputs = {"inputs_embeds": torch.cat([before, embeds])[None]}
+            tokens = torch.cat([before, embeds, embeds[-1:].expand(padding, -1)])[None]
         positions = [*range(self.length - len(waiting), self.length), *(self.length + depth for depth in self.depths[start:])]
         positions = [min(position, self.context - 1) for position in positions]  # guesses beyond the context are cut later
-        inputs |= {"position_ids": torch.tensor([positions], device=self.device),
-                   "attention_mask": self._masks(start, len(waiting), sees_prefix), "logits_to_keep": 1 if last_only else n}
-        self.cache.used = end - n - len(waiting)
-        began = time.perf_counter()
-        logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
+        inputs = [tokens, torch.tensor([positions + positions[-1:] * padding]), *self._masks(start, len(waiting), sees_prefix, padding if static else None)]
+        inputs.append(torch.arange(end - rows, end + padding))
+        kept, replay = 1 if last_only else n, static and self.graphs is not None
+        inputs = inputs if replay else [x.to(self.device) for x in inputs]
+        began = time.perf_counter() - self.capturing
+        if static:
+            logits = (self._replay if replay else self._run)(*inputs)[:, rows - kept:rows].clone()
+        else:
+            self.cache.used = end - rows
+            logits = self._run(*inputs[:-1], None, keep=kept)
+        began += self.capturing
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
-        self.calls, self.rows, self.seconds = self.calls + 1, self.rows + len(positions), self.seconds + time.perf_counter() - began
+        self.calls, self.rows, self.seconds = self.calls + 1, self.rows + rows, self.seconds + time.perf_counter() - began
         return logits[0, :, :self.vocab]
 
-    def _masks(self, start: int, waiting: int, sees_prefix: list[bool] | None):
+    def _run(self, tokens, positions, *masks_and_slots, keep: int = 0) -> torch.Tensor:
+        """One pass of the model: ids [1, n] or embeddings [1, n, d], positions [1, n], a mask for each kind of layer, the slots [n] to write or None."""
+        *masks, self.cache.rows = masks_and_slots
+        masks = dict(zip(self.windows, masks))
+        return self.model(**{"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens}, position_ids=positions, logits_to_keep=keep,
+                          attention_mask=masks if len(masks) > 1 else masks.popitem()[1], past_key_values=self.cache, use_cache=True).logits
+
+    def _replay(self, *inputs) -> torch.Tensor:
+        """The same as a CUDA graph, which is captured when inputs of these shapes come for the second time. The logits are the graph's own."""
+        shape = inputs[0].shape
+        if self.graphs.get(shape) is None:
+            fresh, began = [x.to(self.device) for x in inputs], time.perf_counter()
+            self.graphs[shape] = self._capture(fresh) if shape in self.graphs else None
+            self.capturing += time.perf_counter() - began
+            if self.graphs[shape] is None:
+                return self._run(*fresh)
+        graph, own, logits = self.graphs[shape]
+        for into, new in zip(own, inputs):
+            into.copy_(new)
+        graph.replay()
+        return logits
+
+    def _capture(self, inputs: list[torch.Tensor]):
+        """(graph, its inputs, its logits). A model whose pass waits for the GPU cannot be captured: None, a warning, and no more static passes."""
+        with torch.cuda.device(self.device):
+            if self.device not in SIDE_STREAMS:
+                SIDE_STREAMS[self.device] = torch.cuda.Stream()
+            stream = SIDE_STREAMS[self.device]
+            stream.wait_stream(torch.cuda.current_stream())
+            mode = torch.cuda.get_sync_debug_mode()
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                with torch.cuda.stream(stream):
+                    self._run(*inputs)  # warm-up
+            except RuntimeError as error:
+                warnings.warn(f"{type(self.model).__name__} runs without CUDA graphs: {error}")
+                self.static = False
+                return None
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+                torch.cuda.current_stream().wait_stream(stream)
+            graph, pool = torch.cuda.CUDAGraph(), next((made[0].pool() for made in self.graphs.values() if made), None)
+            torch._C._cuda_clearCublasWorkspaces()  # a graph must not share them with graphs of other pools, which may go first
+            with torch.cuda.graph(graph, pool=pool, stream=stream):  # graphs of a pool may overwrite each other's logits, not those read already
+                logits = self._run(*inputs)
+            torch._C._cuda_clearCublasWorkspaces()
+        return graph, inputs, logits
+
+    def _masks(self, start: int, waiting: int, sees_prefix: list[bool] | None, padding: int | None = None) -> list[torch.Tensor]:
         """What is added to the attention scores, 0 or -inf, [1, 1, n, slots in use]: the pending nodes from `start` on see the whole
         context, their ancestors and themselves; `waiting` rows before them, the end of the context, see what precedes them. All
-        as far as a layer's window reaches. By kind of layer where a model has two."""
+        as far as a layer's window reaches. One for each kind of layer. With `padding` more rows that see what the last one does, and columns for all slots."""
         context, n = self.prefix + self.length, len(self.parents) - start
         visible = torch.ones(waiting + n, context + start + n, dtype=torch.bool)
         visible[waiting:, context:] = ancestor_mask(self.parents)[start:]
@@ -286,15 +364,17 @@ class CachedLM:
         if self.prefix:
             visible[:, :self.prefix] = False
             visible[waiting:, :self.prefix] |= torch.tensor(sees_prefix or [False] * n)[:, None]
-        masks = {}
-        for kind, window in self.windows.items():
+        masks = []
+        for window in self.windows.values():
             seen = visible
             if window is not None and self.length + max(self.depths) >= window:
                 positions = torch.cat([torch.arange(self.length), self.length + torch.tensor(self.depths)])
                 seen = visible.clone()
                 seen[:, self.prefix:] &= positions[len(positions) - len(seen):, None] - positions < window
-            masks[kind] = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)[None, None].to(self.device)
-        return masks if len(masks) > 1 else masks.popitem()[1]
+            if padding is not None:
+                seen = F.pad(torch.cat([seen, seen[-1:].expand(padding, -1)]), (0, self.cache.slots - seen.shape[1]))
+            masks.append(torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)[None, None])
+        return masks
 
     @torch.inference_mode()
     def commit(self, path: Iterable[int]) -> None:
@@ -320,8 +400,10 @@ class CachedLM:
     def set_prefix(self, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Extra (keys, values) [heads, P, d] for each layer, seen by `sees_prefix` nodes only; they have no position and count in no
         length. Forgets everything else; prefill comes next."""
-        self.prefix, self.cache = rows[0][0].shape[1], KVCache(rows[0][0].shape[1])
+        if self.prefix != rows[0][0].shape[1] or not self.cache.layers:  # else the buffers, and graphs over them, stay
+            self.prefix, self.cache, self.slack = rows[0][0].shape[1], KVCache(rows[0][0].shape[1]), 0
         self.truncate(0)
+        self.cache.used, self.cache.rows = 0, None
         for layer, (keys, values) in enumerate(rows):
             self.cache.update(keys[None], values[None], layer)
 
@@ -440,14 +522,20 @@ class Run:
         """The final chunks for one more prompt; what the caller does between them takes no time of ours."""
         self.prompts.append(prompt)
         self.outputs.append([])
+        self.eos = eos
         endless = self.method(**self.models, prompt=prompt, sample=sample, log=self.log, **self.options)
         chunks, chunk = until(endless, limit, eos), None
         while chunk != []:
-            began = time.perf_counter()
+            began = time.perf_counter() - self.capturing
             chunk = next(chunks, [])
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - self.capturing - began
             self.outputs[-1] += chunk
             yield chunk
+
+    @property
+    def capturing(self) -> float:
+        """Seconds spent on CUDA graphs, once for each width: not counted in `seconds`."""
+        return sum(lm.capturing for lm in self.models.values())
 
     @property
     def tokens(self) -> int:
@@ -461,9 +549,11 @@ class Run:
     def figures(self) -> str:
         calls, shares = self.models["target"].calls, {name: lm.seconds / self.seconds for name, lm in self.models.items()}
         shares["rest"] = 1 - sum(shares.values())
+        graphs = sum(graph is not None for lm in self.models.values() for graph in (lm.graphs or {}).values())
         return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s ({self.speed:.1f} tokens/s), "
                 f"{calls} target calls ({self.tokens / calls:.2f} tokens per call); "
-                f"time: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())}")
+                f"time: {', '.join(f'{name} {share:.0%}' for name, share in shares.items())}"
+                + (f"; {graphs} CUDA graphs captured in {self.capturing:.1f} s before" if graphs else ""))
 
     def compared(self, ar: "Run", exact: bool) -> tuple[str, bool]:
         """(what to print, is all well): the speed-up over `ar` and, where `exact`, equality with its outputs."""
@@ -509,7 +599,7 @@ def parse(methods: list[Callable], argv: list[str] | None, actions: dict[str, Ca
     add = parser.add_argument
     add("--prompt", action="append", help="text to continue, or - for standard input; repeatable (default: three examples)")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
-    add("--target", default=str(HERE / "models/target"), help="model directory or hub id (default: %(default)s)")
+    add("--target", default=str(HERE / getattr(methods[0], "target", "models/target")), help="model directory or hub id (default: %(default)s)")
     if any("draft" in inspect.signature(m).parameters for m in methods):
         add("--draft", default=str(HERE / "models/draft"), help="a small model with the target's tokenizer (default: %(default)s)")
     add("--max-new-tokens", type=int, default=256, help="(default: %(default)s)")
@@ -519,6 +609,7 @@ def parse(methods: list[Callable], argv: list[str] | None, actions: dict[str, Ca
     add("--seed", type=int, default=0, help="of sampling (default: 0)")
     add("--device", help="cpu, cuda, cuda:N or auto (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, the checkpoint's own elsewhere)")
+    add("--static", action=argparse.BooleanOptionalAction, help="passes of a few fixed widths, on a GPU as CUDA graphs (default: on a GPU)")
     add("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"],
         help="colour the guessed tokens; auto: on a terminal (default)")
     add("--compare", action="store_true", help="also decode autoregressively: speed-up, and equality of greedy output")
@@ -578,7 +669,7 @@ class Job:
         capacity = max(len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits))
         vocab = min(model.config.get_text_config().vocab_size for model in self.models.values())
         names = [name for name in self.models if name in inspect.signature(method).parameters]
-        return Run(method, {name: CachedLM(self.models[name], capacity, vocab) for name in names}, options)
+        return Run(method, {name: CachedLM(self.models[name], capacity, vocab, self.args.static) for name in names}, options)
 
     def finished(self, method: Callable, options: dict, title: str | None = None) -> Run:
         """A fresh Run that has decoded all prompts without printing them; with a `title` a progress bar shows how far it is."""

@@ -28,7 +28,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, block: int = 16, sample: Samp
 
     block: tokens solved for at once, 2 or more
     Yields chunks of 1 to block tokens. Logs a record {"states", "final"} a block, which grows with every call: the Jacobi trajectory
-    y(0), y(1), … (lists of `block` tokens, the root first), and how many leading tokens of each state are final.
+    y(0), y(1), … (lists of `block` tokens, the root first), and how many leading tokens of each state are final; block + 1 where the
+    next block's root is too.
     """
     if block < 2:
         raise InputError(f"expected a block of 2 tokens or more, got {block}")
@@ -50,7 +51,7 @@ def jacobi(target: CachedLM, prompt: list[int], *, block: int = 16, sample: Samp
             state = (state[:final] + chosen[:agreed + 1] + guesses[agreed + 1:])[:block]  # lines 12 and 14
             final += agreed + 1  # block + 1 where the last guess agreed: then the root opens the next block without a call of its own
             trajectory["states"].append(state)
-            trajectory["final"].append(min(final, block))
+            trajectory["final"].append(final)
             yield chosen[:agreed + 1]
 
 
@@ -64,7 +65,7 @@ class Trajectory(Streamer):
 
     def put(self, chunk: list[int]) -> None:
         self.ids += chunk
-        while self.blocks < len(self.log) and self.log[self.blocks]["final"][-1] == len(self.log[self.blocks]["states"][0]):
+        while self.blocks < len(self.log) and self.log[self.blocks]["final"][-1] >= len(self.log[self.blocks]["states"][0]):
             self.draw(self.log[self.blocks]["states"])
             self.blocks += 1
 
@@ -88,21 +89,19 @@ class Trajectory(Streamer):
 jacobi.viewer = Trajectory
 
 
-def profile_of(log: list[dict]) -> tuple[int, float, float]:
-    """(blocks, fast-forwarded tokens a call, stationary tokens a block) of the complete blocks of a log: CLLM, Table 3.
+def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float, float]:
+    """(blocks, fast-forwarded tokens a call, stationary tokens a block) of the complete blocks of a log that no EOS cuts: CLLM, Table 3.
 
     Fast-forwarded: final tokens a call, the one that autoregressive decoding would also give included. Stationary: predicted right
     in a state in which a token before it is wrong, and right ever after.
     """
-    blocks = [r for r in log if r["final"][-1] == len(r["states"][0])]
+    blocks = [r for r in log if r["final"][-1] >= len(r["states"][0]) and not eos & set(r["states"][-1][1:])]
     calls = sum(len(r["states"]) - 1 for r in blocks)
     gained, stationary = sum(r["final"][-1] - 1 for r in blocks), 0
-    for record in blocks:
-        fixed_point = record["states"][-1]
-        for i in range(len(fixed_point)):
-            right = [state[i] == fixed_point[i] for state in record["states"][1:]]  # y(0) was not predicted
-            since = len(right) - next((back for back, well in enumerate(reversed(right)) if not well), len(right))
-            stationary += any(state[:i] != fixed_point[:i] for state in record["states"][1 + since:])
+    for states in (r["states"] for r in blocks):
+        for i, token in enumerate(states[-1]):
+            wrong = max(j for j, state in enumerate(states) if j == 0 or state[i] != token)  # y(0) was not predicted
+            stationary += any(state[:i] != states[-1][:i] for state in states[wrong + 1:])
     return len(blocks), gained / max(calls, 1), stationary / max(len(blocks), 1)
 
 
@@ -179,7 +178,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, window: int = 15, ngram: i
 
 def report(run: Run) -> str:
     if run.method is jacobi:
-        blocks, gained, stationary = profile_of(run.log)
+        blocks, gained, stationary = profile_of(run.log, run.eos)
         return f"{blocks} complete blocks: {gained:.2f} tokens fast-forwarded a call, {stationary:.2f} stationary tokens a block"
     guessed, accepted, rows = (sum(r[name] for r in run.log) / len(run.log) for name in ("guessed", "accepted", "rows"))
     return f"a call: {rows:.1f} rows, {guessed:.1f} of them guesses, {accepted:.2f} accepted"
@@ -190,7 +189,7 @@ def profile(job: Job) -> int:
     if job.method is not jacobi:
         raise InputError("expected --profile with --method jacobi")
     run = job.finished(jacobi, job.options, title="profile")
-    blocks, gained, stationary = profile_of(run.log)
+    blocks, gained, stationary = profile_of(run.log, run.eos)
     if not blocks:
         raise InputError(f"expected --max-new-tokens, or answers, long enough for a block; got {run.tokens} tokens")
     n = len(run.log[0]["states"][0])

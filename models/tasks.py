@@ -6,7 +6,7 @@
 
 Every example has a *template*: its wording and structure without names and numbers. One template in ten is held out: split "train"
 never shows it, split "test" shows nothing else. `python models/tasks.py` prints some
-examples, `python models/tasks.py N` N training prompts of each task as JSON lines.
+examples, `python models/tasks.py N [SEED [TASK …]]` N training prompts of each task as JSON lines.
 """
 import itertools
 import json
@@ -602,9 +602,10 @@ def tally(rng):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # N training prompts of each task as JSON lines
-        for task in TASKS:
-            for example in take(task, "train", int(sys.argv[1]), seed=-2):
+    if len(sys.argv) > 1:
+        n, seed, *some = sys.argv[1:] if len(sys.argv) > 2 else [sys.argv[1], -2]
+        for task in some or TASKS:
+            for example in take(task, "train", int(n), int(seed)):
                 print(json.dumps({"category": task, "prompt": example.prompt}))
         sys.exit()
     for task in TASKS:

@@ -26,7 +26,9 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 import tasks  # noqa: E402
+import train as recipe  # noqa: E402
 from bita import bita, load_tuning  # noqa: E402
+from cllm import cllm, profile_of, repeats  # noqa: E402
 from common import CachedLM, InputError, Run, Sampler, autoregressive, encode, eos_ids, load  # noqa: E402
 from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import EnergyMeter, mjgd, mjsd, perplexity  # noqa: E402
@@ -138,8 +140,8 @@ class Bench:
         kept = {name: [p for p in tqdm(some, desc=f"{name}: AR", leave=False) if not tasks.loops(ar(p).output)] for name, some in self.prompts.items()}
         return kept, sum(map(len, self.prompts.values())) - sum(map(len, kept.values()))
 
-    def ours(self, method, sample=None, limit=None, **options) -> Ours:
-        models = {name: model for name, model in (("target", self.target), ("draft", self.draft)) if name in inspect.signature(method).parameters}
+    def ours(self, method, sample=None, limit=None, target=None, **options) -> Ours:
+        models = {name: model for name, model in (("target", target or self.target), ("draft", self.draft)) if name in inspect.signature(method).parameters}
         return Ours(method, models, limit or self.args.max_new_tokens, self.eos, self.capacity, self.vocab, sample or self.sample, **options)
 
     def bita(self, name, adapter=None, **options) -> dict:
@@ -223,18 +225,81 @@ def table_all(bench: Bench):
     """Every method at its defaults beside transformers' own."""
     gamma, draft = bench.args.gamma, f"draft of {bench.args.gamma} tokens"
     runs = {"AR": bench.ours(autoregressive), f"speculative, {draft}": bench.ours(speculative, gamma=gamma), "ouroboros": bench.ours(ouroboros),
-            "jacobi": bench.ours(jacobi), "lookahead": bench.ours(lookahead), "lookahead, window 0": bench.ours(lookahead, window=0),
-            **bench.bita("bita", tree="efficient"), "`generate`": bench.theirs(), f"`generate`, assistant, {draft}": bench.theirs(draft=True), "`generate`, prompt lookup of 4": bench.theirs(prompt_lookup_num_tokens=4)}
-    results, names = bench.measure(runs), list(bench.prompts)
+            "jacobi": bench.ours(jacobi), "lookahead": bench.ours(lookahead), "lookahead, window 0": bench.ours(lookahead, window=0), **bench.bita("bita", tree="efficient"),
+            **bench.bita("bita, chain", tree="chain"), "specinfer": bench.ours(specinfer, gamma=gamma), "spectr": bench.ours(spectr, gamma=gamma),
+            "bild (lossy)": bench.ours(bild), "mjsd (lossy)": bench.ours(mjsd)}
+    trained = load(bench.args.cllm, bench.args.device, bench.args.dtype)[0]
+    if trained.config.vocab_size == bench.target.config.vocab_size:
+        runs["cllm (another model)"] = bench.ours(cllm, target=trained)
+    peers = {"`generate`": bench.theirs(), f"`generate`, assistant, {draft}": bench.theirs(draft=True), "`generate`, prompt lookup of 4": bench.theirs(prompt_lookup_num_tokens=4)}
+    results, names = bench.measure(runs | peers), list(bench.prompts)
     greedy = bench.args.temperature == 0
-    rows = [["method", "tokens per target call", "tokens/s", "x AR", *(f"x AR, {name}" for name in names), "ms a token: target", "draft", "rest", *(["output as AR's"] if greedy else [])]]
-    for method in runs:
+    rows = [["method", "tokens per target call", "tokens/s", "x AR", *(f"x AR, {name}" for name in names), "realised share", "ms a token: target", "draft", "rest",
+             *(["output as AR's"] if greedy else [])]]
+    for method in runs | peers:
         target, draft, total = (results.per_token(method, what) for what in ("target", "draft", "total"))
         rows.append([method, results.per_call(method), results.median_speed(method), results.ratio(method, "AR"), *(results.ratio(method, "AR", name) for name in names),
-                     f"{target:.2f}", f"{draft:.2f}", f"{total - target - draft:.2f}", *([results.same(method, "AR")] if greedy else [])])
+                     f"{float(results.ratio(method, 'AR')) / float(results.per_call(method)):.0%}", f"{target:.2f}", f"{draft:.2f}", f"{total - target - draft:.2f}",
+                     *([results.same(method, "AR")] if greedy else [])])
     print(table(rows))
-    pairs = zip(("AR", *list(runs)[1:2], "lookahead, window 0"), list(runs)[-3:])
+    pairs = zip(("AR", *list(runs)[1:2], "lookahead, window 0"), peers)
     print(table([["ratio of tokens/s", "all", *names]] + [[f"{a} / {b}", results.ratio(a, b), *(results.ratio(a, b, name) for name in names)] for a, b in pairs]))
+
+
+PARTS = {"inputs, masks, positions": (CachedLM, ("forward",)), "cache": (CachedLM, ("start", "commit", "truncate")),
+         "argmax, sampling, transfer": (Sampler, ("__call__", "probs", "draw", "uniform"))}
+
+
+class Stopwatch:
+    """Seconds spent in the functions of PARTS, without what they call of one another; a context."""
+
+    def __init__(self):
+        self.seconds, self.inside = dict.fromkeys(PARTS, 0.0), False
+
+    def timed(self, function, part):
+        def wrapper(*args, **options):
+            if self.inside:
+                return function(*args, **options)
+            self.inside, began = True, time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.inside = False
+                self.seconds[part] += time.perf_counter() - began
+        return wrapper
+
+    def __enter__(self):
+        self.before = [(owner, name, getattr(owner, name), part) for part, (owner, names) in PARTS.items() for name in names]
+        for owner, name, function, part in self.before:
+            setattr(owner, name, self.timed(function, part))
+        return self
+
+    def __exit__(self, *_):
+        for owner, name, function, _ in self.before:
+            setattr(owner, name, function)
+
+
+def table_profile(bench: Bench):
+    """Where the time of a round goes: a target call and all that leads to it."""
+    sampled = Sampler(1.0, seed=bench.args.seed)
+    runs = {"AR": (autoregressive, None, {}), "speculative": (speculative, None, dict(gamma=bench.args.gamma)), "ouroboros": (ouroboros, None, {}), "jacobi": (jacobi, None, {}),
+            "lookahead": (lookahead, None, {}), "lookahead, window 0": (lookahead, None, dict(window=0)), "mjsd": (mjsd, None, {}), "mjgd": (mjgd, None, {}), "bild": (bild, None, {}),
+            "AR, sampled": (autoregressive, sampled, {}), "speculative, sampled": (speculative, sampled, dict(gamma=bench.args.gamma)),
+            "specinfer, sampled": (specinfer, sampled, {}), "spectr, sampled": (spectr, sampled, {}), "mjsd, sampled": (mjsd, sampled, {})}
+    runs = {name: bench.ours(method, sample, **options) for name, (method, sample, options) in runs.items()} | bench.bita("bita")
+    prompts = [prompt for some in bench.prompts.values() for prompt in some]
+    rows = [["a round", "ms", "target", "draft", *PARTS, "Python", "outside forward passes"]]
+    for name, run in tqdm(runs.items(), desc="profile", leave=False):
+        for prompt in prompts:  # warm-up
+            run(prompt)
+        run.new_round()
+        with Stopwatch() as watch:
+            counts = [run(prompt) for prompt in prompts]
+        calls, total, target, draft = (sum(getattr(count, what) for count in counts) for what in ("calls", "total", "target", "draft"))
+        spent = watch.seconds | {"inputs, masks, positions": watch.seconds["inputs, masks, positions"] - target - draft}
+        parts = [target, draft, *spent.values(), total - target - draft - sum(spent.values())]
+        rows.append([name, *(f"{1000 * x / calls:.2f}" for x in (total, *parts)), f"{1 - (target + draft) / total:.1%}"])
+    print(table(rows))
 
 
 def table_ouroboros(bench: Bench):
@@ -340,6 +405,9 @@ def table_mjsd(bench: Bench):
     lm.prefill(prompt, width=64)
     for n in (1, 2, 4, 8, 16, 32, 64):
         times, calls = [], 50
+        for _ in range(2):  # on a GPU the second one is captured
+            lm.forward([5] * n)
+            lm.truncate(len(prompt))
         with EnergyMeter(bench.target.device) as meter:
             for _ in range(calls):
                 began = time.perf_counter()
@@ -373,7 +441,48 @@ def table_bita(bench: Bench):
                           results.median_speed(name), results.ratio(name, "AR"), results.same(name, "AR")] for name in list(runs)[1:]]))
 
 
-TABLES = {"all": table_all, "ouroboros": table_ouroboros, "mjsd": table_mjsd, "bita": table_bita}
+def table_cllm(bench: Bench):
+    """The paper's Table 1 and Table 3, before and after consistency training, and for more models (--cllms) how they do at other lengths (Table 4, Table 6, Fig. 3).
+    Only prompts count whose AR output passes the repetition filter for both models; accuracy and loss are of 100 held-out prompts of each task."""
+    def loaded(path):
+        return load(path, bench.args.device, bench.args.dtype)[0]
+
+    def quality(model):
+        if not bench.examples:
+            return ["-"] * (len(bench.prompts) + 1)
+        figures = recipe.evaluate(model, bench.tokenizer)
+        return [*(f"{figures[task]['accuracy']:.0%}" for task in bench.prompts), f"{mean(figures[task]['loss'] for task in bench.prompts):.4f}"]
+
+    def repeating(ar, prompt):
+        output = ar(prompt).output
+        return tasks.loops(output) or repeats(output, bench.tokenizer.decode(output))
+    models, methods = {"target": bench.target, "CLLM": loaded(bench.args.cllm)}, {"AR": autoregressive, "Jacobi": cllm, "lookahead": lookahead}
+    ars = [bench.ours(autoregressive, Sampler(0), target=model) for model in models.values()]
+    before, bench.prompts = bench.prompts, {name: [p for p in some if not any(repeating(ar, p) for ar in ars)] for name, some in bench.prompts.items()}
+    print(f"{sum(map(len, before.values())) - sum(map(len, bench.prompts.values()))} more prompts left out for repetition by either model\n")
+    qualities = {name: quality(model) for name, model in models.items()}
+    runs = {(name, how): bench.ours(method, target=model) for name, model in models.items() for how, method in methods.items()}
+    results = bench.measure(runs)
+    rows = [["Table 1", "tokens per call", *bench.prompts, "tokens/s", "x its AR", "x AR of the target", "output as its AR's", *(f"accuracy, {name}" for name in bench.prompts), "held-out loss"]]
+    for name, how in runs:
+        rows.append([f"{name} + {how}", results.per_call((name, how)), *(results.per_call((name, how), task) for task in bench.prompts), results.median_speed((name, how)),
+                     results.ratio((name, how), (name, "AR")), results.ratio((name, how), ("target", "AR")), results.same((name, how), (name, "AR")), *qualities[name]])
+    print(table(rows))
+    rows = [["Table 3", "complete blocks", "fast-forward token count", "stationary token count"]]
+    for name in models:
+        blocks, gained, stationary = profile_of([record for _, count in results.counts[name, "Jacobi"][0] for record in count.log], bench.eos)
+        rows.append([name, str(blocks), f"{gained:.2f}", f"{stationary:.2f}"])
+    print(table(rows))
+    lengths, rows = (4, 8, 16, 32, 64), []
+    for path in [bench.args.target, bench.args.cllm, *bench.args.cllms]:
+        model = loaded(path)
+        runs = {n: bench.ours(cllm, target=model, block=n) for n in lengths}
+        results = bench.measure({"AR": bench.ours(autoregressive)} | runs)
+        rows.append([Path(path).name, *(f"{results.per_call(n)} ({results.ratio(n, 'AR')}x)" for n in lengths), *quality(model)])
+    print(table([["tokens per call (x AR of the target)", *(f"n = {n}" for n in lengths), *(f"accuracy, {name}" for name in bench.prompts), "held-out loss"], *rows]))
+
+
+TABLES = {"all": table_all, "profile": table_profile, "ouroboros": table_ouroboros, "mjsd": table_mjsd, "bita": table_bita, "cllm": table_cllm}
 
 
 def main():
@@ -382,6 +491,8 @@ def main():
     parser.add_argument("--target", default=str(ROOT / "models/target"))
     parser.add_argument("--draft", default=str(ROOT / "models/draft"))
     parser.add_argument("--adapter", default=str(ROOT / "models/bita.safetensors"), help="bita's prompt and mask tokens")
+    parser.add_argument("--cllm", default=str(ROOT / "models/cllm"), help="the target after consistency training")
+    parser.add_argument("--cllms", nargs="*", default=[], help="more such models for --table cllm to compare")
     parser.add_argument("--adapters", nargs="*", default=[], help="tunings for --table bita to compare")
     parser.add_argument("--prompts", type=Path, help="a file of prompts in place of the held-out tasks")
     parser.add_argument("--chat", action="store_true")
