@@ -231,7 +231,9 @@ def table_all(bench: Bench):
     trained = load(bench.args.cllm, bench.args.device, bench.args.dtype)[0]
     if trained.config.vocab_size == bench.target.config.vocab_size:
         runs["cllm (another model)"] = bench.ours(cllm, target=trained)
+    runs = {name: run for name, run in runs.items() if name == "AR" or not bench.args.only or name.startswith(tuple(bench.args.only))}
     peers = {"`generate`": bench.theirs(), f"`generate`, assistant, {draft}": bench.theirs(draft=True), "`generate`, prompt lookup of 4": bench.theirs(prompt_lookup_num_tokens=4)}
+    pairs = [(a, b) for a, b in zip(("AR", f"speculative, {draft}", "lookahead, window 0"), peers) if a in runs]
     results, names = bench.measure(runs | peers), list(bench.prompts)
     greedy = bench.args.temperature == 0
     rows = [["method", "tokens per target call", "tokens/s", "x AR", *(f"x AR, {name}" for name in names), "realised share", "ms a token: target", "draft", "rest",
@@ -242,7 +244,6 @@ def table_all(bench: Bench):
                      f"{float(results.ratio(method, 'AR')) / float(results.per_call(method)):.0%}", f"{target:.2f}", f"{draft:.2f}", f"{total - target - draft:.2f}",
                      *([results.same(method, "AR")] if greedy else [])])
     print(table(rows))
-    pairs = zip(("AR", *list(runs)[1:2], "lookahead, window 0"), peers)
     print(table([["ratio of tokens/s", "all", *names]] + [[f"{a} / {b}", results.ratio(a, b), *(results.ratio(a, b, name) for name in names)] for a, b in pairs]))
 
 
@@ -497,6 +498,7 @@ def main():
     parser.add_argument("--prompts", type=Path, help="a file of prompts in place of the held-out tasks")
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("-n", type=int, default=10, help="prompts of each task or category")
+    parser.add_argument("--only", nargs="*", default=[], help="of --table all the methods of ours whose names begin so, and AR")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gamma", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=200)
