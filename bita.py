@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from common import HERE, CachedLM, InputError, Parser, Run, Sampler, encode, eos_ids, greedy, load, main, walk
+from common import HERE, CachedLM, InputError, Parser, Run, Sampler, encode, eos_ids, greedy, load, main, read_prompt_file, walk
 
 DESIGNS = ("deep", "shallow", "none")  # Table 3
 
@@ -189,18 +189,6 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "efficient", k: int
 
 # ---------------------------------------------------------------- tuning
 
-def read_prompts(path: Path) -> list[str]:
-    """A prompt a line, or JSON lines with "prompt" or "question"."""
-    try:
-        rows = [json.loads(line) if line.startswith("{") else {"prompt": line} for line in filter(str.strip, path.read_text().split("\n"))]
-        texts = [row["prompt"] if "prompt" in row else row["question"] for row in rows]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
-        raise InputError(f"expected a file of prompts, one a line or JSON lines, got {str(path)!r}: {error}") from error
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise InputError(f"expected one prompt or more, all of them text, got {str(path)!r}")
-    return texts
-
-
 @torch.inference_mode()
 def self_generate(model, tokenizer, prompts: list[list[int]], limit: int, file: Path, size: int = 64) -> list[list[int]]:
     """Greedy answers of the model itself, batch after batch; `file` keeps what is done, so that a stopped run goes on."""
@@ -344,7 +332,7 @@ def train(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if min(args.steps, args.batch, args.anchors, args.max_new_tokens) < 1 or args.lr <= 0:
         raise InputError("expected steps, batch, anchors and max-new-tokens of 1 or more and a learning rate above 0")
-    texts = read_prompts(args.prompts)
+    texts = read_prompt_file(args.prompts)
     if len(texts) < 2:
         raise InputError(f"expected 2 prompts or more, got {len(texts)}")
     work = args.work or Path(f"{args.out}.work")

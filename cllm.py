@@ -36,7 +36,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from common import (HERE, PROMPTS, CachedLM, InputError, KVCache, Parser, Run, Sampler, ancestor_mask, context_length, encode, eos_ids, greedy, load,
-                    main, until, windows_of)
+                    main, read_prompt_file, until, windows_of)
 
 
 # ---------------------------------------------------------------- decoding
@@ -303,18 +303,6 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], block: int
 
 # ---------------------------------------------------------------- the command line
 
-def read_prompts(path: Path) -> list[str]:
-    """A prompt a line, or JSON lines with "prompt" or "question"."""
-    try:
-        rows = [json.loads(line) if line.startswith("{") else {"prompt": line} for line in filter(str.strip, path.read_text().split("\n"))]
-        texts = [row["prompt"] if "prompt" in row else row["question"] for row in rows]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
-        raise InputError(f"expected a file of prompts, one a line or JSON lines, got {str(path)!r}: {error}") from error
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise InputError(f"expected one prompt or more, all of them text, got {str(path)!r}")
-    return texts
-
-
 def read_trajectories(path: Path) -> tuple[dict, list[dict]]:
     """(settings, rows) of a file that `collect` made. The first line has the settings, every other one a prompt, its answer and its blocks."""
     try:
@@ -348,7 +336,7 @@ def collect(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.block < 2 or args.max_new_tokens < 1 or args.batch < 1 or not 0 <= args.augment <= 1:
         raise InputError("expected a block of 2 or more, max-new-tokens and batch of 1 or more and an augment of 0 to 1")
-    texts, settings = read_prompts(args.prompts), {name: getattr(args, name) for name in ("target", "block", "max_new_tokens", "augment", "seed")}
+    texts, settings = read_prompt_file(args.prompts), {name: getattr(args, name) for name in ("target", "block", "max_new_tokens", "augment", "seed")}
     before, rows = read_trajectories(args.out) if args.out.exists() else (settings, [])
     model, tokenizer = load(args.target, args.device, args.dtype)
     eos, prompts = eos_ids(model, tokenizer), [encode(tokenizer, text, args.chat) for text in texts]
@@ -427,7 +415,7 @@ def profile(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.max_new_tokens < 1:
         raise InputError(f"expected max-new-tokens of 1 or more, got {args.max_new_tokens}")
-    texts, lines = read_prompts(args.prompts) if args.prompts else PROMPTS, []
+    texts, lines = read_prompt_file(args.prompts) if args.prompts else PROMPTS, []
     for path in (args.before, args.target):
         model, tokenizer = load(path, args.device, args.dtype)
         prompts, eos = [encode(tokenizer, text, args.chat) for text in texts], eos_ids(model, tokenizer)

@@ -11,6 +11,7 @@ Left out on purpose: batches of prompts, quantisation, encoder-decoder models, a
 """
 import argparse
 import inspect
+import json
 import re
 import signal
 import sys
@@ -290,15 +291,14 @@ class CachedLM:
         positions = [*range(self.length - len(waiting), self.length), *(self.length + depth for depth in self.depths[start:])]
         positions = [min(position, self.context - 1) for position in positions]  # guesses beyond the context are cut later
         inputs = [tokens, torch.tensor([positions + positions[-1:] * padding]), *self._masks(start, len(waiting), sees_prefix, padding if static else None)]
-        inputs.append(torch.arange(end - rows, end + padding))
-        kept, replay = 1 if last_only else n, static and self.graphs is not None
-        inputs = inputs if replay else [x.to(self.device) for x in inputs]
+        kept, replay, self.cache.used = 1 if last_only else n, static and self.graphs is not None, end - rows
+        if not replay:
+            inputs = [x.to(self.device) for x in inputs]
+        slots = torch.arange(end - rows, end + padding, device=None if replay else self.device) if static else None
         began = time.perf_counter() - self.capturing
+        logits = self._replay(*inputs, slots) if replay else self._run(*inputs, slots, keep=0 if static else kept)
         if static:
-            logits = (self._replay if replay else self._run)(*inputs)[:, rows - kept:rows].clone()
-        else:
-            self.cache.used = end - rows
-            logits = self._run(*inputs[:-1], None, keep=kept)
+            logits = logits[:, rows - kept:rows].clone()
         began += self.capturing
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
@@ -646,6 +646,18 @@ def read_prompts(given: list[str]) -> list[str]:
         return [sys.stdin.buffer.read().decode() if text == "-" else text for text in given]
     except UnicodeDecodeError as error:
         raise InputError(f"expected standard input in UTF-8, got other bytes ({error.reason})") from error
+
+
+def read_prompt_file(path: Path) -> list[str]:
+    """The prompts of a file: one a line, or JSON lines with "prompt" or "question"."""
+    try:
+        rows = [json.loads(line) if line.startswith("{") else {"prompt": line} for line in filter(str.strip, path.read_text().split("\n"))]
+        texts = [row["prompt"] if "prompt" in row else row["question"] for row in rows]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError) as error:
+        raise InputError(f"expected a file of prompts, one a line or JSON lines, got {str(path)!r}: {error}") from error
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"expected one prompt or more, all of them text, got {str(path)!r}")
+    return texts
 
 
 @dataclass

@@ -474,12 +474,12 @@ def table_cllm(bench: Bench):
         blocks, gained, stationary = profile_of([record for _, count in results.counts[name, "Jacobi"][0] for record in count.log], bench.eos)
         rows.append([name, str(blocks), f"{gained:.2f}", f"{stationary:.2f}"])
     print(table(rows))
-    lengths, rows = (4, 8, 16, 32, 64), []
-    for path in [bench.args.target, bench.args.cllm, *bench.args.cllms]:
-        model = loaded(path)
+    lengths, rows, known = (4, 8, 16, 32, 64), [], dict(zip((bench.args.target, bench.args.cllm), models))
+    for path in [*known, *bench.args.cllms]:
+        model = models[known[path]] if path in known else loaded(path)
         runs = {n: bench.ours(cllm, target=model, block=n) for n in lengths}
         results = bench.measure({"AR": bench.ours(autoregressive)} | runs)
-        rows.append([Path(path).name, *(f"{results.per_call(n)} ({results.ratio(n, 'AR')}x)" for n in lengths), *quality(model)])
+        rows.append([Path(path).name, *(f"{results.per_call(n)} ({results.ratio(n, 'AR')}x)" for n in lengths), *(qualities[known[path]] if path in known else quality(model))])
     print(table([["tokens per call (x AR of the target)", *(f"n = {n}" for n in lengths), *(f"accuracy, {name}" for name in bench.prompts), "held-out loss"], *rows]))
 
 
