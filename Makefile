@@ -1,16 +1,19 @@
-# make demo: watch tokens being drafted and verified;  make test: check that it is exact;  make bench: how fast it is here.
-# Whichever comes first makes .venv. Another interpreter: make demo PYTHON=python3.12
+# make demo: watch tokens being guessed and verified;  make test: check that it is exact;
+# make bench: how fast it is here. Whichever comes first makes .venv, with python3 or with another:
+# make demo PYTHON=python3.12
 PYTHON ?= python3
 RUN := .venv/bin/python
+WORK := models/work
 
 .PHONY: demo test bench models bita cllm clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
 
-test: .venv/ready
-	@PART=0 $(RUN) -m pytest -q tests > .half.log 2>&1 & half=$$!; PART=1 $(RUN) -m pytest -q tests; second=$$?; \
-	wait $$half; first=$$?; cat .half.log; rm .half.log; exit $$((first + second))  # two halves at once
+test: .venv/ready  # two halves at once, a core for each
+	@PART=0 $(RUN) -m pytest -q tests > .half.log 2>&1 & half=$$!; \
+	PART=1 $(RUN) -m pytest -q tests; second=$$?; \
+	wait $$half; first=$$?; cat .half.log; rm .half.log; exit $$((first + second))
 
 bench: .venv/ready
 	$(RUN) tests/bench.py
@@ -23,21 +26,28 @@ models: .venv/ready
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-# models/bita.safetensors: the target's own answers to generated prompts, then tuning; a stopped run goes on
+# models/bita.safetensors: the target's own answers to generated prompts, then tuning.
+# A stopped run goes on; so does one of `make cllm`
 bita: .venv/ready
-	mkdir -p models/work
-	$(RUN) models/tasks.py 2000 > models/work/prompts.jsonl
-	$(RUN) bita.py train --prompts models/work/prompts.jsonl --work models/work/bita --steps 300 --out models/bita.safetensors
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 2000 > $(WORK)/prompts.jsonl
+	$(RUN) bita.py train --prompts $(WORK)/prompts.jsonl --work $(WORK)/bita --steps 300 \
+		--out models/bita.safetensors
 
-# models/cllm: Jacobi trajectories of the target on generated prompts, then consistency training in two phases; a stopped run goes on
+# models/cllm: Jacobi trajectories on generated prompts, then consistency training in two phases
 cllm: .venv/ready
-	mkdir -p models/work
-	$(RUN) models/tasks.py 1300 > models/work/prompts_cllm.jsonl
-	($(RUN) models/tasks.py 1000 -3; $(RUN) models/tasks.py 2000 -4 math) > models/work/prompts_cllm_2.jsonl
-	$(RUN) cllm.py collect --prompts models/work/prompts_cllm.jsonl --out models/work/trajectories.jsonl
-	$(RUN) cllm.py collect --prompts models/work/prompts_cllm_2.jsonl --out models/work/trajectories_2.jsonl --batch 64
-	$(RUN) cllm.py train --data models/work/trajectories.jsonl --steps 1500 --out models/work/cllm
-	$(RUN) cllm.py train --target models/work/cllm --data models/work/trajectories_2.jsonl --steps 700 --w 50 --lr 1e-4 --work models/work/cllm.work2 --out models/cllm
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 1300 > $(WORK)/prompts_cllm.jsonl
+	$(RUN) models/tasks.py 1000 -3 > $(WORK)/prompts_cllm_2.jsonl
+	$(RUN) models/tasks.py 2000 -4 math >> $(WORK)/prompts_cllm_2.jsonl
+	$(RUN) cllm.py collect --target models/target --prompts $(WORK)/prompts_cllm.jsonl \
+		--out $(WORK)/trajectories.jsonl
+	$(RUN) cllm.py collect --target models/target --prompts $(WORK)/prompts_cllm_2.jsonl --batch 64 \
+		--out $(WORK)/trajectories_2.jsonl
+	$(RUN) cllm.py train --target models/target --data $(WORK)/trajectories.jsonl --steps 1500 \
+		--out $(WORK)/cllm
+	$(RUN) cllm.py train --target $(WORK)/cllm --data $(WORK)/trajectories_2.jsonl --steps 700 \
+		--w 50 --lr 1e-4 --work $(WORK)/cllm.work2 --out models/cllm
 
 clean:
 	rm -rf .venv .pytest_cache models/work __pycache__ */__pycache__

@@ -1,217 +1,198 @@
-"""Multi-token joint decoding: several tokens at a time by their joint likelihood, on the target alone or drafted by a small model.
+"""Multi-token joint decoding: several tokens at a time by their joint likelihood.
 
-Qin et al., "Multi-Token Joint Speculative Decoding for Accelerating Large Language Model Inference", arXiv 2407.09722
+Qin et al., "Multi-Token Joint Speculative Decoding for Accelerating Large Language Model
+Inference", arXiv 2407.09722
 
-    MJGD   x_{t+1:t+K} = argmax p(x_{t+1:t+K} | x_{1:t})                                     Def. 3.1, approximated by beam search
-    MJSD   accept the longest prefix of the draft with min(1, p(x_{t+1:t+i} | x_{1:t}) / q(x_{t+1:t+i} | x_{1:t})) > τ       Alg. 1
+    MJGD   x_{t+1:t+K} = argmax p(x_{t+1:t+K} | x_{1:t}), here by beam search            Def. 3.1
+    MJSD   accept the longest prefix of a draft x with
+           min(1, p(x_{t+1:t+i} | x_{1:t}) / q(x_{t+1:t+i} | x_{1:t})) > τ                  Alg. 1
 
-Lossy by design: the aim is a likelier text (lower perplexity), not the target's own. p and q are joint probabilities, the target's and
-the draft's, after temperature, top-k and top-p; at temperature 0 both are taken as they are and the next token is the target's argmax.
-Departures: Alg. 1 misprints η ← -1 and η ← j, read 0 and i; the released code takes a softmax over the beams for q, here it is the joint;
-`width` verifies several beams in the one call. Left out: batches.
+Lossy by design: the aim is a likelier text (lower perplexity), not the target's own. p and q are
+joint probabilities, the target's and the draft's, after temperature, top-k and top-p; at
+temperature 0 both are taken as they are and the next token is the target's argmax. Nothing after an
+EOS counts for or against it. Departures: Alg. 1 misprints η ← -1 and η ← j, read 0 and i; `width`
+verifies several beams in the one call. The released code (ZongyueQin/LLMSpeculativeSampling) draws
+all beams' children at once from a softmax over beams and vocabulary, takes that softmax at each
+step for q, and verifies all beams. Left out: batches.
 """
+import itertools
 import math
-import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 from typing import Iterator
 
 import torch
 
-from common import CachedLM, InputError, Run, Sampler, greedy, main, trie
-
-COUNTERS = Path("/sys/class/powercap")  # a CPU's energy counters, where the kernel offers them
+from common import CachedLM, InputError, Sampler, greedy, trie
 
 
-# ---------------------------------------------------------------- what the paper measures
+def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:
+    """The factors of joint probabilities, [..., V] in nats: the sampler's, but at temperature 0 the
+    model's own."""
+    if sample.temperature == 0:
+        return logits.float().log_softmax(-1)
+    return sample.probs(logits).log()
+
 
 def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """exp of the mean -log p (nats a token) of the outputs after their prompts under the unwarped target: Eq. 1."""
+    """exp of the mean -log p (nats a token) of the outputs after their prompts, under the target's
+    own distribution: Eq. 1."""
     total = 0.0
     for prompt, output in zip(prompts, outputs):
         target.start(prompt[:-1], width=len(output))
-        logp = target.forward([prompt[-1], *output[:-1]]).float().log_softmax(-1)  # [n, V]
+        logp = log_probs(target.forward([prompt[-1], *output[:-1]]), greedy)  # [n, V]
         total -= logp[torch.arange(len(output)), torch.tensor(output)].sum().item()
     return math.exp(total / sum(map(len, outputs)))
 
 
-class EnergyMeter:
-    """Context manager: `joules` used inside it, or None where this machine has no power reading. App. B.
-
-    On a GPU the power that nvidia-smi reports every `interval` seconds, integrated over time; else the CPU package's own counters.
-    """
-
-    def __init__(self, device: torch.device, interval: float = 0.1):
-        self.device, self.interval, self.joules = device, interval, None
-
-    def __enter__(self):
-        self.began = time.perf_counter()
-        if self.device.type == "cuda":
-            index = self.device.index or 0
-            self.process = subprocess.Popen(["nvidia-smi", f"--id={torch.cuda.get_device_properties(index).uuid}", "--query-gpu=power.draw",
-                                             "--format=csv,noheader,nounits", f"--loop-ms={round(1000 * self.interval)}"], stdout=subprocess.PIPE, text=True)
-            self.watts, self.reader = [], threading.Thread(target=self._read)
-            self.reader.start()
-        else:
-            self.before = self._counters()
-        return self
-
-    def _read(self):
-        for line in self.process.stdout:
-            self.watts.append((time.perf_counter(), float(line)))
-
-    def _counters(self) -> list[tuple[int, int]]:
-        """(microjoules, the value after which the counter begins again) of each CPU package; [] without a counter that may be read."""
-        try:
-            return [tuple(int((zone / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
-                    for zone in sorted(COUNTERS.glob("intel-rapl:?"))]
-        except OSError:
-            return []
-
-    def __exit__(self, *_):
-        if self.device.type == "cuda":
-            ended = time.perf_counter()
-            self.process.terminate()
-            self.reader.join()
-            self.joules = integral(self.watts, self.began, ended)
-        elif self.before:
-            self.joules = sum((after - before) % (top + 1) for (before, top), (after, _) in zip(self.before, self._counters())) / 1e6
+def children(logits: torch.Tensor, beams: int, sample: Sampler) -> list[list[tuple[int, float]]]:
+    """For each row of logits [n, V] up to `beams` (token, log-probability) pairs: the likeliest or,
+    at a temperature, draws without replacement, as many as have any probability."""
+    logp = log_probs(logits, sample)
+    score = logp
+    if sample.temperature > 0:  # Gumbel top-k: the largest of log p - log E, E exponential
+        uniform = sample.uniform(logp.shape, logp.device).clamp(min=1e-30)
+        score = logp - (-uniform.log()).log()
+    tokens = score.topk(min(beams, logp.shape[-1])).indices  # [n, beams]
+    rows = zip(tokens.tolist(), logp.gather(-1, tokens).tolist())
+    return [[(x, value) for x, value in zip(*row) if value > -math.inf] for row in rows]
 
 
-def integral(readings: list[tuple[float, float]], began: float, ended: float) -> float | None:
-    """Joules of (seconds, watts) readings between two times by the trapezoid rule, the first and the last held outwards; None without any."""
-    if not readings:
-        return None
-    readings = [(began, readings[0][1]), *(r for r in readings if began < r[0] < ended), (ended, readings[-1][1])]
-    return sum((t1 - t0) * (p0 + p1) / 2 for (t0, p0), (t1, p1) in zip(readings, readings[1:]))
+def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample: Sampler,
+                eos: set[int]) -> tuple[list[int], list[int], list[float], list[int]]:
+    """Grow up to `depth` levels below the root, the last of `unseen`, in the pending tree of `lm`.
+    The best `beams` leaves of a level stay; one that is an EOS has no children, and stays as likely
+    as it is.
+
+    Returns ids, parents, logps (joint, nats), node 0 being the root, and the leaves, best first.
+    Node i is node len(unseen) - 1 + i of `lm`, where the last level has not been fed."""
+    base, ids, parents, logps = len(unseen) - 1, unseen[-1:], [-1], [0.0]
+    fresh, ended, logits = [0], [], lm.forward(unseen)[-1:]  # fresh: the nodes that logits are of
+    while True:
+        grown = [(logps[node] + logp, node, token)
+                 for node, row in zip(fresh, children(logits, beams, sample)) if node not in ended
+                 for token, logp in row]
+        grown += [(logps[node], node, None) for node in ended]
+        first, leaves = len(ids), []
+        for score, node, token in sorted(grown, key=lambda x: x[0], reverse=True)[:beams]:
+            if token is not None:
+                ids, parents, logps = ids + [token], parents + [node], logps + [score]
+                node = len(ids) - 1
+            leaves.append(node)
+        ended = [node for node in leaves if ids[node] in eos]
+        depth -= 1
+        if depth == 0 or len(ended) == len(leaves):
+            return ids, parents, logps, leaves
+        fresh = list(range(first, len(ids)))
+        logits = lm.forward(ids[first:], [base + parent for parent in parents[first:]])
 
 
-# ---------------------------------------------------------------- the methods
-
-class Beams:
-    """Beam search down a model's pending tree: `ids`, `parents` and `logps` [n] (cumulative log-probability, nats) of its nodes, node 0
-    the root. The nodes of the deepest level have not been fed."""
-
-    def __init__(self, lm: CachedLM, unseen: list[int], depth: int, beams: int, sample: Sampler, draw: bool):
-        """Grow `depth` levels below the root, the last of `unseen`. With `draw` each beam draws its children from the warped
-        distribution (beam sampling), else the likeliest ones of the unwarped one are tried; the best `beams` leaves stay."""
-        self.base = len(unseen) - 1
-        self.ids, self.parents, self.logps, self.leaves = unseen[-1:], [-1], [0.0], [0]
-        logits = lm.forward(unseen)[-1:]
-        for level in range(depth):
-            logp = sample.probs(logits).log() if draw else logits.float().log_softmax(-1)  # [beams, V]
-            if draw:
-                some = min(beams, int((logp > -torch.inf).sum(-1).min()))  # a narrow distribution has fewer
-                tokens = torch.multinomial(logp.exp(), some, generator=sample.generator_on(logp.device))
-            else:
-                tokens = logp.topk(min(beams, logp.shape[-1])).indices  # [beams, some]
-            scores = torch.tensor([self.logps[leaf] for leaf in self.leaves], device=logp.device)[:, None] + logp.gather(-1, tokens)
-            best = scores.flatten().topk(min(beams, scores.numel()))
-            owners, tokens = (best.indices // tokens.shape[1]).tolist(), tokens.flatten()[best.indices].tolist()
-            leaves = list(range(len(self.ids), len(self.ids) + len(tokens)))
-            self.parents += [self.leaves[owner] for owner in owners]
-            self.ids, self.logps, self.leaves = self.ids + tokens, self.logps + best.values.tolist(), leaves  # best first
-            if level < depth - 1:
-                logits = lm.forward(tokens, [self.base + self.parents[leaf] for leaf in leaves])
-
-    def path(self, leaf: int) -> list[int]:
-        """The nodes from the root down to this one."""
-        path = [leaf]
-        while path[0] != 0:
-            path.insert(0, self.parents[path[0]])
-        return path
+def path_to(leaf: int, parents: list[int]) -> list[int]:
+    """The nodes from the root down to this one."""
+    path = [leaf]
+    while path[0] != 0:
+        path.insert(0, parents[path[0]])
+    return path
 
 
-def mjgd(target: CachedLM, prompt: list[int], *, k: int = 3, beams: int = 8, sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Multi-token joint greedy decoding: the likeliest K tokens at a time, by beam search on the target itself. Def. 3.1.
+def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
+         sample: Sampler = greedy, eos: set[int] = frozenset(),
+         log: list | None = None) -> Iterator[list[int]]:
+    """Multi-token joint greedy decoding: the likeliest K tokens at a time, by beam search on the
+    target itself. Def. 3.1.
 
-    k: tokens decoded together (K); 1 is greedy decoding, and vocabulary ** (k - 1) beams make it exact
+    K:     tokens decoded together; 1 is greedy decoding, and V ** (K - 1) beams make it exact
     beams: sequences kept at each step of the beam search
-    Yields chunks of k tokens, for k target calls; logs a record {"logp"} a chunk: its joint log-probability.
+    Yields chunks of K tokens, fewer where an EOS ends them, for as many target calls; logs {"logp"}
+    a chunk: its joint log-probability.
     """
-    if k < 1 or beams < 1:
-        raise InputError(f"expected k and beams of 1 or more, got {k} and {beams}")
+    if K < 1 or beams < 1:
+        raise InputError(f"expected K and beams of 1 or more, got {K} and {beams}")
     if sample.temperature > 0:
-        raise InputError(f"expected temperature 0 for joint greedy decoding, got {sample.temperature}")
-    target.start(prompt[:-1], width=1 + (k - 1) * beams)
+        raise InputError(f"expected temperature 0 for joint greedy decoding, got "
+                         f"{sample.temperature}")
+    target.start(prompt[:-1], width=1 + (K - 1) * beams)
     root = prompt[-1]
     while True:
-        tree = Beams(target, [root], k, beams, sample, draw=False)
-        path = tree.path(tree.leaves[0])
-        target.commit(path[:-1])  # the leaf was never fed
-        root = tree.ids[path[-1]]
+        ids, parents, logps, leaves = beam_search(target, [root], K, beams, sample, eos)
+        path = path_to(leaves[0], parents)
+        target.commit(path[:-1])  # the leaf is the next root
+        root = ids[leaves[0]]
         if log is not None:
-            log.append({"logp": tree.logps[path[-1]]})
-        yield [tree.ids[node] for node in path[1:]]
-
-
-mjgd.lossy = True
+            log.append({"logp": logps[leaves[0]]})
+        yield [ids[node] for node in path[1:]]
 
 
 def longest_prefix(target_logp: list[float], draft_logp: list[float], tau: float) -> int:
-    """The length of the longest prefix with min(1, p / q) > τ, from the joint log-probabilities of all prefixes. Alg. 1, lines 6-13."""
+    """The length of the longest prefix with min(1, p / q) > τ, from the joint log-probabilities of
+    all prefixes. Alg. 1, lines 6 to 13."""
     threshold = math.log(tau) if tau > 0 else -math.inf
-    return max((i for i, (p, q) in enumerate(zip(target_logp, draft_logp), 1) if tau < 1 and p - q > threshold), default=0)
+    return max((i for i, (p, q) in enumerate(zip(target_logp, draft_logp), 1)
+                if tau < 1 and p - q > threshold), default=0)
 
 
-def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4, beams: int = 8, tau: float = 0.1, width: int = 1,
-         sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Multi-token joint speculative decoding: a beam-decoded draft, of which the longest prefix that is jointly likely enough stays. Alg. 1.
+def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4, beams: int = 8,
+         tau: float = 0.1, width: int = 1, sample: Sampler = greedy,
+         eos: set[int] = frozenset(), log: list | None = None) -> Iterator[list[int]]:
+    """Multi-token joint speculative decoding: a draft by beam search, of which the longest prefix
+    that is jointly likely enough stays. Alg. 1.
 
-    gamma: tokens of a draft
+    gamma: tokens of a draft (γ), fewer where an EOS ends it
     beams: beams of the draft's beam search
-    tau: accept a prefix where min(1, p / q) is above this; 1 accepts nothing (greedy output is then the target's), 0 whatever is possible
+    tau:   accept a prefix where min(1, p / q) is above this (τ); 1 accepts nothing (greedy output
+           is then the target's), 0 whatever is possible
     width: best beams verified in one call, as one tree; the longest accepted prefix of all stays
-    Yields chunks of 1 to gamma + 1 tokens; logs a record {"drafted", "accepted", "target_logp", "draft_logp"} a round: tokens, and
-    the joint log-probabilities (nats) of the chosen beam's prefixes.
+    Yields chunks of 1 to gamma + 1 tokens; logs a record a round: {"drafted", "accepted",
+    "target_logp", "draft_logp"}, the last two of the chosen beam's prefixes (joint, nats).
     """
-    if gamma < 1 or beams < 1 or not 1 <= width <= beams or tau < 0:
-        raise InputError(f"expected gamma, beams and tau of at least 1, 1 and 0, and width of 1 to beams, got {gamma}, {beams}, {tau} and {width}")
+    if gamma < 1 or beams < 1 or not 1 <= width <= beams or not tau >= 0:
+        raise InputError("expected gamma and beams of 1 or more, tau of 0 or more and width of 1 "
+                         f"to beams, got {gamma}, {beams}, {tau} and {width}")
     target.start(prompt[:-1], width=1 + gamma * width)
     draft.start(prompt[:-1], width=2 + (gamma - 1) * beams)
-    unseen, warped = prompt[-1:], sample.temperature > 0
+    unseen = prompt[-1:]
     while True:
-        tree = Beams(draft, unseen, gamma, beams, sample, draw=warped)  # line 3: x and q
-        paths = [tree.path(leaf) for leaf in tree.leaves[:width]]
-        ids, parents = trie(unseen[-1], [[tree.ids[node] for node in path[1:]] for path in paths])
-        logits = target.forward(ids, parents)  # line 4: [nodes, V]
-        logp = (sample.probs(logits).log() if warped else logits.float().log_softmax(-1))
-        step, edges = logp[parents, ids].tolist(), {edge: node for node, edge in enumerate(zip(parents, ids))}
-        best = (-1,)
-        for path in paths:
-            nodes, target_logp = [0], []
-            for node in path[1:]:
-                nodes.append(edges[nodes[-1], tree.ids[node]])
-                target_logp.append(step[nodes[-1]] + (target_logp[-1] if target_logp else 0.0))  # line 9
-            draft_logp = [tree.logps[node] for node in path[1:]]
-            accepted = longest_prefix(target_logp, draft_logp, tau)  # lines 10 to 12
-            if accepted > best[0]:
-                best = accepted, path, nodes, target_logp, draft_logp
-        accepted, path, nodes, target_logp, draft_logp = best
-        [token] = sample(logits[nodes[accepted]][None])  # lines 15 and 16: after the accepted prefix
-        target.commit(nodes[:1 + accepted])
-        fed = path[:min(1 + accepted, gamma)]  # the leaf was never fed
-        draft.commit([*range(tree.base), *(tree.base + node for node in fed)])
-        guesses = [tree.ids[node] for node in path[1:1 + accepted]]
+        # Line 3: x and q. The draft model's beams, and the same as a tree of the target's
+        tokens, parents, logps, leaves = beam_search(draft, unseen, gamma, beams, sample, eos)
+        paths = [path_to(leaf, parents) for leaf in leaves[:width]]
+        ids, tree, nodes_of = trie(unseen[-1], [[tokens[i] for i in path[1:]] for path in paths])
+        # Line 4: p in one call
+        logits = target.forward(ids, tree)  # [nodes, V]
+        step = log_probs(logits, sample)[tree, ids].tolist()  # of each node, after its parent
+        # Lines 6 to 13: of each beam the longest prefix that passes, and the longest of these
+        verified = []
+        for path, nodes in zip(paths, nodes_of):
+            target_logp = list(itertools.accumulate(step[node] for node in nodes[1:]))  # line 9
+            draft_logp = [logps[node] for node in path[1:]]
+            eta = longest_prefix(target_logp, draft_logp, tau)
+            verified.append((eta, path, nodes, target_logp, draft_logp))
+        eta, path, nodes, target_logp, draft_logp = max(verified, key=lambda beam: beam[0])
+        # Lines 15 and 16: one more token of the target's after the accepted prefix
+        [token] = sample(logits[nodes[eta]][None])
+        target.commit(nodes[:1 + eta])
+        base, guesses = len(unseen) - 1, [tokens[node] for node in path[1:1 + eta]]
+        fed = [node for node in path[:1 + eta] if base + node < len(draft.parents)]
+        draft.commit([*range(base), *(base + node for node in fed)])
         unseen = guesses[len(fed) - 1:] + [token]
         if log is not None:
-            log.append({"drafted": gamma, "accepted": accepted, "target_logp": target_logp, "draft_logp": draft_logp})
+            log.append({"drafted": len(path) - 1, "accepted": eta,
+                        "target_logp": target_logp, "draft_logp": draft_logp})
         yield guesses + [token]
 
 
-mjsd.lossy = True
-
-
-def report(run: Run) -> str:
+def report(run) -> str:
     """Perplexity, and what a round of MJSD accepts."""
-    text = f"perplexity of the output under the target: {perplexity(run.models['target'], run.prompts, run.outputs):.3f}"
+    target, prompts = run.models["target"], run.prompts
+    outputs = [output for output in run.outputs if output]
+    text = f"perplexity of the output under the target: {perplexity(target, prompts, outputs):.3f}"
     if run.method is mjgd:
         return text
-    drafted, accepted = (sum(r[name] for r in run.log) / len(run.log) for name in ("drafted", "accepted"))
-    return f"a round: {drafted:.0f} tokens drafted, {accepted:.2f} accepted; {run.models['draft'].calls} draft calls; {text}"
+    drafted, accepted = (sum(r[name] for r in run.log) / len(run.log)
+                         for name in ("drafted", "accepted"))
+    return (f"a round: {drafted:.2f} tokens drafted, {accepted:.2f} accepted; "
+            f"{run.models['draft'].calls} draft calls; {text}")
 
 
 if __name__ == "__main__":
-    sys.exit(main([mjsd, mjgd], report))
+    from cli import main
+    sys.exit(main([mjsd, mjgd], report, lossy=[mjsd, mjgd],
+                  ranges={"gamma": (1, 2, 3, 4, 5, 6, 8), "beams": (1, 2, 4, 8)}))

@@ -1,199 +1,201 @@
-"""Ouroboros: the draft model drafts phrase by phrase, phrases lengthen the draft, and what verification discards becomes phrases.
+"""Ouroboros: a draft model drafts phrase by phrase, and what verification discards becomes phrases.
 
-Zhao et al., "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster Speculative Decoding", arXiv 2402.13720
+Zhao et al., "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster Speculative Decoding",
+arXiv 2402.13720
 
-    speed-up = (A(γ + β) + 1) t_target / (γ / c · t_draft + t_target)        Eq. 6: a draft of γ + β tokens for γ / c draft calls
+    speed-up = (A(γ + β) + 1) t_target / (γ / c · t_draft + t_target)                        Eq. 6
+    A(γ + β): accepted tokens of a draft of γ + β tokens, which takes γ / c draft calls
 
-Four mechanisms, each with a switch (Table 4 is their ablation): `phrases` (Section 3.1), `lengthen` (3.2), `verification` (3.3) and
-`history` (3.4). Without any of them this is greedy-draft speculative decoding. Lossless: drafts are only guesses, and a guess becomes
-final only where it equals the token that the target chooses there, greedily or by one draw a node of the tree.
-Departures: suffixes that were tried are corrected after a rejected draft too (the paper: after a full acceptance); a draft may overshoot
-γ by part of a phrase (the released code cuts it); the target's argmax makes phrases also when sampling. Left out: batches.
+Four mechanisms, each with a switch (Table 4 is their ablation): `phrases` (Section 3.1), `lengthen`
+(3.2), `verification` (3.3) and `history` (3.4). Without any of them this is speculative decoding
+with a greedy draft. Lossless: drafts are only guesses, and a guess becomes final only where it
+equals the token that the target chooses there, greedily or by one draw a node of the tree.
+Departures: suffixes that were tried are corrected after a rejected draft too (the paper: after a
+full acceptance); a draft may overshoot γ by part of a phrase (the released code cuts it); the
+target's argmax makes phrases also when sampling; W and β default to what suits a CPU (the paper: W
+15 to 20, β 5 to 7). Left out: batches.
 """
 import itertools
 import random
 import sys
-import time
-from statistics import median
 from typing import Iterator
 
-from tqdm import tqdm
-
-from common import CachedLM, InputError, Job, Run, Sampler, greedy, main, trie, walk
+from common import CachedLM, InputError, Sampler, greedy, trie, walk
 
 
 class PhrasePool:
-    """Phrases (tuples of tokens) by their first token. At most `each` of one first token and `size` in all are kept, the newest ones."""
+    """Phrases (tuples of tokens) by their first token. The oldest ones are dropped beyond `most` of
+    one first token and beyond `size` in all."""
 
-    def __init__(self, each: int = 16, size: int = 100_000):
-        self.each, self.size = each, size
-        self.phrases, self.tails = {}, {}  # {phrase: None} and {first token: {tail: None}}, oldest first
+    def __init__(self, most: int = 16, size: int = 100_000):
+        self.most, self.size = most, size
+        self.phrases, self.rests = {}, {}  # {phrase: None}, {first token: {its rest: None}}
 
     def add(self, phrase: tuple[int, ...]) -> None:
         self.remove(phrase)
-        self.phrases[phrase] = self.tails.setdefault(phrase[0], {})[phrase[1:]] = None
-        if len(self.tails[phrase[0]]) > self.each:
-            self.remove((phrase[0], *next(iter(self.tails[phrase[0]]))))
+        rests = self.rests.setdefault(phrase[0], {})
+        self.phrases[phrase] = rests[phrase[1:]] = None
+        if len(rests) > self.most:
+            self.remove((phrase[0], *next(iter(rests))))
         if len(self.phrases) > self.size:
             self.remove(next(iter(self.phrases)))
 
     def remove(self, phrase: tuple[int, ...]) -> None:
         if phrase in self.phrases:
-            del self.phrases[phrase], self.tails[phrase[0]][phrase[1:]]
+            del self.phrases[phrase], self.rests[phrase[0]][phrase[1:]]
 
-    def after(self, token: int, n: int, length: int) -> list[tuple[int, ...]]:
-        """The tails, cut to `length` tokens, of the n newest phrases that begin with this token, newest first."""
-        return [tail[:length] for tail in itertools.islice(reversed(self.tails.get(token, {})), n)]
+    def newest(self, token: int, n: int) -> list[tuple[int, ...]]:
+        """The rests of the n newest phrases that begin with this token, newest first."""
+        return list(itertools.islice(reversed(self.rests.get(token, {})), n))
 
 
 class Drafter:
-    """Greedy decoding of the draft model, several tokens a call: lookahead decoding (Fu et al., arXiv 2402.02057). Section 3.1."""
+    """Greedy decoding of the draft model, several tokens a call: lookahead decoding (Fu et al.,
+    arXiv 2402.02057) with the pool's phrases as guesses. Section 3.1."""
 
-    def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, window: int, phrase: int, guesses: int, seed: int):
-        self.draft, self.pool, self.phrase, self.guesses = draft, pool, phrase, guesses
-        # levels[l][i] guesses the token at position i + l after the root, levels[0][0]; no window: no levels, one token a call
-        self.levels = [[prompt[-1], *random.Random(seed).choices(prompt, k=window + phrase - 3)]] if window else []
+    def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, W: int, beta: int,
+                 guesses: int, seed: int):
+        self.draft, self.pool, self.beta, self.guesses = draft, pool, beta, guesses
+        # levels[l][i] guesses the token at position i + l after the root, which is levels[0][0];
+        # W = 0: no levels, one token a call
+        rng = random.Random(seed)
+        self.levels = [[prompt[-1], *rng.choices(prompt, k=W + beta - 3)]] if W else []
 
     def step(self, unseen: list[int]) -> list[int]:
-        """One draft call: `unseen` are the tokens not cached yet, the root last; returns the tokens that follow, and caches all but the last."""
-        root, base = unseen[-1], len(unseen) - 1
-        tree, above = trie(root, self.pool.after(root, self.guesses, self.phrase - 1) if self.levels else []), []
-        ids, parents = unseen[:-1] + tree[0], [*range(-1, base), *(base + p for p in tree[1][1:])]
+        """One draft call: `unseen` are the tokens that are not cached yet, the root last; returns
+        those that follow, and caches all but the last."""
+        root, base = unseen[-1], len(unseen) - 1  # the root is node `base` of the pending tree
+        rests = self.pool.newest(root, self.guesses) if self.levels else []
+        ids, parents, _ = trie(root, [rest[:self.beta - 1] for rest in rests])
         size = len(ids)
-        for level in self.levels:  # the first is a chain below the root, every other token hangs below the one a level up
-            nodes = [] if above else [base]
+        last = self.window(ids, parents)
+        logits = self.draft.forward(unseen[:-1] + ids,
+                                    [*range(-1, base - 1), *(base + p for p in parents)])[base:]
+        path, tokens = walk(ids[:size], parents[:size], greedy(logits[:size]))
+        self.draft.commit([*range(base), *(base + node for node in path)])
+        if self.levels:
+            self.move(root, greedy(logits[last]))
+        return tokens
+
+    def window(self, ids: list[int], parents: list[int]) -> list[int]:
+        """Add the window to a tree with node 0 as its root; the nodes of the last level. The first
+        level is a chain below the root, every other token hangs below the one a level up."""
+        above = []
+        for level in self.levels:
+            nodes = [] if above else [0]
             for i, token in enumerate(level[len(nodes):], len(nodes)):
                 nodes.append(len(ids))
                 ids.append(token)
                 parents.append(above[i] if above else nodes[i - 1])
             above = nodes
-        chosen = greedy(self.draft.forward(ids, parents))
-        path, tokens = walk(*tree, chosen[base:size])
-        self.draft.commit([*range(base), *(base + node for node in path)])
-        if self.levels:
-            new = [chosen[node] for node in above]
-            if len(self.levels) < self.phrase - 1:  # still growing: one level more, one column less
-                self.levels = [level[1:] for level in self.levels] + [new[1:]]
-            else:  # every column is a phrase, and the levels move down
-                for phrase in zip(*([root, *self.levels[0][1:]], *self.levels[1:], new)):
-                    self.pool.add(phrase)
-                self.levels = [*self.levels[1:], new]
-        return tokens
+        return above
+
+    def move(self, root: int, new: list[int]) -> None:
+        """Move the window on; `new` is what follows its last level. Once it has grown to β - 1
+        levels every column is a phrase."""
+        if len(self.levels) < self.beta - 1:
+            self.levels = [level[1:] for level in self.levels] + [new[1:]]
+            return
+        self.levels[0] = [root, *self.levels[0][1:]]
+        for phrase in zip(*self.levels, new):
+            self.pool.add(phrase)
+        self.levels = [*self.levels[1:], new]
 
 
-def phrases_of(guesses: list[int], best: list[int], accepted: int, length: int) -> list[tuple[int, ...]]:
-    """Phrases from a rejected draft (Section 3.3, Fig. 4): best[i] is the target's choice after guesses[:i]. From each discarded guess
-    on, the target's choices for as long as the draft agrees with them, where that makes a phrase of `length` tokens."""
+def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int, ...]]:
+    """Phrases from a draft d of which A tokens were accepted (Section 3.3, Fig. 4): v[i] is the
+    target's choice after d[:i]. From each discarded token on, the target's choices for as long as
+    the draft agrees with them, where that makes a phrase of β tokens."""
     found = []
-    for i in range(accepted, len(guesses)):
-        phrase, j = [guesses[i]], i + 1
-        while len(phrase) < length:
-            phrase.append(best[j])
-            if j == len(guesses) or guesses[j] != best[j]:
+    for i in range(A, len(d)):
+        phrase, j = [d[i]], i + 1
+        while len(phrase) < beta:
+            phrase.append(v[j])
+            if j == len(d) or d[j] != v[j]:
                 break
             j += 1
-        if len(phrase) == length:
+        if len(phrase) == beta:
             found.append(tuple(phrase))
     return found
 
 
-def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, window: int = 2, phrase: int = 3, suffixes: int = 3,
-              guesses: int = 4, phrases: bool = True, lengthen: bool = True, verification: bool = True, history: bool = True,
-              pool: PhrasePool | None = None, sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Draft at least gamma tokens phrase by phrase, verify them and the suffixes that may follow in one target call.
+def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, W: int = 2,
+              beta: int = 3, K: int = 3, guesses: int = 4, phrases: bool = True,
+              lengthen: bool = True, verification: bool = True, history: bool = True,
+              pool: PhrasePool | None = None, sample: Sampler = greedy,
+              log: list | None = None) -> Iterator[list[int]]:
+    """Draft at least gamma tokens phrase by phrase; verify them, and the suffixes that may follow,
+    in one target call.
 
-    gamma: tokens drafted a round, at least (γ)
-    window: columns of the draft's lookahead window (W)
-    phrase: tokens of a phrase (β), 2 or more; its first one is the key
-    suffixes: phrases tried at the end of a draft (K)
+    gamma:   tokens drafted a round, at least (γ)
+    W:       columns of the draft's lookahead window
+    beta:    tokens of a phrase (β), 2 or more; the first one is its key
+    K:       phrases tried as suffixes of a draft
     guesses: phrases tried in one draft call
     phrases: draft by lookahead, with phrases (Section 3.1), or token by token
     lengthen: hang phrases below the last draft token (3.2)
     verification: make phrases of what the target discards (3.3)
     history: keep the phrases of earlier prompts (3.4)
-    Yields chunks of 1 to gamma + 2 phrase - 1 tokens. `pool` is changed in place. Logs a record a round: {"drafted", "calls" of the
-    draft model, "accepted", "suffix": those of them below the draft, "matched": Eq. 10, "phrases": made of what was discarded}.
+    Yields chunks of 1 to gamma + 2 beta - 1 tokens. `pool` is changed in place. Logs a record a
+    round: {"drafted", "calls" of the draft model, "accepted", of suffixes too, "matched" (Eq. 10),
+    "phrases" made by verification}.
     """
-    if gamma < 1 or window < 1 or phrase < 2 or suffixes < 1 or guesses < 1:
-        raise InputError("expected gamma, window, suffixes and guesses of 1 or more and phrases of 2 tokens or more, got "
-                         f"{gamma}, {window}, {suffixes}, {guesses} and {phrase}")
+    if gamma < 1 or W < 1 or beta < 2 or K < 1 or guesses < 1:
+        raise InputError("expected gamma, W, K and guesses of 1 or more and beta of 2 or more, got "
+                         f"{gamma}, {W}, {K}, {guesses} and {beta}")
     pool = PhrasePool() if pool is None or not history else pool
-    longest, tail = gamma + phrase - 1, phrase - 1
-    target.start(prompt[:-1], width=1 + longest + suffixes * tail)
-    draft.start(prompt[:-1], width=2 * longest + tail + (guesses + window + phrase) * tail)
-    root, text, drafter = prompt[-1], list(prompt), Drafter(draft, prompt, pool, window if phrases else 0, phrase, guesses, sample.seed)
+    pool.most = max(pool.most, K, guesses)
+    target.start(prompt[:-1], width=gamma + beta + K * (beta - 1))  # d has γ to γ + β - 1 tokens
+    draft.start(prompt[:-1], width=1 + beta + (guesses + W + beta) * (beta - 1))
+    drafter = Drafter(draft, prompt, pool, W if phrases else 0, beta, guesses, sample.seed)
+    root, text = prompt[-1], list(prompt)
     while True:
-        # Section 3.1: draft; the draft model goes on from what it has cached
-        drafted, calls = [], draft.calls
-        while len(drafted) < gamma:
-            drafted += drafter.step((text + drafted)[draft.length:])
-        # Eq. 7: the phrases that begin with the last draft token lengthen it
-        tried = pool.after(drafted[-1], suffixes, tail) if lengthen else []
-        ids, parents = trie(root, [drafted, *((*drafted, *suffix) for suffix in tried)])  # nodes 0 … γ: the root and the draft
-        # Eq. 2 and 8: one target call over all of it; Eq. 3 and 9: the longest path that the target agrees with
+        # Section 3.1: draft d_1 … d_γ; the draft model goes on from what it has cached
+        d, calls = [], draft.calls
+        while len(d) < gamma:
+            d += drafter.step((text + d)[draft.length:])
+        # Eq. 7: the K newest phrases that begin with d_γ lengthen it
+        rests = pool.newest(d[-1], K) if lengthen else []
+        ids, parents, paths = trie(root, [d, *(d + list(rest[:beta - 1]) for rest in rests)])
+        # Eq. 2 and 8: v of all of it in one target call; Eq. 3 and 9: the longest accepted path
         logits = target.forward(ids, parents)
-        chosen, best = sample(logits), greedy(logits)
-        path, chunk = walk(ids, parents, chosen)
+        v = greedy(logits)  # v[node]: the target's choice after it; nodes 0 … γ: the root and d
+        path, chunk = walk(ids, parents, v if sample.temperature == 0 else sample(logits))
         target.commit(path)
-        kept, found = len(path) - 1, []
+        accepted, found = len(path) - 1, []
         text, root = text + chunk, chunk[-1]
-        draft.truncate(min(draft.length, len(text) - 1))  # its last drafted token was never cached
-        # Section 3.3: phrases from what was discarded, and the tried suffixes with the target's corrections
+        draft.truncate(min(draft.length, len(text) - 1))  # d_γ was never cached
+        # Section 3.3: the tried suffixes as the target corrects them, and phrases of what it
+        # discards; the newest is added last
         if verification:
-            found = phrases_of(drafted, best, kept, phrase)
-            edges = {edge: node for node, edge in enumerate(zip(parents, ids))}
-            for suffix in tried:
-                nodes = list(itertools.accumulate(suffix[:-1], lambda node, token: edges[node, token], initial=len(drafted)))
-                pool.remove((drafted[-1], *suffix))
-                found.append((drafted[-1], *(best[node] for node in nodes)))
-            for each in found:
-                pool.add(each)
+            for rest, nodes in reversed(list(zip(rests, paths[1:]))):
+                pool.remove((d[-1], *rest))
+                found.append((d[-1], *(v[node] for node in nodes[len(d):-1])))
+            found += phrases_of(d, v, accepted, beta)
+            for phrase in found:
+                pool.add(phrase)
         if log is not None:
-            log.append({"drafted": len(drafted), "calls": draft.calls - calls, "accepted": kept, "suffix": max(0, kept - len(drafted)),
-                        "matched": sum(d == v for d, v in zip(drafted, best)), "phrases": found})
+            log.append({"drafted": len(d), "calls": draft.calls - calls, "accepted": accepted,
+                        "matched": sum(x == y for x, y in zip(d, v)), "phrases": found})
         yield chunk
 
 
-ouroboros.shared = {"pool": PhrasePool}  # the command line gives one pool to all prompts
-
-
-def report(run: Run) -> str:
-    """What a round did, and the predicted speed-up (Eq. 6) with the costs of this run: a draft call over a target call."""
-    target, draft = run.models["target"], run.models["draft"]
-    drafted, calls, accepted, suffix, matched = (sum(r[name] for r in run.log) / len(run.log)
-                                                 for name in ("drafted", "calls", "accepted", "suffix", "matched"))
+def report(run) -> str:
+    """What a round did, and the speed-up to be expected (Eq. 6) with the costs of this run."""
+    target, draft, rounds = run.models["target"], run.models["draft"], len(run.log)
+    drafted, calls, accepted, matched = (sum(r[name] for r in run.log) / rounds
+                                         for name in ("drafted", "calls", "accepted", "matched"))
+    suffix = sum(max(0, r["accepted"] - r["drafted"]) for r in run.log) / rounds
     cost = (draft.seconds / draft.calls) / (target.seconds / target.calls)
-    return (f"a round: {drafted:.2f} tokens drafted in {calls:.2f} draft calls, {matched:.2f} match the target's choice, {accepted:.2f} accepted, "
-            f"{suffix:.2f} of them from suffixes; {len(run.options['pool'].phrases)} phrases in the pool\n"
-            f"predicted with a draft call at {cost:.2f} of a target call: speed-up {(accepted + 1) / (calls * cost + 1):.2f}x")
-
-
-def tune(job: Job) -> int:
-    """Search gamma, then window, then phrase by clock time on the given prompts (App. B, Alg. 1). Prints the table it walked to stdout.
-
-    Wider than the paper's ranges (γ 2 to 14, W 15 to 20, β 5 to 7), downwards: where a draft call's rows are not free, narrow windows win.
-    """
-    best = {"gamma": 6, "window": 8, "phrase": 5} | job.options
-    ranges = {"gamma": (2, 3, 4, 6, 8, 10, 12, 14), "window": (1, 2, 4, 8, 12, 16, 20), "phrase": (3, 4, 5, 6, 7)}
-    began = time.perf_counter()
-    job.finished(ouroboros, best)  # warm-up
-    print("| gamma | window | phrase | seconds | tokens per target call | draft calls |\n| --- | --- | --- | --- | --- | --- |")
-    bar = tqdm(total=sum(map(len, ranges.values())), desc="tune")
-    for name, values in ranges.items():
-        times = {}
-        for value in values:
-            options = best | {name: value}
-            runs = [job.finished(ouroboros, options) for _ in range(3)]
-            times[value], run = median(run.seconds for run in runs), runs[-1]
-            bar.write(f"| {options['gamma']} | {options['window']} | {options['phrase']} | {times[value]:.2f} | "
-                      f"{run.tokens / run.models['target'].calls:.2f} | {run.models['draft'].calls} |", file=sys.stdout)
-            bar.update()
-        best[name] = min(times, key=times.get)
-    bar.close()
-    print(f"\nbest of {time.perf_counter() - began:.0f} s of search:\npython ouroboros.py "
-          + " ".join(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}" for name, value in best.items()))
-    return 0
+    kept = f"; {len(run.options['pool'].phrases)} phrases kept"
+    return (f"a round: {drafted:.2f} tokens drafted in {calls:.2f} draft calls, {matched:.2f} are "
+            f"the target's choice, {accepted:.2f} accepted, {suffix:.2f} of them from suffixes"
+            f"{kept if run.options.get('history', True) else ''}\npredicted, a draft call costing "
+            f"{cost:.2f} of a target call: speed-up {(accepted + 1) / (calls * cost + 1):.2f}x")
 
 
 if __name__ == "__main__":
-    sys.exit(main([ouroboros], report, actions={"tune": tune}))
+    from cli import main
+    sys.exit(main([ouroboros], report, shared={"pool": PhrasePool}, ranges={
+        "gamma": (2, 3, 4, 6, 8, 10, 12, 14), "W": (1, 2, 4, 8, 12, 16, 20),
+        "beta": (3, 4, 5, 6, 7)}))

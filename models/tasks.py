@@ -1,13 +1,19 @@
-"""Three kinds of task with checkable answers, made by a program: the narrow world of the embedded models.
+"""Three kinds of task with checkable answers, made by a program: the narrow world of the embedded
+models.
 
-    sql    a schema and a question in English      ->  one SQL query            graded by running it in sqlite3   (cf. Spider)
-    math   a word problem in two to five steps     ->  the steps, "#### answer" graded by the answer              (cf. GSM8K)
-    code   a signature and a docstring             ->  a Python function body   graded by running it on inputs    (cf. MBPP)
+    sql    a schema and a question in English      ->  one SQL query
+           graded by running it in sqlite3 (cf. Spider)
+    math   a word problem in two to five steps     ->  the steps, "#### answer"
+           graded by the answer (cf. GSM8K)
+    code   a signature and a docstring             ->  a Python function body
+           graded by running it on inputs (cf. MBPP)
 
-Every example has a *template*: its wording and structure without names and numbers. One template in ten is held out: split "train"
-never shows it, split "test" shows nothing else. `python models/tasks.py` prints some
-examples, `python models/tasks.py N [SEED [TASK …]]` N training prompts of each task as JSON lines.
+Every example has a *template*: its wording and structure without names and numbers. One template in
+ten is held out: split "train" never shows it, split "test" shows nothing else.
+`python models/tasks.py` prints some examples, `python models/tasks.py N [SEED [TASK …]]` N training
+prompts of each task as JSON lines.
 """
+import argparse
 import itertools
 import json
 import random
@@ -17,6 +23,7 @@ import subprocess
 import sys
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 
 TASKS = ("sql", "math", "code")
 
@@ -31,9 +38,11 @@ class Example:
 
 
 def examples(task: str, split: str, seed: int = 0):
-    """Endless examples of one task ("sql", "math", "code"); split is "train" or "test"; another seed gives other examples."""
+    """Endless examples of one task ("sql", "math", "code"); split is "train" or "test"; another
+    seed gives other examples."""
     if task not in TASKS or split not in ("train", "test"):
-        raise ValueError(f"expected a task of {TASKS} and a split of ('train', 'test'), got {task!r} and {split!r}")
+        raise ValueError(f"expected a task of {TASKS} and a split of ('train', 'test'), "
+                         f"got {task!r} and {split!r}")
     rng = random.Random(f"{task} {split} {seed}")
     while True:
         example = {"sql": sql, "math": math, "code": code}[task](rng)
@@ -46,14 +55,31 @@ def take(task: str, split: str, n: int, seed: int = 0) -> list[Example]:
     return list(itertools.islice(examples(task, split, seed), n))
 
 
+def read_prompts(path: str | Path) -> list[str]:
+    """The prompts of a file, one a line or JSON lines with "prompt", "question" or "turns" (the
+    first of these): what `python models/tasks.py N` prints, for one. For argparse's `type`."""
+    try:
+        lines = [line for line in Path(path).read_text().split("\n") if line.strip()]
+        rows = [json.loads(line) if line.startswith("{") else {"prompt": line} for line in lines]
+        texts = [row.get("prompt", row.get("question")) or row["turns"][0] for row in rows]
+        if not "".join(texts):  # which also sees one that is no text
+            raise ValueError("no prompt in it")
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected a file of prompts, one a line or JSON lines, "
+                                         f"got {str(path)!r}: {error!r}") from error
+    return texts
+
+
 def grade(example: Example, answer: str) -> bool:
-    """Is this answer (text after the prompt, without EOS) right? SQL and Python answers are executed."""
+    """Is this answer (text after the prompt, without EOS) right? SQL and Python answers are
+    executed."""
     return {"sql": grade_sql, "math": grade_math, "code": grade_code}[example.task](example, answer)
 
 
 def loops(tokens: list[int], longest: int = 16, times: int = 4) -> bool:
-    """Do the last tokens repeat: the same 1 to `longest` tokens at least `times` times in a row, 8 tokens or more in all?
-    The rule by which figures leave a prompt out: a model in a loop accepts every guess."""
+    """Do the last tokens repeat: the same 1 to `longest` tokens at least `times` times in a row, 8
+    tokens or more in all? The rule by which figures leave a prompt out: a model in a loop accepts
+    every guess."""
     for period in range(1, longest + 1):
         tail = tokens[-max(8, period * times):]
         if len(tail) == max(8, period * times) and all(a == b for a, b in zip(tail, tail[period:])):
@@ -63,23 +89,32 @@ def loops(tokens: list[int], longest: int = 16, times: int = 4) -> bool:
 
 # ---------------------------------------------------------------- math
 
-HE = "Tom Ben Sam Max Leo Adam Paul Omar Ivan Noah Luis Karl Hugo Finn Raj Ali Juan Ken Theo Eli Dan Jack Will Oscar".split()
-SHE = "Mia Ana Eva Zoe Lily Emma Nora Ruth Sara Lucy Kate Rosa Ines Maya Lena Jane Amy Tara Gia Vera Iris Alma Dora Nina".split()
-ITEMS = ("apples pears plums lemons eggs cookies cakes pies muffins candies marbles stamps coins cards books pens pencils stickers balls shells "
-         "stones flowers roses seeds beads buttons toys dolls kites cups plates candles tickets photos ribbons badges nuts dates figs melons").split()
+HE = ("Tom Ben Sam Max Leo Adam Paul Omar Ivan Noah Luis Karl Hugo Finn Raj Ali Juan Ken Theo Eli "
+      "Dan Jack Will Oscar").split()
+SHE = ("Mia Ana Eva Zoe Lily Emma Nora Ruth Sara Lucy Kate Rosa Ines Maya Lena Jane Amy Tara Gia "
+       "Vera Iris Alma Dora Nina").split()
+ITEMS = ("apples pears plums lemons eggs cookies cakes pies muffins candies marbles stamps coins "
+         "cards books pens pencils stickers balls shells stones flowers roses seeds beads buttons "
+         "toys dolls kites cups plates candles tickets photos ribbons badges nuts dates figs "
+         "melons").split()
 PACKS = "boxes bags packs baskets jars crates trays bundles".split()
-GOODS = [("a pen", "pens"), ("a book", "books"), ("a cup", "cups"), ("a hat", "hats"), ("a pie", "pies"), ("a toy", "toys"), ("a ball", "balls"),
-         ("a kite", "kites"), ("a cake", "cakes"), ("a lamp", "lamps"), ("a plate", "plates"), ("a ticket", "tickets"), ("a shirt", "shirts"),
-         ("a plant", "plants"), ("a map", "maps"), ("a doll", "dolls"), ("a card", "cards"), ("a candle", "candles")]
-MAKERS = [("A machine", "makes"), ("A baker", "bakes"), ("A farm", "packs"), ("A factory", "builds"), ("A printer", "prints"), ("A robot", "paints")]
+GOODS = [("a pen", "pens"), ("a book", "books"), ("a cup", "cups"), ("a hat", "hats"),
+         ("a pie", "pies"), ("a toy", "toys"), ("a ball", "balls"), ("a kite", "kites"),
+         ("a cake", "cakes"), ("a lamp", "lamps"), ("a plate", "plates"), ("a ticket", "tickets"),
+         ("a shirt", "shirts"), ("a plant", "plants"), ("a map", "maps"), ("a doll", "dolls"),
+         ("a card", "cards"), ("a candle", "candles")]
+MAKERS = [("A machine", "makes"), ("A baker", "bakes"), ("A farm", "packs"),
+          ("A factory", "builds"), ("A printer", "prints"), ("A robot", "paints")]
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 
 
 def math(rng: random.Random) -> Example:
     while True:
-        question, steps, result, template = rng.choice((story, story, story, shop, rate, compare))(rng)
+        question, steps, result, template = rng.choice(
+            (story, story, story, shop, rate, compare))(rng)
         if 2 <= len(steps) <= 5:
-            return Example("math", question, "\n" + "\n".join(steps) + f"\n#### {result}", f"math {template}", {"result": result})
+            return Example("math", question, "\n" + "\n".join(steps) + f"\n#### {result}",
+                           f"math {template}", {"result": result})
 
 
 def grade_math(example: Example, answer: str) -> bool:
@@ -88,7 +123,8 @@ def grade_math(example: Example, answer: str) -> bool:
 
 def person(rng):
     """name, subject, object and possessive pronoun."""
-    return (rng.choice(HE), "he", "him", "his") if rng.random() < 0.5 else (rng.choice(SHE), "she", "her", "her")
+    return ((rng.choice(HE), "he", "him", "his") if rng.random() < 0.5
+            else (rng.choice(SHE), "she", "her", "her"))
 
 
 def story(rng):
@@ -100,32 +136,42 @@ def story(rng):
     text = [(f"{name} has {n} {items}.", f"At first {name} has {n} {items}.")[first]]
     steps, template = [], [f"story {first}"]
     for _ in range(rng.randint(1, 4)):
-        kinds = ["gain", "pack"] * (n <= 300) + ["lose"] * (n >= 5) + ["double"] * (n <= 150) + ["half"] * (n % 2 == 0 and n >= 8)
+        kinds = (["gain", "pack"] * (n <= 300) + ["lose"] * (n >= 5) + ["double"] * (n <= 150)
+                 + ["half"] * (n % 2 == 0 and n >= 8))
         kind, way = rng.choice(kinds), rng.randrange(3)
         template.append(f"{kind} {way}")
         if kind == "gain":
             k = rng.randint(2, rng.choice((20, 150)))
-            text.append((f"{He} buys {k} more {items}.", f"{friend} gives {him} {k} {items}.", f"Then {he} finds {k} more.")[way])
+            text.append((f"{He} buys {k} more {items}.", f"{friend} gives {him} {k} {items}.",
+                         f"Then {he} finds {k} more.")[way])
             steps.append(f"{name} now has {n} + {k} = {n + k} {items}.")
             n += k
         elif kind == "lose":
             k = rng.randint(2, n - 2)
-            text.append((f"{He} gives {k} {items} to {friend}.", f"Then {he} loses {k} of them.", f"{He} sells {k} of {his} {items}.")[way])
+            text.append((f"{He} gives {k} {items} to {friend}.", f"Then {he} loses {k} of them.",
+                         f"{He} sells {k} of {his} {items}.")[way])
             steps.append(f"{name} has {n} - {k} = {n - k} {items} left.")
             n -= k
         elif kind == "pack":
             boxes, k, p = rng.choice(PACKS), rng.randint(2, 9), rng.randint(2, 12)
-            text.append((f"{He} buys {k} {boxes} of {p} {items} each.", f"{friend} brings {him} {k} {boxes} with {p} {items} in each.",
+            text.append((f"{He} buys {k} {boxes} of {p} {items} each.",
+                         f"{friend} brings {him} {k} {boxes} with {p} {items} in each.",
                          f"Then {he} gets {k} {boxes}, each with {p} {items}.")[way])
-            steps += [f"The {k} {boxes} hold {k} * {p} = {k * p} {items}.", f"{name} now has {n} + {k * p} = {n + k * p} {items}."]
+            steps += [f"The {k} {boxes} hold {k} * {p} = {k * p} {items}.",
+                      f"{name} now has {n} + {k * p} = {n + k * p} {items}."]
             n += k * p
         elif kind == "double":
-            k, word = (2, ("doubles", "twice")) if n > 80 or rng.random() < 0.5 else (3, ("triples", "three times"))
-            text.append((f"{friend} {word[0]} {his} {items}.", f"A week later {he} has {word[1]} as many.", f"Then the number of {his} {items} {word[0]}.")[way])
+            k, word = ((2, ("doubles", "twice")) if n > 80 or rng.random() < 0.5
+                       else (3, ("triples", "three times")))
+            text.append((f"{friend} {word[0]} {his} {items}.",
+                         f"A week later {he} has {word[1]} as many.",
+                         f"Then the number of {his} {items} {word[0]}.")[way])
             steps.append(f"{name} now has {n} * {k} = {n * k} {items}.")
             n *= k
         else:
-            text.append((f"{He} gives half of them to {friend}.", f"Then {he} eats or breaks half of {his} {items}.", f"{He} sells half of {his} {items}.")[way])
+            text.append((f"{He} gives half of them to {friend}.",
+                         f"Then {he} eats or breaks half of {his} {items}.",
+                         f"{He} sells half of {his} {items}.")[way])
             steps.append(f"{name} has {n} / 2 = {n // 2} {items} left.")
             n //= 2
     shares = [k for k in range(2, 11) if n % k == 0 and n // k >= 2]
@@ -133,17 +179,24 @@ def story(rng):
     way = rng.randrange(2)
     template.append(f"{end} {way}")
     if end == "count":
-        text.append((f"How many {items} does {name} have now?", f"How many {items} does {he} have in the end?")[way])
+        text.append((f"How many {items} does {name} have now?",
+                     f"How many {items} does {he} have in the end?")[way])
     elif end == "share":
         k = rng.choice(shares)
-        text.append((f"{He} shares all {items} equally among {k} friends. How many does each friend get?",
-                     f"{He} puts them into {k} equal groups. How many {items} are in each group?")[way])
-        steps.append((f"Each friend gets {n} / {k} = {n // k} {items}.", f"Each group has {n} / {k} = {n // k} {items}.")[way])
+        text.append((f"{He} shares all {items} equally among {k} friends. "
+                     "How many does each friend get?",
+                     f"{He} puts them into {k} equal groups. "
+                     f"How many {items} are in each group?")[way])
+        steps.append((f"Each friend gets {n} / {k} = {n // k} {items}.",
+                      f"Each group has {n} / {k} = {n // k} {items}.")[way])
         n //= k
     else:
         k = rng.randint(2, 9)
-        text.append((f"{He} sells all of them for {k} dollars each. How many dollars does {he} get?", f"Each one is worth {k} dollars. How many dollars are they worth?")[way])
-        steps.append((f"{name} gets {n} * {k} = {n * k} dollars.", f"They are worth {n} * {k} = {n * k} dollars.")[way])
+        text.append((f"{He} sells all of them for {k} dollars each. "
+                     f"How many dollars does {he} get?",
+                     f"Each one is worth {k} dollars. How many dollars are they worth?")[way])
+        steps.append((f"{name} gets {n} * {k} = {n * k} dollars.",
+                      f"They are worth {n} * {k} = {n * k} dollars.")[way])
         n *= k
     return " ".join(text), steps, n, ", ".join(template)
 
@@ -157,8 +210,10 @@ def shop(rng):
     costs = [f"{one} costs {p} dollars" for (one, _), p in zip(goods, prices)]
     bought = [f"{a} {many}" for (_, many), a in zip(goods, amounts)]
     costs, bought = (", ".join(x[:-1]) + " and " + x[-1] for x in (costs, bought))
-    text = costs[0].upper() + costs[1:] + ". " + (f"{name} buys {bought}.", f"{name} needs {bought}.")[way]
-    steps = [f"The {many} cost {a} * {p} = {a * p} dollars." for (_, many), p, a in zip(goods, prices, amounts)]
+    text = (costs[0].upper() + costs[1:] + ". "
+            + (f"{name} buys {bought}.", f"{name} needs {bought}.")[way])
+    steps = [f"The {many} cost {a} * {p} = {a * p} dollars."
+             for (_, many), p, a in zip(goods, prices, amounts)]
     total = prices[0] * amounts[0]
     for p, a in zip(prices[1:], amounts[1:]):
         steps.append(f"That makes {total} + {p * a} = {total + p * a} dollars.")
@@ -167,7 +222,9 @@ def shop(rng):
         text += (f" How many dollars does {he} pay?", " How much is that in dollars?")[end]
     else:
         paid = next(x for x in (50, 100, 200, 500, 1000) if x > total)
-        text += (f" {he.capitalize()} pays with {paid} dollars. How many dollars does {he} get back?", f" {he.capitalize()} has {paid} dollars. How many dollars are left?")[end - 2]
+        text += (f" {he.capitalize()} pays with {paid} dollars. "
+                 f"How many dollars does {he} get back?",
+                 f" {he.capitalize()} has {paid} dollars. How many dollars are left?")[end - 2]
         steps.append(f"{name} has {paid} - {total} = {paid - total} dollars left.")
         total = paid - total
     return text, steps, total, f"shop {len(goods)} {way} {end}"
@@ -179,11 +236,13 @@ def rate(rng):
     k, days = rng.randint(3, 30), rng.sample(DAYS, 2)
     hours = [rng.randint(2, 9) for _ in days]
     way, end = rng.randrange(3), rng.randrange(3)
-    text = (f"{maker} {makes} {k} {items} an hour.", f"{maker} {makes} {k} {items} every hour.", f"In one hour {maker.lower()} {makes} {k} {items}.")[way]
+    text = (f"{maker} {makes} {k} {items} an hour.", f"{maker} {makes} {k} {items} every hour.",
+            f"In one hour {maker.lower()} {makes} {k} {items}.")[way]
     text += f" It works {hours[0]} hours on {days[0]} and {hours[1]} hours on {days[1]}."
     total, first = k * sum(hours), rng.randrange(2)
     if first:
-        steps = [f"It works {hours[0]} + {hours[1]} = {sum(hours)} hours.", f"It {makes} {k} * {sum(hours)} = {total} {items}."]
+        steps = [f"It works {hours[0]} + {hours[1]} = {sum(hours)} hours.",
+                 f"It {makes} {k} * {sum(hours)} = {total} {items}."]
         text += " In all,"
     else:
         steps = [f"On {d} it {makes} {k} * {h} = {k * h} {items}." for d, h in zip(days, hours)]
@@ -193,8 +252,10 @@ def rate(rng):
         text += f" how many {items} is that?"
     else:
         bad = rng.randint(2, total - 2)
-        text += (f" how many {items} are good if {bad} are broken?", f" how many {items} are left if {bad} are sold?")[end - 1]
-        steps.append((f"There are {total} - {bad} = {total - bad} good {items}.", f"There are {total} - {bad} = {total - bad} {items} left.")[end - 1])
+        text += (f" how many {items} are good if {bad} are broken?",
+                 f" how many {items} are left if {bad} are sold?")[end - 1]
+        steps.append((f"There are {total} - {bad} = {total - bad} good {items}.",
+                      f"There are {total} - {bad} = {total - bad} {items} left.")[end - 1])
         total -= bad
     return text, steps, total, f"rate {way} {first} {end}"
 
@@ -208,13 +269,15 @@ def compare(rng):
         n, way = counts[-1], rng.randrange(4)
         template.append(str(way))
         k = rng.randint(2, 4) if way > 1 else rng.randint(1, max(1, n - 2))
-        text.append((f"{name} has {k} more than {before}.", f"{name} has {k} fewer than {before}.", f"{name} has {k} times as many as {before}.",
+        text.append((f"{name} has {k} more than {before}.", f"{name} has {k} fewer than {before}.",
+                     f"{name} has {k} times as many as {before}.",
                      f"{name} has {k} times the number that {before} has.")[way])
         counts.append((n + k, n - k, n * k, n * k)[way])
         steps.append(f"{name} has {n} {'+-**'[way]} {k} = {counts[-1]} {items}.")
     way, total = rng.randrange(2), counts[0]
     template.append(f"all {way}")
-    text.append((f"How many {items} do they have together?", f"How many {items} is that in all?")[way])
+    text.append((f"How many {items} do they have together?",
+                 f"How many {items} is that in all?")[way])
     for n in counts[1:]:
         steps.append(f"Together that is {total} + {n} = {total + n} {items}.")
         total += n
@@ -230,25 +293,62 @@ PEOPLE = HE + SHE
 LEVELS = "low medium high basic gold top".split()
 # table: (plural, text columns with their values, number columns with their largest value)
 TABLES = {
-    "singer": ("singers", {"name": PEOPLE, "country": COUNTRIES, "style": "pop rock jazz folk opera blues".split()}, {"age": 90, "albums": 30, "fans": 500}),
-    "student": ("students", {"name": PEOPLE, "city": CITIES, "major": "math history biology law art physics".split()}, {"age": 40, "grade": 20, "credits": 200}),
-    "teacher": ("teachers", {"name": PEOPLE, "country": COUNTRIES, "subject": "math history biology music art physics".split()}, {"age": 70, "salary": 900, "hours": 40}),
-    "car": ("cars", {"brand": "Ford Fiat Audi Seat Volvo Honda".split(), "color": COLORS, "fuel": "gas diesel electric hybrid".split()}, {"price": 900, "doors": 5, "speed": 250}),
-    "book": ("books", {"title": "Dawn Rivers Winter Garden Silence Home".split(), "author": PEOPLE, "genre": "crime poetry drama fantasy travel history".split()}, {"pages": 900, "price": 80, "copies": 60}),
-    "hotel": ("hotels", {"name": "Plaza Grand Royal Astoria Central Palace".split(), "city": CITIES, "level": LEVELS}, {"rooms": 400, "stars": 5, "price": 500}),
-    "dog": ("dogs", {"name": "Rex Bella Rocky Luna Buddy Daisy".split(), "breed": "poodle beagle boxer husky collie terrier".split(), "color": COLORS}, {"age": 18, "weight": 60, "prizes": 9}),
-    "flight": ("flights", {"origin": CITIES, "airline": "Delta Iberia Qantas Lufthansa Finnair".split(), "status": "late early cancelled boarding".split()}, {"distance": 900, "seats": 400, "price": 800}),
-    "employee": ("employees", {"name": PEOPLE, "job": "clerk driver nurse cook engineer manager".split(), "city": CITIES}, {"age": 70, "salary": 900, "bonus": 90}),
-    "player": ("players", {"name": PEOPLE, "country": COUNTRIES, "position": "goalkeeper defender striker captain".split()}, {"age": 45, "goals": 99, "height": 220}),
-    "film": ("films", {"title": "Dawn Rivers Winter Garden Silence Home".split(), "director": PEOPLE, "genre": "crime comedy drama fantasy horror action".split()}, {"year": 99, "length": 240, "rating": 10}),
-    "product": ("products", {"name": "chair table lamp sofa desk shelf".split(), "color": COLORS, "material": "wood steel glass plastic leather".split()}, {"price": 900, "stock": 99, "weight": 80}),
-    "shop": ("shops", {"name": "Corner Market Bazaar Depot Outlet Store".split(), "city": CITIES, "owner": PEOPLE}, {"size": 900, "sales": 800, "staff": 50}),
-    "team": ("teams", {"name": "Tigers Lions Eagles Sharks Wolves Bears".split(), "city": CITIES, "league": "north south east west".split()}, {"wins": 60, "losses": 60, "points": 180}),
-    "museum": ("museums", {"name": "National Modern Science Maritime Folk".split(), "city": CITIES, "topic": "art war nature space trains".split()}, {"rooms": 90, "visitors": 900, "price": 40}),
-    "plant": ("plants", {"name": "fern cactus ivy orchid tulip palm".split(), "color": COLORS, "climate": "dry wet cold mild".split()}, {"height": 300, "price": 90, "age": 50}),
+    "singer": ("singers", {"name": PEOPLE, "country": COUNTRIES,
+                           "style": "pop rock jazz folk opera blues".split()},
+               {"age": 90, "albums": 30, "fans": 500}),
+    "student": ("students", {"name": PEOPLE, "city": CITIES,
+                             "major": "math history biology law art physics".split()},
+                {"age": 40, "grade": 20, "credits": 200}),
+    "teacher": ("teachers", {"name": PEOPLE, "country": COUNTRIES,
+                             "subject": "math history biology music art physics".split()},
+                {"age": 70, "salary": 900, "hours": 40}),
+    "car": ("cars", {"brand": "Ford Fiat Audi Seat Volvo Honda".split(), "color": COLORS,
+                     "fuel": "gas diesel electric hybrid".split()},
+            {"price": 900, "doors": 5, "speed": 250}),
+    "book": ("books", {"title": "Dawn Rivers Winter Garden Silence Home".split(), "author": PEOPLE,
+                       "genre": "crime poetry drama fantasy travel history".split()},
+             {"pages": 900, "price": 80, "copies": 60}),
+    "hotel": ("hotels", {"name": "Plaza Grand Royal Astoria Central Palace".split(),
+                         "city": CITIES, "level": LEVELS},
+              {"rooms": 400, "stars": 5, "price": 500}),
+    "dog": ("dogs", {"name": "Rex Bella Rocky Luna Buddy Daisy".split(),
+                     "breed": "poodle beagle boxer husky collie terrier".split(), "color": COLORS},
+            {"age": 18, "weight": 60, "prizes": 9}),
+    "flight": ("flights", {"origin": CITIES,
+                           "airline": "Delta Iberia Qantas Lufthansa Finnair".split(),
+                           "status": "late early cancelled boarding".split()},
+               {"distance": 900, "seats": 400, "price": 800}),
+    "employee": ("employees", {"name": PEOPLE,
+                               "job": "clerk driver nurse cook engineer manager".split(),
+                               "city": CITIES},
+                 {"age": 70, "salary": 900, "bonus": 90}),
+    "player": ("players", {"name": PEOPLE, "country": COUNTRIES,
+                           "position": "goalkeeper defender striker captain".split()},
+               {"age": 45, "goals": 99, "height": 220}),
+    "film": ("films", {"title": "Dawn Rivers Winter Garden Silence Home".split(),
+                       "director": PEOPLE,
+                       "genre": "crime comedy drama fantasy horror action".split()},
+             {"year": 99, "length": 240, "rating": 10}),
+    "product": ("products", {"name": "chair table lamp sofa desk shelf".split(), "color": COLORS,
+                             "material": "wood steel glass plastic leather".split()},
+                {"price": 900, "stock": 99, "weight": 80}),
+    "shop": ("shops", {"name": "Corner Market Bazaar Depot Outlet Store".split(), "city": CITIES,
+                       "owner": PEOPLE},
+             {"size": 900, "sales": 800, "staff": 50}),
+    "team": ("teams", {"name": "Tigers Lions Eagles Sharks Wolves Bears".split(), "city": CITIES,
+                       "league": "north south east west".split()},
+             {"wins": 60, "losses": 60, "points": 180}),
+    "museum": ("museums", {"name": "National Modern Science Maritime Folk".split(), "city": CITIES,
+                           "topic": "art war nature space trains".split()},
+               {"rooms": 90, "visitors": 900, "price": 40}),
+    "plant": ("plants", {"name": "fern cactus ivy orchid tulip palm".split(), "color": COLORS,
+                         "climate": "dry wet cold mild".split()},
+              {"height": 300, "price": 90, "age": 50}),
 }
-COMPARISONS = [("above {n}", ">"), ("below {n}", "<"), ("over {n}", ">"), ("under {n}", "<"), ("of at least {n}", ">="), ("of at most {n}", "<="), ("equal to {n}", "=")]
-AGGREGATES = [("average", "avg"), ("maximum", "max"), ("minimum", "min"), ("total", "sum"), ("highest", "max"), ("lowest", "min")]
+COMPARISONS = [("above {n}", ">"), ("below {n}", "<"), ("over {n}", ">"), ("under {n}", "<"),
+               ("of at least {n}", ">="), ("of at most {n}", "<="), ("equal to {n}", "=")]
+AGGREGATES = [("average", "avg"), ("maximum", "max"), ("minimum", "min"), ("total", "sum"),
+              ("highest", "max"), ("lowest", "min")]
 
 
 def sql(rng: random.Random) -> Example:
@@ -256,13 +356,16 @@ def sql(rng: random.Random) -> Example:
     schema = {}  # table: {column: its values, or its largest number}
     for table in tables:
         _, texts, numbers = TABLES[table]
-        columns = rng.sample(sorted(texts), rng.randint(2, len(texts))) + rng.sample(sorted(numbers), rng.randint(1, len(numbers)))
+        columns = (rng.sample(sorted(texts), rng.randint(2, len(texts)))
+                   + rng.sample(sorted(numbers), rng.randint(1, len(numbers))))
         schema[table] = {c: (texts | numbers)[c] for c in rng.sample(columns, len(columns))}
     if len(tables) == 2:  # the second belongs to the first
         schema[tables[1]][f"{tables[0]}_id"] = 12
-    question, query, template = (sql_join if len(tables) == 2 and rng.random() < 0.5 else sql_single)(rng, schema)
+    question, query, template = (sql_join if len(tables) == 2 and rng.random() < 0.5
+                                 else sql_single)(rng, schema)
     described = "; ".join(f"{t}({', '.join(['id', *columns])})" for t, columns in schema.items())
-    return Example("sql", f"{described}\n{question}", f"\n{query};", f"sql {template}", {"query": query, "schema": schema})
+    return Example("sql", f"{described}\n{question}", f"\n{query};", f"sql {template}",
+                   {"query": query, "schema": schema})
 
 
 def condition(rng, columns, prefix=""):
@@ -272,27 +375,36 @@ def condition(rng, columns, prefix=""):
     if isinstance(values, int):
         (words, op), n = rng.choice(COMPARISONS), rng.randint(2, max(2, values - 1))
         return f"with {column} {words.format(n=n)}", f"{prefix}{column} {op} {n}", words
-    value, (words, op) = rng.choice(values), rng.choice([("whose {c} is {v}", "="), ("with {c} {v}", "="), ("whose {c} is not {v}", "!=")])
+    value, (words, op) = rng.choice(values), rng.choice([
+        ("whose {c} is {v}", "="), ("with {c} {v}", "="), ("whose {c} is not {v}", "!=")])
     return words.format(c=column, v=value), f"{prefix}{column} {op} '{value}'", words
 
 
 def nested(rng, table, schema):
     """(English, SQL, template) of a condition that holds a query."""
-    number = rng.choice([c for c, v in schema[table].items() if isinstance(v, int) and not c.endswith("_id")])
+    number = rng.choice([c for c, v in schema[table].items()
+                         if isinstance(v, int) and not c.endswith("_id")])
     children = [t for t in schema if f"{table}_id" in schema[t]]
     if not children or rng.random() < 0.4:
         if rng.random() < 0.3:
             best, function = rng.choice([("highest", "max"), ("lowest", "min")])
-            return f"with the {best} {number}", f"{number} = (SELECT {function}({number}) FROM {table})", f"nested {best}"
+            return (f"with the {best} {number}",
+                    f"{number} = (SELECT {function}({number}) FROM {table})", f"nested {best}")
         words, op = rng.choice([("above", ">"), ("below", "<")])
-        return f"with {number} {words} the average", f"{number} {op} (SELECT avg({number}) FROM {table})", f"nested {words}"
+        return (f"with {number} {words} the average",
+                f"{number} {op} (SELECT avg({number}) FROM {table})", f"nested {words}")
     many, key, n = TABLES[children[0]][0], f"{table}_id", rng.randint(2, 6)
-    words, query = rng.choice([("that have {many}", "id IN (SELECT {key} FROM {child})"), ("without {many}", "id NOT IN (SELECT {key} FROM {child})"),
-                               ("that have at least {n} {many}", "id IN (SELECT {key} FROM {child} GROUP BY {key} HAVING count(*) >= {n})"),
-                               ("that have {many} {which}", "id IN (SELECT {key} FROM {child} WHERE {filtered})")])
+    words, query = rng.choice([
+        ("that have {many}", "id IN (SELECT {key} FROM {child})"),
+        ("without {many}", "id NOT IN (SELECT {key} FROM {child})"),
+        ("that have at least {n} {many}",
+         "id IN (SELECT {key} FROM {child} GROUP BY {key} HAVING count(*) >= {n})"),
+        ("that have {many} {which}", "id IN (SELECT {key} FROM {child} WHERE {filtered})")])
     which, filtered, template = condition(rng, schema[children[0]])
-    values = {"many": many, "key": key, "child": children[0], "n": n, "which": which, "filtered": filtered}
-    return words.format(**values), query.format(**values), f"nested {words} {template if 'which' in words else ''}"
+    values = {"many": many, "key": key, "child": children[0], "n": n, "which": which,
+              "filtered": filtered}
+    return (words.format(**values), query.format(**values),
+            f"nested {words} {template if 'which' in words else ''}")
 
 
 def where(rng, columns, table, schema):
@@ -300,21 +412,28 @@ def where(rng, columns, table, schema):
     n = rng.choice((0, 1, 1, 2, 2, 2))
     if n == 0:
         return "", "", "all"
-    english, query, template = zip(*(nested(rng, table, schema) if rng.random() < 0.4 else condition(rng, columns) for _ in range(n)))
+    english, query, template = zip(*(
+        nested(rng, table, schema) if rng.random() < 0.4 else condition(rng, columns)
+        for _ in range(n)))
     link = rng.choice(("and", "or"))
-    return " " + f" {link} ".join(english), " WHERE " + f" {link.upper()} ".join(query), f" {link} ".join(template)
+    return (" " + f" {link} ".join(english), " WHERE " + f" {link.upper()} ".join(query),
+            f" {link} ".join(template))
 
 
 def sql_single(rng, schema):
     table = rng.choice(list(schema))
-    plural, columns = TABLES[table][0], {c: v for c, v in schema[table].items() if not c.endswith("_id")}
-    texts, numbers = [c for c in columns if not isinstance(columns[c], int)], [c for c in columns if isinstance(columns[c], int)]
+    plural = TABLES[table][0]
+    columns = {c: v for c, v in schema[table].items() if not c.endswith("_id")}
+    texts = [c for c in columns if not isinstance(columns[c], int)]
+    numbers = [c for c in columns if isinstance(columns[c], int)]
     text, number = rng.choice(texts), rng.choice(numbers)
     english, filtered, template = where(rng, columns, table, schema)
-    kind, way = rng.choice("list list2 count aggregate order top group having distinct".split()), rng.randrange(2)
+    kind = rng.choice("list list2 count aggregate order top group having distinct".split())
+    way = rng.randrange(2)
     if kind in ("list", "list2"):
         chosen = rng.sample(list(columns), 1 if kind == "list" else 2)
-        question = (f"Show the {' and '.join(chosen)} of all {plural}{english}.", f"What are the {' and '.join(chosen)} of {plural}{english}?")[way]
+        question = (f"Show the {' and '.join(chosen)} of all {plural}{english}.",
+                    f"What are the {' and '.join(chosen)} of {plural}{english}?")[way]
         query = f"SELECT {', '.join(chosen)} FROM {table}{filtered}"
     elif kind == "count":
         question = (f"How many {plural}{english} are there?", f"Count the {plural}{english}.")[way]
@@ -322,75 +441,101 @@ def sql_single(rng, schema):
     elif kind == "aggregate":
         words, function = rng.choice(AGGREGATES)
         template += f" {words}"
-        question = (f"What is the {words} {number} of {plural}{english}?", f"Find the {words} {number} of all {plural}{english}.")[way]
+        question = (f"What is the {words} {number} of {plural}{english}?",
+                    f"Find the {words} {number} of all {plural}{english}.")[way]
         query = f"SELECT {function}({number}) FROM {table}{filtered}"
     elif kind == "order":
         down = rng.randrange(2)
-        question = (f"List the {text} of {plural}{english}, sorted by {number}", f"Order the {plural}{english} by {number} and show the {text}")[way]
+        question = (f"List the {text} of {plural}{english}, sorted by {number}",
+                    f"Order the {plural}{english} by {number} and show the {text}")[way]
         question += (".", " from high to low.")[down]
         query = f"SELECT {text} FROM {table}{filtered} ORDER BY {number}{('', ' DESC')[down]}"
         template += f" {down}"
     elif kind == "top":
         down, n = rng.randrange(2), rng.randint(1, 9)
         best = ("lowest", "highest")[down]
-        question = (f"Show the {text} of the {n} {plural}{english} that have the {best} {number}.", f"Which {n} {plural}{english} have the {best} {number}? Give the {text}.")[way]
-        query = f"SELECT {text} FROM {table}{filtered} ORDER BY {number}{('', ' DESC')[down]} LIMIT {n}"
+        question = (f"Show the {text} of the {n} {plural}{english} that have the {best} {number}.",
+                    f"Which {n} {plural}{english} have the {best} {number}? Give the {text}.")[way]
+        query = (f"SELECT {text} FROM {table}{filtered} "
+                 f"ORDER BY {number}{('', ' DESC')[down]} LIMIT {n}")
         template += f" {down}"
     elif kind == "group":
-        words, function = rng.choice([(f"number of {plural}", "count(*)")] + [(f"{w} {number}", f"{f}({number})") for w, f in AGGREGATES[:4]])
-        question = (f"For each {text}, show the {words}, counting only {plural}{english}." if english else f"For each {text}, show the {words}.",
-                    f"What is the {words} for every {text}" + (f" among {plural}{english}?" if english else "?"))[way]
+        words, function = rng.choice([(f"number of {plural}", "count(*)")]
+                                     + [(f"{w} {number}", f"{f}({number})")
+                                        for w, f in AGGREGATES[:4]])
+        question = (
+            f"For each {text}, show the {words}, counting only {plural}{english}." if english
+            else f"For each {text}, show the {words}.",
+            f"What is the {words} for every {text}"
+            + (f" among {plural}{english}?" if english else "?"))[way]
         query = f"SELECT {text}, {function} FROM {table}{filtered} GROUP BY {text}"
         template += f" {function.partition('(')[0]}"
     elif kind == "having":
         n = rng.randint(2, 9)
-        question = (f"Which {text} do at least {n} {plural}{english} have?", f"Show every {text} that is shared by at least {n} {plural}{english}.")[way]
+        question = (f"Which {text} do at least {n} {plural}{english} have?",
+                    f"Show every {text} that is shared by at least {n} {plural}{english}.")[way]
         query = f"SELECT {text} FROM {table}{filtered} GROUP BY {text} HAVING count(*) >= {n}"
     else:
-        question = (f"How many different {text} values do {plural}{english} have?", f"List the different {text} values of {plural}{english}.")[way]
-        query = (f"SELECT count(DISTINCT {text}) FROM {table}{filtered}", f"SELECT DISTINCT {text} FROM {table}{filtered}")[way]
+        question = (f"How many different {text} values do {plural}{english} have?",
+                    f"List the different {text} values of {plural}{english}.")[way]
+        query = (f"SELECT count(DISTINCT {text}) FROM {table}{filtered}",
+                 f"SELECT DISTINCT {text} FROM {table}{filtered}")[way]
     return question, query, f"{kind} {way} {template}"
 
 
 def sql_join(rng, schema):
     parent, child = schema
     columns = {c: v for c, v in schema[child].items() if not c.endswith("_id")}
-    plural, shown, number = TABLES[child][0], rng.choice(list(columns)), rng.choice([c for c in columns if isinstance(columns[c], int)])
+    plural, shown = TABLES[child][0], rng.choice(list(columns))
+    number = rng.choice([c for c in columns if isinstance(columns[c], int)])
     english, filtered, template = condition(rng, schema[parent], "p.")
     if rng.random() < 0.5:
         more, query, extra = condition(rng, columns, "c.")
-        english, filtered, template = f"{english} and only {plural} {more}", f"{filtered} AND {query}", f"{template} also {extra}"
+        english, filtered, template = (f"{english} and only {plural} {more}",
+                                       f"{filtered} AND {query}", f"{template} also {extra}")
     joined = f"FROM {child} AS c JOIN {parent} AS p ON c.{parent}_id = p.id"
     kind, way = rng.choice("list count aggregate order each".split()), rng.randrange(2)
     owned = f"{plural} of {TABLES[parent][0]} {english}"
     if kind == "list":
-        question, query = (f"Show the {shown} of {owned}.", f"What are the {shown} values of the {owned}?")[way], f"SELECT c.{shown} {joined} WHERE {filtered}"
+        question = (f"Show the {shown} of {owned}.",
+                    f"What are the {shown} values of the {owned}?")[way]
+        query = f"SELECT c.{shown} {joined} WHERE {filtered}"
     elif kind == "count":
-        question, query = (f"How many {owned} are there?", f"Count the {owned}.")[way], f"SELECT count(*) {joined} WHERE {filtered}"
+        question = (f"How many {owned} are there?", f"Count the {owned}.")[way]
+        query = f"SELECT count(*) {joined} WHERE {filtered}"
     elif kind == "aggregate":
         words, function = rng.choice(AGGREGATES)
         template += f" {words}"
-        question, query = (f"What is the {words} {number} of {owned}?", f"Find the {words} {number} of the {owned}.")[way], f"SELECT {function}(c.{number}) {joined} WHERE {filtered}"
+        question = (f"What is the {words} {number} of {owned}?",
+                    f"Find the {words} {number} of the {owned}.")[way]
+        query = f"SELECT {function}(c.{number}) {joined} WHERE {filtered}"
     elif kind == "order":
-        question = (f"List the {shown} of {owned}, sorted by {number}.", f"Order the {owned} by {number} and show the {shown}.")[way]
+        question = (f"List the {shown} of {owned}, sorted by {number}.",
+                    f"Order the {owned} by {number} and show the {shown}.")[way]
         query = f"SELECT c.{shown} {joined} WHERE {filtered} ORDER BY c.{number}"
     else:
         column = rng.choice([c for c, v in schema[parent].items() if not isinstance(v, int)])
-        question = (f"For each {column} of a {parent}, show the number of {plural}.", f"Count the {plural} for every {parent} {column}.")[way]
+        question = (f"For each {column} of a {parent}, show the number of {plural}.",
+                    f"Count the {plural} for every {parent} {column}.")[way]
         query, template = f"SELECT p.{column}, count(*) {joined} GROUP BY p.{column}", ""
     return question, query, f"join {kind} {way} {template}"
 
 
 def grade_sql(example: Example, answer: str) -> bool:
-    """The same rows as the reference query, on three random databases, in the same order where the reference sorts."""
+    """The same rows as the reference query, on three random databases, in the same order where the
+    reference sorts."""
     query = example.check["query"]
     named = [int(n) for n in re.findall(r"\d+", query)]
     for seed in range(3):
         rng, database = random.Random(seed), sqlite3.connect(":memory:")
         for table, columns in example.check["schema"].items():
             database.execute(f"CREATE TABLE {table} ({', '.join(['id', *columns])})")
-            for i in range(100):  # numbers that the query names are frequent, so that it finds something
-                row = [i + 1] + [rng.choice(v) if isinstance(v, list) else rng.choice([rng.randint(1, v), rng.randint(1, v), *named[:1]]) for v in columns.values()]
+            # numbers that the query names are frequent, so that it finds something
+            for i in range(100):
+                row = [i + 1] + [
+                    rng.choice(v) if isinstance(v, list)
+                    else rng.choice([rng.randint(1, v), rng.randint(1, v), *named[:1]])
+                    for v in columns.values()]
                 database.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
         budget = itertools.count()
         database.set_progress_handler(lambda: next(budget) > 1000, 1000)  # ends a runaway query
@@ -412,33 +557,50 @@ def grade_sql(example: Example, answer: str) -> bool:
 # ---------------------------------------------------------------- code
 
 # English with {k} for a number, Python with {x} for the element, a word for the function's name
-FILTERS = [("even numbers", "{x} % 2 == 0", "even"), ("odd numbers", "{x} % 2 == 1", "odd"), ("positive numbers", "{x} > 0", "positive"),
-           ("negative numbers", "{x} < 0", "negative"), ("numbers above {k}", "{x} > {k}", "large"), ("numbers below {k}", "{x} < {k}", "small"),
-           ("multiples of {k}", "{x} % {k} == 0", "multiple"), ("numbers other than {k}", "{x} != {k}", "other"),
-           ("numbers from {k} to {m}", "{k} <= {x} <= {m}", "inside"), ("numbers outside {k} to {m}", "{x} < {k} or {x} > {m}", "outside")]
-MAPS = [("squares", "{x} * {x}", "square"), ("cubes", "{x} ** 3", "cube"), ("doubles", "2 * {x}", "double"), ("absolute values", "abs({x})", "abs"),
-        ("negatives", "-{x}", "negate"), ("remainders modulo {j}", "{x} % {j}", "mod"), ("halves, rounded down,", "{x} // 2", "half"),
-        ("sums with {j}", "{x} + {j}", "plus"), ("products with {j}", "{x} * {j}", "times"), ("differences from {j}", "{j} - {x}", "minus")]
-CHARS = [("vowels", "{x} in 'aeiou'", "vowel"), ("digits", "{x}.isdigit()", "digit"), ("letters", "{x}.isalpha()", "letter"),
-         ("capital letters", "{x}.isupper()", "capital"), ("small letters", "{x}.islower()", "small"), ("spaces", "{x} == ' '", "space"),
-         ("characters other than '{c}'", "{x} != '{c}'", "other"), ("characters equal to '{c}'", "{x} == '{c}'", "same")]
-WORDS = [("words longer than {k} letters", "len({x}) > {k}", "long"), ("words shorter than {k} letters", "len({x}) < {k}", "short"),
-         ("words of {k} letters", "len({x}) == {k}", "sized"), ("words that start with '{c}'", "{x}.startswith('{c}')", "start"),
-         ("words that end in '{c}'", "{x}.endswith('{c}')", "end"), ("words that contain '{c}'", "'{c}' in {x}", "with"), ("capitalised words", "{x}[0].isupper()", "capital")]
-LISTS, TEXTS, LABELS = "xs nums values numbers data items".split(), "s text line string".split(), "low high small big cold warm old new cheap fair dear poor good near far".split()
-LIST_INPUTS = [[], [3], [-4, 7, 2, 9, 12, 5, 5], [10, -3, 6, 8, 0, 1, 15, 20], [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13], [-9, -2, 14, 18, 4, 30]]
-TEXT_INPUTS = ["", "banana", "Hello World 42", "the Quick brown fox jumps over a Lazy dog", "A1 b2 sea eel tent  on", "abc cba Anna noon stats been to"]
+FILTERS = [("even numbers", "{x} % 2 == 0", "even"), ("odd numbers", "{x} % 2 == 1", "odd"),
+           ("positive numbers", "{x} > 0", "positive"), ("negative numbers", "{x} < 0", "negative"),
+           ("numbers above {k}", "{x} > {k}", "large"), ("numbers below {k}", "{x} < {k}", "small"),
+           ("multiples of {k}", "{x} % {k} == 0", "multiple"),
+           ("numbers other than {k}", "{x} != {k}", "other"),
+           ("numbers from {k} to {m}", "{k} <= {x} <= {m}", "inside"),
+           ("numbers outside {k} to {m}", "{x} < {k} or {x} > {m}", "outside")]
+MAPS = [("squares", "{x} * {x}", "square"), ("cubes", "{x} ** 3", "cube"),
+        ("doubles", "2 * {x}", "double"), ("absolute values", "abs({x})", "abs"),
+        ("negatives", "-{x}", "negate"), ("remainders modulo {j}", "{x} % {j}", "mod"),
+        ("halves, rounded down,", "{x} // 2", "half"), ("sums with {j}", "{x} + {j}", "plus"),
+        ("products with {j}", "{x} * {j}", "times"), ("differences from {j}", "{j} - {x}", "minus")]
+CHARS = [("vowels", "{x} in 'aeiou'", "vowel"), ("digits", "{x}.isdigit()", "digit"),
+         ("letters", "{x}.isalpha()", "letter"), ("capital letters", "{x}.isupper()", "capital"),
+         ("small letters", "{x}.islower()", "small"), ("spaces", "{x} == ' '", "space"),
+         ("characters other than '{c}'", "{x} != '{c}'", "other"),
+         ("characters equal to '{c}'", "{x} == '{c}'", "same")]
+WORDS = [("words longer than {k} letters", "len({x}) > {k}", "long"),
+         ("words shorter than {k} letters", "len({x}) < {k}", "short"),
+         ("words of {k} letters", "len({x}) == {k}", "sized"),
+         ("words that start with '{c}'", "{x}.startswith('{c}')", "start"),
+         ("words that end in '{c}'", "{x}.endswith('{c}')", "end"),
+         ("words that contain '{c}'", "'{c}' in {x}", "with"),
+         ("capitalised words", "{x}[0].isupper()", "capital")]
+LISTS, TEXTS = "xs nums values numbers data items".split(), "s text line string".split()
+LABELS = "low high small big cold warm old new cheap fair dear poor good near far".split()
+LIST_INPUTS = [[], [3], [-4, 7, 2, 9, 12, 5, 5], [10, -3, 6, 8, 0, 1, 15, 20],
+               [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13], [-9, -2, 14, 18, 4, 30]]
+TEXT_INPUTS = ["", "banana", "Hello World 42", "the Quick brown fox jumps over a Lazy dog",
+               "A1 b2 sea eel tent  on", "abc cba Anna noon stats been to"]
 
 
 def code(rng: random.Random) -> Example:
-    kind = rng.choice((reduce_list, reduce_list, reduce_range, text_loop, word_loop, branch, two_lists, tally, choose, choose, both))
+    kind = rng.choice((reduce_list, reduce_list, reduce_range, text_loop, word_loop, branch,
+                       two_lists, tally, choose, choose, both))
     name, arguments, doc, body, inputs, template = kind(rng)
     prompt = f'def {name}({arguments}):\n    """{doc}"""'
-    return Example("code", prompt, "\n" + "\n".join("    " + line for line in body), f"code {template}", {"name": name, "inputs": inputs})
+    return Example("code", prompt, "\n" + "\n".join("    " + line for line in body),
+                   f"code {template}", {"name": name, "inputs": inputs})
 
 
 def grade_code(example: Example, answer: str) -> bool:
-    """The same results as the reference on every input, in a subprocess that may take five seconds."""
+    """The same results as the reference on every input, in a subprocess that may take five
+    seconds."""
     programs = [example.prompt + text for text in (example.answer, answer)]
     run = f"""
 import copy, json, sys
@@ -451,19 +613,26 @@ for program in programs:
 print("equal" if results[0] == results[1] else "different")
 """
     try:
-        return subprocess.run([sys.executable, "-I", "-c", run], input=json.dumps([example.check["name"], example.check["inputs"], programs]),
-                              text=True, capture_output=True, timeout=5).stdout.endswith("equal\n")
+        return subprocess.run(
+            [sys.executable, "-I", "-c", run],
+            input=json.dumps([example.check["name"], example.check["inputs"], programs]),
+            text=True, capture_output=True, timeout=5).stdout.endswith("equal\n")
     except subprocess.TimeoutExpired:
         return False
 
 
 def reduction(how, value):
     """(start lines, line for one element, result) of a loop that counts, sums, … values."""
-    return {"count": (["count = 0"], "count += 1", "count"), "sum": (["total = 0"], f"total += {value}", "total"),
-            "product": (["result = 1"], f"result *= {value}", "result"), "list": (["result = []"], f"result.append({value})", "result"),
-            "largest": (["best = None"], f"best = {value} if best is None else max(best, {value})", "best"),
-            "smallest": (["best = None"], f"best = {value} if best is None else min(best, {value})", "best"),
-            "join": (["result = ''"], f"result += {value}", "result"), "reverse": (["result = ''"], f"result = {value} + result", "result")}[how]
+    return {"count": (["count = 0"], "count += 1", "count"),
+            "sum": (["total = 0"], f"total += {value}", "total"),
+            "product": (["result = 1"], f"result *= {value}", "result"),
+            "list": (["result = []"], f"result.append({value})", "result"),
+            "largest": (["best = None"],
+                        f"best = {value} if best is None else max(best, {value})", "best"),
+            "smallest": (["best = None"],
+                         f"best = {value} if best is None else min(best, {value})", "best"),
+            "join": (["result = ''"], f"result += {value}", "result"),
+            "reverse": (["result = ''"], f"result = {value} + result", "result")}[how]
 
 
 def loop(start, head, test, line, result):
@@ -471,12 +640,18 @@ def loop(start, head, test, line, result):
     return [*start, head, *inner, f"return {result}"]
 
 
-REDUCE = {"count": ("Count the {w}.", "Return the number of {w}.", "Return how many {w} there are."),
+REDUCE = {"count": ("Count the {w}.", "Return the number of {w}.",
+                    "Return how many {w} there are."),
           "sum": ("Return the sum of the {w}.", "Add up the {w}.", "Compute the total of the {w}."),
-          "product": ("Return the product of the {w}.", "Multiply the {w}.", "Compute the product of all {w}."),
+          "product": ("Return the product of the {w}.", "Multiply the {w}.",
+                      "Compute the product of all {w}."),
           "list": ("Return a list of the {w}.", "Collect the {w} in a list.", "List the {w}."),
-          "largest": ("Return the largest of the {w}, or None.", "Find the maximum of the {w}, or None.", "Return the greatest of the {w}, or None."),
-          "smallest": ("Return the smallest of the {w}, or None.", "Find the minimum of the {w}, or None.", "Return the least of the {w}, or None.")}
+          "largest": ("Return the largest of the {w}, or None.",
+                      "Find the maximum of the {w}, or None.",
+                      "Return the greatest of the {w}, or None."),
+          "smallest": ("Return the smallest of the {w}, or None.",
+                       "Find the minimum of the {w}, or None.",
+                       "Return the least of the {w}, or None.")}
 
 
 def numbers_loop(rng, head, x, where, how):
@@ -489,116 +664,170 @@ def numbers_loop(rng, head, x, where, how):
     doc = REDUCE[how][way].format(w=words.format(**values))
     test, value = keep[1].format(x=x, **values), mapped[1].format(x=x, **values)
     start, line, result = reduction(how, value)
-    return doc, loop(start, head, test, line, result), [keep[2], mapped[2]], f"{how} {way} {keep[0]} {mapped[0]}"
+    return (doc, loop(start, head, test, line, result), [keep[2], mapped[2]],
+            f"{how} {way} {keep[0]} {mapped[0]}")
 
 
 def function_name(rng, *words):
     words = [w for w in words if w]
     name = "_".join(rng.sample(words, rng.randint(1, len(words))))
-    return f"{name}_of" if name in ("abs", "list", "max", "min", "sum") else name  # the body may call the builtin
+    # the body may call the builtin
+    return f"{name}_of" if name in ("abs", "list", "max", "min", "sum") else name
 
 
 def reduce_list(rng):
     xs, x, how = rng.choice(LISTS), rng.choice("x n v".split()), rng.choice(list(REDUCE))
     doc, body, words, template = numbers_loop(rng, f"for {x} in {xs}:", x, f"in {xs}", how)
-    return function_name(rng, how, *words), xs, doc, body, [[v] for v in LIST_INPUTS], f"list {template}"
+    return (function_name(rng, how, *words), xs, doc, body, [[v] for v in LIST_INPUTS],
+            f"list {template}")
 
 
 def reduce_range(rng):
-    n, i, how = rng.choice("n limit end".split()), rng.choice("i j".split()), rng.choice(list(REDUCE))
-    doc, body, words, template = numbers_loop(rng, f"for {i} in range(1, {n} + 1):", i, f"from 1 to {n}", how)
-    return function_name(rng, how, *words), n, doc, body, [[v] for v in (0, 1, 2, 5, 9, 14, 20)], f"range {template}"
+    n, i = rng.choice("n limit end".split()), rng.choice("i j".split())
+    how = rng.choice(list(REDUCE))
+    doc, body, words, template = numbers_loop(rng, f"for {i} in range(1, {n} + 1):", i,
+                                              f"from 1 to {n}", how)
+    return (function_name(rng, how, *words), n, doc, body, [[v] for v in (0, 1, 2, 5, 9, 14, 20)],
+            f"range {template}")
 
 
 def choose(rng):
     """One map for the numbers that pass a test, another for the others, then a reduction."""
-    xs, x, how, way = rng.choice(LISTS), rng.choice("x n v".split()), rng.choice(list(REDUCE)[1:]), rng.randrange(2)
+    xs, x = rng.choice(LISTS), rng.choice("x n v".split())
+    how, way = rng.choice(list(REDUCE)[1:]), rng.randrange(2)
     values = {"k": (k := rng.randint(2, 9)), "m": k + rng.randint(2, 9)}
-    (words, test, word), (first, one, _), (second, other, _) = rng.choice(FILTERS), *rng.sample(MAPS, 2)
+    words, test, word = rng.choice(FILTERS)
+    (first, one, _), (second, other, _) = rng.sample(MAPS, 2)
     i, j = rng.randint(2, 9), rng.randint(2, 9)
-    numbers = f"{first.format(j=i)} of {words.format(**values)} and the {second.format(j=j)} of all others in {xs}"
+    numbers = (f"{first.format(j=i)} of {words.format(**values)} "
+               f"and the {second.format(j=j)} of all others in {xs}")
     start, line, result = reduction(how, "y")
-    body = [*start, f"for {x} in {xs}:", f"    y = {one.format(x=x, j=i)} if {test.format(x=x, **values)} else {other.format(x=x, j=j)}", f"    {line}", f"return {result}"]
-    return function_name(rng, how, word, "mixed"), xs, REDUCE[how][way].format(w=numbers), body, [[v] for v in LIST_INPUTS], f"choose {how} {way} {words} {first} {second}"
+    body = [*start, f"for {x} in {xs}:",
+            f"    y = {one.format(x=x, j=i)} if {test.format(x=x, **values)} "
+            f"else {other.format(x=x, j=j)}", f"    {line}", f"return {result}"]
+    return (function_name(rng, how, word, "mixed"), xs, REDUCE[how][way].format(w=numbers), body,
+            [[v] for v in LIST_INPUTS], f"choose {how} {way} {words} {first} {second}")
 
 
 def both(rng):
     """Two reductions of one list, as a pair."""
-    xs, x, hows = rng.choice(LISTS), rng.choice("x n v".split()), rng.sample("count sum largest smallest".split(), 2)
+    xs, x = rng.choice(LISTS), rng.choice("x n v".split())
+    hows = rng.sample("count sum largest smallest".split(), 2)
     names = {"count": "count", "sum": "total", "largest": "high", "smallest": "low"}
     start, lines, words, template = [], [], [], []
     for how in hows:
         values = {"k": (k := rng.randint(2, 9)), "m": k + rng.randint(2, 9)}
         keep, test, _ = rng.choice(FILTERS)
         start.append(f"{names[how]} = {'None' if how in ('largest', 'smallest') else 0}")
-        line = {"count": "count += 1", "sum": f"total += {x}", "largest": f"high = {x} if high is None else max(high, {x})", "smallest": f"low = {x} if low is None else min(low, {x})"}[how]
+        line = {"count": "count += 1", "sum": f"total += {x}",
+                "largest": f"high = {x} if high is None else max(high, {x})",
+                "smallest": f"low = {x} if low is None else min(low, {x})"}[how]
         lines += [f"    if {test.format(x=x, **values)}:", f"        {line}"]
-        words.append({"count": "number", "sum": "sum", "largest": "largest", "smallest": "smallest"}[how] + f" of the {keep.format(**values)}")
+        words.append({"count": "number", "sum": "sum", "largest": "largest",
+                      "smallest": "smallest"}[how] + f" of the {keep.format(**values)}")
         template.append(f"{how} {keep}")
     doc = f"Return a pair: the {words[0]}, and the {words[1]} in {xs}."
     body = [*start, f"for {x} in {xs}:", *lines, f"return {names[hows[0]]}, {names[hows[1]]}"]
-    return function_name(rng, *hows, "pair"), xs, doc, body, [[v] for v in LIST_INPUTS], f"both {', '.join(template)}"
+    return (function_name(rng, *hows, "pair"), xs, doc, body, [[v] for v in LIST_INPUTS],
+            f"both {', '.join(template)}")
 
 
 def text_loop(rng):
-    s, x, how, way = rng.choice(TEXTS), rng.choice("c ch".split()), rng.choice("count join reverse list".split()), rng.randrange(2)
+    s, x = rng.choice(TEXTS), rng.choice("c ch".split())
+    how, way = rng.choice("count join reverse list".split()), rng.randrange(2)
     words, test, word = rng.choice(CHARS)
     c = rng.choice("abenst")
-    change, mapped = rng.choice([("", "{x}"), (", in upper case", "{x}.upper()"), (", each one twice", "{x} * 2")]) if how != "count" else ("", "{x}")
-    ways = {"count": ("Count the {w} in {s}.", "Return how many {w} there are in {s}."), "join": ("Return the {w} in {s} as a string{m}.", "Keep only the {w} of {s}{m}."),
-            "reverse": ("Return the {w} in {s} in reverse order{m}.", "Keep only the {w} of {s}, backwards{m}."), "list": ("Return a list of the {w} in {s}{m}.", "Collect the {w} of {s} in a list{m}.")}
+    change, mapped = rng.choice([
+        ("", "{x}"), (", in upper case", "{x}.upper()"), (", each one twice", "{x} * 2")
+    ]) if how != "count" else ("", "{x}")
+    ways = {"count": ("Count the {w} in {s}.", "Return how many {w} there are in {s}."),
+            "join": ("Return the {w} in {s} as a string{m}.", "Keep only the {w} of {s}{m}."),
+            "reverse": ("Return the {w} in {s} in reverse order{m}.",
+                        "Keep only the {w} of {s}, backwards{m}."),
+            "list": ("Return a list of the {w} in {s}{m}.",
+                     "Collect the {w} of {s} in a list{m}.")}
     start, line, result = reduction(how, mapped.format(x=x))
     doc = ways[how][way].format(w=words.format(c=c), s=s, m=change)
     body = loop(start, f"for {x} in {s}:", test.format(x=x, c=c), line, result)
-    return function_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS], f"text {how} {way} {words} {change}"
+    return (function_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS],
+            f"text {how} {way} {words} {change}")
 
 
 def word_loop(rng):
-    s, x, how, way = rng.choice(TEXTS), rng.choice("w word".split()), rng.choice("count list lengths longest".split()), rng.randrange(2)
+    s, x = rng.choice(TEXTS), rng.choice("w word".split())
+    how, way = rng.choice("count list lengths longest".split()), rng.randrange(2)
     words, test, word = rng.choice(WORDS)
     values = {"k": rng.randint(2, 5), "c": rng.choice("abenst")}
-    ways = {"count": ("Count the {w} in {s}.", "Return how many {w} there are in {s}."), "list": ("Return a list of the {w} in {s}.", "Collect the {w} of {s} in a list."),
-            "lengths": ("Return the total length of the {w} in {s}.", "Add up the lengths of the {w} of {s}."), "longest": ("Return the longest of the {w} in {s}, or ''.", "Find the longest of the {w} of {s}, or ''.")}
-    start, line, result = {"count": (["count = 0"], "count += 1", "count"), "list": (["result = []"], f"result.append({x})", "result"),
-                           "lengths": (["total = 0"], f"total += len({x})", "total"), "longest": (["best = ''"], f"best = max(best, {x}, key=len)", "best")}[how]
+    ways = {"count": ("Count the {w} in {s}.", "Return how many {w} there are in {s}."),
+            "list": ("Return a list of the {w} in {s}.", "Collect the {w} of {s} in a list."),
+            "lengths": ("Return the total length of the {w} in {s}.",
+                        "Add up the lengths of the {w} of {s}."),
+            "longest": ("Return the longest of the {w} in {s}, or ''.",
+                        "Find the longest of the {w} of {s}, or ''.")}
+    start, line, result = {
+        "count": (["count = 0"], "count += 1", "count"),
+        "list": (["result = []"], f"result.append({x})", "result"),
+        "lengths": (["total = 0"], f"total += len({x})", "total"),
+        "longest": (["best = ''"], f"best = max(best, {x}, key=len)", "best")}[how]
     doc = ways[how][way].format(w=words.format(**values), s=s)
     body = loop(start, f"for {x} in {s}.split():", test.format(x=x, **values), line, result)
-    return function_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS], f"words {how} {way} {words}"
+    return (function_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS],
+            f"words {how} {way} {words}")
 
 
 def branch(rng):
     x, n, way = rng.choice("x n value score".split()), rng.randint(2, 3), rng.randrange(3)
-    bounds, labels, down = sorted(rng.sample(range(1, 60), n)), rng.sample(LABELS, n + 1), rng.randrange(2)
+    bounds, labels = sorted(rng.sample(range(1, 60), n)), rng.sample(LABELS, n + 1)
+    down = rng.randrange(2)
     op, word = ("<", "below") if not down else (">", "above")
     bounds = bounds[::-1] if down else bounds
-    cases = [(f"'{label}' if {x} is {word} {b}", f"if {x} {op} {b}:", label) for b, label in zip(bounds, labels)]
-    doc = ("Return ", "Give ", "Classify: ")[way] + ", ".join(c[0] for c in cases) + f", else '{labels[-1]}'."
-    body = [line for _, test, label in cases for line in (test, f"    return '{label}'")] + [f"return '{labels[-1]}'"]
+    cases = [(f"'{label}' if {x} is {word} {b}", f"if {x} {op} {b}:", label)
+             for b, label in zip(bounds, labels)]
+    doc = (("Return ", "Give ", "Classify: ")[way] + ", ".join(c[0] for c in cases)
+           + f", else '{labels[-1]}'.")
+    body = ([line for _, test, label in cases for line in (test, f"    return '{label}'")]
+            + [f"return '{labels[-1]}'"])
     inputs = [[b + d] for b in bounds for d in (-1, 0, 1)]
-    return function_name(rng, "label", "classify", "level"), x, doc, body, inputs, f"branch {n} {way} {down}"
+    return (function_name(rng, "label", "classify", "level"), x, doc, body, inputs,
+            f"branch {n} {way} {down}")
 
 
 def two_lists(rng):
-    (a, b), (x, y) = rng.choice([("xs", "ys"), ("a", "b"), ("left", "right")]), rng.choice([("x", "y"), ("p", "q")])
-    words, value, word = rng.choice([("sums", "{x} + {y}", "sum"), ("products", "{x} * {y}", "product"), ("differences", "{x} - {y}", "difference"), ("maxima", "max({x}, {y})", "max"),
-                                     ("minima", "min({x}, {y})", "min"), ("distances", "abs({x} - {y})", "distance")])
-    test, kept, how, way = *rng.choice([("", ""), ("{x} > {y}", " where the first is larger"), ("{x} < {y}", " where the first is smaller"), ("{x} != {y}", " where the two differ")]), rng.choice(list(REDUCE)[1:]), rng.randrange(3)
+    a, b = rng.choice([("xs", "ys"), ("a", "b"), ("left", "right")])
+    x, y = rng.choice([("x", "y"), ("p", "q")])
+    words, value, word = rng.choice([
+        ("sums", "{x} + {y}", "sum"), ("products", "{x} * {y}", "product"),
+        ("differences", "{x} - {y}", "difference"), ("maxima", "max({x}, {y})", "max"),
+        ("minima", "min({x}, {y})", "min"), ("distances", "abs({x} - {y})", "distance")])
+    test, kept = rng.choice([
+        ("", ""), ("{x} > {y}", " where the first is larger"),
+        ("{x} < {y}", " where the first is smaller"), ("{x} != {y}", " where the two differ")])
+    how, way = rng.choice(list(REDUCE)[1:]), rng.randrange(3)
     doc = REDUCE[how][way].format(w=f"{words} of the pairs in {a} and {b}{kept}")
     start, line, result = reduction(how, value.format(x=x, y=y))
     body = loop(start, f"for {x}, {y} in zip({a}, {b}):", test.format(x=x, y=y), line, result)
-    return function_name(rng, how, word, "pairs"), f"{a}, {b}", doc, body, [[[], []], [[1, 5, 3], [4, 2, 3]], [[2, 9, -4, 6], [7, 1, -8, 6]]], f"pairs {how} {way} {words}{kept}"
+    return (function_name(rng, how, word, "pairs"), f"{a}, {b}", doc, body,
+            [[[], []], [[1, 5, 3], [4, 2, 3]], [[2, 9, -4, 6], [7, 1, -8, 6]]],
+            f"pairs {how} {way} {words}{kept}")
 
 
 def tally(rng):
     xs, x, way = rng.choice(LISTS), rng.choice("x n v".split()), rng.randrange(2)
     k = rng.randint(2, 9)
-    words, key = rng.choice([("each number in {xs}", "{x}"), ("each remainder modulo {k} in {xs}", "{x} % {k}"), ("each absolute value in {xs}", "abs({x})"), ("each last digit in {xs}", "abs({x}) % 10"),
-                             ("each number in {xs} divided by {k}", "{x} // {k}")])
+    words, key = rng.choice([
+        ("each number in {xs}", "{x}"), ("each remainder modulo {k} in {xs}", "{x} % {k}"),
+        ("each absolute value in {xs}", "abs({x})"), ("each last digit in {xs}", "abs({x}) % 10"),
+        ("each number in {xs} divided by {k}", "{x} // {k}")])
     keep, test, _ = rng.choice(FILTERS[:6]) if rng.random() < 0.5 else ("", "", "")
     values = {"k": k, "m": k + 3, "x": x, "xs": xs}
-    doc = ("Count how often {w} occurs{f}.", "Return a dict with the number of times {w} occurs{f}.")[way].format(w=words, f=", for " + keep + " only" if keep else "").format(**values)
-    body = ["counts = {}"] + loop([], f"for {x} in {xs}:", test.format(**values), f"counts[{key}] = counts.get({key}, 0) + 1".format(**values), "counts")
-    return function_name(rng, "tally", "count", "groups"), xs, doc, body, [[v] for v in LIST_INPUTS], f"tally {way} {words} {keep}"
+    doc = ("Count how often {w} occurs{f}.",
+           "Return a dict with the number of times {w} occurs{f}.")[way]
+    doc = doc.format(w=words, f=", for " + keep + " only" if keep else "").format(**values)
+    body = ["counts = {}"] + loop(
+        [], f"for {x} in {xs}:", test.format(**values),
+        f"counts[{key}] = counts.get({key}, 0) + 1".format(**values), "counts")
+    return (function_name(rng, "tally", "count", "groups"), xs, doc, body,
+            [[v] for v in LIST_INPUTS], f"tally {way} {words} {keep}")
 
 
 if __name__ == "__main__":
@@ -610,4 +839,5 @@ if __name__ == "__main__":
         sys.exit()
     for task in TASKS:
         for example in take(task, "test", 3, seed=1):
-            print(f"--- {task}: {example.template}\n{example.prompt}\033[36m{example.answer}\033[0m\n")
+            print(f"--- {task}: {example.template}\n{example.prompt}"
+                  f"\033[36m{example.answer}\033[0m\n")

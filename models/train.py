@@ -1,13 +1,19 @@
-"""Makes the embedded models: a tokenizer, a target (10M parameters), and a draft (1M) distilled from the target.
+"""Makes the embedded models: a tokenizer, a target (10M parameters), and a draft (1M) distilled \
+from the target.
 
-    python models/train.py                    # everything, about two hours on two CPU cores; stopped, it goes on where it was
+    python models/train.py                    # everything, about two hours on two CPU cores;
+                                                stopped, it goes on where it was
     python models/train.py --stage evaluate   # only measure what is there
 
-1. tokenizer: byte-level BPE on the training tasks; digits are single tokens, a newline never joins what follows it.
-2. target: Llama architecture with grouped-query attention, next-token loss on tasks.py's endless training split; no example is seen twice.
-3. draft: the same on a smaller model, then DistillSpec (Zhou et al., arXiv 2310.08461): answers sampled from the draft or the target
-   are scored by both, and the draft learns the target's distribution under a divergence. Acceptance is what a draft is for: its rate is
-   1 - TVD(target, draft) at every position, averaged (Leviathan et al., arXiv 2211.17192, Cor. 3.6).
+1. tokenizer: byte-level BPE on the training tasks; digits are single tokens, a newline never joins
+   what follows it.
+2. target: Llama architecture with grouped-query attention, next-token loss on tasks.py's endless
+   training split; no example is seen twice.
+3. draft: the same on a smaller model, then DistillSpec (Zhou et al., arXiv 2310.08461): answers
+   sampled from the draft or the target are scored by both, and the draft learns the target's
+   distribution under a divergence. Acceptance is what a draft is for: its rate is
+   1 - TVD(target, draft) at every position, averaged (Leviathan et al., arXiv 2211.17192,
+   Cor. 3.6).
 4. evaluate: held-out loss, accuracy on each task, loops and acceptance, written to evaluation.json.
 """
 import argparse
@@ -22,36 +28,48 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
+                          PreTrainedTokenizerFast)
 
 import tasks
 
 HERE = Path(__file__).parent
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
-LATER = {"sql": 0.15, "math": 0.6, "code": 0.25}  # in the target's second phase: arithmetic takes longest
-SIZES = {"target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4),
-         "draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)}
+# in the target's second phase: arithmetic takes longest
+LATER = {"sql": 0.15, "math": 0.6, "code": 0.25}
+SIZES = {"target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=12,
+                        num_attention_heads=8, num_key_value_heads=4),
+         "draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=2,
+                       num_attention_heads=4, num_key_value_heads=2)}
 PROMPT_WEIGHT = 0.1  # prompts are mostly chance: their tokens count less than the answers'
 CONTEXT = 2048
 
 
 def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
-    text = [e.prompt + e.answer for task in tasks.TASKS for e in tasks.take(task, "train", 20000, seed=-1)]
+    text = [e.prompt + e.answer for task in tasks.TASKS
+            for e in tasks.take(task, "train", 20000, seed=-1)]
     tokenizer = Tokenizer(models.BPE())
     pieces = Regex(r"\n| ?[A-Za-z_]+| ?\d|\d| ?[^\sA-Za-z_\d]+| +(?=[^\s])| +|\s")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(pieces, "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(text, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<s>", "</s>"], show_progress=False,
-                                                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=CONTEXT,
+    tokenizer.train_from_iterator(text, trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                                   pad_token="</s>", model_max_length=CONTEXT,
                                    clean_up_tokenization_spaces=False)
 
 
 def new_model(name: str, tokenizer) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
-                                        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **SIZES[name]))
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **SIZES[name]))
 
 
 def stream(split: str, seed: int, mix: dict[str, float] = MIX):
@@ -62,7 +80,8 @@ def stream(split: str, seed: int, mix: dict[str, float] = MIX):
 
 
 def pad(rows: list[tuple[list[int], list[float]]], tokenizer):
-    """(ids [B, T], weights [B, T]) on the right; a padded token weighs nothing, and in a causal model changes nothing."""
+    """(ids [B, T], weights [B, T]) on the right; a padded token weighs nothing, and in a causal
+    model changes nothing."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows])
     return ids, torch.tensor([w + [0.0] * (width - len(w)) for _, w in rows])
@@ -70,16 +89,20 @@ def pad(rows: list[tuple[list[int], list[float]]], tokenizer):
 
 def encode(tokenizer, prompts: list[str], answers: list[str]):
     """[(ids, weights)]: <s> prompt answer </s>."""
-    p, a = tokenizer(prompts)["input_ids"], tokenizer(answers, add_special_tokens=False)["input_ids"]
-    return [(x + y + [tokenizer.eos_token_id], [PROMPT_WEIGHT] * len(x) + [1.0] * (len(y) + 1)) for x, y in zip(p, a)]
+    p, a = (tokenizer(prompts)["input_ids"],
+            tokenizer(answers, add_special_tokens=False)["input_ids"])
+    return [(x + y + [tokenizer.eos_token_id], [PROMPT_WEIGHT] * len(x) + [1.0] * (len(y) + 1))
+            for x, y in zip(p, a)]
 
 
-def batches(tokenizer, split: str, seed: int, size: int, mix: dict[str, float] = MIX, pool: int = 512):
+def batches(tokenizer, split: str, seed: int, size: int, mix: dict[str, float] = MIX,
+            pool: int = 512):
     """Endless batches of about `size` tokens, of examples of similar length."""
     source, rng = stream(split, seed, mix), random.Random(seed)
     while True:
         some = [next(source) for _ in range(pool)]
-        rows = sorted(encode(tokenizer, [e.prompt for e in some], [e.answer for e in some]), key=lambda r: len(r[0]))
+        rows = sorted(encode(tokenizer, [e.prompt for e in some], [e.answer for e in some]),
+                      key=lambda r: len(r[0]))
         groups, group = [], []
         for row in rows:
             if (len(group) + 1) * len(row[0]) > size and group:
@@ -102,11 +125,13 @@ def optimizers(model, lr: float):
     """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
 def fit(name, model, loss_of, data, lr: float, total: int, work: Path):
-    """Train on `total` tokens of `data`, the rate falling linearly to 0 after a warm-up of a twentieth of them; a checkpoint every five minutes."""
+    """Train on `total` tokens of `data`, the rate falling linearly to 0 after a warm-up of a
+    twentieth of them; a checkpoint every five minutes."""
     optims, checkpoint = optimizers(model, lr), work / f"{name}.pt"
     seen = step = 0
     if checkpoint.exists():
@@ -135,7 +160,9 @@ def fit(name, model, loss_of, data, lr: float, total: int, work: Path):
         bar.update(ids.numel())
         bar.set_postfix(loss=f"{average:.4f}", lr=f"{rate:.1e}")
         if time.time() - saved_at > 300 or seen >= total:
-            torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optims], "seen": seen, "step": step}, checkpoint.with_suffix(".new"))
+            torch.save({"model": model.state_dict(),
+                        "optimizers": [o.state_dict() for o in optims], "seen": seen,
+                        "step": step}, checkpoint.with_suffix(".new"))
             os.replace(checkpoint.with_suffix(".new"), checkpoint)
             saved_at = time.time()
     bar.close()
@@ -148,27 +175,37 @@ def prompts_of(split: str, seed: int):
 
 
 @torch.inference_mode()
-def answer(model, tokenizer, prompts: list[str], temperature: float, limit: int = 200, size: int = 128) -> list[list[int]]:
-    """Token ids of each prompt's answer, EOS included where one came within `limit` tokens; temperature 0 is greedy."""
+def answer(model, tokenizer, prompts: list[str], temperature: float, limit: int = 200,
+           size: int = 128) -> list[list[int]]:
+    """Token ids of each prompt's answer, EOS included where one came within `limit` tokens;
+    temperature 0 is greedy."""
     tokenizer.padding_side, answers = "left", {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), size):
         some = order[start:start + size]
-        inputs = tokenizer([prompts[i] for i in some], return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
-        how = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
-        rows = model.generate(**inputs, max_new_tokens=limit, **how)[:, inputs["input_ids"].shape[1]:].tolist()
+        inputs = tokenizer([prompts[i] for i in some], return_tensors="pt", padding=True,
+                           return_token_type_ids=False).to(model.device)
+        how = (dict(do_sample=True, temperature=temperature, top_k=0) if temperature
+               else dict(do_sample=False))
+        rows = model.generate(
+            **inputs, max_new_tokens=limit, **how)[:, inputs["input_ids"].shape[1]:].tolist()
         for i, row in zip(some, rows):
-            answers[i] = row[:row.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in row else row
+            answers[i] = (row[:row.index(tokenizer.eos_token_id) + 1]
+                          if tokenizer.eos_token_id in row else row)
     return [answers[i] for i in range(len(prompts))]
 
 
-def sampled_batches(source, tokenizer, split: str, seed: int, size: int, temperature: float = 1.0, pool: int = 512):
-    """Endless batches of held-in prompts with answers sampled from `source`, the model being trained or its teacher."""
+def sampled_batches(source, tokenizer, split: str, seed: int, size: int, temperature: float = 1.0,
+                    pool: int = 512):
+    """Endless batches of held-in prompts with answers sampled from `source`, the model being
+    trained or its teacher."""
     prompts = prompts_of(split, seed)
     torch.manual_seed(seed)
     while True:
         some = [next(prompts) for _ in range(pool)]
-        rows = [(x + y, [0.0] * len(x) + [1.0] * len(y)) for x, y in zip(tokenizer(some)["input_ids"], answer(source, tokenizer, some, temperature))]
+        rows = [(x + y, [0.0] * len(x) + [1.0] * len(y))
+                for x, y in zip(tokenizer(some)["input_ids"],
+                                answer(source, tokenizer, some, temperature))]
         rows.sort(key=lambda r: len(r[0]))
         width = max(1, size // len(rows[-1][0]))
         groups = [rows[i:i + width] for i in range(0, len(rows), width)]
@@ -177,7 +214,8 @@ def sampled_batches(source, tokenizer, split: str, seed: int, size: int, tempera
 
 
 def divergence(kind: str, target_logits, draft_logits):
-    """D(target, draft) in nats at each position: [..., V], [..., V] -> [...]. DistillSpec, Table 1; `tvd` is 1 - acceptance rate."""
+    """D(target, draft) in nats at each position: [..., V], [..., V] -> [...]. DistillSpec, Table 1;
+    `tvd` is 1 - acceptance rate."""
     log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward-kl":
@@ -199,28 +237,34 @@ def logits_before(model, ids):
 
 
 def distill(name, target, draft, tokenizer, kind, source, total, work, lr=2e-3, size=4096):
-    """Move the draft towards the target on text sampled from `source` ("draft" or "target"); returns the draft."""
+    """Move the draft towards the target on text sampled from `source` ("draft" or "target");
+    returns the draft."""
     def loss_of(ids, weights):
         with torch.no_grad():
             teacher = logits_before(target, ids)
         loss, weights = divergence(kind, teacher, logits_before(draft, ids)), weights[:, 1:]
         return (loss * weights).sum() / weights.sum()
-    return fit(name, draft, loss_of, lambda seed: sampled_batches({"draft": draft, "target": target}[source], tokenizer, "train", 1000 + seed, size), lr, total, work)
+    return fit(name, draft, loss_of,
+               lambda seed: sampled_batches({"draft": draft, "target": target}[source], tokenizer,
+                                            "train", 1000 + seed, size), lr, total, work)
 
 
 @torch.inference_mode()
 def acceptance(target, draft, tokenizer, prompts: list[str]) -> dict:
-    """Over the target's answers to these prompts: the share of greedy answer tokens that the draft would guess, and the
-    mean 1 - TVD on sampled ones (temperature 1)."""
+    """Over the target's answers to these prompts: the share of greedy answer tokens that the draft
+    would guess, and the mean 1 - TVD on sampled ones (temperature 1)."""
     figures = {}
     for temperature in (0.0, 1.0):
         torch.manual_seed(0)
-        rows = [(x + y, [0.0] * len(x) + [1.0] * len(y)) for x, y in zip(tokenizer(prompts)["input_ids"], answer(target, tokenizer, prompts, temperature))]
+        rows = [(x + y, [0.0] * len(x) + [1.0] * len(y))
+                for x, y in zip(tokenizer(prompts)["input_ids"],
+                                answer(target, tokenizer, prompts, temperature))]
         good = total = 0.0
         for i in range(0, len(rows), 25):
             ids, weights = (x.to(target.device) for x in pad(rows[i:i + 25], tokenizer))
             p, q, weights = target(ids[:, :-1]).logits, draft(ids[:, :-1]).logits, weights[:, 1:]
-            right = 1 - divergence("tvd", p, q) if temperature else (p.argmax(-1) == q.argmax(-1)).float()
+            right = (1 - divergence("tvd", p, q) if temperature
+                     else (p.argmax(-1) == q.argmax(-1)).float())
             good, total = good + (right * weights).sum().item(), total + weights.sum().item()
         figures["sampled" if temperature else "greedy"] = round(good / total, 4)
     return figures
@@ -228,7 +272,8 @@ def acceptance(target, draft, tokenizer, prompts: list[str]) -> dict:
 
 @torch.inference_mode()
 def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
-    """Held-out loss (nats per answer token) and accuracy of greedy answers on n held-out prompts of each task; and how many loop."""
+    """Held-out loss (nats per answer token) and accuracy of greedy answers on n held-out prompts of
+    each task; and how many loop."""
     figures = {}
     for task in tasks.TASKS:
         held_out = tasks.take(task, "test", n, seed)
@@ -241,7 +286,9 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
             total += weights[:, 1:].sum().item()
         ids = answer(model, tokenizer, [e.prompt for e in held_out], 0.0)
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        figures[task] = {"loss": round(loss / total, 4), "accuracy": sum(map(tasks.grade, held_out, texts)) / n, "loops": sum(map(tasks.loops, ids)),
+        figures[task] = {"loss": round(loss / total, 4),
+                         "accuracy": sum(map(tasks.grade, held_out, texts)) / n,
+                         "loops": sum(map(tasks.loops, ids)),
                          "tokens": round(sum(map(len, ids)) / n, 1)}
     return figures
 
@@ -253,18 +300,24 @@ def save(model, tokenizer, folder: Path):
 
 
 def load(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    return (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            AutoTokenizer.from_pretrained(folder))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--stage", choices=["target", "plain-draft", "compare", "draft", "evaluate", "all"], default="all")
-    parser.add_argument("--target-tokens", type=int, default=6_000_000, help="and half as many in the second phase")
+    parser.add_argument("--stage", choices=["target", "plain-draft", "compare", "draft", "evaluate",
+                                            "all"], default="all")
+    parser.add_argument("--target-tokens", type=int, default=6_000_000,
+                        help="and half as many in the second phase")
     parser.add_argument("--draft-tokens", type=int, default=1_500_000)
     parser.add_argument("--distill-tokens", type=int, default=800_000)
-    parser.add_argument("--compare-tokens", type=int, default=250_000, help="for each divergence and source of text that --stage compare tries")
-    parser.add_argument("--divergence", default="forward-kl", choices=["forward-kl", "reverse-kl", "jsd", "tvd"])
-    parser.add_argument("--source", default="target", choices=["draft", "target"], help="whose samples the draft is distilled on")
+    parser.add_argument("--compare-tokens", type=int, default=250_000,
+                        help="for each divergence and source of text that --stage compare tries")
+    parser.add_argument("--divergence", default="forward-kl",
+                        choices=["forward-kl", "reverse-kl", "jsd", "tvd"])
+    parser.add_argument("--source", default="target", choices=["draft", "target"],
+                        help="whose samples the draft is distilled on")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -277,31 +330,42 @@ def main():
 
     if wanted("target"):
         target = new_model("target", tokenizer)
-        for name, mix, lr, tokens in (("target", MIX, 1.5e-3, args.target_tokens), ("target-later", LATER, 5e-4, args.target_tokens // 2)):
+        for name, mix, lr, tokens in (("target", MIX, 1.5e-3, args.target_tokens),
+                                      ("target-later", LATER, 5e-4, args.target_tokens // 2)):
             seed = 0 if name == "target" else 10 ** 6  # other examples
-            fit(name, target, lambda *batch: next_token_loss(target, *batch), lambda step: batches(tokenizer, "train", seed + step, 3072, mix), lr, tokens, args.work)
+            fit(name, target, lambda *batch: next_token_loss(target, *batch),
+                lambda step: batches(tokenizer, "train", seed + step, 3072, mix), lr, tokens,
+                args.work)
         save(target, tokenizer, HERE / "target")
 
     def plain_draft():
         draft = new_model("draft", tokenizer)
-        return fit("draft", draft, lambda *batch: next_token_loss(draft, *batch), lambda seed: batches(tokenizer, "train", seed, 4096), 4e-3, args.draft_tokens, args.work)
+        return fit("draft", draft, lambda *batch: next_token_loss(draft, *batch),
+                   lambda seed: batches(tokenizer, "train", seed, 4096), 4e-3, args.draft_tokens,
+                   args.work)
 
     if args.stage == "plain-draft":  # the draft before distillation needs no target
         plain_draft()
         return
     target, tokenizer = load(HERE / "target")
     held_out = [e.prompt for e in itertools.islice(stream("test", 1), 150)]
-    if wanted("compare"):  # short runs of each divergence on each source of text, from the same plain draft
+    # short runs of each divergence on each source of text, from the same plain draft
+    if wanted("compare"):
         print(f"{'before':24}", acceptance(target, plain_draft(), tokenizer, held_out))
-        for kind, source in itertools.product(("forward-kl", "reverse-kl", "jsd", "tvd"), ("draft", "target")):
-            draft = distill(f"compare-{kind}-{source}", target, plain_draft(), tokenizer, kind, source, args.compare_tokens, args.work)
-            print(f"{kind + ' on ' + source:24}", acceptance(target, draft, tokenizer, held_out), flush=True)
+        for kind, source in itertools.product(("forward-kl", "reverse-kl", "jsd", "tvd"),
+                                              ("draft", "target")):
+            draft = distill(f"compare-{kind}-{source}", target, plain_draft(), tokenizer, kind,
+                            source, args.compare_tokens, args.work)
+            print(f"{kind + ' on ' + source:24}", acceptance(target, draft, tokenizer, held_out),
+                  flush=True)
     if wanted("draft"):
-        draft = distill("distilled", target, plain_draft(), tokenizer, args.divergence, args.source, args.distill_tokens, args.work)
+        draft = distill("distilled", target, plain_draft(), tokenizer, args.divergence, args.source,
+                        args.distill_tokens, args.work)
         save(draft, tokenizer, HERE / "draft")
     if wanted("evaluate"):
         draft, _ = load(HERE / "draft")
-        figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer), "acceptance": acceptance(target, draft, tokenizer, held_out)}
+        figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
+                   "acceptance": acceptance(target, draft, tokenizer, held_out)}
         (HERE / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(json.dumps(figures, indent=1))
 

@@ -1,98 +1,188 @@
+"""Consistency LLMs: decoding gives AR's output; trajectories are the iteration's, the losses the
+paper's; training starts over where it must and else goes on; out comes a plain model directory."""
+import contextlib
+import functools
 import itertools
 import json
 import random
 import runpy
+import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import cli
 import cllm as module
-from cllm import augmented, cllm, divergence, drawn, fit, losses, profile_of, read_trajectories, repeats, training_tree, trajectories
-from common import CachedLM, InputError, Sampler, autoregressive, load
-from conftest import CONTEXT, ROOT, ScriptedLM, chi_square_ok, markov, tiny, tokens_of
+import jacobi
+from cllm import (Pair, augmented, cllm, collect, divergence, drawn, fit, losses, profile,
+                  profile_of, read_trajectories, repeats, train, training_tree, trajectories)
+from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
+from conftest import (CONTEXT, ROOT, ScriptedLM, chi_square_ok, main, markov, path_to, tiny,
+                      tokens_of)
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]
+KINDS = module.DIVERGENCES
 
 
-def collected(model, block=6, limit=20, eos=frozenset(), numbers=(0, 1, 2, 3), **options):
-    return trajectories(model, [PROMPTS[i] for i in numbers], list(numbers), block=block, limit=limit, eos=set(eos), **options)
+class Wordless:
+    """A tokenizer, as far as collecting needs one."""
+    eos_token_id = None
+
+    def decode(self, ids):
+        return ""
 
 
-# ---------------------------------------------------------------- decoding
+def collected(model, n=6, limit=20, eos=frozenset(), numbers=(0, 1, 2, 3), **options):
+    prompts = [PROMPTS[i] for i in numbers]
+    return trajectories(model, prompts, list(numbers), n=n, limit=limit, eos=set(eos), **options)
+
+
+# ---------------------------------------------------------------------------------- decoding
 
 def test_greedy_equals_autoregressive(family):
-    model = tiny(family)
-    for prompt, n, block in (([5, 9, 3, 14, 7], 120, 8), ([7], 40, 2), (PROMPTS[2], 149, 16)):  # the last one up to the end of the context
-        expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), prompt), n)
-        assert tokens_of(cllm(CachedLM(model, CONTEXT), prompt, block=block), n) == expected
-        assert tokens_of(cllm(CachedLM(model, CONTEXT), prompt, block=block), n, {expected[n // 2]}) == expected[:expected.index(expected[n // 2]) + 1]
+    """Up to the end of the context; in two families also other blocks, and cut by an EOS."""
+    model, target = tiny(family), CachedLM(tiny(family), CONTEXT)
+    cases = [(PROMPTS[2], 149, 16), ([5, 9, 3, 14, 7], 120, 8), ([7], 40, 2)]
+    for prompt, limit, n in cases if family in ("llama", "gemma3") else cases[:1]:
+        expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), prompt), limit)
+        assert tokens_of(cllm(target, prompt, n=n), limit) == expected
+        if family in ("llama", "gemma3"):
+            eos = expected[limit // 2]
+            cut = expected[:expected.index(eos) + 1]
+            assert tokens_of(cllm(target, prompt, n=n), limit, {eos}) == cut
+
+
+def test_sampled_output_has_the_targets_distribution():
+    """4,000 seeded runs on a chain of states: chi-square test of three tokens at a false-failure
+    probability of 1e-6."""
+    logits_of, sample, counts = markov(4), Sampler(0.9, seed=2), torch.zeros(4, 4, 4)
+    target, expected = ScriptedLM(logits_of), torch.ones(4, 4, 4)
+    for _ in range(4000):
+        counts[tuple(tokens_of(cllm(target, [1, 2], n=3, sample=sample), 3))] += 1
+    for tokens in itertools.product(range(4), repeat=3):
+        for i, token in enumerate(tokens):
+            expected[tokens] *= sample.probs(logits_of([1, 2, *tokens[:i]]))[token]
+    assert chi_square_ok(counts.flatten(), expected.flatten())
+
+
+def test_guesses_are_seeded_by_the_sampler():
+    model, first = tiny("llama"), []
+    for seed in (0, 0, 1):
+        log = []
+        method = cllm(CachedLM(model, CONTEXT), PROMPTS[2], sample=Sampler(0, seed=seed), log=log)
+        tokens_of(method, 5)
+        first.append(log[0]["states"][0])
+    assert first[0] == first[1] != first[2]
+    with pytest.raises(InputError, match="expected n of 2 or more, got 1"):
+        next(cllm(None, [1], n=1))
+
+
+def test_what_a_perfect_model_fast_forwards():
+    """A block and the next root in every second call: 4 tokens a call at n = 8, and the profile
+    says so."""
+    def by_position(tokens):
+        return torch.nn.functional.one_hot(torch.tensor(len(tokens) * 7 % 11), 11).float()
+    target, log = ScriptedLM(by_position), []
+    tokens = tokens_of(cllm(target, [1, 1], n=8, log=log), 32)
+    assert len(tokens) / target.calls == 4 and profile_of(log) == (4, 4.0, 0.0)
+
+
+# In the first block the 4 was right early and stayed, in the second it was lost again.
+STABLE = {"states": [[1, 9, 9, 9, 5], [1, 2, 9, 4, 8], [1, 2, 3, 4, 5]], "final": [1, 2, 5]}
+UNSTABLE = {"states": [[1, 9, 9, 9, 9], [1, 2, 9, 4, 9], [1, 2, 3, 9, 9], [1, 2, 3, 4, 5]],
+            "final": [1, 2, 3, 5]}
 
 
 def test_profile_counts_fast_forwarded_and_stationary_tokens():
-    complete = {"states": [[1, 9, 9, 9, 5], [1, 2, 9, 4, 8], [1, 2, 3, 4, 5]], "final": [1, 2, 5]}  # the 4 was right early and stayed
-    unstable = {"states": [[1, 9, 9, 9, 9], [1, 2, 9, 4, 9], [1, 2, 3, 9, 9], [1, 2, 3, 4, 5]], "final": [1, 2, 3, 5]}  # here it was lost again
-    assert profile_of([complete]) == (1, 2.0, 1.0) and profile_of([complete, unstable]) == (2, 8 / 5, 0.5)
+    """Of complete blocks only."""
+    cut = {"states": [[1, 2, 3, 4, 5]] * 2, "final": [1, 3]}
+    assert profile_of([STABLE]) == (1, 2.0, 1.0) and profile_of([]) == (0, 0.0, 0.0)
+    assert profile_of([STABLE, UNSTABLE]) == profile_of([STABLE, UNSTABLE, cut]) == (2, 8 / 5, 0.5)
     assert profile_of([{"states": [[1, 2]], "final": [1]}]) == (0, 0.0, 0.0)
 
 
-# ---------------------------------------------------------------- collecting
+def test_blocks_with_an_eos_are_not_profiled():
+    """The root is of the text before."""
+    assert profile_of([STABLE], {4}) == (0, 0.0, 0.0) and profile_of([STABLE], {1})[0] == 1
+    done = {"states": [[1, 9, 9], [1, 2, 3]], "final": [1, 3]}
+    log = {"states": [[4, 9, 9], [4, 5, 0]], "final": [1, 3]}
+    assert profile_of([done, log])[0] == 2
+    assert profile_of([done, log], {5})[0] == 1 and profile_of([log], {4})[0] == 1
+
+
+# -------------------------------------------------------------------------------- collecting
 
 def test_trajectories_follow_the_iteration_to_the_autoregressive_output(family):
-    """Every state is the model's choice after the one before (Eq. 3) and has more final tokens, y* is what AR gives."""
-    model = tiny(family)
+    """Every state is the model's choice after the one before (Eq. 3) and has more final tokens, y*
+    is what AR gives."""
+    model, lm = tiny(family), CachedLM(tiny(family), CONTEXT)
     for prompt, paths in zip(PROMPTS, collected(model)):
-        expected, context = tokens_of(autoregressive(CachedLM(model, CONTEXT), prompt), 23), list(prompt[:-1])
-        assert [token for path in paths for token in path[-1]] == [prompt[-1], *expected] and len(paths) == 4  # 20 tokens take 4 blocks of 6
-        lm = CachedLM(model, CONTEXT)
+        expected, context = tokens_of(autoregressive(lm, prompt), 23), prompt[:-1]
+        assert [token for *_, y_star in paths for token in y_star] == [prompt[-1], *expected]
+        assert len(paths) == 4  # 20 tokens take 4 blocks of 6
         for path in paths:
-            for before, after in zip(path, path[1:]):
+            for before, after in itertools.pairwise(path):
                 lm.start(context, width=6)
                 assert lm.forward(before[:-1]).argmax(-1).tolist() == after[1:]
-            final = [next((i for i in range(6) if state[i] != path[-1][i]), 6) for state in path]
-            assert final == sorted(set(final)) and final[-1] == 6 and set(path[0][1:]) <= set(prompt)
-            context += path[-1]
+            final = [module.right_until(y, path[-1]) for y in path]
+            assert final == sorted(set(final)) and final[-1] == 6
+            assert set(path[0][1:]) <= set(prompt)
+            context = context + path[-1]
 
 
 def test_batched_collection_equals_one_by_one(family):
     model = tiny(family)
     together = collected(model)
     assert together == [collected(model, numbers=[i])[0] for i in range(4)]
-    assert together != collected(model, seed=1) and together[0] != collected(model, numbers=[1, 2])[0]
+    assert together != collected(model, seed=1)
+    assert together[0] != collected(model, numbers=[1, 2])[0]
 
 
 def test_answers_end_with_the_first_eos():
-    """Wherever in a block it stands, as its root too, and whatever other prompts do; states end where y* does."""
+    """Wherever in a block it stands, as its root too, and whatever other prompts do; states end
+    where y* does."""
     model = tiny("llama")
-    expected = [tokens_of(autoregressive(CachedLM(model, CONTEXT), prompt), 23) for prompt in PROMPTS]
+    lm = CachedLM(model, CONTEXT)
+    expected = [tokens_of(autoregressive(lm, prompt), 23) for prompt in PROMPTS]
     for where in (0, 3, 5, 11, 19):  # with the prompt's token 5 is the root of the second block
         eos = expected[2][where]
         for paths, ar in zip(collected(model, eos={eos}), expected):
             end = ar.index(eos) + 1 if eos in ar else len(ar)
             assert [token for path in paths for token in path[-1]][1:] == ar[:end]
             for path in paths:
-                assert {len(state) for state in path} == {len(path[-1])} and all(a != b for a, b in zip(path, path[1:]))
+                assert {len(y) for y in path} == {len(path[-1])}
+                assert all(a != b for a, b in itertools.pairwise(path))
 
 
 def test_augmentation_only_sets_wrong_tokens_right():
-    rng = random.Random(0)
-    path = [[1, *(rng.choice([0, i]) for i in range(2, 12))] for _ in range(200)] + [[1, *range(2, 12)]]
+    """In half of 200 states, but for those with nothing to set right; of the wrong tokens of the
+    changed ones a little over 0.3: states that did not change are not counted."""
+    rng, wrong, righted = random.Random(0), 0, 0
+    path = [[1, *(rng.choice([0, i]) for i in range(2, 12))] for _ in range(200)]
+    path.append([1, *range(2, 12)])
     new = augmented(path, 0.3, rng)
     assert new[-1] == path[-1] and len(new) == len(path)
     changed = [(before, after) for before, after in zip(path, new) if before != after]
-    assert 70 < len(changed) < 130  # half of 200, but for those with nothing to set right
-    assert all(t == b or t == right for before, after in changed for b, t, right in zip(before, after, path[-1]))
-    wrong, righted = (sum(b != right and (either or t != b) for before, after in changed for b, t, right in zip(before, after, path[-1])) for either in (True, False))
-    assert 0.2 < righted / wrong < 0.45  # a little over 0.3: states that did not change were not counted
+    assert 70 < len(changed) < 130
+    for before, after in changed:
+        for old, token, right in zip(before, after, path[-1]):
+            assert token in (old, right)
+            wrong, righted = wrong + (old != right), righted + (token != old)
+    assert 0.2 < righted / wrong < 0.45
     assert augmented(path, 0, rng) == path
 
 
 @pytest.mark.parametrize("text", [
     "SELECT name FROM player WHERE name = 'name name name';",
-    "    total = 0\n    for x in nums:\n        if x % 2 == 0:\n            total += x * x\n    return total\n",
-    "    if n == 1:\n        return 1\n    if n == 2:\n        return 1\n    if n == 3:\n        return 2\n    return f(n - 1) + f(n - 2)\n",
-    "Mia has 12 apples. 3 bags of 4 apples each are 3 * 4 = 12 apples. 12 + 12 = 24. Half of 24 is 24 / 2 = 12.\n#### 12",
+    "    total = 0\n    for x in nums:\n        if x % 2 == 0:\n            total += x * x\n"
+    "    return total\n",
+    "    if n == 1:\n        return 1\n    if n == 2:\n        return 1\n    if n == 3:\n"
+    "        return 2\n    return f(n - 1) + f(n - 2)\n",
+    "Mia has 12 apples. 3 bags of 4 apples each are 3 * 4 = 12 apples. 12 + 12 = 24. Half of 24 is "
+    "24 / 2 = 12.\n#### 12",
     "x = [[0, 0, 0], [0, 0, 0]]\n" "        return\n        }\n        return\n        }\n"])
 def test_ordinary_answers_stay(text):
     assert not repeats([ord(c) for c in text.replace("    ", "\t")], text)
@@ -102,56 +192,127 @@ def test_ordinary_answers_stay(text):
     ([3, 4, *[7] * 12, 5], ""),
     ([1, 2, 3] * 5, ""),
     ([9, *[1, 2, 3, 4, 5, 6, 7, 8] * 5, 9, 9], ""),
-    ([], "She then has four apples. Tom is here. She then has four apples. Mia is there.\nShe then has four apples."),
-    ([], "    result.append(first_item)\n    x = 1\n    result.append(first_item)\n    y = 2\n    result.append(first_item)\n")])
-def test_repetition_is_dropped(tokens, text):
+    ([], "She then has four apples. Tom is here. She then has four apples. Mia is there.\n"
+         "She then has four apples."),
+    ([], "    result.append(first_item)\n    x = 1\n    result.append(first_item)\n    y = 2\n"
+         "    result.append(first_item)\n")])
+def test_repetition_is_seen(tokens, text):
     assert repeats(tokens, text)
 
 
-@pytest.mark.parametrize("tokens, text", [([7] * 11, ""), ([1, 2, 3] * 4 + [1, 2], ""), ([], "A line of some length\nA line of some length\n")])
+@pytest.mark.parametrize("tokens, text", [
+    ([7] * 11, ""), ([1, 2, 3] * 4 + [1, 2], ""),
+    ([], "A line of some length\nA line of some length\n")])
 def test_a_little_less_repetition_stays(tokens, text):
     assert not repeats(tokens, text)
 
 
-def test_collecting_goes_on_where_it_was(tmp_path, embedded, capfd):
-    import tasks
-    prompts, whole, half = tmp_path / "p.jsonl", tmp_path / "whole.jsonl", tmp_path / "half.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": e.prompt}) + "\n" for e in tasks.take("sql", "train", 5, seed=9)))
-    options = ["collect", "--prompts", str(prompts), "--max-new-tokens", "40", "--batch", "2", "--device", "cpu"]
-    assert module.collect([*options[1:], "--out", str(whole)]) == 0
-    lines = whole.read_text().splitlines(keepends=True)
-    half.write_text("".join(lines[:3]) + lines[3][:40])  # stopped while it wrote the third answer
-    assert module.collect([*options[1:], "--out", str(half)]) == 0
-    assert half.read_text() == whole.read_text() and "3 prompts, 0 answers dropped" in capfd.readouterr().out
-    target, _, tokenizer = embedded
-    settings, rows = read_trajectories(whole)
-    assert settings == {"target": str(ROOT / "models/target"), "block": 16, "max_new_tokens": 40, "augment": 0.3, "seed": 0} and len(rows) == 5
-    for other in (["--block", "8"], ["--seed", "1"]):
-        with pytest.raises(InputError, match="to hold trajectories of these prompts and settings"):
-            module.collect([*options[1:], "--out", str(half), *other])
-    prompts.write_text("Another prompt.\n" * 5)
-    with pytest.raises(InputError, match="to hold trajectories of these prompts and settings"):
-        module.collect([*options[1:], "--out", str(half)])
+def test_collected_rows(tmp_path):
+    """By hand: the answer is AR's, and every block stands where its root does."""
+    model, out = tiny("llama"), tmp_path / "folder" / "o.jsonl"
+    lm, free = CachedLM(model, CONTEXT), collected(model, limit=20, eos={1})
+    collect(model, Wordless(), PROMPTS, out=out, n=6, max_new_tokens=20, augment=0)
+    settings, rows = read_trajectories(out)
+    assert settings == {"model": module.digest(model), "n": 6, "max_new_tokens": 20, "augment": 0,
+                        "seed": 0}
+    assert sorted(row["number"] for row in rows) == [0, 1, 2, 3]
     for row in rows:
-        ar = tokens_of(autoregressive(CachedLM(target, 400), row["prompt"]), len(row["answer"]), {tokenizer.eos_token_id})
-        assert row["answer"] == ar and row["blocks"][0][0] == len(row["prompt"]) - 1
+        assert row["prompt"] == PROMPTS[row["number"]]
+        assert row["answer"] == tokens_of(autoregressive(lm, row["prompt"]), 23, {1})
+        assert [path for _, path in row["blocks"]] == free[row["number"]]
         for root, path in row["blocks"]:
             assert (row["prompt"] + row["answer"])[root:root + len(path[-1])] == path[-1]
 
 
-# ---------------------------------------------------------------- the losses
+def test_collecting_goes_on_where_it_was(tmp_path, capsys):
+    """Stopped while it wrote the third answer; with another batch size too; with more prompts."""
+    model, whole, half = tiny("llama"), tmp_path / "whole", tmp_path / "half"
+    options = dict(n=6, max_new_tokens=20, batch=2)
+    collect(model, Wordless(), PROMPTS, out=whole, **options)
+    lines = whole.read_text().splitlines(keepends=True)
+    for cut in (1, 40, len(lines[3]) - 1):
+        half.write_text("".join(lines[:3]) + lines[3][:cut])
+        collect(model, Wordless(), PROMPTS, out=half, **options | {"batch": 1})
+        assert half.read_text() == whole.read_text()
+    assert "2 prompts, 0 answers dropped" in capsys.readouterr().out
+    collect(model, Wordless(), [*PROMPTS, [3, 3]], out=half, **options)
+    assert half.read_text().startswith(whole.read_text()) and len(read_trajectories(half)[1]) == 5
+
+
+def test_trajectories_of_something_else_are_not_gone_on_with(tmp_path):
+    model, out, options = tiny("llama"), tmp_path / "o", dict(n=6, max_new_tokens=20, augment=0.5)
+    collect(model, Wordless(), PROMPTS, out=out, **options)
+    before = out.read_bytes()
+    for lm, prompts, other in (
+            (tiny("llama", seed=1), PROMPTS, {}), (model, PROMPTS[::-1], {}),
+            (model, PROMPTS[:2], {}), (model, PROMPTS, {"n": 5}), (model, PROMPTS, {"seed": 1}),
+            (model, PROMPTS, {"max_new_tokens": 19}), (model, PROMPTS, {"augment": 0})):
+        with pytest.raises(InputError, match="to hold trajectories of this model, these prompts"):
+            collect(lm, Wordless(), prompts, out=out, **options | other)
+    assert out.read_bytes() == before
+
+
+def test_augmentation_reaches_the_file(tmp_path):
+    """Some states differ from those of the iteration, all of them towards y*; answers do not."""
+    model, found = tiny("llama"), []
+    for augment in ({"augment": 0}, {}):
+        out = tmp_path / str(len(found))
+        collect(model, Wordless(), PROMPTS, out=out, n=6, max_new_tokens=20, **augment)
+        found.append(read_trajectories(out)[1])
+    changed = 0
+    for plain, new in zip(*found):
+        assert plain["answer"] == new["answer"]
+        for (_, path), (_, others) in zip(plain["blocks"], new["blocks"]):
+            for y, other in zip(path, others):
+                changed += y != other
+                assert all(b in (a, right) for a, b, right in zip(y, other, path[-1]))
+    assert 0 < changed < sum(len(path) for row in found[0] for _, path in row["blocks"]) / 2
+
+
+def test_answers_that_repeat_themselves_are_dropped(tmp_path, capsys):
+    """One model writes the same token for ever, for another the text tells."""
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    collect(model, Wordless(), PROMPTS, out=tmp_path / "a", n=6, max_new_tokens=20)
+    _, rows = read_trajectories(tmp_path / "a")
+    assert [row["blocks"] for row in rows] == [[]] * 4 and rows[0]["answer"] == [0] * 23
+    assert "4 prompts, 4 answers dropped for repetition" in capsys.readouterr().out
+    with pytest.raises(InputError, match="trajectories of 2 prompts or more in .*, got 0"):
+        train(model, Wordless(), data=tmp_path / "a", out=tmp_path / "out")
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids: "She has four apples.\n" * 3)
+    collect(tiny("llama"), tokenizer, PROMPTS, out=tmp_path / "b", n=6, max_new_tokens=20)
+    assert [row["blocks"] for row in read_trajectories(tmp_path / "b")[1]] == [[]] * 4
+
+
+def test_prompts_without_room_for_an_answer_are_skipped(tmp_path, capsys):
+    """Of 160 tokens an answer may take 20, and run on to the end of a block of 6."""
+    prompts = [[3, 4] * 67, [5] * 135, [6, 2], [7] * 500]
+    collect(tiny("gpt2"), Wordless(), prompts, out=tmp_path / "o", n=6, max_new_tokens=20)
+    _, rows = read_trajectories(tmp_path / "o")
+    assert sorted(row["number"] for row in rows) == [0, 2]
+    assert "2 prompts, 0 answers dropped for repetition, 2 prompts too long" in (
+        capsys.readouterr().out)
+
+
+# -------------------------------------------------------------------------------- the losses
 
 def rows_of(model):
     rows = []
     for prompt, paths in zip(PROMPTS, collected(model, eos={3})):
         answer = [token for path in paths for token in path[-1]][1:]
-        rows.append({"prompt": prompt, "answer": answer, "blocks": [(len(prompt) - 1 + 6 * n, path) for n, path in enumerate(paths)]})
+        blocks = [(len(prompt) - 1 + 6 * j, path) for j, path in enumerate(paths)]
+        rows.append({"prompt": prompt, "answer": answer, "blocks": blocks})
     return rows
 
 
-@pytest.mark.parametrize("kind", ["forward-kl", "reverse-kl", "jsd"])
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
+ROWS = rows_of(tiny("llama"))
+
+
+@pytest.mark.parametrize("name, local, kind", [
+    *itertools.product(["llama"], [False, True], KINDS), ("gpt2", False, "forward-kl"),
+    ("mistral", True, "jsd"), ("mistral", False, "forward-kl"), ("gemma3", True, "reverse-kl"),
+    ("gemma3", False, "jsd"), ("qwen2-window", True, "forward-kl")])
 def test_losses_equal_a_plain_computation(name, local, kind):
     """Eqs. 4 to 6 position by position, a forward pass each, in float64."""
     model = tiny(name).double()
@@ -165,53 +326,52 @@ def test_losses_equal_a_plain_computation(name, local, kind):
     terms, ar = [], []
     with torch.inference_mode():
         for row, some in zip(rows, pairs):
-            for root, state, goal, right in some:
-                prefix = (row["prompt"] + row["answer"])[:root]
-                for i in range(1, len(state)):
-                    if state[:i] != goal[:i]:
-                        p, s = q(prefix + goal[:i]), q(prefix + state[:i])
-                        terms.append({"forward-kl": kl(p, s), "reverse-kl": kl(s, p), "jsd": (kl(p, (p + s) / 2) + kl(s, (p + s) / 2)) / 2}[kind])
-            ar += [-q(row["prompt"] + row["answer"][:i])[token].log() for i, token in enumerate(row["answer"])]
+            text, start = row["prompt"] + row["answer"], len(row["prompt"])
+            for root, y, y_goal, _ in some:
+                for i in range(1, len(y)):
+                    if y[:i] != y_goal[:i]:
+                        p, s = q(text[:root] + y_goal[:i]), q(text[:root] + y[:i])
+                        mean = (p + s) / 2
+                        terms.append({"forward-kl": kl(p, s), "reverse-kl": kl(s, p),
+                                      "jsd": (kl(p, mean) + kl(s, mean)) / 2}[kind])
+            ar += [-q(text[:i])[text[i]].log() for i in range(start, len(text))]
     consistency, cross_entropy = losses(model, rows, pairs, kind)
     assert len(terms) > 20
     torch.testing.assert_close(consistency, sum(terms) / len(terms), atol=1e-8, rtol=1e-5)
     torch.testing.assert_close(cross_entropy, sum(ar) / len(ar), atol=1e-8, rtol=1e-5)
 
 
-def test_no_gradient_flows_through_the_stopped_side():
-    p, q = (torch.randn(3, 5, requires_grad=True) for _ in range(2))
-    model = tiny("llama")
+def test_no_gradient_flows_through_the_stopped_side(monkeypatch):
+    """It is that of the students alone: as with the teacher's logits as constants."""
+    model, seen = tiny("llama"), []
     rows, pairs = drawn(rows_of(model), 4, 2, False, random.Random(1))
-    seen = []
 
     def spy(kind, teacher, student):
-        seen.append((teacher.requires_grad, student.requires_grad))
+        seen.append((teacher.detach().clone(), teacher.requires_grad, student.requires_grad))
         return divergence(kind, teacher, student)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "divergence", spy)
-        consistency, _ = losses(model, rows, pairs)
-    assert seen == [(False, True)]
-    # the gradient is that of the students alone: with the teacher's logits as constants
-    consistency.backward()
+    monkeypatch.setattr(module, "divergence", spy)
+    losses(model, rows, pairs)[0].backward()
+    constant, *wants = seen[0]
+    assert wants == [False, True]
     grads = [x.grad.clone() for x in model.parameters()]
     model.zero_grad()
-    teachers = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "divergence", lambda kind, teacher, student: (teachers.append(teacher), divergence(kind, teacher, student))[1])
-        with torch.no_grad():
-            losses(model, rows, pairs)
-        patch.setattr(module, "divergence", lambda kind, teacher, student: divergence(kind, teachers[0].clone(), student))
-        losses(model, rows, pairs)[0].backward()
+    monkeypatch.setattr(module, "divergence",
+                        lambda kind, teacher, student: divergence(kind, constant, student))
+    losses(model, rows, pairs)[0].backward()
     for grad, x in zip(grads, model.parameters()):
         torch.testing.assert_close(grad, x.grad)
-    for kind in ("forward-kl", "reverse-kl", "jsd"):
-        assert (divergence(kind, p, p) < 1e-6).all() and (divergence(kind, p, q) > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_divergence_is_0_for_equals_alone(kind):
+    p, q = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    assert (divergence(kind, p, p) < 1e-6).all() and (divergence(kind, p, q) > 0).all()
 
 
 def test_a_state_that_is_the_fixed_point_costs_nothing():
     model = tiny("llama")
     rows = rows_of(model)
-    pairs = [[(root, path[-1], path[-1], path[-1]) for root, path in row["blocks"]] for row in rows]
+    pairs = [[Pair(root, *[path[-1]] * 3) for root, path in row["blocks"]] for row in rows]
     consistency, ar = losses(model, rows, pairs)
     (consistency + ar).backward()
     assert consistency.item() == 0 and ar.item() > 0
@@ -219,39 +379,48 @@ def test_a_state_that_is_the_fixed_point_costs_nothing():
 
 
 def test_a_state_leaves_the_answer_at_its_first_wrong_token():
-    row, right = {"prompt": [5, 6], "answer": [7, 8, 9, 10, 11]}, [6, 7, 8, 9, 10, 11]
-    ids, parents, compared = training_tree(row, [(1, [6, 7, 0, 9, 2, 3], right, right)])
-    assert ids == [5, 6, 7, 8, 9, 10, 11, 0, 9, 2]  # the 3 is the last: it predicts nothing in its block
+    row, y_star = {"prompt": [5, 6], "answer": [7, 8, 9, 10, 11]}, [6, 7, 8, 9, 10, 11]
+    y = [6, 7, 0, 9, 2, 3]
+    ids, parents, compared = training_tree(row, [Pair(1, y, y_star, y_star)])
+    assert ids == [5, 6, 7, 8, 9, 10, 11, 0, 9, 2]  # the 3 predicts nothing in its block
     assert parents == [-1, 0, 1, 2, 3, 4, 5, 2, 7, 8]
     assert compared == [(3, 7), (4, 8), (5, 9)]
-    ids, parents, compared = training_tree(row, [(1, [6, 0, 0, 9, 2, 3], [6, 7, 4, 9, 2, 3], right)])  # local: the next state is the teacher
+    local = Pair(1, [6, 0, 0, 9, 2, 3], [6, 7, 4, 9, 2, 3], y_star)  # the next state is the teacher
+    ids, parents, compared = training_tree(row, [local])
     assert ids[7:] == [4, 9, 2, 0, 0, 9, 2] and parents[7:] == [2, 7, 8, 1, 10, 11, 12]
     assert compared == [(2, 10), (7, 11), (8, 12), (9, 13)]
+    assert [ids[node] for node in path_to(13, parents)] == [5, 6, 0, 0, 9, 2]
 
 
 def test_states_are_drawn_evenly_and_never_the_fixed_point():
-    path = [[1, 0, 0], [1, 2, 0], [1, 2, 3]]
-    rows, counts = [{"prompt": [1], "answer": [2, 3], "blocks": [(0, path), (3, [[4, 5, 6]])]}] * 2, [0, 0]
+    """Of 1,000 draws a fair one has fewer than 420 of a kind with probability below 1e-6."""
+    path, counts = [[1, 0, 0], [1, 2, 0], [1, 2, 3]], [0, 0]
+    rows = [{"prompt": [1], "answer": [2, 3], "blocks": [(0, path), (3, [[4, 5, 6]])]}] * 2
     for seed in range(500):
-        for _, pairs in zip(*drawn(rows, 2, 1, seed % 2 == 0, random.Random(seed))):
-            assert len(pairs) == 1 and pairs[0][0] == 0 and pairs[0][3] == path[-1]
-            j = path.index(pairs[0][1])
-            assert pairs[0][2] == path[j + 1 if seed % 2 == 0 else 2]
+        local = seed % 2 == 0
+        for _, pairs in zip(*drawn(rows, 2, 1, local, random.Random(seed))):
+            [pair] = pairs
+            j = path.index(pair.y)
+            assert pair.root == 0 and pair.y_star == path[-1]
+            assert pair.y_goal == path[j + 1 if local else 2]
             counts[j] += 1
     both = drawn(rows, 2, 5, False, random.Random(0))[1]
-    assert [sorted(state for _, state, _, _ in pairs) for pairs in both] == [sorted(path[:2])] * 2
-    assert min(counts) > 420  # of 1,000; a fair draw fails with probability below 1e-6
+    assert [sorted(pair.y for pair in pairs) for pairs in both] == [sorted(path[:2])] * 2
+    assert min(counts) > 420
 
 
 def test_augmented_states_are_never_ahead_of_their_goal():
     """Augmentation may bring a state to y* or past the next state: such a state is not drawn."""
     path = [[1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4], [1, 2, 3, 4]]
     row = {"prompt": [1], "answer": [2, 3, 4], "blocks": [(0, path)]}
-    local, whole = (sorted(pair[1:3] for pair in drawn([row], 1, 9, local, random.Random(0))[1][0]) for local in (True, False))
-    assert local == [(path[1], path[2])] and whole == [(path[1], path[3]), (path[0], path[3])]
+    local, whole = (sorted((pair.y, pair.y_goal)
+                           for pair in drawn([row], 1, 9, local, random.Random(0))[1][0])
+                    for local in (True, False))
+    assert local == [(path[1], path[2])]
+    assert whole == [(path[1], path[3]), (path[0], path[3])]
 
 
-# ---------------------------------------------------------------- training
+# ---------------------------------------------------------------------------------- training
 
 def test_training_raises_the_tokens_per_call():
     """A tiny model learns its own few trajectories."""
@@ -259,156 +428,420 @@ def test_training_raises_the_tokens_per_call():
     rows, said = rows_of(model), []
     curve = fit(model, rows, rows, {3}, 6, steps=120, batch=4, lr=3e-3, w=1.0, say=said.append)
     assert [point[0] for point in curve] == list(range(0, 121, 12)) and len(said) == 11
-    assert curve[-1][1] < 0.2 * curve[0][1] and curve[-1][2] < curve[0][2] and curve[-1][3] > 1.3 * curve[0][3]
+    (_, *first), (_, *last) = curve[0], curve[-1]
+    assert last[0] < 0.2 * first[0] and last[1] < first[1] and last[2] > 1.3 * first[2]
 
 
-def test_a_stopped_training_goes_on(tmp_path, monkeypatch):
-    """Stopped in step 3 with the checkpoint of step 2, it ends where a whole run does."""
-    def stop(text):
+class Plain(torch.optim.SGD):
+    """In AdamW's place: a step as long as its gradient, so that the gradient's scale counts."""
+    rates = []
+
+    def __init__(self, parameters, lr, **_):
+        super().__init__(parameters, lr)
+
+    def step(self):
+        self.rates.append(self.param_groups[0]["lr"])
+        super().step()
+
+
+def softened():
+    """Small logits, and gradients that stay unclipped."""
+    model = tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-3)
+        model.model.norm.weight.mul_(1e-3)
+    return model
+
+
+@pytest.mark.parametrize("optimizer, clipped, options", [
+    (torch.optim.AdamW, True, {}), (torch.optim.AdamW, False, {}), (Plain, True, {}),
+    (Plain, False, {}), (Plain, True, dict(w=0.5)), (Plain, True, dict(w=0.0, local=True)),
+    (Plain, True, dict(divergence="reverse-kl", w=0.1, states=1)), (Plain, False, dict(batch=1)),
+    (Plain, True, dict(divergence="jsd", w=0.5)), (Plain, False, dict(accumulate=1))])
+def test_two_steps_by_hand(optimizer, clipped, options, monkeypatch):
+    """Eq. 7, the mean of the accumulated batches, each of some rows and some states of theirs; a
+    gradient longer than 1 is cut to 1, a shorter one left alone; the second rate is the half."""
+    model, plain, start = (tiny("llama") if clipped else softened() for _ in range(3))
+    rows, held_out, draws, decoded = ROWS[1:], ROWS[:1], [], []
+    options = dict(batch=2, states=3, accumulate=2, w=10.0, divergence="forward-kl",
+                   local=False) | options
+    lr = 0.01 if optimizer is torch.optim.AdamW else 1.0
+
+    def spy(some, *args):
+        made = drawn(some, *args)
+        assert some in (rows, held_out)
+        if some is rows:
+            draws.append(made)
+            assert args[:3] == (options["batch"], options["states"], options["local"])
+        return made
+    monkeypatch.setattr(module, "drawn", spy)
+    monkeypatch.setattr(module, "tokens_per_call",
+                        lambda model, some, *_: decoded.append(some) or 1)
+    monkeypatch.setattr(torch.optim, "AdamW", optimizer)
+    fit(model, rows, held_out, {3}, 6, steps=2, lr=lr, **options, say=lambda _: None)
+    assert len(draws) == 2 * options["accumulate"] and decoded == [held_out] * 3
+    assert all(len(some) == options["batch"] for some, _ in draws)
+
+    steps = optimizer(plain.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for factor in (1, 0.5):
+        for _ in range(options["accumulate"]):
+            with torch.autocast("cpu", torch.bfloat16):
+                consistency, ar = losses(plain, *draws.pop(0), options["divergence"])
+            ((consistency + options["w"] * ar) / options["accumulate"]).backward()
+        length = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+        assert length > 1 if clipped else length < 0.5  # also where it is doubled
+        for p in plain.parameters():
+            p.grad /= max(1, length)
+        steps.param_groups[0]["lr"] = lr * factor
+        steps.step()
+        steps.zero_grad()
+    moved, apart = (sum((a - b).square().sum() for a, b in zip(x.parameters(), y.parameters()))
+                    for x, y in ((start, plain), (model, plain)))
+    assert 0 < moved and apart < 1e-4 * moved  # squares: bfloat16 rounds a little differently
+
+
+def test_the_rate_rises_for_a_twentieth_of_the_steps_and_falls_to_0(monkeypatch):
+    model, Plain.rates = tiny("llama"), []
+
+    def nothing(*_):
+        return (model.lm_head.weight * 0).sum(), torch.tensor(0.0)
+    monkeypatch.setattr(torch.optim, "AdamW", Plain)
+    monkeypatch.setattr(module, "losses", nothing)
+    monkeypatch.setattr(module, "tokens_per_call", lambda *_: 1)
+    fit(model, ROWS, ROWS, {3}, 6, steps=40, batch=1, lr=0.8, w=1.0, say=lambda _: None)
+    assert Plain.rates == pytest.approx([0.4, *(0.8 * (1 - s / 40) for s in range(1, 40))])
+
+
+# ------------------------------------------------------------------ what is kept, and for whom
+
+FIT = dict(steps=4, batch=2, states=2, accumulate=2, lr=1e-3, w=10.0, say=lambda _: None)
+
+
+def fitted(work=None, model=0, rows=ROWS[1:], n=6, **options):
+    """(weights, curve) of a training."""
+    model = tiny("llama", seed=model)
+    curve = fit(model, rows, ROWS[:1], {3}, n, work=work, **FIT | options)
+    return torch.nn.utils.parameters_to_vector(model.parameters()), curve
+
+
+whole = functools.cache(fitted)
+
+
+def equal(a, b) -> bool:
+    return torch.equal(a[0], b[0]) and a[1] == b[1]
+
+
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory):
+    """A folder that a training of two steps has worked in."""
+    folder = tmp_path_factory.mktemp("work")
+    fitted(folder, steps=2)
+    return folder
+
+
+@pytest.mark.parametrize("change", [
+    dict(model=1), dict(rows=ROWS[:0:-1]), dict(n=5), dict(steps=3), dict(batch=1), dict(states=1),
+    dict(accumulate=1), dict(lr=2e-3), dict(w=3.0), dict(divergence="jsd"), dict(local=True),
+    dict(seed=1)], ids=lambda change: next(iter(change)))
+def test_another_training_in_the_same_folder_starts_over(change, worked):
+    """And the same one is only loaded."""
+    options, said = {"steps": 2} | change, []
+    alone = fitted(**options)
+    assert equal(fitted(worked, **options), alone)
+    assert equal(fitted(worked, **options, say=said.append), alone) and not said
+
+
+@contextlib.contextmanager
+def interrupted(place):
+    """Ctrl-C in the third step: in its second pass, before its update, or once it is reported."""
+    def at(number, act):
+        calls = itertools.count(1)
+
+        def stop(*args, **options):
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return act(*args, **options)
+        return stop
+    with pytest.MonkeyPatch.context() as patch:
+        if place == "pass":  # 2 a step, 4 a report, of which there is one at the start
+            patch.setattr(module, "losses", at(4 + 6 + 6 + 2, losses))
+        if place == "update":
+            clip = torch.nn.utils.clip_grad_norm_
+            patch.setattr(torch.nn.utils, "clip_grad_norm_", at(3, clip))
+        yield dict(say=at(4, lambda _: None)) if place == "report" else {}
+
+
+@pytest.mark.parametrize("place, done", [("pass", 2), ("update", 2), ("report", 3)])
+def test_an_interrupted_training_goes_on_where_it_was(place, done, tmp_path):
+    """And ends where a whole run does, with the same curve."""
+    with interrupted(place) as options, pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, **options)
+    [file], said = tmp_path.iterdir(), []
+    assert torch.load(file)["done"] == done
+    assert equal(fitted(tmp_path, say=said.append), whole())
+    assert [text.split(":")[0] for text in said] == [f"step {n}" for n in range(done + 1, 5)]
+
+
+def test_a_killed_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
+    """One is written every two minutes: here after every step."""
+    files, (work, copy) = [], (tmp_path / "work", tmp_path / "copy")
+    work.mkdir()
+    copy.mkdir()
+
+    def say(text):
         if text.startswith("step 3"):
-            raise KeyboardInterrupt
-    models, rows = [tiny("llama") for _ in range(3)], rows_of(tiny("llama"))
-    options = dict(steps=4, batch=2, states=2, accumulate=2, lr=1e-3, w=10.0, checkpoint=tmp_path / "c.pt")
-    whole = fit(models[0], rows, rows, {3}, 6, say=lambda _: None, **options | {"checkpoint": None})
-    monkeypatch.setattr(module.time, "time", iter(range(0, 10 ** 6, 1000)).__next__)  # every step is saved
-    with pytest.raises(KeyboardInterrupt):
-        fit(models[1], rows, rows, {3}, 6, say=stop, **options)
-    assert torch.load(tmp_path / "c.pt")["step"] == 2
-    assert fit(models[2], rows, rows, {3}, 6, say=lambda _: None, **options) == whole
-    for a, b in zip(models[0].parameters(), models[2].parameters()):
-        torch.testing.assert_close(a, b)
+            files.extend(shutil.copy(file, copy) for file in work.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(module.time, "time", itertools.count(0, 1000).__next__)
+        fitted(work, say=say)
+    assert torch.load(files[0])["done"] == 2 and equal(fitted(copy), whole())
 
 
-def test_one_step_by_hand():
-    """Eq. 7 with w = 3 and two accumulated batches, clipped, by AdamW at the rate that the schedule gives its first step."""
-    model, plain, rows = tiny("llama"), tiny("llama"), rows_of(tiny("llama"))
-    fit(model, rows, rows, {3}, 6, steps=1, batch=4, states=9, accumulate=2, lr=1e-2, w=3.0, say=lambda _: None)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            consistency, ar = losses(plain, *drawn(rows, 4, 9, False, random.Random(0)))  # all rows and states: any order
-        ((consistency + 3 * ar) / 2).backward()
-    assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1
-    optimizer.step()
-    moved = torch.cat([(a - b).flatten() for a, b in zip(plain.parameters(), tiny("llama").parameters())]).abs()
-    apart = torch.cat([(a - b).flatten() for a, b in zip(plain.parameters(), model.parameters())]).abs()
-    assert moved.median() > 9e-3 and (apart > 1e-3).float().mean() < 0.02  # bfloat16 sums in another order: the sign of the smallest gradients
+# ------------------------------------------------------------------------- the command `train`
+
+def written(path, rows, **settings):
+    """A file of trajectories."""
+    settings = {"model": "m", "n": 6, "max_new_tokens": 20, "augment": 0, "seed": 0} | settings
+    rows = [{"number": i, **row} for i, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [settings, *rows]))
+    return path
 
 
-def test_train_profile_and_decode_from_the_command_line(tmp_path, capfd):
-    """A CLLM is an ordinary model directory, whose Jacobi output is its own AR output; jacobi.py decodes with it too."""
-    import tasks
-    from jacobi import jacobi, lookahead
-    prompts, data, out = tmp_path / "p.txt", tmp_path / "data.jsonl", tmp_path / "cllm-v1.5"
-    prompts.write_text("Mia has 12 apples and buys 3.\nCount the cats.\n\nTom has 4 dogs.\n")
-    assert module.collect(["--prompts", str(prompts), "--max-new-tokens", "20", "--block", "8", "--out", str(data), "--device", "cpu"]) == 0
-    assert module.train(["--data", str(data), "--out", str(out), "--steps", "3", "--batch", "2", "--device", "cpu"]) == 0
-    assert "step 3: held-out consistency loss" in capfd.readouterr().out and (tmp_path / "cllm-v1.5.work/checkpoint.pt").exists()
-    with pytest.raises(InputError, match="expected a checkpoint of this model and of"):
-        module.train(["--data", str(data), "--out", str(out), "--steps", "3", "--batch", "2", "--device", "cpu", "--seed", "1"])
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.config.dtype == torch.bfloat16 and model.config._attn_implementation == "sdpa"
-    text = tasks.take("math", "test", 1, seed=9)[0].prompt
-    assert module.main([cllm], module.report, ["--target", str(out), "--prompt", text, "--max-new-tokens", "40", "--device", "cpu", "--compare"]) == 0
-    captured = capfd.readouterr()
-    assert "output equals autoregressive output" in captured.err and "tokens fast-forwarded a call" in captured.err
-    for method in (jacobi, lookahead):
-        assert module.main([method], argv=["--target", str(out), "--prompt", text, "--max-new-tokens", "40", "--device", "cpu"]) == 0
-        assert capfd.readouterr().out == captured.out
-    (tmp_path / "q.jsonl").write_text(json.dumps({"question": text}) + "\n")
-    assert module.profile(["--target", str(out), "--prompts", str(tmp_path / "q.jsonl"), "--block", "8", "--max-new-tokens", "40", "--device", "cpu"]) == 0
-    table = capfd.readouterr().out.splitlines()
-    assert len(table) == 4 and table[0].startswith("| model |") and f"| {out} |" in table[3] and "| 8 |" in table[2]
+class Saved(Wordless):
+    """A tokenizer, as far as training needs one."""
+    eos_token_id, bos_token_id, pad_token_id = 3, 0, 1
+
+    def save_pretrained(self, folder):
+        pass
 
 
-def test_what_a_perfect_model_fast_forwards():
-    """A block and the next root in every second call: 4 tokens a call at n = 8, and the profile says so."""
-    target, log = ScriptedLM(lambda tokens: torch.nn.functional.one_hot(torch.tensor(len(tokens) * 7 % 11), 11).float()), []
-    tokens = tokens_of(cllm(target, [1, 1], block=8, log=log), 32)
-    assert len(tokens) / target.calls == 4 and profile_of(log) == (4, 4.0, 0.0)
+def given_to_fit(monkeypatch, tmp_path, rows, **options):
+    """What `train` gives to `fit`: (rows, held out, eos, n, options)."""
+    given = []
+    monkeypatch.setattr(module, "fit", lambda model, *args, **rest: given.append((*args, rest)))
+    data = written(tmp_path / "data", rows)
+    train(LLAMA, Saved(), data=data, out=tmp_path / "out", **options)
+    return given[0]
 
 
-def test_blocks_with_an_eos_are_not_profiled():
-    done, log = {"states": [[1, 9, 9], [1, 2, 3]], "final": [1, 3]}, {"states": [[4, 9, 9], [4, 5, 0]], "final": [1, 3]}
-    assert profile_of([done, log])[0] == 2
-    assert profile_of([done, log], {5})[0] == 1 and profile_of([log], {4})[0] == 1  # the root is of the text before
+LLAMA = tiny("llama")
 
 
-def test_sampled_output_has_the_targets_distribution():
-    """4,000 seeded runs on a chain of states: chi-square test of three tokens at a false-failure probability of 1e-6."""
-    logits_of, sample, counts = markov(4), Sampler(0.9, seed=2), torch.zeros(4, 4, 4)
-    target = ScriptedLM(logits_of)
-    for _ in range(4000):
-        counts[tuple(tokens_of(cllm(target, [1, 2], block=3, sample=sample), 3))] += 1
-    expected = torch.zeros(4, 4, 4)
-    for a, b, c in itertools.product(range(4), repeat=3):
-        expected[a, b, c] = torch.stack([sample.probs(logits_of(before))[token] for before, token in (([1, 2], a), ([2, a], b), ([a, b], c))]).prod()
-    assert chi_square_ok(counts.flatten(), expected.flatten())
+def test_held_out_rows_are_drawn_from_the_whole_file(tmp_path, monkeypatch):
+    """One in ten, of each half alike, and none of them is trained on."""
+    rows, early = [ROWS[0] | {"prompt": [n, 9, 3]} for n in range(50)], 0
+    monkeypatch.setattr(LLAMA, "save_pretrained", lambda folder: None)
+    for seed in range(30):
+        data, held_out, eos, n, _ = given_to_fit(monkeypatch, tmp_path, rows, seed=seed)
+        numbers = [row["number"] for row in held_out]
+        assert len(numbers) == 5 and eos == {1, 3} and n == 6
+        assert sorted(row["number"] for row in data + held_out) == list(range(50))
+        early += sum(n < 25 for n in numbers)
+    assert 50 < early < 100  # of 150: a standard deviation is 6
 
 
-def test_guesses_are_seeded_by_the_sampler():
-    model, first = tiny("llama"), []
-    for seed in (0, 0, 1):
-        log = []
-        tokens_of(cllm(CachedLM(model, CONTEXT), PROMPTS[2], sample=Sampler(0, seed=seed), log=log), 5)
-        first.append(log[0]["states"][0])
-    assert first[0] == first[1] != first[2]
-    with pytest.raises(InputError, match="expected a block of 2 tokens or more, got 1"):
-        next(cllm(None, [1], block=1))
+def test_train_hands_its_options_on(tmp_path, monkeypatch):
+    options = dict(steps=7, batch=3, states=5, accumulate=2, lr=0.1, w=0.0, divergence="jsd",
+                   local=True, seed=4)
+    rows = [*ROWS, ROWS[0] | {"blocks": []}]  # the last repeats itself
+    *parts, given = given_to_fit(monkeypatch, tmp_path, rows, **options, work=tmp_path / "here")
+    given.pop("say")
+    assert given == options | {"work": tmp_path / "here"}
+    assert sorted(row["number"] for row in parts[0] + parts[1]) == [0, 1, 2, 3]
+    given = given_to_fit(monkeypatch, tmp_path, rows)[-1]
+    assert given["work"] == tmp_path / "out.work"  # the default
+
+
+def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):
+    """Though the model that it was trained from has settings of sampling, which transformers
+    refuses to save where it does not sample; nothing is lost after the training."""
+    model, out = tiny("llama"), tmp_path / "out"
+    model.generation_config = GenerationConfig(temperature=0.9, do_sample=False, top_k=3,
+                                               repetition_penalty=2.0, eos_token_id=[1, 3])
+    with pytest.raises(ValueError, match="[Gg]eneration"):
+        model.save_pretrained(tmp_path / "other")
+    train(model, Saved(), data=written(tmp_path / "data", ROWS), out=out, steps=2, batch=2)
+    trained, prompt = AutoModelForCausalLM.from_pretrained(out), PROMPTS[2]
+    assert trained.config.dtype == torch.bfloat16 and trained.config._attn_implementation == "sdpa"
+    settings = trained.generation_config
+    assert settings.eos_token_id == [1, 3] and settings.bos_token_id == 0
+    assert not settings.do_sample and settings.temperature in (None, 1.0)
+    assert settings.repetition_penalty in (None, 1.0)
+    for a, b in zip(trained.parameters(), model.parameters()):
+        assert torch.equal(a, b) and a.dtype == torch.bfloat16
+    answer = trained.float().generate(torch.tensor([prompt]), max_new_tokens=20)[0].tolist()
+    lm = CachedLM(prepare(model.float()), CONTEXT)
+    assert answer == prompt + tokens_of(autoregressive(lm, prompt), 20, {1, 3})
+
+
+@pytest.mark.parametrize("wrong", [
+    dict(steps=0), dict(batch=0), dict(states=0), dict(accumulate=0), dict(lr=0), dict(w=-1),
+    dict(divergence="tvd")])
+def test_wrong_numbers_are_refused(wrong, tmp_path):
+    with pytest.raises(InputError, match="expected (steps|a divergence)"):
+        train(LLAMA, Saved(), data=written(tmp_path / "d", ROWS), out=tmp_path / "out", **wrong)
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_of_other_kinds_are_refused(tmp_path):
-    for text in ("x", "[1]\n[2]\n", '{"prompt": "a"}\n', '{"target": "a", "block": 4}\n{"number": 1}\n'):
+    for text in ("", "x", "[1]\n[2]\n", '{"prompt": "a"}\n', '{"model": "a"}\n',
+                 '{"model": "a", "n": 4}\n{"number": 1}\n'):
         (tmp_path / "bad").write_text(text)
-        with pytest.raises(InputError, match="expected a file made by"):
+        with pytest.raises(InputError, match="expected a file made by `python cllm.py collect`"):
             read_trajectories(tmp_path / "bad")
 
 
-FEW = {"target": "t", "block": 4, "max_new_tokens": 4, "augment": 0, "seed": 0}
-ROW = {"number": 0, "prompt": [5, 9999], "answer": [2], "blocks": [[1, [[9999, 2]]]]}
+# ------------------------------------------------------------------------- the command line
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with a tiny model that has the embedded target's tokenizer, and with prompts."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/target")
+    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
+    settings = {"temperature": 0.9, "do_sample": False, "eos_token_id": 1}
+    (folder / "llama/generation_config.json").write_text(json.dumps(settings))
+    (folder / "good").write_text("Mia has 12 apples.\nCount the cats.\n\nTom has 4 dogs.\n")
+    (folder / "one").write_text("Mia has 12 apples.\n")
+    (folder / "long").write_text("one two three " * 200 + "\n")
+    (folder / "empty").write_text("\n")
+    (folder / "null").write_text('{"prompt": null}\n')
+    written(folder / "few", [])
+    written(folder / "others", [{"prompt": [5, 9999], "answer": [2],
+                                 "blocks": [[1, [[9999, 2]]]]}] * 2)
+    return folder
+
+
+def command(*argv) -> int:
+    """As the last lines of cllm.py, on a CPU."""
+    return main([cllm], module.report, [*map(str, argv), "--device", "cpu"], target="cllm",
+                    commands=[collect, train, profile], ranges={"n": (4, 8, 16, 32, 64)})
+
+
+def test_collect_train_decode_and_profile_from_the_command_line(small, tmp_path, capfd):
+    """jacobi.py decodes with a CLLM too."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "cllm-v1.5"
+    target, prompts = ("--target", small / "llama"), ("--prompts", small / "good")
+    assert command("collect", *target, *prompts, "--max-new-tokens", "20", "--n", "8", "--out",
+                   data) == 0
+    assert "3 prompts, 0 answers dropped" in capfd.readouterr().out
+    training = ["train", *target, "--data", data, "--out", out, "--steps", "3", "--batch", "2"]
+    assert command(*training) == 0
+    weights = out / "model.safetensors"
+    first = weights.read_bytes()
+    assert command(*training, "--seed", "1") == 0 and weights.read_bytes() != first
+    assert capfd.readouterr().out.count("step 3: held-out consistency loss") == 2
+    assert command(*training) == 0 and weights.read_bytes() == first
+    assert capfd.readouterr().out == ""
+    assert len(list(out.with_name("cllm-v1.5.work").iterdir())) == 2
+    decoding = ("--target", out, "--prompt", "Tom has 4 dogs.", "--max-new-tokens", "40")
+    assert command(*decoding, "--compare") == 0
+    text, err = capfd.readouterr()
+    assert "output equals autoregressive output" in err and "tokens fast-forwarded a call" in err
+    for name in ("jacobi", "lookahead"):
+        methods = [jacobi.jacobi, jacobi.lookahead]
+        argv = [*map(str, decoding), "--device", "cpu", "--method", name]
+        assert main(methods, jacobi.report, argv) == 0
+        assert capfd.readouterr().out == text
+    assert command("profile", "--target", small / "llama", "--after", out, *prompts, "--n", "8",
+                   "--max-new-tokens", "40") == 0
+    table = capfd.readouterr().out.splitlines()
+    assert len(table) == 4 and table[0].startswith("| model |")
+    assert f"| {small / 'llama'} |" in table[2] and f"| {out} |" in table[3] and "| 8 |" in table[2]
+
+
+def test_profile_is_that_of_the_decoding(small, tmp_path, capfd):
+    """And goes to the end of the context, however many tokens are asked for."""
+    options = ["--target", small / "llama", "--n", "4", "--max-new-tokens", "500"]
+    prompts = ["--prompts", small / "one"]
+    assert command("profile", *options, *prompts, "--after", small / "llama") == 0
+    *_, first, second = capfd.readouterr().out.splitlines()
+    assert first == second and command(*options, *prompts) == 0
+    words = capfd.readouterr().err.splitlines()[-1].split()
+    assert first.split(" | ")[1:] == [words[0], "4", words[3], f"{words[8]} |"]
+
+
+def test_prompts_too_long_from_the_command_line(small, tmp_path, capfd):
+    assert command("collect", "--target", small / "llama", "--prompts", small / "long", "--out",
+                   tmp_path / "o", "--max-new-tokens", "2040") == 0
+    assert "0 prompts, 0 answers dropped for repetition, 1 prompts" in capfd.readouterr().out
+
+
+def test_interrupted_from_the_command_line(small, tmp_path, capfd):
+    """Ctrl-C is status 130; the same command then makes what an uninterrupted one makes."""
+    def training(out):
+        return ["train", "--target", small / "llama", "--data", data, "--out", out, "--steps", "3"]
+    data, out, whole = (tmp_path / name for name in ("data", "out", "whole"))
+    assert command("collect", "--target", small / "llama", "--prompts", small / "good", "--out",
+                   data, "--max-new-tokens", "20") == 0
+    with interrupted("update"):
+        assert command(*training(out)) == 130
+    assert command(*training(out)) == command(*training(whole)) == 0
+    for name in ("model.safetensors", "generation_config.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    assert capfd.readouterr().out.count("step 1:") == 2
+
+
+def test_the_file_itself_collects_trains_tunes_and_decodes(small, tmp_path, monkeypatch, capfd):
+    target, o, loaded = ["--target", small / "llama"], tmp_path / "o", []
+    monkeypatch.setattr(cli, "load", lambda path, *args: loaded.append(path) or load(path, *args))
+    for argv, said in (
+            (["collect", *target, "--prompts", small / "good", "--out", o, "--max-new-tokens", "9"],
+             "3 prompts, 0 answers dropped"),
+            (["train", *target, "--data", o, "--out", tmp_path / "out", "--steps", "1"], "step 1:"),
+            (["profile", *target, "--after", small / "llama", "--max-new-tokens", "1"], "| 16 |"),
+            ([*target, "--prompt", "Hello", "--max-new-tokens", "3", "--tune"], "--n 64"),
+            (["--prompt", "Hello", "--max-new-tokens", "1"], "\n")):
+        loaded.clear()
+        monkeypatch.setattr(sys, "argv", ["cllm.py", *map(str, argv), "--device", "cpu"])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "cllm.py"), run_name="__main__")
+        assert end.value.code == 0 and said in capfd.readouterr().out
+    assert loaded == [str(ROOT / "models/cllm")]  # to decode with by default
 
 
 @pytest.mark.parametrize("argv, said", [
-    (["collect"], "the following arguments are required"),
+    (["collect"], "the following arguments are required: --out"),
     (["collect", "--prompts", "none", "--out", "o"], "expected a file of prompts"),
-    (["collect", "--prompts", "empty", "--out", "o"], "expected one prompt or more"),
-    (["collect", "--prompts", "null", "--out", "o"], "expected one prompt or more, all of them text"),
+    (["collect", "--prompts", "empty", "--out", "o"], "no prompt in it"),
+    (["collect", "--prompts", "null", "--out", "o"], "expected a file of prompts"),
     (["collect", "--prompts", "good", "--out", "."], "Is a directory"),
     (["collect", "--prompts", "good", "--out", "good/below"], "File exists"),
     (["collect", "--prompts", "good", "--out", "good"], "expected a file made by"),
-    (["collect", "--prompts", "good", "--out", "o", "--block", "1"], "expected a block of 2"),
-    (["collect", "--prompts", "good", "--out", "o", "--max-new-tokens", "2040"], "expected prompts of at most"),
+    (["collect", "--prompts", "good", "--out", "few"], "to hold trajectories of this model"),
+    (["collect", "--prompts", "good", "--out", "o", "--n", "1"], "expected n of 2 or more"),
+    (["collect", "--out", "o", "--max-new-tokens", "0"], "max-new-tokens and batch of 1 or more"),
+    (["collect", "--out", "o", "--batch", "0"], "max-new-tokens and batch of 1 or more"),
+    (["collect", "--out", "o", "--augment", "1.5"], "augment of 0 to 1, got 16, 128, 32 and 1.5"),
     (["train", "--data", "none", "--out", "o"], "expected a file made by"),
     (["train", "--data", "few", "--out", "o"], "expected trajectories of 2 prompts or more"),
-    (["train", "--data", "others", "--out", "o"], "expected trajectories of this model, got some of t"),
+    (["train", "--data", "others", "--out", "o"], "of this model, got those of m"),
     (["train", "--data", "few", "--out", "o", "--steps", "0"], "expected steps"),
-    (["train", "--data", "few", "--out", "o", "--divergence", "tvd"], "invalid choice"),
-    (["profile", "--max-new-tokens", "0"], "expected max-new-tokens of 1 or more"),
-    (["profile", "--max-new-tokens", "2048"], "in a context of 2048"),
-    (["profile", "--target", "models/target", "--block", "1", "--max-new-tokens", "4"], "expected a block of 2"),
-    (["--prompt", "x", "--target", "none"], "expected a model directory")])
-def test_wrong_input_is_one_line_and_status_2(argv, said, tmp_path, monkeypatch, capfd):
-    for name, text in (("empty", "\n"), ("null", '{"prompt": null}\n'), ("good", "How many?\n"), ("few", json.dumps(FEW) + "\n"),
-                       ("others", "".join(json.dumps(line) + "\n" for line in (FEW, ROW, ROW)))):
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["cllm.py", *(str(ROOT / a) if a.startswith("models/") else a for a in argv)])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "cllm.py"), run_name="__main__")
-    captured = capfd.readouterr()
-    lines = [line for line in captured.err.replace("\r", "\n").splitlines() if line and "it/s" not in line and "%|" not in line]
-    assert end.value.code == 2 and captured.out == "" and len(lines) == 1 and said in lines[0], captured.err
+    (["train", "--data", "few", "--out", "o", "--divergence", "tvd"], "expected a divergence of"),
+    (["train", "--data", "few"], "the following arguments are required: --out"),
+    (["profile", "--steps", "1"], "unrecognized arguments: --steps 1"),
+    (["--prompt", "x", "--n", "1"], "expected n of 2 or more"),
+    (["--prompt", "x", "--target", "no/such/directory"], "expected a model directory")])
+def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):
+    monkeypatch.chdir(small)
+    assert command(*argv, *([] if "--target" in argv else ["--target", "llama"])) == 2
+    out, err = capfd.readouterr()
+    lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
+    assert out == "" and len(lines) == 1 and said in lines[0], err
 
 
 def test_the_embedded_cllm():
     """Held-out prompts: Jacobi decoding gives its own AR output, in less than half of the calls."""
     import tasks
     model, tokenizer = load(ROOT / "models/cllm", "cpu", "float32")
-    lm, tokens, right = CachedLM(model, 500), 0, 0
+    ar, lm, eos, tokens, right = CachedLM(model, 500), CachedLM(model, 500), {1}, 0, 0
+    assert tokenizer.eos_token_id == 1
     for example in (e for task in tasks.TASKS for e in tasks.take(task, "test", 4, seed=40)):
         prompt = tokenizer(example.prompt)["input_ids"]
-        expected = tokens_of(autoregressive(CachedLM(model, 500), prompt), 120, {tokenizer.eos_token_id})
-        assert tokens_of(cllm(lm, prompt), 120, {tokenizer.eos_token_id}) == expected
-        tokens, right = tokens + len(expected), right + tasks.grade(example, tokenizer.decode(expected, skip_special_tokens=True))
+        expected = tokens_of(autoregressive(ar, prompt), 120, eos)
+        assert tokens_of(cllm(lm, prompt), 120, eos) == expected
+        text = tokenizer.decode(expected, skip_special_tokens=True)
+        tokens, right = tokens + len(expected), right + tasks.grade(example, text)
     assert tokens / lm.calls > 2.1 and right >= 8
     assert sum(file.stat().st_size for file in (ROOT / "models/cllm").iterdir()) <= 22_000_000

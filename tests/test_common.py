@@ -1,25 +1,48 @@
-"""Trees, cache, sampling and the driver."""
+"""Trees, cache, masks, sampling and loading."""
+import collections
+import gc
+import itertools
 import random
+import shutil
 
 import pytest
 import torch
-from transformers import BloomConfig, DynamicCache, GPTNeoConfig, Llama4TextConfig, MambaConfig, AutoModelForCausalLM
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (AutoModelForCausalLM, BloomConfig, DynamicCache, FalconConfig,
+                          GPTNeoConfig, Llama4TextConfig, MambaConfig, MptConfig)
+from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
+                                                    TopPLogitsWarper)
 
-from common import CachedLM, InputError, KVCache, Sampler, ancestor_mask, autoregressive, greedy, load, prepare, probs, trie, until, walk
-from conftest import CONTEXT, FAMILIES, ROOT, VOCAB, path_to, tiny, tokens_of
+from common import (WIDTHS, CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
+                    autoregressive, capture, context_length, greedy, load, prepare, trie, until,
+                    walk, windows_of)
+from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, VOCAB, chi_square_ok, path_to,
+                      prefill, tiny, tokens_of)
+
+CLOSE = dict(atol=1e-4, rtol=1e-4)
+BOTH = pytest.mark.parametrize("graphs", [False, True])
 
 
-def random_tree(rng, n, start=0, deep=0.5):
+def random_tree(rng, n: int, start: int = 0, deep: float = 0.5) -> list[int]:
     """Parents of n nodes after `start` earlier ones; the larger `deep`, the longer its paths."""
-    return [i - 1 if rng.random() < deep and i else rng.randrange(-1, i) for i in range(start, start + n)]
+    return [i - 1 if rng.random() < deep and i else rng.randrange(-1, i)
+            for i in range(start, start + n)]
 
 
-def alone(model, ids):
-    """Logits [len(ids), V] without any cache, tree or mask of ours."""
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+@torch.inference_mode()
+def alone(model, *texts: list[int]) -> torch.Tensor:
+    """The logits [texts, V] after each text, without a cache, tree or mask of ours. Shorter ones
+    have padding behind them, which no token of them looks at."""
+    longest = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits
+    return logits[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
 
+
+def buffers_of(lm) -> list[torch.Tensor]:
+    return [buffer for pair in lm.cache.layers.values() for buffer in pair]
+
+
+# ------------------------------------------------------------------------------------- trees
 
 def test_ancestor_mask():
     rng = random.Random(0)
@@ -27,223 +50,510 @@ def test_ancestor_mask():
         parents = random_tree(rng, n)
         expected = [[j in path_to(i, parents) for j in range(n)] for i in range(n)]
         assert ancestor_mask(parents).tolist() == expected
-    assert ancestor_mask([-1, 0, 1]).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    assert ancestor_mask([-1, 0, 1]).tolist() == [[True, False, False], [True, True, False],
+                                                  [True, True, True]]
 
 
 def test_trie_merges_equal_prefixes():
-    ids, parents = trie(9, [[1, 2, 3], [1, 2, 4], [5], [1, 2, 3, 6], []])
+    ids, parents, paths = trie(9, [[1, 2, 3], [1, 2, 4], [5], [1, 2, 3, 6], []])
     assert ids == [9, 1, 2, 3, 4, 5, 6] and parents == [-1, 0, 1, 2, 2, 0, 3]
+    assert paths == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5], [0, 1, 2, 3, 6], [0]]
+    assert trie(9, []) == ([9], [-1], [])
 
 
 def test_walk_follows_what_the_target_chose():
-    ids, parents = trie(9, [[1, 2], [1, 3], [4]])  # nodes 9:0 1:1 2:2 3:3 4:4
+    ids, parents, _ = trie(9, [[1, 2], [1, 3], [4]])  # nodes 9:0 1:1 2:2 3:3 4:4
     assert walk(ids, parents, [1, 3, 7, 8, 7]) == ([0, 1, 3], [1, 3, 8])
     assert walk(ids, parents, [5, 3, 7, 8, 7]) == ([0], [5])
     assert walk([9], [-1], [9]) == ([0], [9])
 
 
-def test_forward_over_random_trees_equals_each_path_alone(family):
-    """Trees grown in several calls, after commits of arbitrary paths and truncations; sliding windows are shorter than the context."""
-    model, rng = tiny(family), random.Random(1)
-    lm = CachedLM(model, capacity=CONTEXT)
+# ------------------------------------------------------------------------- the model's passes
+
+def check_trees(model, graphs: bool) -> CachedLM:
+    """Every node of random trees gives the logits of its path alone, and after each commit and
+    truncation the cache holds what a fresh one does.
+
+    Contexts of no token, of fewer than a sliding window and of more; trees grown in several calls
+    by ids or embeddings, chains by default; commits of any path, the empty one included;
+    truncations, with or without a commit before. All with one CachedLM: what earlier trials left in
+    its buffers must reach nothing."""
+    rng, lm = random.Random(1), CachedLM(model, CONTEXT, graphs=graphs)
+    embed = model.get_input_embeddings()
     for trial in range(6):
-        context = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 4, 30]))]
-        if trial % 2:  # the context's rows come along with the first tree
+        context = [rng.randrange(VOCAB) for _ in range([0, 4, 30][trial % 3])]
+        if trial % 2 and context:
+            torch.testing.assert_close(prefill(lm, context, 40), alone(model, context), **CLOSE)
+        else:
             lm.start(context + [7, 7], width=40)
             lm.truncate(len(context))
-        else:
-            torch.testing.assert_close(lm.prefill(context, width=40), alone(model, context)[-1:], atol=1e-4, rtol=1e-4)
         for _ in range(3):
             ids, parents, rows = [], [], []
-            for _ in range(rng.randint(1, 3)):
-                new = random_tree(rng, rng.randint(1, 9), len(ids), deep=rng.random())
-                tokens = [rng.randrange(VOCAB) for _ in new]
-                rows.append(lm.forward(tokens, new))
+            for n in [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]:
+                new = random_tree(rng, n, len(ids), rng.random())
+                tokens = rng.choices(range(VOCAB), k=n)
+                chain = rng.random() < 0.2
+                if chain:
+                    new = list(range(len(ids) - 1, len(ids) - 1 + n))
+                keep = rng.choice([0, 0, 1, n])
+                fed = tokens
+                if rng.random() < 0.3:
+                    fed = embed(torch.tensor(tokens, device=model.device)).detach()
+                logits = lm.forward(fed, None if chain else new, keep=keep)
+                assert logits.shape == (keep or n, VOCAB)
+                first = len(ids) + n - len(logits)
                 ids, parents = ids + tokens, parents + new
-            rows = torch.cat(rows)
-            assert lm.parents == parents and lm.depths == [len(path_to(i, parents)) - 1 for i in range(len(ids))]
-            for i in range(len(ids)):
-                path = path_to(i, parents)
-                torch.testing.assert_close(rows[i], alone(model, context + [ids[j] for j in path])[-1], atol=1e-4, rtol=1e-4)
-            path = path_to(rng.randrange(len(ids)), parents)
-            path = path[:rng.randint(0, len(path))]
-            lm.commit(path)
-            context = context + [ids[j] for j in path]
-            if rng.random() < 0.5:
-                context = context[:rng.randint(1, len(context))]
+                rows += zip(range(first, len(ids)), logits)
+            assert lm.parents == parents and lm.length == len(context)
+            texts = [context + [ids[j] for j in path_to(i, parents)] for i, _ in rows]
+            torch.testing.assert_close(torch.stack([row for _, row in rows]),
+                                       alone(model, *texts), **CLOSE)
+            if rng.random() < 0.8:
+                path = path_to(rng.randrange(len(ids)), parents)
+                path = path[:rng.randint(0, len(path))]
+                lm.commit(path)
+                context = context + [ids[j] for j in path]
+            if lm.parents or rng.random() < 0.5:
+                context = context[:rng.randint(len(context) // 2, len(context))]
                 lm.truncate(len(context))
-            fresh = CachedLM(model, capacity=CONTEXT)
-            fresh.prefill(context)
-            assert lm.length == fresh.length == len(context) and lm.parents == []
-            for layer, pair in fresh.cache.layers.items():
-                for ours, theirs in zip(lm.cache.layers[layer], pair):
-                    torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length], atol=1e-4, rtol=1e-4)
+            assert lm.length == len(context) and lm.parents == []
+            fresh = CachedLM(model, CONTEXT)
+            fresh.start(context)
+            for ours, theirs in zip(buffers_of(lm), buffers_of(fresh)):
+                torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length],
+                                           **CLOSE)
+    return lm
 
 
-def test_embeds_stand_in_for_ids(family):
+@BOTH
+@pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
+def test_a_tree_equals_its_paths_and_the_cache_a_fresh_one(name, graphs):
+    check_trees(tiny(name), graphs)
+
+
+@BOTH
+def test_embeddings_stand_in_for_ids(family, graphs):
     model = tiny(family)
-    lm = CachedLM(model, capacity=20)
-    lm.prefill([3, 4, 5], width=8)
+    lm = CachedLM(model, capacity=20, graphs=graphs)
+    prefill(lm, [3, 4, 5], width=8)
     by_ids = lm.forward([6, 7, 8], [-1, 0, 0])
     lm.truncate(3)
-    by_embeds = lm.forward(None, [-1, 0, 0], embeds=model.get_input_embeddings()(torch.tensor([6, 7, 8])))
+    by_embeds = lm.forward(model.get_input_embeddings()(torch.tensor([6, 7, 8])), [-1, 0, 0])
     assert torch.equal(by_ids, by_embeds)
 
 
+@BOTH
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "qwen3", "neox", "gemma3"])
-def test_prefix_rows_are_seen_only_by_the_nodes_that_ask(name):
+def test_prefix_rows_are_seen_only_by_the_nodes_that_ask(name, graphs):
     model, rng = tiny(name), random.Random(2)
-    context, ids, parents, sees = [5, 9, 2, 7], [8, 3, 4, 6], [-1, 0, 0, 1], [False, True, False, True]
+    context, ids, parents = [5, 9, 2, 7], [8, 3, 4, 6], [-1, 0, 0, 1]
+    sees = [False, True, False, True]
     plain = CachedLM(model, capacity=10)
-    plain.prefill(context, width=8)
+    plain.start(context, width=8)
     without = plain.forward(ids, parents)
     donor = CachedLM(model, capacity=10)
-    donor.prefill([11, 12, 13])
+    donor.start([11, 12, 13])
     rows = [tuple(x[0, :, :3].clone() for x in pair) for pair in donor.cache.layers.values()]
-    lm = CachedLM(model, capacity=10)
-    lm.set_prefix(rows)
-    lm.prefill(context, width=8)
+    lm = CachedLM(model, capacity=10, graphs=graphs)
+    lm.start(context, width=8, prefix=rows)
     seen = lm.forward(ids, parents, sees_prefix=sees)
-    assert torch.equal(seen[[0, 2]], without[[0, 2]]) and lm.length == 4
-    lm.start(context, width=8)  # no row of the context sees the prefix either
-    torch.testing.assert_close(lm.forward(None, parents, embeds=model.get_input_embeddings()(torch.tensor(ids)), sees_prefix=sees), seen, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(seen[[0, 2]], without[[0, 2]], **CLOSE)
+    assert lm.length == 4
+    lm.start(context, width=8, prefix=rows)
+    embeds = model.get_input_embeddings()(torch.tensor(ids))
+    assert torch.equal(lm.forward(embeds, parents, sees_prefix=sees), seen)
     assert not torch.allclose(seen[[1, 3]], without[[1, 3]], atol=1e-2)
-    # node 1 alone: prefix, context and node 0 as one past of transformers' own cache, where a single row sees all
+    # node 1 alone: prefix, context and node 0 as one past of transformers' own cache
     past = DynamicCache()
     plain.commit([0])
     for layer, ((k, v), (pk, pv)) in enumerate(zip(plain.cache.layers.values(), rows)):
-        past.update(torch.cat([pk[None], k[:, :, :5]], 2), torch.cat([pv[None], v[:, :, :5]], 2), layer)
+        past.update(torch.cat([pk[None], k[:, :, :5]], 2), torch.cat([pv[None], v[:, :, :5]], 2),
+                    layer)
     with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([[3]]), position_ids=torch.tensor([[5]]), past_key_values=past).logits[0]
-    torch.testing.assert_close(seen[1:2], expected, atol=1e-4, rtol=1e-4)
-    changed = [(k + rng.random(), v - 1) for k, v in rows]
-    lm.set_prefix(changed)
-    lm.prefill(context, width=8)
+        expected = model(input_ids=torch.tensor([[3]]), position_ids=torch.tensor([[5]]),
+                         past_key_values=past).logits[0]
+    torch.testing.assert_close(seen[1:2], expected, **CLOSE)
+    # other rows: not one bit of the nodes and of the context that did not ask changes
+    before = [buffer[:, :, 3:7].clone() for buffer in buffers_of(lm)]
+    lm.start(context, width=8, prefix=[(k + rng.random(), v - 1) for k, v in rows])
+    assert all(torch.equal(buffer[:, :, 3:7], old) for buffer, old in zip(buffers_of(lm), before))
     again = lm.forward(ids, parents, sees_prefix=sees)
-    assert torch.equal(again[[0, 2]], without[[0, 2]]) and not torch.equal(again[[1, 3]], seen[[1, 3]])
+    assert torch.equal(again[[0, 2]], seen[[0, 2]]) and not torch.equal(again[[1, 3]], seen[[1, 3]])
+    # without sees_prefix no node does, and without a prefix all is as before
+    torch.testing.assert_close(lm.forward([3], [0]), without[1:2], **CLOSE)
+    lm.start(context, width=8)
+    assert lm.prefix == 0
+    torch.testing.assert_close(lm.forward(ids, parents), without, **CLOSE)
 
 
-def test_buffers_are_made_once_and_nothing_else_grows():
-    """2,000 tokens: the same memory from the first step to the last, and as many bytes as slots x heads x size say."""
-    lm = CachedLM(tiny("llama", max_position_embeddings=2100), capacity=2000)
-    chunks = until(autoregressive(lm, [3, 4]), 1990)
-    next(chunks)
-    buffers = [b for pair in lm.cache.layers.values() for b in pair]
-    places = [b.data_ptr() for b in buffers]
-    assert all(b.untyped_storage().nbytes() == (2000 + 1) * 2 * 8 * 4 for b in buffers)  # slots, key heads, head size, float32
-    for _ in chunks:
-        pass
-    assert [b.data_ptr() for pair in lm.cache.layers.values() for b in pair] == places and lm.length == 1990 + 1
-    assert lm.cache.layers[0][0].shape[2] == 2001
+@BOTH
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_guesses_beyond_the_end_of_the_context(name, graphs):
+    """They are cut later, but the model must bear them, and those before them are right."""
+    model, text = tiny(name), [i * 7 % VOCAB for i in range(CONTEXT + 5)]
+    lm = CachedLM(model, CONTEXT, graphs=graphs)
+    lm.start(text[:CONTEXT - 2], width=8)
+    logits = lm.forward(text[CONTEXT - 2:])
+    assert logits.shape == (7, VOCAB)
+    expected = alone(model, text[:CONTEXT - 1], text[:CONTEXT])
+    torch.testing.assert_close(logits[:2], expected, **CLOSE)
 
 
-def test_long_prompts_are_cached_in_chunks():
+@BOTH
+def test_long_prompts_are_cached_in_chunks(graphs):
     model = tiny("qwen2-window", max_position_embeddings=2000)
-    ids = [random.Random(3).randrange(VOCAB) for _ in range(1300)]
-    lm = CachedLM(model, capacity=1300)
-    torch.testing.assert_close(lm.prefill(ids), alone(model, ids)[-1:], atol=1e-4, rtol=1e-4)
-    assert (lm.length, lm.calls, lm.rows) == (1300, 1, 1300)
+    ids = random.Random(3).choices(range(VOCAB), k=1300)
+    widths = []
+    model.register_forward_pre_hook(
+        lambda _, args, options: widths.append(options["input_ids"].shape[1]), with_kwargs=True)
+    lm = CachedLM(model, capacity=1300, graphs=graphs)
+    torch.testing.assert_close(prefill(lm, ids), alone(model, ids), **CLOSE)
+    assert widths == [*[128] * 10, 32 if graphs else 19, 1, 1300]  # the last is not ours
+    assert (lm.length, lm.calls, lm.rows) == (1300, 1, 1)
     lm.start(ids[:-2], width=3)
-    assert lm.calls == 1 and lm.length == 1298
+    assert (lm.length, lm.calls, lm.rows) == (1298, 1, 1)
     rows = lm.forward([ids[-2], ids[-1], 5], [-1, 0, 0])
-    torch.testing.assert_close(rows[1], alone(model, ids)[-1], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(rows[2], alone(model, ids[:-1] + [5])[-1], atol=1e-4, rtol=1e-4)
-    assert lm.calls == 2 and lm.rows == 2601
-
-
-def test_counters():
-    lm = CachedLM(tiny("llama"), capacity=20)
-    tokens_of(autoregressive(lm, [3, 4, 5]), 8)
-    assert (lm.calls, lm.rows) == (8, 3 + 7) and lm.seconds > 0
-
-
-def test_misuse_of_the_cache_is_an_error():
-    lm = CachedLM(tiny("llama"), capacity=4)
-    with pytest.raises(InputError, match="1 to 4 tokens, got 0"):
-        lm.prefill([])
-    with pytest.raises(InputError, match="1 to 4 tokens, got 5"):
-        lm.prefill([1] * 5)
-    lm.prefill([1, 2, 3, 4], width=2)
-    with pytest.raises(ValueError, match="6 rows and 7 are needed"):
-        lm.forward([1, 2, 3])
-    with pytest.raises(ValueError, match="a parent between -1"):
-        lm.forward([1, 2], [-1, 1])
-    lm.forward([1, 2], [-1, -1])
-    with pytest.raises(ValueError, match="path from the context"):
-        lm.commit([0, 1])
-    with pytest.raises(ValueError, match="length of 0 to 4"):
-        lm.truncate(5)
+    expected = alone(model, ids[:-1], ids, ids[:-1] + [5])
+    torch.testing.assert_close(rows, expected, **CLOSE)
+    assert (lm.calls, lm.rows) == (2, 4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_autoregressive_equals_generate(name):
     model = tiny(name)
-    expected = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=CONTEXT - 3, do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
+    expected = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=CONTEXT - 3,
+                              do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
     assert tokens_of(autoregressive(CachedLM(model, CONTEXT), [3, 4, 5]), CONTEXT - 3) == expected
     assert len(set(expected)) > 3
 
 
-def test_attention_reads_the_buffers_themselves(monkeypatch):
-    """Grouped-query attention under a mask gets views of the cache, with a head for each key head: no copy for each query head."""
-    lm, seen = CachedLM(tiny("llama"), capacity=20), []
-    attention = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **kw: seen.append((k, v)) or attention(q, k, v, **kw))
-    lm.prefill([3, 4, 5], width=4)
-    lm.forward([6, 7, 8, 9], [-1, 0, 0, 1])
-    assert len(seen) == 4 and all(x.data_ptr() == b.data_ptr() and x.shape[1] == 2 for pair, buffers in zip(seen[2:], lm.cache.layers.values()) for x, b in zip(pair, buffers))
-
-
-def test_each_layer_has_its_buffers_where_its_keys_are():
-    """A model that is spread over devices; batches of prompts."""
-    cache = KVCache(10)
-    for layer, device in enumerate(("cpu", "meta")):
-        keys, values = cache.update(torch.ones(3, 2, 4, 8, device=device), torch.ones(3, 2, 4, 6, device=device), layer)
-        assert (keys.device.type, keys.shape, values.shape) == (device, (3, 2, 4, 8), (3, 2, 4, 6)) and cache.layers[layer][0].shape[2] == 10
+def test_only_the_first_so_many_logits_count():
+    model = tiny("llama")
+    lm, cut = CachedLM(model, 20), CachedLM(model, 20, vocab=50)
+    assert torch.equal(prefill(cut, [3, 4, 5]), prefill(lm, [3, 4, 5])[:, :50])
 
 
 def test_eager_attention_too():
     """Models without an sdpa path add the mask to their scores."""
     model = tiny("gemma3", attn_implementation="eager")
     assert model.config._attn_implementation == "eager"
-    torch.testing.assert_close(CachedLM(model, 60).prefill(list(range(60))), alone(tiny("gemma3"), list(range(60)))[-1:], atol=1e-4, rtol=1e-4)
+    expected = alone(tiny("gemma3"), [*range(60)])
+    torch.testing.assert_close(prefill(CachedLM(model, 60), [*range(60)]), expected, **CLOSE)
 
 
-def test_models_that_a_tree_would_get_wrong_are_refused():
-    small = dict(vocab_size=61, hidden_size=32)
-    for config, said in [(BloomConfig(**small, n_layer=2, n_head=4), "position_ids"), (MambaConfig(**small, num_hidden_layers=1), "past_key_values"),
-                         (GPTNeoConfig(**small, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]), "global, local"),
-                         (Llama4TextConfig(**small, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2), "chunked_attention")]:
-        with pytest.raises(InputError, match=said):
-            prepare(AutoModelForCausalLM.from_config(config))
+def test_attention_reads_the_buffers_themselves(monkeypatch):
+    """Grouped-query attention under a mask gets views of the cache, with a head for each key head:
+    no copy for each query head."""
+    lm, seen, functional = CachedLM(tiny("llama"), capacity=20), [], torch.nn.functional
+    attention = functional.scaled_dot_product_attention
+
+    def spy(query, keys, values, *mask, **options):
+        seen.append((keys, values))
+        return attention(query, keys, values, *mask, **options)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    prefill(lm, [3, 4, 5], width=4)
+    lm.forward([6, 7, 8, 9], [-1, 0, 0, 1])
+    assert len(seen) == 3 * 2  # passes and layers
+    for pair, buffers in zip(seen[-2:], lm.cache.layers.values()):
+        assert all(x.data_ptr() == b.data_ptr() and x.shape[1] == 2 for x, b in zip(pair, buffers))
 
 
-def test_a_model_that_ignores_positions_is_refused(monkeypatch):
-    model = tiny("gpt2")
-    forward = type(model.transformer).forward
-    monkeypatch.setattr(type(model.transformer), "forward", lambda self, *a, position_ids=None, **k: forward(self, *a, **k))
-    with pytest.raises(InputError, match="token trees equal their paths"):
-        prepare(model)
+# ------------------------------------------------------------------------ buffers and counters
 
+@BOTH
+def test_buffers_are_made_once_and_nothing_else_grows(graphs):
+    """2,000 tokens in 500 calls: the same memory from the first to the last, as many bytes as slots
+    x heads x size say, and as many tensors, lists and whatever else."""
+    lm = CachedLM(tiny("llama", max_position_embeddings=2100), capacity=2000, graphs=graphs)
+    lm.start([3, 4], width=6)
+    places, before = [b.data_ptr() for b in buffers_of(lm)], None
+    for buffer in buffers_of(lm):  # capacity, width, spare slots; key heads, head size, float32
+        assert buffer.untyped_storage().nbytes() == (2000 + 6 + 128) * 2 * 8 * 4
+    while lm.length < 1998:
+        lm.forward([5, 6, 7, 8, 9, 10], [-1, 0, 0, 2, 3, 1])
+        lm.commit([0, 2, 3, 4])
+        before = before or collections.Counter(map(type, gc.get_objects()))
+    gc.collect()
+    grown = collections.Counter(map(type, gc.get_objects())) - before
+    assert max(grown.values(), default=0) < 100, grown
+    assert [b.data_ptr() for b in buffers_of(lm)] == places and lm.cache.slots == 2134
+    assert len(lm.captured) == 2 * graphs  # of the prompt and of the tree
+
+
+def test_when_buffers_are_renewed():
+    """Again with the same width or a smaller one, and as many prefix rows: the same ones."""
+    lm = CachedLM(tiny("llama"), capacity=20)
+    rows = [(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))] * 2
+    slots, places, kept = [], [], []
+    for width, prefix in [(8, ()), (8, ()), (3, ()), (5, rows), (8, ()), (8, rows), (8, rows),
+                          (1, ()), (9, rows)]:
+        lm.start([5, 9, 3], width, prefix)
+        slots.append(lm.cache.slots)
+        kept.append(buffers_of(lm))  # so that no other gets its place
+        places.append([b.data_ptr() for b in kept[-1]])
+        assert all(b.shape[2] == lm.cache.slots for b in buffers_of(lm))
+    spare = WIDTHS[-1]
+    assert slots == [28 + spare] * 5 + [31 + spare] * 3 + [32 + spare]
+    assert places[:5] == [places[0]] * 5 and places[5:8] == [places[5]] * 3
+    assert len({places[0][0], places[5][0], places[8][0]}) == 3
+
+
+def test_capacity_is_cut_to_the_context():
+    model = tiny("llama")
+    lm = CachedLM(model, capacity=10 ** 12)
+    assert lm.capacity == lm.context == context_length(model) == CONTEXT
+    lm.start([5] * CONTEXT, width=4)
+    assert lm.length == CONTEXT and lm.cache.slots == CONTEXT + 4 + 128
+    with pytest.raises(InputError, match=f"at most {CONTEXT} tokens, got {CONTEXT + 1}"):
+        lm.start([5] * (CONTEXT + 1))
+    endless = AutoModelForCausalLM.from_config(REFUSED[0][0])  # BLOOM has no limit
+    assert context_length(endless) > 10 ** 6 and CachedLM(endless, 10 ** 6).capacity == 10 ** 6
+
+
+def test_each_layer_has_its_buffers_where_its_keys_are():
+    """A model that is spread over devices; batches of prompts; values of another size."""
+    cache = KVCache(10)
+    for layer, device in enumerate(("cpu", "meta")):
+        new = [torch.ones(3, 2, 4, size, device=device) for size in (8, 6)]
+        keys, values = cache.update(*new, layer)
+        assert keys.device.type == device and cache.layers[layer][0].shape[2] == 10
+        assert (keys.shape, values.shape) == ((3, 2, 4, 8), (3, 2, 4, 6))
+
+
+def test_the_cache_writes_where_it_is_told():
+    """From `start` on, and all up to there is read; or at the slots `written`, and all is read."""
+    cache, new = KVCache(6), torch.arange(1.0, 4).view(1, 1, 3, 1)
+    cache.start = 2
+    keys, values = cache.update(new, -new, 0)
+    assert keys.flatten().tolist() == [0, 0, 1, 2, 3] and torch.equal(values, -keys)
+    assert cache.get_seq_length() == 2
+    cache.written = torch.tensor([1, 2, 5])
+    keys, _ = cache.update(10 * new, new, 0)
+    assert keys.flatten().tolist() == [0, 10, 20, 2, 3, 30]
+
+
+@BOTH
+def test_counters(graphs):
+    """A prompt is no call, its time is its own, and what fills a pass up is no row."""
+    lm = CachedLM(tiny("llama"), capacity=40, graphs=graphs)
+    lm.start([3, 4, 5])
+    assert (lm.calls, lm.rows, lm.seconds) == (0, 0, 0) and lm.prompt_seconds > 0
+    prompt_seconds = lm.prompt_seconds
+    lm.forward([6, 7, 8], keep=1)
+    assert (lm.calls, lm.rows) == (1, 3) and lm.seconds > 0 and lm.prompt_seconds == prompt_seconds
+    seconds = lm.seconds
+    lm.start([3, 4, 5])
+    assert (lm.calls, lm.rows, lm.seconds) == (1, 3, seconds)
+    assert lm.prompt_seconds > prompt_seconds
+    lm = CachedLM(lm.model, capacity=40, graphs=graphs)
+    tokens_of(autoregressive(lm, [3, 4, 5]), 8)
+    assert (lm.calls, lm.rows) == (8, 8) and lm.seconds > 0 and lm.prompt_seconds > 0
+
+
+# -------------------------------------------------------------------------------------- misuse
+
+@BOTH
+def test_misuse_of_the_cache_is_an_error(graphs):
+    lm = CachedLM(tiny("llama"), capacity=4, graphs=graphs)
+    with pytest.raises(InputError, match="at most 4 tokens, got 5"):
+        lm.start([1] * 5)
+    lm.start([1, 2, 3, 4], width=2)
+    with pytest.raises(ValueError, match="6 rows and 7 are needed"):
+        lm.forward([1, 2, 3])
+    with pytest.raises(ValueError, match="for each of 2 nodes an earlier one or -1"):
+        lm.forward([1, 2], [-1, 1])
+    lm.forward([1, 2], [-1, -1])
+    with pytest.raises(ValueError, match="6 rows and 7 are needed"):
+        lm.forward([3])
+    with pytest.raises(ValueError, match="path from the context"):
+        lm.commit([0, 1])
+    with pytest.raises(ValueError, match="length of 0 to 4"):
+        lm.truncate(5)
+    with pytest.raises(ValueError, match="length of 0 to 4"):
+        lm.truncate(-1)
+
+
+ROWS = [(torch.ones(2, 3, 8), torch.ones(2, 3, 8))] * 2
+WRONG = {
+    "too many nodes": dict(ids=[4, 5, 6, 7, 8, 9]),
+    "no node": dict(ids=[]),
+    "a parent too few": dict(ids=[4, 5], parents=[-1]),
+    "a parent too many": dict(ids=[4], parents=[-1, 0]),
+    "its own parent": dict(ids=[4, 5], parents=[-1, 9]),
+    "a parent below -1": dict(ids=[4, 5], parents=[-1, -2]),
+    "one sees": dict(ids=[4, 5, 6], sees_prefix=[True]),
+    "too few see": dict(ids=[4, 5, 6], sees_prefix=[True] * 2),
+    "too many see": dict(ids=[4, 5, 6], sees_prefix=[True] * 4),
+    "an unknown token": dict(ids=[4, VOCAB]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("pending", [[], [4, 5]])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_forward_checks_before_it_changes_anything(wrong, pending, graphs):
+    """After the error the next calls give what they would have given, to the last bit."""
+    model = tiny("llama")
+    lm, fresh = (CachedLM(model, capacity=3, graphs=graphs) for _ in range(2))
+    for each in (lm, fresh):
+        each.start([1, 2, 3], width=5, prefix=ROWS)
+        if pending:
+            each.forward(pending, [-1, -1])
+    counters = lm.calls, lm.rows, lm.seconds
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        lm.forward(**WRONG[wrong])
+    assert (lm.calls, lm.rows, lm.seconds) == counters
+    assert (lm.length, lm.parents) == (3, [-1] * len(pending))
+    ours, theirs = (each.forward([6, 4], [len(pending) - 1, -1]) for each in (lm, fresh))
+    assert torch.equal(ours, theirs)
+    for each in (lm, fresh):
+        each.commit([1, 2] if pending else [0])
+    assert torch.equal(lm.forward([4]), fresh.forward([4]))
+
+
+@BOTH
+def test_nothing_is_lost_where_a_model_raises_in_the_middle_of_a_pass(graphs):
+    model = tiny("llama")
+    lm, fresh = (CachedLM(model, capacity=3, graphs=graphs) for _ in range(2))
+    for each in (lm, fresh):
+        each.start([1, 2, 3], width=4)
+        each.forward([7])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):  # when the first layer has written its rows
+        lm.forward([5, 6])
+    hook.remove()
+    assert (lm.calls, lm.rows, lm.length, lm.parents) == (1, 1, 3, [-1])
+    assert torch.equal(lm.forward([4, 8], [-1, 0]), fresh.forward([4, 8], [-1, 0]))
+
+
+def test_a_prompt_too_long_leaves_the_context_as_it_is():
+    model = tiny("llama")
+    lm, fresh = CachedLM(model, capacity=3), CachedLM(model, capacity=3)
+    for each in (lm, fresh):
+        each.start([1, 2, 3])
+    with pytest.raises(InputError):
+        lm.start([9] * 4)
+    assert torch.equal(lm.forward([4]), fresh.forward([4]))
+
+
+# --------------------------------------------------------------------------------------- masks
+
+@pytest.mark.parametrize("windows", [{"sliding_attention": None}, {"sliding_attention": 3},
+                                     {"full_attention": None, "sliding_attention": 4}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_mask_equals_a_double_loop(windows, dtype):
+    """Batches whose rows and slots stand at other positions; slots that no window leaves out."""
+    rng = torch.Generator().manual_seed(0)
+    B, n, m = 3, 5, 11
+    visible = torch.rand(B, n, m, generator=rng) < 0.7
+    rows = torch.randint(0, 12, (B, n), generator=rng)
+    slots = torch.randint(0, 12, (B, m), generator=rng)
+    slots[:, 0] = 10 ** 9
+    masks = attention_mask(windows, visible, rows, slots, torch.zeros(1, dtype=dtype))
+    masks = masks if len(windows) > 1 else dict(zip(windows, [masks]))
+    assert list(masks) == list(windows)
+    for kind, window in windows.items():
+        assert masks[kind].dtype == dtype and masks[kind].shape == (B, 1, n, m)
+        for b, i, j in itertools.product(range(B), range(n), range(m)):
+            near = window is None or rows[b, i] - slots[b, j] < window
+            expected = 0 if visible[b, i, j] and near else -torch.inf
+            assert masks[kind][b, 0, i, j].item() == expected, (kind, b, i, j)
+    elsewhere = attention_mask({"all": None}, visible, rows, slots, torch.zeros(1, device="meta"))
+    assert elsewhere.device.type == "meta"
+
+
+def test_windows_of():
+    expected = {"llama": {"sliding_attention": None}, "qwen2": {"full_attention": None},
+                "mistral": {"sliding_attention": 9}, "gpt2": {"sliding_attention": None},
+                "gemma3": {"full_attention": None, "sliding_attention": 9},
+                "qwen2-window": {"full_attention": None, "sliding_attention": 9}}
+    for name, windows in expected.items():
+        found = windows_of(tiny(name))
+        assert found == windows or list(found.values()) == list(windows.values()) == [None], name
+
+
+# ------------------------------------------------------------------------------------ sampling
 
 def test_probs_equal_transformers_warpers():
     torch.manual_seed(0)
-    for temperature, top_k, top_p in [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.8), (0.5, 20, 0.9), (2.0, 1, 0.3), (1.0, 99, 0.05)]:
+    for temperature, top_k, top_p in [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.8),
+                                      (0.5, 20, 0.9), (2.0, 1, 0.3), (1.0, 99, 0.05)]:
         logits = 3 * torch.randn(50, 40)
         expected = TemperatureLogitsWarper(temperature)(None, logits)
         if top_k:
             expected = TopKLogitsWarper(top_k)(None, expected)
         if top_p < 1:
             expected = TopPLogitsWarper(top_p)(None, expected)
-        torch.testing.assert_close(probs(logits, temperature, top_k, top_p), expected.softmax(-1), atol=1e-6, rtol=1e-5)
-    assert torch.equal(probs(logits, 0).argmax(-1), logits.argmax(-1)) and torch.equal(probs(logits, 0).sum(-1), torch.ones(50))
+        probs = Sampler(temperature, top_k, top_p).probs(logits)
+        torch.testing.assert_close(probs, expected.softmax(-1), atol=1e-6, rtol=1e-5)
+        one = Sampler(temperature, top_k, top_p).probs(logits[3])  # without a batch
+        torch.testing.assert_close(one, probs[3], atol=1e-6, rtol=1e-5)
+    assert torch.equal(greedy.probs(logits).argmax(-1), logits.argmax(-1))
+    assert torch.equal(greedy.probs(logits).sum(-1), torch.ones(50))
+    assert Sampler().probs(logits.bfloat16()).dtype == torch.float32
+
+
+def test_the_smallest_and_the_largest_temperature():
+    """Next to greedy and next to uniform, without overflow."""
+    logits = 1e4 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(Sampler(1e-6).probs(logits), greedy.probs(logits))
+    assert Sampler(1e-6, top_k=3, top_p=0.5)(logits) == greedy(logits)
+    hot = Sampler(1e6).probs(logits)
+    torch.testing.assert_close(hot, torch.full_like(hot, 1 / 40), atol=2e-3, rtol=0)
+
+
+def test_draws_have_their_distribution():
+    """Each of 20,000 pairs is two rows of one call: both rows' distributions, and that the rows are
+    independent. Tokens of probability 0 are never drawn."""
+    p = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05, 0.0], [0.0, 0.01, 0.04, 0.0, 0.35, 0.6]])
+    sample = Sampler(seed=5)
+    draws = torch.tensor(sample.draw(p.repeat(20_000, 1))).view(-1, 2)
+    pairs = draws[:, 0] * 6 + draws[:, 1]
+    expected = (p[0][:, None] * p[1]).flatten()
+    counts = torch.bincount(pairs, minlength=36)
+    assert chi_square_ok(counts, expected) and counts[expected == 0].sum() == 0
+    for row in range(2):
+        assert chi_square_ok(torch.bincount(draws[:, row], minlength=6), p[row])
+    # one call after the other, with weights that sum to anything, and through logits
+    calls = torch.tensor([sample.draw(3 * p[:1])[0] for _ in range(4000)])
+    assert chi_square_ok(torch.bincount(calls, minlength=6), p[0])
+    sample = Sampler(0.5, top_k=3, seed=1)
+    tokens = torch.tensor(sample(p[:1].log().repeat(20_000, 1)))
+    expected = torch.tensor([0.25, 0.04, 0.0225, 0, 0, 0])
+    assert chi_square_ok(torch.bincount(tokens, minlength=6), expected / expected.sum())
+    assert tokens.max() == 2
 
 
 def test_sampler_is_seeded_and_greedy_at_0():
-    logits = torch.randn(100, 30)
+    logits = torch.randn(100, 30, generator=torch.Generator().manual_seed(0))
     assert Sampler(seed=3)(logits) == Sampler(seed=3)(logits) != Sampler(seed=4)(logits)
-    assert greedy(logits) == logits.argmax(-1).tolist() == Sampler(temperature=0, top_k=3, seed=1)(logits)
-    assert greedy.draw(greedy.probs(logits)) == greedy(logits)
+    again = Sampler(seed=3)
+    assert again(logits) != again(logits)
+    greedily = logits.argmax(-1).tolist()
+    assert greedy(logits) == greedily == Sampler(temperature=0, top_k=3, seed=1)(logits)
+    assert greedy.draw(greedy.probs(logits)) == greedily
+    assert torch.equal(*(Sampler(seed=3).uniform((4, 5), "cpu") for _ in range(2)))
+    uniform = again.uniform(10_000, "cpu")
+    assert 0 <= uniform.min() and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 0.02
 
+
+@pytest.mark.parametrize("wrong", [(-1.0, 0, 1.0), (1e-7, 0, 1.0), (1e7, 0, 1.0),
+                                   (float("inf"), 0, 1.0), (float("nan"), 0, 1.0), (1.0, -1, 1.0),
+                                   (1.0, 0, 0.0), (1.0, 0, 1.1), (1.0, 0, float("nan"))])
+def test_wrong_values_of_a_sampler(wrong):
+    """One message says what was expected of all three, and what was given."""
+    with pytest.raises(InputError) as raised:
+        Sampler(*wrong)
+    temperature, top_k, top_p = wrong
+    assert str(raised.value).endswith(f"got {temperature}, {top_k} and {top_p}")
+    assert str(raised.value).startswith("expected a temperature of 0 (greedy) or from 1e-6, top-k")
+    assert Sampler(1e-6, 1, 1e-3).probs(torch.tensor([1.0, 2.0])).tolist() == [0, 1]
+
+
+# ----------------------------------------------------------------------------------- the rest
 
 def test_until_cuts_at_eos_and_at_the_limit():
     def chunks():
@@ -256,6 +566,98 @@ def test_until_cuts_at_eos_and_at_the_limit():
     assert list(until(chunks(), 0)) == []
 
 
-def test_load_in_half_precision():
-    model, tokenizer = load(ROOT / "models/target", "cpu", "bfloat16")
-    assert model.dtype == torch.bfloat16 and CachedLM(model, 9).prefill(tokenizer("Mia has 3")["input_ids"]).dtype == torch.bfloat16
+def test_capture_on_a_cpu_is_the_function_itself():
+    assert capture(len, (torch.ones(3),)) is len
+
+
+SMALL = dict(vocab_size=61, hidden_size=32)
+HEADS = dict(num_hidden_layers=2, num_attention_heads=4)
+REFUSED = [
+    (BloomConfig(**SMALL, n_layer=2, n_head=4), "positions, a mask and a cache, got Bloom"),
+    (FalconConfig(**SMALL, **HEADS, alibi=True), "positions, a mask and a cache, got Falcon"),
+    (MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4), "trees equal their paths"),
+    (MambaConfig(**SMALL, num_hidden_layers=1), "linear_attention"),
+    (GPTNeoConfig(**SMALL, num_layers=2, num_heads=4,
+                  attention_types=[[["global", "local"], 1]]), "global, local"),
+    (Llama4TextConfig(**SMALL, **HEADS, num_key_value_heads=2, num_local_experts=2),
+     "chunked_attention"),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("config, said", REFUSED, ids=lambda x: getattr(x, "model_type", ""))
+def test_models_that_a_tree_would_get_wrong_are_refused(config, said, graphs):
+    """In one line, also where the forward pass of the model itself raises."""
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match=said) as raised:
+        prepare(AutoModelForCausalLM.from_config(config), graphs)
+    assert str(raised.value).startswith("expected ") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError, AttributeError])
+def test_a_model_that_raises_is_refused_in_one_line(error):
+    model = tiny("llama")
+
+    def fail(*_):
+        raise error("this\n  and " + "that " * 100)
+    model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(InputError, match="cache, got LlamaForCausalLM: this and that") as raised:
+        prepare(model)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+@BOTH
+@pytest.mark.parametrize("ignored, said", [
+    ("position_ids", "trees equal their paths"), ("attention_mask", "trees equal their paths"),
+    ("past_key_values", "takes positions, a mask and a cache")])
+def test_a_model_that_ignores_what_it_is_given_is_refused(ignored, said, graphs):
+    """A mask of zeros lets every row look at all others."""
+    def ignore(_, args, options):
+        given = options.get(ignored)
+        mask = ignored == "attention_mask" and given is not None
+        return args, options | {ignored: torch.zeros_like(given) if mask else None}
+    model = tiny("gpt2")
+    model.transformer.register_forward_pre_hook(ignore, with_kwargs=True)
+    with pytest.raises(InputError, match=said):
+        prepare(model, graphs)
+
+
+@pytest.mark.parametrize("dtype, graphs", [("bfloat16", False), ("bfloat16", True),
+                                           ("float16", False)])
+def test_load_in_half_precision(dtype, graphs):
+    model, tokenizer = load(ROOT / "models/target", "cpu", dtype, graphs)
+    assert model.dtype == getattr(torch, dtype) and not model.training
+    lm = CachedLM(model, 30, graphs=graphs)
+    ids = tokenizer("Mia has 3 apples and 4 pears.")["input_ids"]
+    assert prefill(lm, ids).dtype == model.dtype
+    assert {b.dtype for b in buffers_of(lm)} == {model.dtype}
+
+
+def test_load_by_default_in_float32_on_a_cpu():
+    model, tokenizer = load(ROOT / "models/draft", "cpu")
+    assert model.dtype == torch.float32 and model.config._attn_implementation == "grouped"
+    assert len(tokenizer.decode(tokens_of(autoregressive(CachedLM(model, 60), [5, 9, 3]), 9))) > 3
+
+
+@pytest.mark.parametrize("path, device, dtype, said", [
+    ("no/such/model", "cpu", None, "no/such/model"),
+    (ROOT / "tests", "cpu", None, "can load as float32"),
+    (ROOT / "models/draft", "cpu", "float99", "load as float99"),
+    (ROOT / "models/draft", "cpu", "int8", "load as int8"),
+    (ROOT / "models/draft", "gpu", None, "gpu can load as auto"),
+    (ROOT / "models/draft", "cuda:99", None, "cuda:99 can load as auto"),
+])
+def test_what_cannot_be_loaded_is_an_error_of_one_line(path, device, dtype, said, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match=said) as raised:
+        load(path, device, dtype)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+def test_a_broken_checkpoint_is_an_error_of_one_line(tmp_path):
+    shutil.copytree(ROOT / "models/draft", tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InputError, match="expected a model directory or hub id") as raised:
+        load(tmp_path, "cpu")
+    assert "\n" not in str(raised.value)

@@ -1,139 +1,194 @@
-"""Jacobi and lookahead decoding: the target's own output; what the iteration and the window do, step by step."""
+"""Jacobi and lookahead decoding: the target's own output; what the iteration and the window do,
+step by step."""
 import itertools
+import random
+import runpy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import jacobi as module
-from common import CachedLM, InputError, Sampler, Streamer, autoregressive
-from conftest import CONTEXT, ROOT, ScriptedLM, chi_square_ok, markov, tiny, tokens_of
-from jacobi import Trajectory, jacobi, lookahead, profile_of, remember
+from common import CachedLM, InputError, Sampler, autoregressive, until
+from conftest import CONTEXT, ROOT, ScriptedLM, chi_square_ok, markov, prefill, tiny, tokens_of
+from jacobi import jacobi, lookahead, remember, report, show_trajectory
+from test_speculative import choices, counts_of, law
 
 PROMPT = [3, 14, 15, 3, 14]
+ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
+
+
+def scripted(following, vocab):
+    """A scripted model that puts token following(text) after a text."""
+    return ScriptedLM(lambda text: F.one_hot(torch.tensor(following(text)), vocab).float())
 
 
 def test_greedy_jacobi_equals_autoregressive(family):
     """To the end of the context, which the last blocks reach past; and never with more calls."""
     model = tiny(family)
     ar = CachedLM(model, CONTEXT)
-    expected = tokens_of(autoregressive(ar, PROMPT), CONTEXT - len(PROMPT))
-    for block in (2, 3, 8, 16, 45):
+    expected = tokens_of(autoregressive(ar, PROMPT), ROOM)
+    for n in (2, 3, 8, 16, 45) if family == "gpt2" else (16,):
         target = CachedLM(model, CONTEXT)
-        assert tokens_of(jacobi(target, PROMPT, block=block), CONTEXT - len(PROMPT)) == expected, block
+        assert tokens_of(jacobi(target, PROMPT, n=n), ROOM) == expected, n
         assert target.calls <= ar.calls
 
 
 def test_greedy_lookahead_equals_autoregressive(family):
     model = tiny(family)
-    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), CONTEXT - len(PROMPT))
-    for window, ngram, guesses, prompt_ngrams in [(15, 5, 15, True), (5, 4, 2, False), (1, 2, 1, False), (2, 7, 3, True), (3, 6, 4, True), (4, 3, 4, False), (0, 3, 5, True)]:
-        target = CachedLM(model, CONTEXT)
-        options = dict(window=window, ngram=ngram, guesses=guesses, prompt_ngrams=prompt_ngrams)
-        assert tokens_of(lookahead(target, PROMPT, **options), CONTEXT - len(PROMPT)) == expected, options
+    target = CachedLM(model, CONTEXT)
+    expected = tokens_of(autoregressive(target, PROMPT), ROOM)
+    for W, N, G, prompt_ngrams in [
+            (15, 5, 15, True), (5, 4, 2, False), (1, 2, 1, False), (2, 7, 3, True), (3, 6, 4, True),
+            (4, 3, 4, False), (0, 3, 5, True)][:7 if family == "gpt2" else 2]:
+        options = dict(W=W, N=N, G=G, prompt_ngrams=prompt_ngrams)
+        assert tokens_of(lookahead(target, PROMPT, **options), ROOM) == expected, options
 
 
-@pytest.mark.parametrize("method", [jacobi, lookahead])
-def test_eos_and_limits_inside_a_chunk(method, embedded):
-    """On text that is guessed well, so that chunks are long: a table that counts."""
-    model, _, tokenizer = embedded
-    prompt, target = tokenizer("a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\nd = [1, 2, 3]\n")["input_ids"], CachedLM(model, 300)
-    expected = tokens_of(autoregressive(target, prompt), 60)
-    assert method is jacobi or max(map(len, itertools.islice(lookahead(target, prompt), 20))) > 2
-    for limit in (1, 2, 3, 5, 7, 11, 18, 29, 47):
+@pytest.mark.parametrize("method, following", [
+    (jacobi, lambda text: len(text) * 7 % 23), (lookahead, lambda text: (text[-1] + 1) % 23)])
+def test_eos_and_limits_inside_a_chunk(method, following):
+    """On texts that are guessed well, so that chunks are long."""
+    target, ar, prompt = scripted(following, 23), scripted(following, 23), [*range(23), 0, 1]
+    expected = tokens_of(autoregressive(ar, prompt), 60)
+    assert max(map(len, itertools.islice(method(target, prompt), 20))) > 4
+    for limit in range(1, 50):
         assert tokens_of(method(target, prompt), limit) == expected[:limit]
     for eos in set(expected):
-        assert tokens_of(method(target, prompt), 60, {eos}) == expected[:expected.index(eos) + 1]
+        got = tokens_of(method(target, prompt), 60, {eos})
+        assert got == expected[:expected.index(eos) + 1]
 
 
 def test_held_out_prompts_of_the_embedded_target(embedded):
-    """Greedy output of all methods; and lookahead gains at least 1.3 tokens a call (a wrong window or mask would cost them)."""
+    """Greedy output of all methods, up to EOS; and lookahead gains at least 1.3 tokens a call (a
+    wrong window or mask would cost them)."""
     import tasks
     model, _, tokenizer = embedded
-    eos, tokens, calls = {tokenizer.eos_token_id}, 0, 0
-    for task, n in (("sql", 7), ("math", 7), ("code", 6)):
-        for number, example in enumerate(tasks.take(task, "test", n, seed=30)):
-            prompt, target = tokenizer(example.prompt)["input_ids"], CachedLM(model, 500)
-            expected = tokens_of(autoregressive(target, prompt), 150, eos)
-            if tasks.loops(expected):
-                continue
-            if number == 0:
-                assert tokens_of(jacobi(target, prompt), 150, eos) == expected
-                assert tokens_of(lookahead(target, prompt, window=0, ngram=3), 150, eos) == expected
+    eos, target, tokens, calls = {tokenizer.eos_token_id}, CachedLM(model, 500), 0, 0
+    for task in tasks.TASKS:
+        for number, example in enumerate(tasks.take(task, "test", 2, seed=30)):
+            prompt = tokenizer(example.prompt)["input_ids"]
             target.calls = 0
-            assert tokens_of(lookahead(target, prompt), 150, eos) == expected
-            tokens, calls = tokens + len(expected), calls + target.calls
+            got = tokens_of(lookahead(target, prompt), 150, eos)
+            assert got == choices(model, prompt, got) and (len(got) == 150 or got[-1] in eos)
+            if not tasks.loops(got):  # a loop is guessed too well
+                tokens, calls = tokens + len(got), calls + target.calls
+            if number == 0:
+                assert tokens_of(jacobi(target, prompt), 150, eos) == got
+                assert tokens_of(lookahead(target, prompt, W=0, N=3), 150, eos) == got
     assert tokens / calls >= 1.3
 
 
-# ---------------------------------------------------------------- Jacobi
-
-def by_position(tokens):
-    """A model whose next token depends on the position alone: one iteration gets a whole block right."""
-    return torch.nn.functional.one_hot(torch.tensor(len(tokens) * 7 % 11), 11).float()
-
+# -------------------------------------------------------------------------------------- Jacobi
 
 def test_a_block_of_independent_tokens_takes_two_calls():
-    """The first call makes every guess right, the second confirms them and chooses the next root."""
-    target, log = ScriptedLM(by_position), []
-    chunks = list(itertools.islice(jacobi(target, [1, 1], block=8, log=log), 4))
+    """The next token depends on the position alone: the first call makes every guess right, the
+    second confirms them and chooses the next root."""
+    target, log = scripted(lambda text: len(text) * 7 % 11, 11), []
+    chunks = list(itertools.islice(jacobi(target, [1, 1], n=8, log=log), 4))
     assert [len(chunk) for chunk in chunks] == [1, 7, 1, 7]
     assert [token for chunk in chunks for token in chunk] == [i * 7 % 11 for i in range(2, 18)]
     assert [r["final"] for r in log] == [[1, 2, 9], [1, 2, 9]]  # the next root too
     assert log[0]["states"][1] == log[0]["states"][2] == [1, *(i * 7 % 11 for i in range(2, 9))]
 
 
-def test_states_follow_the_iteration():
-    """y(j+1)_i is the model's choice after y(j)_<i (CLLM, Eq. 3), for every state and position; each has more final tokens."""
-    model, log = tiny("llama"), []
-    tokens_of(jacobi(CachedLM(model, 90), PROMPT, block=6, log=log), 60)
-    lm, context = CachedLM(model, 90), PROMPT[:-1]
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_states_follow_the_iteration(temperature):
+    """y(j+1)_i is the model's argmax after y(j)_<i (CLLM, Eq. 3) for every state and position; with
+    sampling all but the tokens that become final, which are draws. Each state has more of those."""
+    model, log, drawn = tiny("llama"), [], 0
+    chunks = jacobi(CachedLM(model, 90), PROMPT, n=6, log=log, sample=Sampler(temperature, seed=1))
+    text = PROMPT + tokens_of(chunks, 60)
+    lm, start = CachedLM(model, 90), len(PROMPT) - 1
     for record in log[:6]:
-        for before, after, final in zip(record["states"], record["states"][1:], record["final"][1:]):
-            lm.prefill(context, width=6)
-            chosen = lm.forward(before[:-1]).argmax(-1).tolist()
-            assert after[1:] == chosen and after[:final] == record["states"][-1][:final]
-        assert record["final"] == sorted(set(record["final"])) and record["final"][-1] in (6, 7)
-        overlap = record["final"][-1] == 6  # the last token is the next root
-        context += record["states"][-1][:-1] if overlap else record["states"][-1]
+        states, finals = record["states"], record["final"]
+        assert finals[0] == 1 and finals == sorted(set(finals)) and finals[-1] in (6, 7)
+        for before, after, old, new in zip(states, states[1:], finals, finals[1:]):
+            prefill(lm, text[:start], width=6)
+            argmaxes = lm.forward(before[:-1]).argmax(-1).tolist()
+            kept = old if temperature == 0 else new  # draws may be anything, guesses may not
+            assert after[:new] == text[start:start + new][:6] and after[:old] == before[:old]
+            assert after[kept:] == argmaxes[kept - 1:]
+            drawn += after[old:new] != argmaxes[old - 1:new - 1]
+        start += 5 if finals[-1] == 6 else 6  # where 6 are final the last is the next root
+    assert (drawn > 0) == (temperature > 0)
 
 
-def test_profile_counts_fast_forwarded_and_stationary_tokens():
-    fixed = [1, 2, 3, 4, 5]
-    complete = {"states": [[1, 9, 9, 9, 5], [1, 2, 9, 4, 8], [1, 2, 3, 4, 5]], "final": [1, 2, 5]}  # the 4 was right early and stayed
-    unstable = {"states": [[1, 9, 9, 9, 9], [1, 2, 9, 4, 9], [1, 2, 3, 9, 9], fixed], "final": [1, 2, 3, 5]}  # the 4 was right and was lost again
-    cut = {"states": [fixed, fixed], "final": [1, 3]}
-    assert profile_of([complete]) == (1, 2.0, 1.0)
-    assert profile_of([complete, unstable, cut]) == (2, 8 / 5, 0.5)
-    assert profile_of([]) == (0, 0.0, 0.0)
-    assert profile_of([complete], {4}) == (0, 0.0, 0.0) and profile_of([complete], {1})[0] == 1  # an EOS cuts a block; its root is the text before
+def test_first_guesses_are_tokens_of_the_prompt():
+    """Drawn at random by the seed of the sampler."""
+    def first(seed):
+        log = []
+        next(jacobi(ScriptedLM(markov(1, 9)), [*range(9)] * 2, n=40, sample=Sampler(seed=seed),
+                    log=log))
+        return log[0]["states"][0]
+    assert first(1)[0] == 8 and set(first(1)) == set(range(9))
+    assert first(1) == first(1) != first(2)
 
+
+# ----------------------------------------------------------------------------------- the viewer
 
 class Words:
-    """A tokenizer of letters."""
+    """A tokenizer of letters; token 1 is a line break."""
 
     def decode(self, ids, skip_special_tokens=False):
-        return "".join(chr(97 + i) for i in ids)
+        return "".join("a\ncdefgh"[i] for i in ids)
+
+
+def shown(target, prompt, n, limit, log):
+    """Watch Jacobi decoding as the command line does: it makes the first chunk itself."""
+    chunks = until(jacobi(target, prompt, n=n, log=log), limit)
+    show_trajectory(itertools.chain([next(chunks)], chunks), Words(), False, log)
+
+
+def earlier():
+    """The log of an earlier prompt, whose last block was cut."""
+    return [{"states": [[7, 7], [7, 7]], "final": [1, 3]}, {"states": [[7, 7]], "final": [1]}]
+
+
+def counting():
+    return scripted(lambda text: text[-1] + 1, 8)
 
 
 def test_the_trajectory_as_plain_text(capsys):
-    log = [{"states": [[0]], "final": [1]}]  # of an earlier prompt
-    viewer, record = Trajectory(Words(), False, log), {"states": [[0, 9, 9]], "final": [1]}
-    for chunk, state, final in (([0], None, 1), ([1], [0, 1, 8], 2), ([2], [0, 1, 2], 3)):
-        if state:
-            log += [] if record in log else [record]
-            record["states"].append(state)
-            record["final"].append(final)
-        viewer.put(chunk)
-    viewer.write(end="\n")
-    assert capsys.readouterr().out == "  0: a [j] [j]\n  1: a b   [i]\n  2: a b   c\n\nabc\n"
-    assert issubclass(Trajectory, Streamer)
+    """A line a state, wrong tokens in brackets, columns in line; nothing of an earlier prompt, nor
+    of a block that was cut; the text at the end."""
+    shown(counting(), [0], 3, 5, earlier())
+    assert capsys.readouterr().out == (
+        "  0: a [a] [a]\n"
+        "  1: a \\n  [\\n]\n"
+        "  2: a \\n  c\n\n"
+        "  0: c [a] [a]\n"
+        "  1: c d   [\\n]\n"
+        "  2: c d   e\n\n"
+        "\ncdef\n")
 
 
-# ---------------------------------------------------------------- lookahead
+def test_the_trajectory_of_a_block_that_the_first_chunk_completes(capsys):
+    shown(scripted(lambda text: 5, 8), [5], 2, 3, earlier())
+    assert capsys.readouterr().out == "  0: f f\n  1: f f\n\n" * 2 + "fff\n"
+
+
+def test_the_trajectory_on_a_terminal(capsys, monkeypatch):
+    """Right tokens are green, wrong ones red."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown(counting(), [0], 3, 2, earlier())
+    green, red = ("\033[{}m{{}}\033[0m".format(colour).format for colour in (32, 31))
+    assert capsys.readouterr().out == (
+        f"  0: {green('a')} {red('a ')} {red('a ')}\n"
+        f"  1: {green('a')} {green(chr(92) + 'n')} {red(chr(92) + 'n')}\n"
+        f"  2: {green('a')} {green(chr(92) + 'n')} {green('c ')}\n\n\nc\n")
+
+
+# ----------------------------------------------------------------------------------- lookahead
 
 class Recorder(ScriptedLM):
     """Keeps every call's token tree."""
-    trees = []
+
+    def start(self, ids, width=1, prefix=()):
+        super().start(ids, width, prefix)
+        self.trees = []
 
     def forward(self, ids, parents=None):
         self.trees.append((list(ids), list(parents)))
@@ -141,33 +196,68 @@ class Recorder(ScriptedLM):
 
 
 def test_the_window_of_the_survey(monkeypatch):
-    """W = 5, N = 4: the colours of the figure as hundreds, the position as units: blue 0, orange 1, green 2, red 3, grey 4. What the
-    model puts after blue p is blue p + 1; after orange p green p + 1, and so on."""
+    """W = 5, N = 4: the colours of the figure as hundreds, the position as units: blue 0, orange 1,
+    green 2, red 3, grey 4. What the model puts after blue p is blue p + 1; after orange p green
+    p + 1, and so on."""
     def after(tokens):
         last = tokens[-1]
         following = last + 1 if last < 100 else last + 101
-        return torch.nn.functional.one_hot(torch.tensor(following), 900).float()
+        return F.one_hot(torch.tensor(following), 900).float()
 
-    class Oranges(module.random.Random):
+    class Oranges(random.Random):
         def choices(self, prompt, k):
             assert k == 6  # W + N - 3
             return [101, 102, 103, 104, 105, 106]
     monkeypatch.setattr(module.random, "Random", Oranges)
     target, log = Recorder(after), []
-    target.trees = []
-    chunks = list(itertools.islice(lookahead(target, [0], window=5, ngram=4, guesses=2, prompt_ngrams=False, log=log), 5))
-    assert chunks == [[1], [2], [3], [4], [5]]
-    chain = [-1, 0, 1, 2, 3, 4, 5]
-    assert target.trees[0] == ([0, 101, 102, 103, 104, 105, 106], chain)
-    assert target.trees[1] == ([1, *range(102, 107), *range(202, 208)], chain[:6] + [0, 1, 2, 3, 4, 5])
-    assert target.trees[2] == ([2, *range(103, 107), *range(203, 208), *range(304, 309)], chain[:5] + [0, 1, 2, 3, 4] + [5, 6, 7, 8, 9])
-    assert target.trees[3] == ([3, *range(204, 208), *range(304, 309), *range(405, 410)], target.trees[2][1])
-    assert target.trees[4] == ([4, *range(305, 309), *range(405, 410), *range(506, 511)], target.trees[2][1])
+    chunks = lookahead(target, [0], W=5, N=4, G=2, prompt_ngrams=False, log=log)
+    assert list(itertools.islice(chunks, 5)) == [[1], [2], [3], [4], [5]]
+    chain, columns = [-1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert target.trees == [
+        ([0, 101, 102, 103, 104, 105, 106], chain),
+        ([1, *range(102, 107), *range(202, 208)], chain[:6] + columns[:6]),
+        ([2, *range(103, 107), *range(203, 208), *range(304, 309)], chain[:5] + columns),
+        ([3, *range(204, 208), *range(304, 309), *range(405, 410)], chain[:5] + columns),
+        ([4, *range(305, 309), *range(405, 410), *range(506, 511)], chain[:5] + columns)]
     assert [r["ngrams"] for r in log[:4]] == [
         [], [],
-        [(2, 203, 304, 405), (103, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408), (106, 207, 308, 409)],
-        [(3, 304, 405, 506), (204, 305, 406, 507), (205, 306, 407, 508), (206, 307, 408, 509), (207, 308, 409, 510)]]
+        [(2, 203, 304, 405), (103, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408),
+         (106, 207, 308, 409)],
+        [(3, 304, 405, 506), (204, 305, 406, 507), (205, 306, 407, 508), (206, 307, 408, 509),
+         (207, 308, 409, 510)]]
     assert [r["rows"] for r in log] == [7, 12, 15, 15, 15]
+
+
+def test_the_window_of_a_sampled_text_holds_argmaxes():
+    """The text is drawn, guesses are not: each token of a column is the model's argmax after the
+    one a level up. The first may have given way to the text's last token."""
+    model, log = markov(5, vocab=9), []
+    after = lambda tokens: model(tokens[-1:] * 2)  # noqa: E731  (of the last token alone)
+    best = [after([token]).argmax().item() for token in range(9)]
+    chunks = lookahead(ScriptedLM(after), [0, 1, 2], W=4, N=5, G=3, prompt_ngrams=False,
+                       sample=Sampler(1.5, seed=2), log=log)
+    text = [2, *tokens_of(chunks, 80)]
+    assert sum(best[a] != b for a, b in zip(text, text[1:])) > 20
+    ngrams = [ngram for r in log for ngram in r["ngrams"]]
+    assert len(ngrams) == 4 * (len(log) - 3)
+    assert all(best[a] == b for ngram in ngrams for a, b in zip(ngram[1:], ngram[2:]))
+
+
+@pytest.mark.parametrize("prompt", [[1], [0, 1, 2, 0, 1]])
+def test_each_ngram_of_the_text_is_remembered_once(prompt):
+    """Those that end in the prompt before the first call, all others after the call that ends them;
+    with the log's figures as they follow from the trees."""
+    model, log, N = markov(3), [], 3
+    target = Recorder(lambda tokens: model([0, *tokens]))
+    chunks = lookahead(target, prompt, W=0, N=N, G=2, sample=Sampler(0.5), log=log)
+    chunks = list(itertools.islice(chunks, 30))
+    text = prompt + [token for chunk in chunks for token in chunk]
+    ends = range(max(N, len(prompt) + 1), len(text) + 1)
+    assert [ngram for r in log for ngram in r["ngrams"]] == [tuple(text[i - N:i]) for i in ends]
+    assert [r["accepted"] for r in log] == [len(chunk) - 1 for chunk in chunks]
+    assert [r["rows"] for r in log] == [r["guessed"] + 1 for r in log]
+    assert [r["rows"] for r in log] == [len(ids) for ids, _ in target.trees]
+    assert max(r["guessed"] for r in log) > 2 and max(r["accepted"] for r in log) == N - 1
 
 
 def test_the_pool_keeps_the_newest():
@@ -178,35 +268,35 @@ def test_the_pool_keeps_the_newest():
 
 
 def test_a_periodic_text_is_accepted_whole():
-    """Once the period is in the pool, every call yields N tokens; with window 0 the prompt's n-grams suffice."""
-    target = ScriptedLM(lambda tokens: torch.nn.functional.one_hot(torch.tensor((tokens[-1] + 1) % 6), 6).float())
-    assert [len(c) for c in itertools.islice(lookahead(target, [0, 1, 2, 3, 4, 5, 0, 1, 2], window=0, ngram=4), 4)] == [4, 4, 4, 4]
-    assert [len(c) for c in itertools.islice(lookahead(target, [0], window=4, ngram=4, prompt_ngrams=False), 30)][-10:] == [4] * 10
+    """Once the period is in the pool, every call yields N tokens; with W = 0 the prompt's n-grams
+    suffice."""
+    def lengths(prompt, calls, **options):
+        target = scripted(lambda text: (text[-1] + 1) % 6, 6)
+        return [len(c) for c in itertools.islice(lookahead(target, prompt, N=4, **options), calls)]
+    assert lengths([0, 1, 2, 3, 4, 5, 0, 1, 2], 4, W=0) == [4, 4, 4, 4]
+    assert lengths([0], 30, W=4, prompt_ngrams=False)[-10:] == [4] * 10
 
 
-def test_sampled_methods_have_the_targets_distribution():
-    """12,000 seeded runs each: chi-square test of the first four tokens (256 cells) at a false-failure probability of 1e-6."""
+# ------------------------------------------------------------------------------------ sampling
+
+@pytest.mark.parametrize("method, options", [(jacobi, dict(n=4)), (lookahead, dict(W=2, N=3, G=3))])
+def test_sampled_methods_have_the_targets_distribution(method, options):
+    """6,000 seeded runs each: chi-square test of the first four tokens (256 cells) at a
+    false-failure probability of 1e-6."""
     model, sample, prompt = markov(1), Sampler(seed=3), [0, 1, 2, 0, 3, 1]
-    expected = torch.ones(4, 4, 4, 4)
-    for tokens in itertools.product(range(4), repeat=4):
-        for i in range(4):
-            expected[tokens] *= sample.probs(model([*prompt, *tokens[:i]]))[tokens[i]]
-    for method, options in ((jacobi, dict(block=4)), (lookahead, dict(window=2, ngram=3, guesses=3))):
-        counts = torch.zeros(4, 4, 4, 4)
-        for _ in range(12000):
-            counts[tuple(tokens_of(method(ScriptedLM(model), prompt, sample=sample, **options), 4))] += 1
-        assert chi_square_ok(counts.flatten(), expected.flatten()), method
+    counts = counts_of(lambda sample: method(ScriptedLM(model), prompt, sample=sample, **options),
+                       sample, 4, 6000)
+    assert chi_square_ok(counts, law(model, sample, prompt, 4))
 
 
 def test_unmerged_candidates_would_be_biased(monkeypatch):
-    """Why equal prefixes must be one node: with a chain for each candidate, each with draws of its own, of which the longest match is
-    kept, the same test fails (here it is exact with the trie, and fails at 1e-6 without)."""
+    """Why equal prefixes must be one node: with a chain for each candidate, each with draws of its
+    own, of which the longest match is kept, the same test fails (here it is exact with the trie,
+    and fails at 1e-6 without)."""
     model, sample = markov(1), Sampler(seed=3)
-    prompt = [0, 1, 2, 0, 1, 3, 0, 1, 0, 0, 2, 2, 0, 2, 3, 0, 3, 1, 0, 3, 3, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 2, 2, 1, 2, 0, 1, 3, 2, 1, 3, 0]
-    expected = torch.ones(4, 4, 4)
-    for tokens in itertools.product(range(4), repeat=3):
-        for i in range(3):
-            expected[tokens] *= sample.probs(model([*prompt, *tokens[:i]]))[tokens[i]]
+    prompt = [0, 1, 2, 0, 1, 3, 0, 1, 0, 0, 2, 2, 0, 2, 3, 0, 3, 1, 0, 3, 3, 0, 0, 0, 1, 1, 0, 1,
+              1, 1, 1, 2, 2, 1, 2, 0, 1, 3, 2, 1, 3, 0]
+    expected = law(model, sample, prompt, 3)
 
     def chains(root, sequences):
         ids, parents = [root], [-1]
@@ -214,48 +304,67 @@ def test_unmerged_candidates_would_be_biased(monkeypatch):
             for i, token in enumerate(sequence):
                 parents.append(len(ids) - 1 if i else 0)
                 ids.append(token)
-        return ids, parents
+        return ids, parents, None
 
     def longest(ids, parents, chosen):
-        paths = [[0]]
+        paths = {0: [0]}
         for i in range(1, len(ids)):
-            if (before := next((p for p in paths if p[-1] == parents[i]), None)) and chosen[parents[i]] == ids[i]:
-                paths.append(before + [i])
-        path = max(paths, key=len)
+            if parents[i] in paths and chosen[parents[i]] == ids[i]:
+                paths[i] = paths[parents[i]] + [i]
+        path = max(paths.values(), key=len)
         return path, [chosen[i] for i in path]
 
     def fits():
-        counts = torch.zeros(4, 4, 4)
-        for _ in range(6000):
-            counts[tuple(tokens_of(lookahead(ScriptedLM(model), prompt, window=0, ngram=3, guesses=4, sample=sample), 3))] += 1
-        return chi_square_ok(counts.flatten(), expected.flatten())
+        counts = counts_of(lambda sample: lookahead(ScriptedLM(model), prompt, W=0, N=3, G=4,
+                                                    sample=sample), sample, 3, 6000)
+        return chi_square_ok(counts, expected)
     assert fits()
     monkeypatch.setattr(module, "trie", chains)
     monkeypatch.setattr(module, "walk", longest)
     assert not fits()
 
 
+# ------------------------------------------------------------------- mistakes, the command line
+
 @pytest.mark.parametrize("method, options, message", [
-    (jacobi, dict(block=1), "block of 2 tokens or more, got 1"), (lookahead, dict(ngram=1), "got 15, 1 and 15"), (lookahead, dict(window=-1), "got -1, 5"),
-    (lookahead, dict(guesses=0), "5 and 0"), (lookahead, dict(window=0, prompt_ngrams=False), "nothing is left to guess from")])
+    (jacobi, dict(n=1), "n of 2 or more, got 1"), (lookahead, dict(N=1), "got 15, 1 and 15"),
+    (lookahead, dict(W=-1), "got -1, 5"), (lookahead, dict(G=0), "5 and 0"),
+    (lookahead, dict(W=0, prompt_ngrams=False), "nothing is left to guess from")])
 def test_bad_options_are_refused(method, options, message):
     with pytest.raises(InputError, match=message):
         next(method(ScriptedLM(markov(1)), [0, 1], **options))
 
 
-def test_command_line(capfd):
-    from common import main
-    actions = {"profile": module.profile}
+def test_the_report():
+    blocks = [{"states": [[1, 2]] * 4, "final": [1]}, {"states": [[1, 2]] * 3, "final": [1]}]
+    assert report(SimpleNamespace(method=jacobi, log=blocks)) == "2 blocks, 2.50 calls for each"
+    calls = [dict(rows=8, guessed=5, accepted=1), dict(rows=9, guessed=0, accepted=0)]
+    assert report(SimpleNamespace(method=lookahead, log=calls)) == (
+        "a call: 8.5 rows, 2.5 of them guesses, 0.50 accepted")
+
+
+def test_command_line(capfd, monkeypatch):
+    """The file itself is run, with all that it tells cli.main."""
+    mia = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
 
     def run(*argv):
-        status = main([jacobi, lookahead], module.report, ["--prompt", "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?", "--device", "cpu", *argv], actions)
-        return status, *capfd.readouterr()
+        argv = ["jacobi.py", "--prompt", mia, "--device", "cpu", *argv]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as exit:
+            runpy.run_path(str(ROOT / "jacobi.py"), run_name="__main__")
+        return exit.value.code, *capfd.readouterr()
     status, out, err = run("--compare")
-    assert status == 0 and "output equals autoregressive output" in err and "fast-forwarded" in err and "####" in out
-    status, out, err = run("--method", "lookahead", "--window", "4", "--no-prompt-ngrams", "--compare")
-    assert status == 0 and "output equals autoregressive output" in err and "rows" in err
-    status, out, err = run("--show", "--block", "4")
-    assert status == 0 and out.count("  0: ") >= 3 and "]" in out and "####" in out
-    status, out, err = run("--profile", "--block", "8")
-    assert status == 0 and f"| {ROOT / 'models/target'} | 1 |" in out
-    assert run("--profile", "--method", "lookahead")[0] == 2 and run("--window", "3")[0] == 2 and run("--profile", "--max-new-tokens", "2")[0] == 2
+    assert status == 0 and "output equals autoregressive output" in err and "####" in out
+    assert " blocks, " in err and " calls for each" in err
+    status, out, err = run("--method", "lookahead", "--W", "4", "--no-prompt-ngrams", "--compare")
+    assert status == 0 and "output equals autoregressive output" in err and " rows, " in err
+    status, out, err = run("--show", "--n", "4", "--prompt", mia)  # the same text twice
+    blocks = int(err.split(" blocks, ")[0].split()[-1])
+    assert status == 0 and "]" in out
+    assert sum(line.startswith("####") for line in out.splitlines()) == 2
+    assert 6 <= out.count("  0: ") <= blocks and out.count("  0: ") % 2 == 0
+    status, out, err = run("--tune", "--max-new-tokens", "2")
+    assert status == 0 and [line.split(":")[0] for line in out.splitlines()] == [
+        "--n 2", "--n 4", "--n 8", "--n 16", "--n 32", "fastest"]
+    assert run("--W", "3")[0] == run("--method", "lookahead", "--n", "4")[0] == 2
+    assert run("--n", "1")[0] == run("--method", "lookahead", "--G", "0")[0] == 2

@@ -1,4 +1,4 @@
-"""Ouroboros: the target's own output whatever the phrases are, and each of the four mechanisms on its own."""
+"""Ouroboros: the target's own output whatever the phrases are, and each of the four mechanisms."""
 import itertools
 import random
 
@@ -6,183 +6,370 @@ import pytest
 import torch
 
 import ouroboros as module
-from common import CachedLM, InputError, Sampler, autoregressive, main
-from conftest import CONTEXT, ScriptedLM, chi_square_ok, markov, near, tiny, tokens_of
-from ouroboros import PhrasePool, ouroboros, phrases_of
+from common import CachedLM, InputError, Sampler, autoregressive, greedy
+from conftest import CONTEXT, ScriptedLM, chi_square_ok, main, markov, near, tiny, tokens_of
+from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 
 PROMPT = [3, 14, 15, 3, 14]
-SWITCHES = [dict(zip(("phrases", "lengthen", "verification", "history"), on)) for on in itertools.product((True, False), repeat=4)]
+APPLES = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
+MORE_APPLES = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
+SQUARES = ("def sum_even_squares(nums):\n"
+           '    """Return the sum of the squares of the even numbers in nums."""')
+NAMES = ("phrases", "lengthen", "verification", "history")
+SWITCHES = [dict(zip(NAMES, on)) for on in itertools.product((True, False), repeat=4)]
+OFF = dict(phrases=False, lengthen=False, verification=False)
+
+
+def pool_of(*phrases: tuple[int, ...], **limits: int) -> PhrasePool:
+    """A pool with these phrases, the newest last."""
+    pool = PhrasePool(**limits)
+    for phrase in phrases:
+        pool.add(phrase)
+    return pool
 
 
 def warm_pool() -> PhrasePool:
     """Full of phrases of unrelated texts, of several lengths."""
-    pool, rng = PhrasePool(), random.Random(5)
-    for _ in range(1500):
-        pool.add(tuple(rng.choices(range(2, 61), k=rng.choice([2, 3, 4, 6]))))
-    return pool
+    rng = random.Random(5)
+    return pool_of(*(tuple(rng.choices(range(2, 61), k=rng.choice([2, 3, 4, 6])))
+                     for _ in range(1500)))
 
+
+# --------------------------------------------------------------------- the target's own output
 
 def test_greedy_equals_autoregressive(family):
-    """Every combination of the switches, each with other hyper-parameters, one warm pool for all; up to the last token of the context."""
-    model = tiny(family)
-    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), CONTEXT - len(PROMPT))
-    rng, pool, pairs = random.Random(2), warm_pool(), [near(model, 0.02), tiny(family, seed=7), tiny("llama" if family == "gpt2" else "gpt2")]
-    for number, switches in enumerate(SWITCHES):
-        options = dict(gamma=rng.randint(1, 9), window=rng.randint(1, 8), phrase=rng.randint(2, 6), suffixes=rng.randint(1, 5), guesses=rng.randint(1, 5), **switches)
-        draft, n = pairs[number % 3], (70, CONTEXT - len(PROMPT))[number % 4 == 0]
-        got = tokens_of(ouroboros(CachedLM(model, CONTEXT), CachedLM(draft, CONTEXT), PROMPT, pool=pool, **options), n)
-        assert got == expected[:n], (draft.config.model_type, options)
+    """One warm pool for combinations of the switches, each with other hyper-parameters and the
+    next of three drafts; a quarter up to the last token of the context. All 16 for one family; four
+    of them, each switch on and off, for the others, and the most extreme trees for all."""
+    model, other = tiny(family), tiny("llama" if family == "gpt2" else "gpt2")
+    n, rng, pool = CONTEXT - len(PROMPT), random.Random(2), warm_pool()
+    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), n)
+    drafts = itertools.cycle([near(model, 0.02), tiny(family, seed=7), other])
+    chosen = range(16) if family == "llama" else (0, 6, 9, 15)
+    trials = [dict(gamma=rng.randint(1, 9), W=rng.randint(1, 8), beta=rng.randint(2, 6),
+                   K=rng.randint(1, 5), guesses=rng.randint(1, 5), **SWITCHES[i]) for i in chosen]
+    trials.insert(1, dict(gamma=1, W=1, beta=7, K=9, guesses=12))
+    for number, options in enumerate(trials):
+        target, draft = CachedLM(model, CONTEXT), CachedLM(next(drafts), CONTEXT)
+        limit = n if number % 4 == 1 else 50
+        got = tokens_of(ouroboros(target, draft, PROMPT, pool=pool, **options), limit)
+        assert got == expected[:limit], (draft.model.config.model_type, options)
 
 
 def test_eos_and_limits_inside_drafts_and_suffixes(embedded):
+    """The same prompt three times with each draft: chunks that begin at many places, cut at every
+    length and at every token. The target as its own draft is accepted up to the suffixes."""
     model, draft, tokenizer = embedded
-    prompt = tokenizer("Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?")["input_ids"]
+    prompt = tokenizer(APPLES)["input_ids"]
     target, pool, log = CachedLM(model, 300), PhrasePool(), []
     expected = tokens_of(autoregressive(target, prompt), 50)
-    for helper in (CachedLM(draft, 300), CachedLM(model, 300)):  # the target as its own draft: always up to the suffixes
-        for limit in (1, 2, 3, 5, 7, 11, 18, 29, 47, 50):
-            assert tokens_of(ouroboros(target, helper, prompt, pool=pool, log=log), limit) == expected[:limit]
+    for helper in (CachedLM(draft, 300), CachedLM(model, 300)) * 3:
+        chunks, source = [], ouroboros(target, helper, prompt, pool=pool, log=log)
+        while sum(map(len, chunks)) < 50:
+            chunks.append(next(source))
+        for limit in range(1, 51):
+            assert tokens_of(iter(chunks), limit) == expected[:limit]
         for eos in set(expected):
-            assert tokens_of(ouroboros(target, helper, prompt, pool=pool, log=log), 50, {eos}) == expected[:expected.index(eos) + 1]
-    assert sum(r["suffix"] for r in log) > 0  # suffixes were accepted in all this
+            assert tokens_of(iter(chunks), 50, {eos}) == expected[:expected.index(eos) + 1]
+    assert any(r["accepted"] > r["drafted"] for r in log)  # suffixes were accepted in all this
 
 
 def test_the_target_as_its_own_draft_is_always_accepted(family):
-    """A draft cache that misses a row, or a window or trie with a wrong mask or position, shows here."""
+    """A cache of the draft that misses a row, or a wrong mask or position, shows here."""
     model, log, pool = tiny(family), [], PhrasePool()
-    for switches in (dict(), dict(lengthen=False), dict(phrases=False), dict(phrases=False, lengthen=False)):
-        tokens_of(ouroboros(CachedLM(model, CONTEXT), CachedLM(model, CONTEXT), PROMPT, gamma=5, phrase=3, pool=pool, log=log, **switches), CONTEXT - len(PROMPT) - 20)
-    assert len(log) > 40 and all(r["accepted"] == r["drafted"] + r["suffix"] >= 5 for r in log)
+    for off in ({}, {"lengthen"}, {"phrases"}, {"phrases", "lengthen"}):
+        target, draft = CachedLM(model, CONTEXT), CachedLM(model, CONTEXT)
+        options = dict(gamma=5, beta=3, pool=pool, log=log) | dict.fromkeys(off, False)
+        tokens_of(ouroboros(target, draft, PROMPT, **options), CONTEXT - len(PROMPT))
+    assert len(log) > 40 and all(r["accepted"] >= r["drafted"] >= 5 for r in log)
 
 
 def test_phrases_save_draft_calls(embedded):
-    """On text with repeated phrases, once they are in the pool; token by token a draft takes a call for each token."""
+    """On text with repeated phrases, once they are in the pool; token by token each takes one."""
     model, draft, tokenizer = embedded
-    prompt = tokenizer("def sum_even_squares(nums):\n    \"\"\"Return the sum of the squares of the even numbers in nums.\"\"\"")["input_ids"]
+    prompt = tokenizer(SQUARES)["input_ids"]
     for phrases in (True, False):
         log, pool = [], PhrasePool()
         for _ in range(3):
-            tokens_of(ouroboros(CachedLM(model, 300), CachedLM(draft, 300), prompt, phrases=phrases, pool=pool, log=log), 60, {tokenizer.eos_token_id})
+            chunks = ouroboros(CachedLM(model, 300), CachedLM(draft, 300), prompt, pool=pool,
+                               phrases=phrases, log=log)
+            tokens_of(chunks, 60, {tokenizer.eos_token_id})
         calls = sum(r["calls"] for r in log) / sum(r["drafted"] for r in log)
         assert calls < 0.75 if phrases else calls == 1
 
 
-# ---------------------------------------------------------------- the mechanisms
+def test_sampled_output_has_the_targets_distribution():
+    """12,000 seeded runs with suffixes, from one pool: chi-square test of the first four tokens
+    (256 cells) at a false-failure probability of 1e-6; every mechanism is at work."""
+    def scripted(model) -> ScriptedLM:
+        rows = {pair: model(pair) for pair in itertools.product(range(4), repeat=2)}
+        return ScriptedLM(lambda tokens: rows[tokens[-2], tokens[-1]])
+    models, sample = [scripted(markov(1)), scripted(markov(2))], Sampler(0.9, seed=4)
+    counts, pool, log = torch.zeros(4, 4, 4, 4), PhrasePool(), []
+    options = dict(gamma=1, beta=3, W=2, pool=pool, sample=sample, log=log)
+    for _ in range(12000):
+        counts[tuple(tokens_of(ouroboros(*models, [0, 1], **options), 4))] += 1
+    expected = torch.ones(4, 4, 4, 4)
+    for tokens in itertools.product(range(4), repeat=4):
+        for i in range(4):
+            probs = sample.probs(markov(1)([0, 1, *tokens[:i]]))
+            expected[tokens] *= probs[tokens[i]]
+    assert chi_square_ok(counts.flatten(), expected.flatten())
+    assert sum(max(0, r["accepted"] - r["drafted"]) for r in log) > 1000
+    assert any(r["phrases"] for r in log)
 
-def counting(vocab=20, **exceptions):
+
+# -------------------------------------------------------------------------------- the mechanisms
+
+class Recorder(ScriptedLM):
+    """Keeps the (ids, parents) of every call, the width asked for and the widest pending tree."""
+
+    def __init__(self, logits_of):
+        super().__init__(logits_of)
+        self.trees, self.width, self.widest = [], 0, 0
+
+    def start(self, ids, width=1, prefix=()):
+        super().start(ids, width, prefix)
+        self.width = width
+
+    def forward(self, ids, parents=None):
+        self.trees.append((list(ids), None if parents is None else list(parents)))
+        logits = super().forward(ids, parents)
+        self.widest = max(self.widest, len(self.parents))
+        return logits
+
+
+def counting(vocab: int = 20, exceptions: dict = {}) -> Recorder:
     """A model that counts, but for {token: what follows it}."""
-    exceptions = {int(name[1:]): value for name, value in exceptions.items()}
-    return ScriptedLM(lambda tokens: torch.nn.functional.one_hot(torch.tensor(exceptions.get(tokens[-1], (tokens[-1] + 1) % vocab)), vocab).float())
+    eye = torch.eye(vocab)
+    return Recorder(lambda tokens: eye[exceptions.get(tokens[-1], (tokens[-1] + 1) % vocab)])
+
+
+def first(chunks, n: int) -> list[list[int]]:
+    return list(itertools.islice(chunks, n))
 
 
 def test_phrases_of_a_rejection():
-    """By hand: d = 5 6 7 8 9 with target choices v = 5 1 7 8 2 4. d_2 is rejected; d_3 and d_4 match, d_5 does not."""
-    assert phrases_of([5, 6, 7, 8, 9], [5, 1, 7, 8, 2, 4], 1, 3) == [(6, 7, 8), (7, 8, 2)]
-    assert phrases_of([5, 6, 7, 8, 9], [5, 1, 7, 8, 2, 4], 1, 2) == [(6, 7), (7, 8), (8, 2), (9, 4)]
-    assert phrases_of([5, 6, 7, 8, 9], [5, 1, 7, 8, 2, 4], 1, 4) == [(6, 7, 8, 2)]
+    """By hand: d_2 = 6 is rejected; d_3 and d_4 match, d_5 does not."""
+    d, v = [5, 6, 7, 8, 9], [5, 1, 7, 8, 2, 4]
+    assert phrases_of(d, v, 1, 3) == [(6, 7, 8), (7, 8, 2)]
+    assert phrases_of(d, v, 1, 2) == [(6, 7), (7, 8), (8, 2), (9, 4)]
+    assert phrases_of(d, v, 1, 4) == [(6, 7, 8, 2)]
     assert phrases_of([5, 6], [5, 6, 7], 2, 2) == []
 
 
 def test_phrases_from_verification_enter_the_pool():
-    """Target: 6 is followed by 9 and not by 7; the draft 4 5 6 7 8 of root 3 is rejected at 7, whose choices 8 9 go on rightly."""
-    pool, log = PhrasePool(), []
-    chunks = ouroboros(counting(_6=9), counting(), [2, 3], gamma=5, phrase=3, phrases=False, lengthen=False, pool=pool, log=log)
-    assert next(chunks) == [4, 5, 6, 9]
-    assert log == [{"drafted": 5, "calls": 5, "accepted": 3, "suffix": 0, "matched": 4, "phrases": [(7, 8, 9)]}]
-    assert list(pool.phrases) == [(7, 8, 9)]
-    pool = PhrasePool()
-    assert next(ouroboros(counting(_6=9), counting(), [2, 3], gamma=5, phrase=3, phrases=False, lengthen=False, verification=False, pool=pool))
-    assert not pool.phrases
+    """Target: 6 is followed by 9 and not by 7; the draft 4 5 6 7 8 of root 3 is rejected at 7,
+    whose choices 8 9 go on rightly."""
+    for verification in (True, False):
+        pool, log, found = PhrasePool(), [], [(7, 8, 9)] if verification else []
+        options = dict(gamma=5, beta=3, phrases=False, lengthen=False, verification=verification)
+        chunks = ouroboros(counting(exceptions={6: 9}), counting(), [2, 3], pool=pool, log=log,
+                           **options)
+        assert next(chunks) == [4, 5, 6, 9] and list(pool.phrases) == found
+        assert log == [{"drafted": 5, "calls": 5, "accepted": 3, "matched": 4, "phrases": found}]
 
 
 def test_a_suffix_is_accepted_after_a_full_draft_only():
-    for target, chunk in ((counting(), [4, 5, 6, 7, 8, 9]), (counting(_6=8), [4, 5, 6, 8, 9, 10]), (counting(_6=9), [4, 5, 6, 9]), (counting(_5=9), [4, 5, 9])):
-        pool = PhrasePool()
-        for phrase in [(6, 8, 9), (6, 7, 8), (6, 7, 3), (5, 6, 7)]:
-            pool.add(phrase)
-        chunks = ouroboros(target, counting(), [2, 3], gamma=3, phrase=3, phrases=False, verification=False, pool=pool)
+    for exceptions, chunk in (({}, [4, 5, 6, 7, 8, 9]), ({6: 8}, [4, 5, 6, 8, 9, 10]),
+                              ({6: 9}, [4, 5, 6, 9]), ({5: 9}, [4, 5, 9])):
+        pool = pool_of((6, 8, 9), (6, 7, 8), (6, 7, 3), (5, 6, 7))
+        target, options = counting(exceptions=exceptions), OFF | dict(lengthen=True)
+        chunks = ouroboros(target, counting(), [2, 3], gamma=3, beta=3, pool=pool, **options)
         assert next(chunks) == chunk
 
 
 def test_of_several_suffixes_the_longest_match_counts():
-    pool = PhrasePool()
-    for phrase in [(6, 7, 8), (6, 7, 9), (6, 9, 9)]:
-        pool.add(phrase)
-    chunks = ouroboros(counting(), counting(), [2, 3], gamma=3, phrase=3, phrases=False, pool=pool, suffixes=3)
-    assert next(chunks) == [4, 5, 6, 7, 8, 9]
-    pool = PhrasePool()
-    for phrase in [(6, 7, 8), (6, 7, 9), (6, 9, 9)]:
-        pool.add(phrase)
-    chunks = ouroboros(counting(), counting(), [2, 3], gamma=3, phrase=3, phrases=False, pool=pool, suffixes=2)  # the two newest
-    assert next(chunks) == [4, 5, 6, 7, 8]
+    """Of all three phrases, and of the two newest."""
+    for K, chunk in ((3, [4, 5, 6, 7, 8, 9]), (2, [4, 5, 6, 7, 8])):
+        pool = pool_of((6, 7, 8), (6, 7, 9), (6, 9, 9))
+        options = dict(gamma=3, beta=3, phrases=False, pool=pool, K=K)
+        assert next(ouroboros(counting(), counting(), [2, 3], **options)) == chunk
 
 
 def test_tried_suffixes_are_corrected_also_after_a_rejection():
     """p1 v2 v3 replaces p1 p2 p3: v2 is the target's choice after p1, v3 after p2."""
-    for target, kept in ((counting(), 4), (counting(_4=9), 1)):
-        pool, log = PhrasePool(), []
-        for phrase in [(6, 7, 3), (6, 11, 2)]:
-            pool.add(phrase)
-        next(ouroboros(target, counting(), [2, 3], gamma=3, phrase=3, phrases=False, pool=pool, log=log))
-        assert log[0]["accepted"] == kept
-        assert set(pool.tails[6]) == {(7, 8), (7, 12)}
+    for exceptions, accepted in (({}, 4), ({4: 9}, 1)):
+        pool, log = pool_of((6, 7, 3), (6, 11, 2)), []
+        options = dict(gamma=3, beta=3, phrases=False, pool=pool, log=log)
+        next(ouroboros(counting(exceptions=exceptions), counting(), [2, 3], **options))
+        assert log[0]["accepted"] == accepted
+        assert set(pool.rests[6]) == {(7, 8), (7, 12)}
+
+
+def test_the_newest_suffix_stays_the_newest():
+    """Corrected suffixes enter the pool oldest first, before the phrases of discarded tokens, after
+    those that were not tried: here two of three are, and 5 is discarded."""
+    pool, log, target = pool_of((6, 2, 2), (6, 7, 3), (6, 11, 2)), [], counting(exceptions={4: 9})
+    options = dict(gamma=3, beta=3, K=2, phrases=False, pool=pool, log=log)
+    assert next(ouroboros(target, counting(), [2, 3], **options)) == [4, 9]
+    assert list(pool.phrases) == [(6, 2, 2), (6, 7, 8), (6, 7, 12), (5, 6, 7)]
+    assert pool.newest(6, 2) == [(7, 12), (7, 8)]
+    assert log[0]["phrases"] == [(6, 7, 8), (6, 7, 12), (5, 6, 7)]
+
+
+def test_a_phrase_longer_than_beta_is_tried_cut_and_removed_whole():
+    """As a suffix, where its correction is a phrase of beta, and as the draft's guess, where it
+    stays: a guess 4 5 6 7 after 3 gives the draft 4 5 and what follows."""
+    pool, target = pool_of((6, 7, 8, 9, 10)), counting()
+    options = dict(gamma=3, beta=3, phrases=False, pool=pool)
+    assert next(ouroboros(target, counting(), [2, 3], **options)) == [4, 5, 6, 7, 8, 9]
+    assert target.trees == [([3, 4, 5, 6, 7, 8], [-1, 0, 1, 2, 3, 4])]
+    assert list(pool.phrases) == [(6, 7, 8)]
+    pool, draft = pool_of((3, 4, 5, 6, 7)), counting()
+    assert next(ouroboros(counting(), draft, [2, 3], gamma=3, beta=3, W=1, pool=pool))
+    assert draft.trees[0][0][:3] == [3, 4, 5] and draft.trees[0][0][3] != 6
+    assert draft.tokens[:4] == [2, 3, 4, 5] and (3, 4, 5, 6, 7) in pool.phrases
 
 
 def test_phrases_outlive_a_prompt_or_not():
     for history, chunk in ((True, [4, 5, 6, 7, 8, 9]), (False, [4, 5, 6, 7])):
-        pool = PhrasePool()
-        next(itertools.islice(ouroboros(counting(), counting(), [2, 3], gamma=3, phrase=3, window=4, pool=pool, history=history), 9, None))
-        assert bool(pool.phrases) == history
-        assert next(ouroboros(counting(), counting(), [9, 3], gamma=3, phrase=3, phrases=False, pool=pool, history=history)) == chunk
+        options = dict(gamma=3, beta=3, W=4, pool=PhrasePool(), history=history)
+        first(ouroboros(counting(), counting(), [2, 3], **options), 10)
+        assert bool(options["pool"].phrases) == history
+        options["phrases"] = False
+        assert next(ouroboros(counting(), counting(), [9, 3], **options)) == chunk
 
 
 def test_the_draft_decodes_by_lookahead():
-    """A draft that counts: its window holds the period soon, and then every draft call gives a phrase."""
-    log = []
-    next(itertools.islice(ouroboros(counting(6), counting(6), [1, 2, 3], gamma=4, phrase=5, window=6, lengthen=False, log=log), 30, None))
-    assert log[0]["calls"] == 4 and all((r["drafted"], r["calls"]) == (5, 1) for r in log[-10:])
+    """A draft that counts: its window holds the period soon, then every call gives a phrase."""
+    options, log = dict(gamma=4, beta=5, W=6, lengthen=False), []
+    first(ouroboros(counting(6), counting(6), [1, 2, 3], log=log, **options), 31)
+    assert log[0]["calls"] == 4
+    assert all((r["drafted"], r["calls"]) == (5, 1) for r in log[-10:])
+
+
+def test_the_drafts_trees_by_hand(monkeypatch):
+    """The window of the survey's figure, W = 5 and N = 4: the colours as hundreds, the position as
+    units: blue 0, orange 1, green 2, red 3, grey 4. After blue p comes blue p + 1, after orange p
+    green p + 1, and so on. Guesses stand between the root and the window; tokens that are not
+    cached yet stand above the root, which all the rest hangs below."""
+    class Oranges(random.Random):
+        def choices(self, prompt, k):
+            assert k == 6  # W + β - 3
+            return [101, 102, 103, 104, 105, 106]
+    monkeypatch.setattr(module.random, "Random", Oranges)
+    eye = torch.eye(900)
+    draft = Recorder(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])
+    pool = pool_of((1, 2, 9), (1, 2, 3), (5, 6, 7, 8), (7, 9))
+    drafter = Drafter(draft, [0], pool, W=5, beta=4, guesses=2, seed=0)
+    draft.start([])
+
+    assert drafter.step([0]) == [1]
+    assert draft.trees[0] == ([0, *range(101, 107)], [-1, 0, 1, 2, 3, 4, 5])
+    # two guesses of root 1: 2 3 and 2 9, of which the first is right; 6 and 6 of the window
+    assert drafter.step([1]) == [2, 3, 4]
+    assert draft.trees[1] == ([1, 2, 3, 9, *range(102, 107), *range(202, 208)],
+                              [-1, 0, 1, 1, 0, 4, 5, 6, 7, 0, 4, 5, 6, 7, 8])
+    assert draft.tokens == [0, 1, 2, 3]
+    # two tokens before root 5: everything is shifted by two nodes
+    assert drafter.step([3, 4, 5]) == [6, 7, 8, 9]
+    assert draft.trees[2] == (
+        [3, 4, 5, 6, 7, 8, *range(103, 107), *range(203, 208), *range(304, 309)],
+        [-1, 0, 1, 2, 3, 4, 2, 6, 7, 8, 2, 6, 7, 8, 9, 10, 11, 12, 13, 14])
+    assert draft.tokens == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
+    found = [(5, 203, 304, 405), (103, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408),
+             (106, 207, 308, 409)]
+    assert list(pool.phrases)[4:] == found
+    # the guess of root 7 is wrong; the window has moved on by one level
+    assert drafter.step([6, 7]) == [8]
+    assert draft.trees[3] == (
+        [6, 7, 9, *range(204, 208), *range(304, 309), *range(405, 410)],
+        [-1, 0, 1, 1, 3, 4, 5, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+    assert list(pool.phrases)[9:] == [(7, 304, 405, 506), *(
+        (p, p + 101, p + 202, p + 303) for p in range(204, 208))]
+    assert draft.tokens[-2:] == [6, 7]
+
+
+def test_the_argmax_is_taken_once_and_of_the_rows_that_need_it(monkeypatch):
+    """Of the target's rows once, when greedy; of the draft's its root, its guesses and the last
+    level of its window: here 8 columns, first one level of 9 (the root among them), then two of
+    8."""
+    rows, models = [], [counting(), counting()]
+
+    def draw(self, probs):
+        rows.append((self is greedy, len(probs)))
+        return drawn(self, probs)
+    drawn = Sampler.draw
+    monkeypatch.setattr(Sampler, "draw", draw)
+    pool = pool_of((4, 9, 9), (4, 5, 9), (6, 7, 8))
+    chunks = ouroboros(*models, [2, 3], gamma=3, beta=3, W=8, pool=pool, sample=Sampler(0))
+    assert next(chunks) == [4, 5, 6, 7, 8, 9]
+    assert [len(ids) for ids, _ in models[1].trees] == [9, 1 + 4 + 15]
+    assert rows == [(True, 1), (True, 9), (True, 5), (True, 8), (True, 6)]
+
+
+def test_the_widths_suffice_and_are_not_far_too_large():
+    """W = 1, phrases of 7, 12 guesses and 9 suffixes that share no node, 6 of a suffix accepted: 8
+    tokens are unseen, and the window is at its widest of 12 nodes in the third and fourth call."""
+    def wide_pool():
+        wrong = ((x, *([15 + i] * 6)) for x in range(15) for i in range(11))
+        right = ((x, *((x + i) % 15 for i in range(1, 7))) for x in range(15))
+        return pool_of(*wrong, *right)
+    target, draft, log = counting(30, {14: 0}), counting(30, {14: 0}), []
+    options = dict(gamma=1, beta=7, W=1, K=9, guesses=12, verification=False, pool=wide_pool())
+    first(ouroboros(target, draft, [2, 3], log=log, **options), 12)
+    assert all((r["drafted"], r["accepted"], r["calls"]) == (7, 13, 1) for r in log[:4])
+    assert target.widest == target.width == 1 + 7 + 9 * 6
+    assert 8 + 12 * 6 + 11 == draft.widest <= draft.width < 1.5 * draft.widest
+    for W, beta in itertools.product((1, 2, 9), range(2, 8)):  # until the window is full
+        draft = counting(30)
+        options = dict(gamma=1, beta=beta, W=W, K=1, guesses=1)
+        first(ouroboros(counting(30), draft, [2, 3], **options), 20)
+        assert draft.widest <= draft.width < 5 * draft.widest, options
 
 
 def test_the_pool_is_bounded_and_keeps_the_newest():
-    pool = PhrasePool(each=2, size=4)
-    for phrase in [(1, 2), (1, 3), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1)]:
-        pool.add(phrase)
+    pool = pool_of((1, 2), (1, 3), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), most=2, size=4)
     assert list(pool.phrases) == [(1, 4), (2, 1), (3, 1), (4, 1)]
-    assert pool.after(1, 5, 1) == [(4,)] and pool.after(2, 5, 1) == [(1,)] and pool.after(9, 5, 1) == []
+    assert pool.newest(1, 5) == [(4,)] and pool.newest(2, 5) == [(1,)] and pool.newest(9, 5) == []
     pool.add((1, 5, 6, 7))
-    assert pool.after(1, 1, 2) == [(5, 6)]
+    assert pool.newest(1, 5) == [(5, 6, 7)]
+    pool.add((1, 6))
+    assert pool.newest(1, 2) == [(6,), (5, 6, 7)] and pool.newest(1, 1) == [(6,)]
     pool.remove((7, 7))
 
 
-def test_sampled_output_has_the_targets_distribution():
-    """12,000 seeded runs with suffixes, from one pool: chi-square test of the first four tokens (256 cells) at a false-failure probability
-    of 1e-6; every mechanism is at work."""
-    target, draft, sample, pool, log = markov(1), markov(2), Sampler(0.9, seed=4), PhrasePool(), []
-    counts = torch.zeros(4, 4, 4, 4)
-    for _ in range(12000):
-        counts[tuple(tokens_of(ouroboros(ScriptedLM(target), ScriptedLM(draft), [0, 1], gamma=1, phrase=3, window=2, pool=pool, sample=sample, log=log), 4))] += 1
-    expected = torch.ones(4, 4, 4, 4)
-    for tokens in itertools.product(range(4), repeat=4):
-        for i in range(4):
-            expected[tokens] *= sample.probs(target([0, 1, *tokens[:i]]))[tokens[i]]
-    assert chi_square_ok(counts.flatten(), expected.flatten())
-    assert sum(r["suffix"] for r in log) > 1000 and any(r["phrases"] for r in log)
+@pytest.mark.parametrize("name", ["K", "guesses"])
+def test_more_phrases_than_the_pool_keeps_raise_its_limit(name):
+    """Once 20 phrases of one first token are asked for, a pool keeps them, and all are tried; a
+    pool that keeps more is left so."""
+    options = dict(gamma=3, beta=2, W=1, pool=PhrasePool(), phrases=name == "guesses")
+    options |= dict(verification=False, history=True) | {name: 20}
+    models = counting(40), counting(40)
+    next(ouroboros(*models, [2, 3], **options))
+    assert options["pool"].most == 20
+    for token in range(10, 30):
+        options["pool"].add((6 if name == "K" else 3, token))
+    next(ouroboros(*models, [2, 3], **options))
+    ids, parents = models[0].trees[-1] if name == "K" else models[1].trees[3]
+    assert set(range(10, 30)) <= set(ids) and parents.count(3 if name == "K" else 0) >= 20
+    options["pool"].most = 50
+    next(ouroboros(*models, [2, 3], **options))
+    assert options["pool"].most == 50
 
 
-@pytest.mark.parametrize("name", ["gamma", "window", "suffixes", "guesses", "phrase"])
-def test_bad_options_are_refused(name):
-    with pytest.raises(InputError, match="of 1 or more and phrases of 2 tokens or more"):
-        next(ouroboros(counting(), counting(), [1], **{name: 0}))
+@pytest.mark.parametrize("options", [dict(gamma=0), dict(W=0), dict(K=0), dict(guesses=0),
+                                     dict(beta=0), dict(beta=1)])
+def test_bad_options_are_refused(options):
+    with pytest.raises(InputError, match="of 1 or more and beta of 2 or more"):
+        next(ouroboros(counting(), counting(), [1], **options))
 
 
-def test_command_line(capfd, monkeypatch):
+def test_command_line(capfd):
+    """--no-history prints no count of phrases, for no pool is kept."""
     def run(*argv):
-        status = main([ouroboros], module.report, ["--device", "cpu", "--prompt", "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?", *argv], {"tune": module.tune})
+        ranges = {"gamma": (2, 3, 4, 6, 8, 10, 12, 14), "W": (1, 2, 4, 8, 12, 16, 20),
+                  "beta": (3, 4, 5, 6, 7)}
+        status = main([ouroboros], module.report, ["--device", "cpu", "--prompt", APPLES, *argv],
+                      shared={"pool": PhrasePool}, ranges=ranges)
         return status, *capfd.readouterr()
-    status, out, err = run("--prompt", "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?", "--compare")
-    assert status == 0 and "output equals autoregressive output" in err and "phrases in the pool" in err and out.count("####") == 2
-    status, out, err = run("--no-phrases", "--no-lengthen", "--no-verification", "--no-history", "--compare")
+    status, out, err = run("--prompt", MORE_APPLES, "--compare")
+    assert status == 0 and "output equals autoregressive output" in err and out.count("####") == 2
+    assert " of them from suffixes; " in err and " phrases kept\npredicted, a draft call" in err
+    status, out, err = run(*(f"--no-{name}" for name in NAMES), "--compare")
     assert status == 0 and "output equals autoregressive output" in err
-    status, out, err = run("--tune", "--max-new-tokens", "6")
-    assert status == 0 and out.count("\n| ") == 1 + 20 and "python ouroboros.py --gamma" in out
-    assert run("--phrase", "1")[0] == 2
+    assert " of them from suffixes\npredicted, a draft call" in err and "kept" not in err
+    status, out, err = run("--tune", "--max-new-tokens", "3")
+    assert status == 0 and out.count(" tokens/s\n") == 20 and "fastest: --gamma" in out
+    assert run("--beta", "1")[0] == 2

@@ -1,46 +1,67 @@
-"""The generated tasks: what the graders accept, and that held-out prompts are new."""
+"""The generated tasks: what the graders accept, and that held-out prompts are new. Files of
+prompts."""
+import argparse
+import json
+import subprocess
+import sys
+
 import pytest
 
 import tasks
+from conftest import ROOT
+
+WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSELECT 1; SELECT 2;")
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_right_answers_pass_and_other_answers_fail(task):
     some = tasks.take(task, "test", 40, seed=3)
     assert all(tasks.grade(e, e.answer) for e in some)
-    assert sum(tasks.grade(e, other.answer) for e, other in zip(some, some[1:])) <= 2  # two examples may happen to agree
-    assert not any(tasks.grade(e, wrong) for e in some for wrong in ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSELECT 1; SELECT 2;"))
+    others = [tasks.grade(e, other.answer) for e, other in zip(some, some[1:])]
+    assert sum(others) <= 2  # two examples may happen to agree
+    assert not any(tasks.grade(e, wrong) for e in some for wrong in WRONG)
 
 
 def test_graders_see_small_mistakes():
-    sql = next(e for e in tasks.examples("sql", "train", 1) if "ORDER BY" in e.answer and "DESC" in e.answer and "LIMIT" not in e.answer)
-    assert not tasks.grade(sql, sql.answer.replace(" DESC", "")) and not tasks.grade(sql, sql.answer.replace("SELECT ", "SELECT id, "))
-    assert tasks.grade(sql, sql.answer.replace("SELECT", "select").replace(" FROM", "\nFROM"))  # another form of the same query
+    sql = next(e for e in tasks.examples("sql", "train", 1) if "ORDER BY" in e.answer
+               and "DESC" in e.answer and "LIMIT" not in e.answer)
+    for old, new in (" DESC", ""), ("SELECT ", "SELECT id, "):
+        assert not tasks.grade(sql, sql.answer.replace(old, new))
+    same = sql.answer.replace("SELECT", "select").replace(" FROM", "\nFROM")
+    assert tasks.grade(sql, same)  # another form of the same query
     math = next(tasks.examples("math", "train", 1))
-    assert not tasks.grade(math, math.answer + "1") and not tasks.grade(math, math.answer.replace("####", "Answer:"))
+    for wrong in math.answer + "1", math.answer.replace("####", "Answer:"):
+        assert not tasks.grade(math, wrong)
     code = next(e for e in tasks.examples("code", "train", 1) if " % 2 == 0" in e.answer)
-    assert not tasks.grade(code, code.answer.replace(" % 2 == 0", " % 2 == 1"))
-    assert not tasks.grade(code, "\n    import sys; sys.exit(0)") and not tasks.grade(code, "\n    return [1") and not tasks.grade(code, "\n    while True: pass")
+    for wrong in (code.answer.replace(" % 2 == 0", " % 2 == 1"), "\n    import sys; sys.exit(0)",
+                  "\n    return [1", "\n    while True: pass"):
+        assert not tasks.grade(code, wrong)
 
 
 def test_a_runaway_query_ends():
     example = next(e for e in tasks.examples("sql", "train", 1) if len(e.check["schema"]) == 2)
     table = next(iter(example.check["schema"]))
-    assert not tasks.grade(example, f"SELECT count(*) FROM {', '.join(f'{table} AS t{i}' for i in range(6))}")
+    product = ", ".join(f"{table} AS t{i}" for i in range(6))
+    assert not tasks.grade(example, f"SELECT count(*) FROM {product}")
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_held_out_prompts_are_new(task):
     train, test = tasks.take(task, "train", 5000), tasks.take(task, "test", 500)
-    assert not {e.template for e in train} & {e.template for e in test} and not {e.prompt for e in train} & {e.prompt for e in test}
+    assert not {e.template for e in train} & {e.template for e in test}
+    assert not {e.prompt for e in train} & {e.prompt for e in test}
     assert len({e.template for e in test}) > 100 and len({e.prompt for e in test}) > 480
-    assert [e.prompt for e in tasks.take(task, "test", 5)] == [e.prompt for e in test[:5]] != [e.prompt for e in tasks.take(task, "test", 5, seed=1)]
+    again, others = tasks.take(task, "test", 5), tasks.take(task, "test", 5, seed=1)
+    assert [e.prompt for e in again] == [e.prompt for e in test[:5]] != [e.prompt for e in others]
 
 
 def test_loops():
-    assert tasks.loops([5, 1, 2, 1, 2, 1, 2, 1, 2]) and tasks.loops([9] * 8) and tasks.loops(list(range(10)) * 4)
-    assert not tasks.loops([9] * 7) and not tasks.loops(list(range(40))) and not tasks.loops([1, 2, 1, 2, 1, 2, 1, 2, 3]) and not tasks.loops([])
-    assert not any(tasks.loops(e.answer.split()) for task in tasks.TASKS for e in tasks.take(task, "train", 200))
+    for tokens in [5, 1, 2, 1, 2, 1, 2, 1, 2], [9] * 8, list(range(10)) * 4:
+        assert tasks.loops(tokens)
+    for tokens in [9] * 7, list(range(40)), [1, 2, 1, 2, 1, 2, 1, 2, 3], []:
+        assert not tasks.loops(tokens)
+    for task in tasks.TASKS:
+        assert not any(tasks.loops(e.answer.split()) for e in tasks.take(task, "train", 200))
 
 
 def test_unknown_tasks_are_refused():
@@ -50,10 +71,65 @@ def test_unknown_tasks_are_refused():
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_embedded_target_knows_its_tasks(task, embedded):
-    """30 held-out prompts in batches; at a true accuracy of 80% fewer than 16 right ones have a probability of 2.3e-4."""
+    """30 held-out prompts in batches; at a true accuracy of 80% fewer than 16 right ones have a
+    probability of 2.3e-4."""
     from train import answer
     target, _, tokenizer = embedded
     held_out = tasks.take(task, "test", 30, seed=30)
     answers = answer(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
-    assert sum(map(tasks.grade, held_out, tokenizer.batch_decode(answers, skip_special_tokens=True))) >= 16
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    assert sum(map(tasks.grade, held_out, texts)) >= 16
     assert not any(map(tasks.loops, answers))
+
+
+# ------------------------------------------------------------------------- files of prompts
+
+def rows(*rows: dict) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.mark.parametrize("data, texts", [
+    (b"one\ntwo words\n", ["one", "two words"]),
+    (b"\n  \none\n\n  two\n   \nthree", ["one", "  two", "three"]),  # without blank lines
+    (b"one\r\ntwo\r\n", ["one", "two"]),
+    ("Café 🙂\u2028漢\n".encode(), ["Café 🙂\u2028漢"]),  # one line: only \n ends it
+    (rows({"prompt": "a\nb {c}"}, {"prompt": "d", "category": "sql"}), ["a\nb {c}", "d"]),
+    (rows({"question": "e", "answer": "f"}), ["e"]),
+    (rows({"turns": ["g", "h"], "question_id": 81}), ["g"]),
+    (rows({"prompt": "i", "question": "j", "turns": ["k"]}), ["i"]),
+    (rows({"turns": ["l"]}, {"question": "m"}) + b"n\n[1, 2]\n" + rows({"prompt": "o"}),
+     ["l", "m", "n", "[1, 2]", "o"])])
+def test_prompts_of_a_file(tmp_path, data, texts):
+    """Plain lines, JSON lines of three kinds, and both in one file."""
+    file = tmp_path / "prompts"
+    file.write_bytes(data)
+    assert tasks.read_prompts(file) == tasks.read_prompts(str(file)) == texts
+
+
+def test_what_tasks_prints_can_be_read_back(tmp_path):
+    printed = subprocess.run([sys.executable, ROOT / "models/tasks.py", "3"], capture_output=True,
+                             check=True).stdout
+    (tmp_path / "prompts").write_bytes(printed)
+    some = [e.prompt for task in tasks.TASKS for e in tasks.take(task, "train", 3, -2)]
+    assert tasks.read_prompts(tmp_path / "prompts") == some and any("\n" in x for x in some)
+    assert len(tasks.read_prompts(ROOT / "models/examples.jsonl")) == 3
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\n \n", b"caf\xe9\n", b'{"prompt": "x"\n', b'{"prompt": 5}\n', b'{"prompt": ""}\n',
+    b'{"prompt": ["x"]}\n', b'{"question": null}\n', b'{"answer": "x"}\n', b'{"turns": [7]}\n',
+    b'{"turns": 7}\n', b'{"turns": []}\n', b'{"turns": [""]}\n', b'{}\n', b'x\n{"prompt": 1.5}\n'])
+def test_files_without_prompts_are_refused(tmp_path, data):
+    """By one line that names the file: argparse prints it."""
+    file = tmp_path / "prompts"
+    file.write_bytes(data)
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        tasks.read_prompts(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    for path in tmp_path, tmp_path / "none", tmp_path / "a\nb", "x\0y":
+        with pytest.raises(argparse.ArgumentTypeError) as error:
+            tasks.read_prompts(path)
+        assert repr(str(path)) in str(error.value) and "\n" not in str(error.value)

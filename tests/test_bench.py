@@ -1,0 +1,580 @@
+"""The benchmark: what it counts, its ratios and medians, energy, and that its tables run."""
+import functools
+import itertools
+import json
+import shlex
+import sys
+import time
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench as module
+import paper_tables as papers
+from bita import Tuning, save_tuning, shape_of
+from bench import Bench, Count, Ours, Results, by_category, options, table
+from common import CachedLM, InputError, Sampler, autoregressive
+from conftest import CONTEXT, near, tiny
+from jacobi import jacobi
+from mjsd import mjsd
+from ouroboros import ouroboros
+from paper_tables import EnergyMeter, Stopwatch, integral
+from speculative import speculative
+
+PROMPT = [3, 14, 15]
+TINY = ["--device", "cpu", "-n", "1", "--rounds", "1"]
+
+
+def tables_of(text: str) -> list[list[list[str]]]:
+    """The tables of a text, each as rows of cells without the line under the head."""
+    blocks = ([line for line in block.split("\n") if line.startswith("| ")]
+              for block in text.split("\n\n"))
+    rows = [[[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
+            for lines in blocks if lines]
+    assert all(len(row) == len(some[0]) for some in rows for row in some)
+    assert all(set(some[1]) == {"---"} and len(some) > 2 for some in rows)
+    return [[some[0], *some[2:]] for some in rows]
+
+
+def column(rows: list[list[str]], head: str) -> dict[str, str]:
+    """{first cell: the cell under this head} of a table."""
+    return {row[0]: row[rows[0].index(head)] for row in rows[1:]}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, embedded):
+    """Random models with the embedded tokenizer, a tuning and a model for cllm: the command line's
+    arguments for them."""
+    *_, tokenizer = embedded
+    path = tmp_path_factory.mktemp("models")
+    target = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=400)
+    for name, model in (("target", target), ("draft", near(target, 0.01)),
+                        ("cllm", near(target, 0.02))):
+        model.save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    save_tuning(path / "tuning.safetensors", Tuning(shape_of(target), P=4), target)
+    return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--cllm",
+            str(path / "cllm"), "--adapter", str(path / "tuning.safetensors"), *TINY]
+
+
+def made(*argv) -> Bench:
+    return Bench(options("").parse_args(argv))
+
+
+# ------------------------------------------------------------------------------- what is counted
+
+def ours(method, limit: int, eos=(), noise=0.0, **own) -> Ours:
+    model = tiny("llama")
+    models = {"target": model} if method in (autoregressive, jacobi) else {
+        "target": model, "draft": near(model, noise)}
+    lms = {name: CachedLM(m, CONTEXT) for name, m in models.items()}
+    return Ours(method, lms, limit, set(eos), own.pop("sample", Sampler(0)), **own)
+
+
+def test_only_tokens_that_were_kept_count_as_accepted():
+    """The draft is the target itself: every guess is right, but not every one is given out."""
+    for limit, accepted in ((16, [3, 3, 3, 3]), (12, [3, 3, 3]), (11, [3, 3, 3]), (10, [3, 3, 2]),
+                            (9, [3, 3, 1])):
+        count = ours(speculative, limit, gamma=3)(PROMPT)
+        assert [r["accepted"] for r in count.log] == accepted
+        assert all(r["drafted"] == 3 for r in count.log)
+        assert count.tokens == len(count.output) == limit and count.calls == len(accepted)
+    text = count.output
+    for eos in (text[5], text[7]):  # the second and the last token of a chunk
+        count, end = ours(speculative, 20, [eos], gamma=3)(PROMPT), text.index(eos) + 1
+        assert count.output == text[:end]
+        last = end - 4 * (count.calls - 1)
+        assert count.log[-1]["accepted"] == min(3, last)
+        assert [r["accepted"] for r in count.log[:-1]] == [3] * (count.calls - 1)
+
+
+def test_a_count_is_of_one_prompt_and_its_seconds_hold_the_prompts_own_pass():
+    run = ours(ouroboros, 12, noise=0.05)
+    lms = run.models
+    for prompt in (PROMPT * 20, PROMPT):
+        for lm in lms.values():  # what another prompt has left there
+            lm.calls, lm.seconds, lm.prompt_seconds = 99, 99.0, 99.0
+        count = run(prompt)
+        assert count.calls == lms["target"].calls == len(count.log) and count.tokens == 12
+        for name, seconds in (("target", count.target), ("draft", count.draft)):
+            assert seconds == lms[name].seconds + lms[name].prompt_seconds
+            assert lms[name].prompt_seconds > 0
+        assert count.target + count.draft < count.total
+    alone = ours(autoregressive, 12)(PROMPT)
+    assert alone.draft == 0 and alone.calls == alone.tokens == 12 and alone.log == []
+    assert alone.output == count.output
+
+
+def test_methods_get_what_they_share_and_a_round_begins_without_it():
+    run = ours(ouroboros, 20, noise=0.05)
+    pool = run.shared["pool"]
+    run(PROMPT)
+    kept = len(pool.phrases)
+    assert kept and run.shared["pool"] is pool and run.shared.keys() == {"pool"}
+    run.new_round()
+    assert run.shared["pool"] is not pool and not run.shared["pool"].phrases
+    assert ours(mjsd, 20, eos=[7]).shared == {"eos": {7}} and ours(jacobi, 20).shared == {}
+    output = ours(mjsd, 40, eos=range(30))(PROMPT).output
+    assert all(token >= 30 for token in output[:-1])
+
+
+def test_transformers_own_passes_are_counted_and_its_models_left_as_they_were(models):
+    """Its prompt gives a token, so that AR has as many calls as tokens there too; drafts are
+    those of ours: as many target calls, and the same text."""
+    bench = made(*models, "--max-new-tokens", "24", "--gamma", "4")
+    (_, prompt), *_ = bench.pairs()
+    ar, ours, runs = bench.ours(autoregressive)(prompt), bench.ours(speculative, gamma=4)(prompt), {
+        "plain": bench.theirs(), "assistant": bench.theirs("draft"),
+        "lookup": bench.theirs(prompt_lookup_num_tokens=4)}
+    counts = {name: run(prompt) for name, run in runs.items()}
+    assert all(c.output == ar.output and c.tokens == ar.tokens == 24 for c in counts.values())
+    assert counts["plain"].calls == 24 and counts["assistant"].calls == ours.calls < 12
+    assert counts["lookup"].calls <= 24
+    assert counts["plain"].draft == 0 < counts["assistant"].draft
+    for count in counts.values():
+        assert 0 < count.target + count.draft < count.total
+    again = runs["assistant"](prompt)
+    assert (again.calls, again.output) == (ours.calls, ar.output)
+    assert runs["plain"].models["target"] is runs["assistant"].models["target"]
+    hooks = runs["plain"].models["target"]._forward_hooks
+    assert not hooks and not runs["plain"].models["target"]._forward_pre_hooks
+    sampled = made(*models, "--max-new-tokens", "24", "--temperature", "1.5", "--top-k", "5")
+    torch.manual_seed(0)
+    assert sampled.theirs()(prompt).output != ar.output
+
+
+# ------------------------------------------------------------------------- rounds and their ratios
+
+class Made:
+    """Stands in for a method: notes when it is called, and for a round begins a new list."""
+
+    def __init__(self, name, seen):
+        self.name, self.seen = name, seen
+
+    def new_round(self):
+        self.seen.append(self.name)
+
+    def __call__(self, prompt):
+        self.seen.append((self.name, *prompt))
+        return Count(len(prompt), 1, 1.0)
+
+
+def test_rounds_interleave_the_methods():
+    seen, bench = [], Bench.__new__(Bench)
+    bench.args, bench.prompts = options("").parse_args(["--rounds", "2"]), {"a": [[1], [2]],
+                                                                            "b": [[3], [4], [5]]}
+    results = bench.measure({name: Made(name, seen) for name in "xy"})
+    warm, one = [(name, i) for i in (1, 2, 3) for name in "xy"], ["x", "y"]
+    one += [(name, i) for i in (1, 2, 3, 4, 5) for name in "xy"]
+    assert seen == warm + one * 2
+    categories = ["a", "a", "b", "b", "b"]
+    assert [[name for name, _ in some] for some in results.counts["y"]] == [categories] * 2
+    seen.clear()
+    bench.args.graphs = True  # all prompts to warm up: every width is captured then
+    bench.measure({"x": Made("x", seen)}, [("b", [i]) for i in (9, 8, 7, 6)])
+    assert seen == [("x", i) for i in (9, 8, 7, 6)] + ["x", *(("x", i) for i in (9, 8, 7, 6))] * 2
+
+
+def test_ratios_are_taken_within_a_round_and_medians_over_the_rounds():
+    """x and y are slow in different rounds: a ratio of their medians would be another number."""
+    def counts(seconds):
+        return [[("a", Count(10, 4, s, s / 2, s / 4, [1], [{"accepted": s}])),
+                 ("b", Count(30, 6, 3 * s, s, 0.0, [2], [{"accepted": 1}, {"accepted": 2}]))]
+                for s in seconds]
+    results = Results({"x": counts([1.0, 5.0, 2.0]), "y": counts([4.0, 5.0, 1.0])})
+    assert results.speeds("x") == [10.0, 2.0, 5.0] and results.speed("x") == 5.0
+    assert results.speeds("y", "a") == [2.5, 2.0, 10.0]
+    assert results.ratio("x", "y") == 1.0  # the median of 4, 1 and 0.5; of the speeds: 5 / 2.5
+    assert results.ratio("y", "x", "b") == 1.0
+    assert results.per_call("x") == 4.0 and results.per_call("x", "a") == 2.5
+    assert results.per_call("x", "b") == 5.0
+    assert results.per_token("x", "total") == 1000 * 8 / 40
+    assert results.per_token("x", "target") == 1000 * 3 / 40
+    assert results.per_token("x", "draft") == 1000 * 0.5 / 40
+    assert results.log("x", "accepted", "b") == 1.5 and results.log("x", "accepted", "a") == 8 / 3
+    assert results.log("x", "accepted") == 17 / 9
+    results.counts["y"][0][1][1].output = [3]
+    assert results.same("x", "y") == "1 of 2" and results.same("x", "x") == "2 of 2"
+
+
+def test_prompts_come_by_category_and_those_in_a_loop_are_left_out(tmp_path, monkeypatch, models):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"question": "one", "category": "qa"}\n\n  plain text\n'
+                    '{"turns": ["two", "three"], "category": "qa"}\n{"prompt": "four"}\n'
+                    '{"prompt": "five", "category": 7}\n')
+    assert by_category(file) == {"qa": ["one", "two"], "prompts": ["  plain text", "four"],
+                                 "7": ["five"]}
+    file.write_text("[]\n\n")
+    assert by_category(file) == {"prompts": ["[]"]}
+    with pytest.raises(ArgumentTypeError, match="nowhere"):
+        by_category(tmp_path / "nowhere")
+    rows = [{"prompt": f"Mia has {i} apples.", "category": c} for i, c in enumerate("aabbcc")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = iter([True, False, False, False, True, True])
+    monkeypatch.setattr(module.tasks, "loops", lambda output: next(answers))
+    bench = made(*models, "--prompts", str(file), "-n", "2", "--max-new-tokens", "2")
+    assert bench.dropped == 3 and {name: len(x) for name, x in bench.prompts.items()} == {"a": 1,
+                                                                                        "b": 2}
+    texts = [bench.tokenizer.decode(p, skip_special_tokens=True) for _, p in bench.pairs()]
+    assert texts == [rows[i]["prompt"] for i in (1, 2, 3)] and not bench.examples
+    monkeypatch.setattr(module.tasks, "loops", lambda output: True)
+    with pytest.raises(InputError, match="does not loop"):
+        made(*models, "--max-new-tokens", "2")
+    with pytest.raises(InputError, match="got 0, 1 and 200"):
+        made(*models, "-n", "0")
+    with pytest.raises(InputError, match="context of 400"):
+        made(*models, "--max-new-tokens", "399")
+
+
+# ---------------------------------------------------------------------------------------- energy
+
+def test_power_is_integrated_over_time():
+    assert integral([], 0.0, 1.0) is None
+    assert integral([(0.5, 100.0)], 0.0, 2.0) == 200
+    readings = [(-1.0, 0.0), (1.0, 100.0), (2.0, 200.0), (9.0, 0.0)]
+    assert integral(readings, 0.0, 3.0) == pytest.approx(50 + 150 + 100)
+
+
+UUID = "8f1a2b3c-0123-4567-89ab-cdef01234567"
+SMI = """#!/bin/sh
+# Takes the options that its manual lists, in any order, and refuses all else
+for option; do
+    case "$option" in
+        --id=GPU-%s) found=1 ;;
+        --id=*) echo "No devices were found"; exit 6 ;;
+        --query-gpu=power.draw) asked=1 ;;
+        --format=csv,noheader,nounits) bare=1 ;;
+        --loop-ms=20) loop=1 ;;
+        *) echo "Invalid combination of input arguments."; exit 1 ;;
+    esac
+done
+[ "$found$asked$bare$loop" = 1111 ] || exit 1
+sleep 0.1
+%s
+while true; do echo "%s"; sleep 0.02; done
+"""
+
+
+class Uuid:
+    """As torch has it: no text, but it can be printed."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __str__(self):
+        return self.text
+
+
+def wait_for(condition):
+    deadline = time.perf_counter() + 20
+    while not condition():
+        assert time.perf_counter() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """smi(line, uuid): a GPU and a program nvidia-smi that prints this line again and again."""
+    def put(line, uuid=UUID, first=":"):
+        script = tmp_path / "nvidia-smi"
+        script.write_text(SMI % (UUID, first, line))
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        properties = type("Properties", (), {"uuid": Uuid(uuid)})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    return put
+
+
+@pytest.mark.parametrize("uuid", [UUID, f"GPU-{UUID}"])
+def test_a_gpus_power_is_read_while_it_works(smi, uuid):
+    """Its id is given as the program wants it, whether torch prints the prefix or not. What is
+    shorter than the program's start has a reading too."""
+    smi("80.00", uuid)
+    outside = time.perf_counter()
+    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
+        inside = time.perf_counter()
+        wait_for(lambda: len(meter.watts) >= 3)
+        least = time.perf_counter() - inside
+    assert 80 * least <= meter.joules < 80 * (time.perf_counter() - outside - 0.09)
+    assert all(watts == 80 for _, watts in meter.watts)
+    assert meter.process.returncode is not None and not meter.reader.is_alive()
+    with EnergyMeter(torch.device("cuda:0"), interval=0.02) as meter:
+        pass
+    assert meter.joules > 0
+
+
+@pytest.mark.parametrize("line", ["[N/A]", "[Not Supported]", "[Unknown Error]", ""])
+def test_a_gpu_without_a_power_reading_is_not_measured(smi, line):
+    smi(line)
+    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
+        time.sleep(0.1)
+        assert meter.reader.is_alive()  # it goes on reading
+    assert meter.joules is None and meter.watts == []
+
+
+def test_one_reading_that_is_none_is_left_out(smi):
+    smi("60.5", first='echo "[N/A]"')
+    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
+        wait_for(lambda: meter.watts)
+        inside = time.perf_counter()
+    assert meter.joules >= 60.5 * (inside - meter.began) > 0
+
+
+def test_without_its_program_or_with_another_gpu_nothing_is_measured(smi, tmp_path, monkeypatch):
+    smi("80.00", uuid="0" * 8 + UUID[8:])
+    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
+        pass
+    assert meter.joules is None
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    with EnergyMeter(torch.device("cuda")) as meter:
+        pass
+    assert meter.joules is None
+
+
+def test_a_cpus_counters_may_wrap_or_be_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(papers, "COUNTERS", tmp_path)
+    with EnergyMeter(torch.device("cpu")) as meter:
+        pass
+    assert meter.joules is None
+    zones = (("intel-rapl:0", 9_000_000), ("intel-rapl:1", 1_000_000), ("intel-rapl:0:0", 5))
+    for zone, before in zones:
+        (tmp_path / zone).mkdir()
+        (tmp_path / zone / "energy_uj").write_text(str(before))
+        (tmp_path / zone / "max_energy_range_uj").write_text("9999999")
+    with EnergyMeter(torch.device("cpu")) as meter:
+        (tmp_path / "intel-rapl:0/energy_uj").write_text("2000000")  # wrapped: 3 J
+        (tmp_path / "intel-rapl:1/energy_uj").write_text("1500000")
+    assert meter.joules == pytest.approx(3.5)
+
+
+# ---------------------------------------------------------------------------------- the stopwatch
+
+def test_a_stopwatch_gives_each_part_its_own_time():
+    """One tick a look at the clock; an inner part's time is not the outer part's as well."""
+    class Work:
+        def outer(self):
+            return self.inner() + self.other() + self.inner()
+
+        def inner(self):
+            return 1
+
+        def other(self):
+            raise ValueError
+    work, before = Work(), Work.inner
+    ticks = itertools.count()
+    with Stopwatch({"a": [(Work, "outer"), (Work, "other")], "b": [(Work, "inner")]},
+                   lambda: next(ticks)) as watch:
+        with pytest.raises(ValueError):
+            work.outer()
+        assert watch.seconds == {"a": 4.0, "b": 1.0} and watch.running == []
+        assert work.inner() == 1 and watch.seconds == {"a": 4.0, "b": 2.0}
+    assert Work.inner is before and work.inner() == 1 and next(ticks) == 8
+
+
+# ------------------------------------------------------------------------------------ the tables
+
+def test_a_table_is_markdown():
+    text = table([["a", "b"], ["1", "2"]])
+    assert text == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+    assert tables_of(text) == [[["a", "b"], ["1", "2"]]]
+
+
+def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypatch, capsys):
+    argv = ["tests/bench.py", *models, "--max-new-tokens", "12", "--only", "speculative",
+            "ouroboros", "lookahead, W", "bita, chain", "cllm"]
+    monkeypatch.setattr(sys, "argv", argv)
+    module.main()
+    text = capsys.readouterr().out
+    assert text.startswith(f"`python {shlex.join(argv)}`\n\ncpu, torch.float32, ")
+    assert "medians of 1 rounds over 3 prompts (0 left out for loops)" in text
+    rows, ratios = tables_of(text)
+    assert [row[0] for row in rows[1:]] == [
+        "AR", "speculative, draft of 6 tokens", "ouroboros", "lookahead, W = 0", "bita, chain",
+        "cllm (another model)", "`generate`", "`generate`, assistant, draft of 6 tokens",
+        "`generate`, prompt lookup of 4"]
+    assert rows[0] == ["method", "tokens per target call", "tokens/s", "x AR", "x AR, sql",
+                       "x AR, math", "x AR, code", "realised share", "ms a token: target", "draft",
+                       "rest", "output as AR's"]
+    same, per_call = column(rows, "output as AR's"), column(rows, "tokens per target call")
+    assert same.pop("cllm (another model)") != "3 of 3"
+    assert set(same.values()) == {"3 of 3"}
+    assert per_call["AR"] == per_call["`generate`"] == "1.00" == column(rows, "x AR")["AR"]
+    assert (float(per_call["speculative, draft of 6 tokens"])
+            == float(per_call["`generate`, assistant, draft of 6 tokens"]) > 2)
+    for name, draft in column(rows, "draft").items():
+        assert (float(draft) > 0) == any(x in name for x in ("specul", "ouro", "assistant"))
+    for row in rows[1:]:
+        target, draft, rest = map(float, row[8:11])
+        assert target > 0 and rest > 0
+        assert 1000 / (target + draft + rest) == pytest.approx(float(row[2]), rel=0.1)
+        share = 100 * float(row[3]) / float(row[1])
+        assert float(row[7].rstrip("%")) == pytest.approx(share, abs=2)
+    assert [row[0] for row in ratios[1:]] == [
+        "AR / `generate`",
+        "speculative, draft of 6 tokens / `generate`, assistant, draft of 6 tokens",
+        "lookahead, W = 0 / `generate`, prompt lookup of 4"]
+
+
+def test_a_model_or_a_tuning_that_does_not_fit_is_left_out(models, tmp_path, monkeypatch, capsys):
+    bench = made(*models, "--max-new-tokens", "1", "--adapter", str(tmp_path / "none"), "--cllm",
+                 str(tmp_path))
+    assert bench.bita("bita") == {} == bench.cllm("cllm")
+    text = capsys.readouterr().out
+    assert "bita left out: expected a file made by" in text and "cllm left out: expected" in text
+    real = module.load
+    monkeypatch.setattr(module, "load", lambda path, *how: (
+        real(path, *how)[0], type("Tokenizer", (), {"get_vocab": lambda self: {"a": len(path)}})()))
+    with pytest.raises(InputError, match="another vocabulary"):
+        bench.load(bench.args.draft)
+
+
+def test_sampled_outputs_are_not_compared_and_mistakes_told(models, monkeypatch, capsys):
+    argv = ["bench.py", *models, "--max-new-tokens", "4", "--only", "none"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--temperature", "1"])
+    module.main()
+    rows, ratios = tables_of(capsys.readouterr().out)
+    assert rows[0][-1] == "rest" and [row[0] for row in rows[1:3]] == ["AR", "`generate`"]
+    assert len(rows) == 5 and [row[0] for row in ratios[1:]] == ["AR / `generate`"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--top-p", "7"])
+    with pytest.raises(SystemExit, match="^bench.py: expected a temperature .* got 0.0, 0 and 7.0"):
+        module.main()
+
+
+def test_graphs_reach_every_model(models):
+    bench = made(*models, "--max-new-tokens", "6", "--graphs")
+    runs = {"AR": bench.ours(autoregressive), "speculative": bench.ours(speculative)}
+    assert all(lm.graphs for run in runs.values() for lm in run.models.values())
+    assert bench.measure(runs).same("speculative", "AR") == "3 of 3"
+
+
+@pytest.fixture(scope="module")
+def small(models):
+    """One prompt, a few tokens."""
+    bench = made(*models, "--max-new-tokens", "7")
+    bench.prompts.pop("math"), bench.prompts.pop("code")
+    return bench
+
+
+def test_the_profile_adds_up(small, capsys):
+    papers.table_profile(small)
+    [rows] = tables_of(capsys.readouterr().out)
+    assert rows[0] == ["a round", "ms", "target", "draft", "inputs, masks, positions", "cache",
+                       "argmax, sampling, transfer", "Python", "outside forward passes"]
+    assert len(rows) == 16 and {"AR", "bita", "mjsd", "mjsd, sampled"} <= {row[0] for row in rows}
+    for name, total, *parts, outside in rows[1:]:
+        total, parts = float(total), list(map(float, parts))
+        assert sum(parts) == pytest.approx(total, abs=0.05)
+        assert parts[0] > 0 and parts[2] > 0 and parts[-1] >= 0
+        assert (parts[1] > 0) == any(x in name for x in ("spec", "ouro", "mjsd", "bild"))
+        share = 100 * (1 - (parts[0] + parts[1]) / total)
+        assert float(outside.rstrip("%")) == pytest.approx(share, abs=1)
+    assert max(float(row[5]) for row in rows[1:]) > 0 < max(float(row[6]) for row in rows[1:])
+    assert CachedLM.forward.__name__ == "forward" and Sampler.draw.__name__ == "draw"
+
+
+def test_the_tables_of_ouroboros(small, capsys, monkeypatch):
+    monkeypatch.setattr(papers, "LENGTHS", (3, 9))
+    papers.table_ouroboros(small)
+    steps, local, suffixes, matches, lengths, temperatures = tables_of(capsys.readouterr().out)
+    assert [row[0] for row in steps[1:]] == [
+        "AR", "none (greedy draft, token by token)", "+ phrases", "+ lengthen", "+ verification",
+        "+ history", "speculative, gamma 6"]
+    plain, phrases, speculation = steps[2], steps[3], steps[7]
+    assert plain[1] == speculation[1] and plain[4:] == speculation[4:] == ["6.00", plain[5], "1.00"]
+    assert float(phrases[6]) < 1 and steps[1][4:] == ["-"] * 3
+    assert [row[:2] for row in local[1:]] == [
+        [how, pool] for how in ("shuffled", "one after another")
+        for pool in ("fresh for each prompt", "kept")]
+    assert [row[0] for row in suffixes[1:]] == ["0", "1", "2", "3", "5", "8"]
+    assert matches[0][1:] == ["sql"] and matches[2][0] == "#Match"
+    assert all(0 < float(a) <= 7 for a in matches[1][1:])  # of 20 drafted 7 can be given out
+    tokens = list(map(float, column(lengths, "tokens an answer").values()))
+    assert list(column(lengths, "tokens an answer")) == ["3", "9"] and tokens == [3, 9]
+    assert [row[0] for row in temperatures[1:]] == ["0.0", "0.5", "1.0"]
+
+
+def test_the_tables_of_joint_decoding(small, capsys, monkeypatch):
+    monkeypatch.setattr(papers, "CALLS", 2)
+    monkeypatch.setattr(papers, "COUNTERS", Path("nowhere"))
+    papers.table_mjsd(small)
+    warped, greedy, beams, tau, joint, rows, drafts = tables_of(capsys.readouterr().out)
+    for some in (warped, greedy, beams, tau, joint):
+        assert some[0][1:] == papers.HEAD and some[1][2] == "1.00"
+        assert set(column(some, "J/token").values()) == {"not measured"}
+        assert set(column(some, "accuracy").values()) <= {"0%", "100%"}
+        assert all(float(x) >= 1 for x in column(some, "perplexity").values())
+    assert [row[0] for row in greedy[1:]] == ["AR", "speculative", "BiLD", "SpecTr, 4 drafts",
+                                              "MJSD", "MJSD, width 4"]
+    accepted = column(greedy, "accepted a round (Fig. 3)")
+    assert accepted["AR"] == "-" and 0 < float(accepted["MJSD"]) <= 4
+    assert column(greedy, "perplexity")["AR"] == column(greedy, "perplexity")["speculative"]
+    assert [row[0] for row in tau[1:]] == ["AR", "0.0", "0.1", "0.3", "0.5", "0.7", "0.9", "1.0"]
+    assert column(tau, "tokens per target call")["1.0"] == "1.00"
+    assert [row[0] for row in joint[1:]] == [f"MJGD, K = {K}" for K in range(1, 6)]
+    assert column(joint, "tokens per target call")["MJGD, K = 1"] == "1.00"
+    assert [row[0] for row in rows[1:]] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert [row[0] for row in drafts[1:]] == [f"{name}, {K} drafts" for name in ("SpecInfer",
+                                                                                "SpecTr")
+                                              for K in (1, 2, 4)]
+
+
+def test_a_tables_joules_are_those_of_its_tokens(small, monkeypatch):
+    """The meter runs while a method decodes, and the median over the rounds is shown."""
+    class Meter:
+        readings = iter([300.0, 42.0, 7.0])
+
+        def __init__(self, device):
+            self.joules = next(self.readings)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+    monkeypatch.setattr(papers, "EnergyMeter", Meter)
+    monkeypatch.setattr(small.args, "rounds", 3)
+    [rows] = tables_of(papers.quality_table(small, "", {"AR": small.ours(autoregressive)}))
+    assert column(rows, "J/token") == {"AR": "6.000"}  # 42 J for 7 tokens
+
+
+def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
+    """From the command line, with a prompt of the user's."""
+    (file := tmp_path / "prompts.txt").write_text("Mia has 3 apples.")
+    argv = ["paper_tables.py", "--table", "bita", *models, "--prompts", str(file),
+            "--max-new-tokens", "7", "--adapters", models[models.index("--adapter") + 1]]
+    monkeypatch.setattr(sys, "argv", argv)
+    papers.main()
+    text = capsys.readouterr().out
+    assert text.startswith(f"`python {shlex.join(argv)}`\n")
+    trees, tunings = tables_of(text)
+    assert trees[0][1:4] == ["tokens per target call", "prompts", "rows a call"]
+    assert [row[0] for row in trees[1:]] == [
+        "straightforward", *(f"full tree, k = {k}" for k in (1, 2, 3, 4)),
+        *(f"efficient tree, k = {k}" for k in (1, 3, 5))]
+    assert set(column(trees, "output as AR's").values()) == {"1 of 1"}
+    rows = {name: float(x) for name, x in column(trees, "rows a call").items()}
+    assert rows["efficient tree, k = 5"] < 64 < rows["full tree, k = 4"]
+    assert rows["straightforward"] < rows["full tree, k = 1"] == rows["efficient tree, k = 1"]
+    assert [row[0] for row in tunings[1:]] == ["tuning: deep, 3 masks"]
+
+
+def test_the_tables_of_consistency_models(small, capsys, monkeypatch):
+    monkeypatch.setattr(papers, "GRADED", 1)
+    monkeypatch.setattr(papers.recipe, "answer", functools.partial(papers.recipe.answer, limit=9))
+    monkeypatch.setattr(small.args, "cllms", [small.args.draft], raising=False)
+    prompts = small.prompts
+    papers.table_cllm(small)
+    small.prompts = prompts
+    text = capsys.readouterr().out
+    assert text.startswith("0 more prompts left out for repetition by either model\n")
+    decoded, profile, lengths = tables_of(text)
+    assert [row[0] for row in decoded[1:]] == [f"{name} + {how}" for name in ("target", "CLLM")
+                                               for how in ("AR", "Jacobi", "lookahead")]
+    assert set(column(decoded, "output as its AR's").values()) == {"1 of 1"}
+    assert column(decoded, "tokens per call")["CLLM + AR"] == "1.00"
+    assert column(decoded, "x AR of the target")["target + AR"] == "1.00"
+    assert [row[0] for row in profile[1:]] == ["target", "CLLM"]
+    assert [row[0] for row in lengths[1:]] == ["target", "cllm", "draft"]
+    assert lengths[0][1:6] == [f"n = {n}" for n in (4, 8, 16, 32, 64)]
