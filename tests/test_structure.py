@@ -1,0 +1,195 @@
+"""What the files promise to their readers: each method file can be copied out beside common.py, the
+files stay short and narrow, and --help explains every option."""
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import cli
+from common import CachedLM, autoregressive, encode, eos_ids
+from conftest import ROOT, main, tokens_of
+
+FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm")
+PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
+PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
+
+
+def functions_of(name: str) -> tuple[list, list]:
+    """(methods, commands) that the last block of a file gives to cli.main."""
+    module = importlib.import_module(name)
+    block = ast.parse(inspect.getsource(module)).body[-1]
+    calls = [x for x in ast.walk(block) if isinstance(x, ast.Call)]
+    [call] = [x for x in calls if ast.unparse(x.func) == "main"]
+    commands = [x.value.elts for x in call.keywords if x.arg == "commands"]
+    return tuple([getattr(module, x.id) for x in some]
+                 for some in (call.args[0].elts, commands[0] if commands else []))
+
+
+METHODS = [(name, method.__name__) for name in FILES for method in functions_of(name)[0]]
+
+
+# ------------------------------------------------------------------------------ one file each
+
+def imported(nodes: list) -> set[str]:
+    """The packages that these statements import, also within functions."""
+    found = [x for node in nodes for x in ast.walk(node)]
+    return {(x.module if isinstance(x, ast.ImportFrom) else alias.name).split(".")[0]
+            for x in found if isinstance(x, (ast.Import, ast.ImportFrom)) for alias in x.names}
+
+
+@pytest.mark.parametrize("name", [*FILES, "common"])
+def test_a_method_file_needs_common_alone(name):
+    """Besides packages; the command line is imported where the file is run."""
+    *body, last = ast.parse((ROOT / f"{name}.py").read_text()).body
+    own = {"common"} if name in FILES else set()
+    assert imported(body) <= {*sys.stdlib_module_names} | PACKAGES | own
+    if name in FILES:
+        assert ast.unparse(last.test) == "__name__ == '__main__'" and imported([last]) == {"cli"}
+
+
+ALONE = """
+import json, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+here, root, packages, texts = Path(sys.argv[1]), sys.argv[2], sys.path[1:], json.loads(sys.argv[3])
+exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd": {"K": 1},
+         "bita": {"adapter": root + "/bita.safetensors"}}
+for name, method in json.loads(sys.argv[4]):
+    sys.path = [str(here / name), *packages]
+    for module in {name, "common"} & sys.modules.keys():
+        del sys.modules[module]
+    module, common = __import__(name), __import__("common")
+    assert module.__file__.startswith(str(here / name)) and module.Sampler is common.Sampler
+    assert common.__file__.startswith(str(here / name))
+    function = getattr(module, method)
+    names = [x for x in ("target", "draft") if x in function.__annotations__]
+    models, (tokenizer, *_) = zip(*(common.load(f"{root}/{x}", "cpu", "float32") for x in names))
+    outputs, model = [], models[0]
+    for text in texts:
+        prompt = common.encode(tokenizer, text)
+        lms = [common.CachedLM(x, len(prompt) + 24) for x in models]
+        chunks = function(*lms, prompt, **exact.get(method, {}))
+        chunks = common.until(chunks, 24, common.eos_ids(model, tokenizer))
+        outputs.append([token for chunk in chunks for token in chunk])
+    print(json.dumps([method, outputs]))
+others = {Path(x.__file__).parent for x in sys.modules.values() if getattr(x, "__file__", None)}
+assert not others & {Path(root), Path(root).parent}, others
+"""
+
+
+def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
+    """A folder for each file: there all of its methods decode as autoregressive decoding does, the
+    lossy ones at their lossless ends."""
+    for name in FILES:
+        (tmp_path / name).mkdir()
+        for file in (name, "common"):
+            (tmp_path / name / f"{file}.py").write_text((ROOT / f"{file}.py").read_text())
+    texts = cli.read_prompts(ROOT / "models/examples.jsonl")[:1]
+    argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(METHODS)]
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run([sys.executable, "-c", ALONE, *argv], capture_output=True, text=True,
+                          timeout=240, cwd=tmp_path / "empty")
+    assert done.returncode == 0, done.stderr
+    target, _, tokenizer = embedded
+    prompts, eos = [encode(tokenizer, text) for text in texts], eos_ids(target, tokenizer)
+    expected = [tokens_of(autoregressive(CachedLM(target, 400), prompt), 24, eos)
+                for prompt in prompts]
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    assert found == {method: expected for _, method in METHODS} and len(found) == 11
+
+
+# -------------------------------------------------------------------------------- short, narrow
+
+@pytest.mark.parametrize("name, most", [("common.py", 440), ("cli.py", 200), ("README.md", 180)])
+def test_what_is_read_first_is_short(name, most):
+    assert len((ROOT / name).read_text().splitlines()) <= most
+
+
+def written() -> list[str]:
+    """The project's own texts; a checkout may have no git, but environments and work beside it."""
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [x for x in folders if x[0] not in "._" and x != "work"]
+        found += [os.path.relpath(os.path.join(folder, name), ROOT) for name in names
+                  if name.endswith((".py", ".md")) or name == "Makefile"]
+    return sorted(found)
+
+
+def wide(path) -> list[str]:
+    """Lines of more than 100 columns; in Markdown those of tables and of what programs print,
+    fenced blocks without a language, aside."""
+    found, fence = [], None
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if path.suffix == ".md" and line.startswith("```"):
+            fence = line[3:].strip() if fence is None else None
+        free = path.suffix == ".md" and (line.startswith("|") or fence in ("", "text", "console"))
+        if len(line) > 100 and not free:
+            found.append(f"{path.name}:{number}: {len(line)} columns")
+    return found
+
+
+@pytest.mark.parametrize("name", written())
+def test_lines_are_narrow(name):
+    assert wide(ROOT / name) == []
+
+
+def test_which_lines_count(tmp_path):
+    """The checks above see what they are to see."""
+    long, file = "x" * 101, tmp_path / "a.md"
+    file.write_text(f"{long}\n| {long} |\n```\n{long}\n```\n{long}\n```python\n{long}\n```\n{long}")
+    assert wide(file) == [f"a.md:{n}: 101 columns" for n in (1, 6, 8, 10)]
+    (tmp_path / "Makefile").write_text(f"{'é' * 100}\n| {long}\n")
+    assert wide(tmp_path / "Makefile") == ["Makefile:2: 103 columns"]
+    assert {"common.py", "cli.py", "README.md", "Makefile", "models/README.md", "models/tasks.py",
+            "tests/conftest.py", *(f"{name}.py" for name in FILES)} <= {*written()}
+    assert not any("site-packages" in name for name in written())
+    assert imported(ast.parse("import a.b, c\ndef f():\n    from d.e import g").body) == {*"acd"}
+
+
+# --------------------------------------------------------------------------------------- --help
+
+def explained(doc: str, others: dict[str, str]) -> set[str]:
+    """The names that a docstring lists, as "name:" or "name, name:" at the beginning of a line
+    before "Yields"; with "Options …: as NAME" also those of that function."""
+    lists = re.findall(r"^ *(\w+(?:, \w+)*): ", doc.split("Yields")[0], re.M)
+    names = {name for some in lists for name in some.split(", ")}
+    if other := re.search(r"Options.*: as (\w+)", doc):
+        names |= explained(others[other[1]], others)
+    return names
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_docstrings_explain_every_option(name):
+    """And nothing that is none."""
+    methods, commands = functions_of(name)
+    docs = {f.__name__: f.__doc__ for f in [*methods, *commands]}
+    for function in [*methods, *commands]:
+        free = PLAIN if function in commands else set()
+        options, listed = {*cli.options_of(function)}, explained(function.__doc__, docs)
+        assert options - listed <= free and listed <= options, function.__name__
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
+    """Of all methods, or of one command; and every option, with its default."""
+    monkeypatch.setenv("COLUMNS", "40")  # no line of a docstring is filled again
+    methods, commands = functions_of(name)
+    for shown, argv in [(methods, []), *(([f], [f.__name__]) for f in commands)]:
+        assert main(methods, None, [*argv, "--help"], commands=commands) == 0
+        out = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        for doc in [sys.modules[name].__doc__, *(f.__doc__ for f in shown)]:
+            lines = [line.strip() for line in doc.strip().splitlines()]
+            assert any(out[i:i + len(lines)] == lines for i in range(len(out))), doc
+        for function in shown:
+            [title] = [line for line in out if line.startswith(f"{function.__name__}(")]
+            for option, (_, default) in cli.options_of(function).items():
+                text = "\n".join(out)
+                assert re.search(rf"^--(no-)?{option.replace('_', '-')}\b", text, re.M), option
+                assert f"{option}={default!r}" in title or default is inspect.Parameter.empty
+            assert "inspect._empty" not in title
