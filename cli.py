@@ -6,7 +6,7 @@ import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from contextlib import suppress
-from inspect import Parameter, signature
+from inspect import Parameter, getdoc, signature
 from pathlib import Path
 
 from transformers.utils import logging
@@ -87,12 +87,12 @@ def parse(functions: list, argv: list[str], target: str | bool):
     add("--device", help="cpu, cuda, cuda:N or auto (default: cuda if there is one)")
     add("--dtype", default=None if target else "float32", help="float32, bfloat16 or float16")
     if target or "prompts" in signature(functions[0]).parameters:
-        add("--prompts", type=read_prompts, default=str(MODELS / "examples.jsonl"), metavar="FILE")
+        add("--prompts", type=read_prompts, default=f"{MODELS}/examples.jsonl", help="a file")
         add("--chat", action="store_true", help="put prompts into the model's chat template")
     if target:
         add("--draft", default=str(MODELS / "draft"), help="a small model with its tokenizer")
         add("--prompt", action="append", help="a text, or - for standard input; repeatable")
-        add("--max-new-tokens", type=int, default=256)
+        add("--max-new-tokens", type=int, default=256, help="at most; 256 (default)")
         add("--temperature", type=float, default=0.0, help="0 (default): greedy")
         add("--top-k", type=int, default=0, help="draw from the k likeliest; 0 (default): from all")
         add("--top-p", type=float, default=1.0, help="draw from the likeliest of this mass")
@@ -106,7 +106,7 @@ def parse(functions: list, argv: list[str], target: str | bool):
     for f in functions:
         own = options_of(f).items()
         shown = (x if default is Parameter.empty else f"{x}={default!r}" for x, (_, default) in own)
-        group = parser.add_argument_group(f"{f.__name__}({', '.join(shown)})", f.__doc__)
+        group = parser.add_argument_group(f"{f.__name__}({', '.join(shown)})", getdoc(f))
         for name, (kind, default) in own:
             how = {"action": BooleanOptionalAction} if kind is bool else {"type": kind}
             group.add_argument(f"--{name.replace('_', '-')}", default=SUPPRESS,
