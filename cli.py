@@ -28,7 +28,7 @@ class Run:
         """The final chunks for one more prompt; what the caller does between them is not timed."""
         self.prompts, self.outputs = self.prompts + [prompt], self.outputs + [[]]
         chunks = until(self.method(**self.models, prompt=prompt, sample=sample, log=self.log,
-                                   **self.options), limit, self.eos)
+                                   **self.options), limit, self.eos, self.log)
         began = time.perf_counter()
         for chunk in chunks:
             self.seconds += time.perf_counter() - began

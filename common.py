@@ -15,10 +15,12 @@ A method is a generator of chunks without end, which `until` cuts. Left out: bat
 encoder-decoder models, attention that takes more than a mask and positions (ALiBi)."""
 import functools
 import time
+from pathlib import Path
 from typing import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import constants, get_session, try_to_load_from_cache
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
                           AutoTokenizer)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -56,11 +58,10 @@ def trie(root: int, sequences: Iterable[list[int]]) -> tuple[list[int], list[int
 
 
 def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], list[int]]:
-    """(path, chunk): from node 0 step to the child with the token chosen after the node that one
-    stands on, while there is one. `chosen[i]` is the target's argmax after node i, or ONE sample of
-    its distribution; `path` lists the nodes, `chunk` the tokens stepped to and the one chosen after
-    the last of them. Exact for every tree whose shape does not depend on the samples and in which
-    no two nodes have the same path: `trie` merges them."""
+    """(path, chunk): from node 0 step to the child with the token chosen after the node one is on,
+    while there is one. `chosen[i]`: the target's argmax after node i, or ONE draw of it; `path`:
+    the nodes, `chunk`: the tokens stepped to and the one chosen after the last. Exact where the
+    shape does not depend on the draws and no two nodes have the same path: `trie` merges them."""
     children = {edge: i for i, edge in enumerate(zip(parents, ids))}
     path = [0]
     while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
@@ -72,7 +73,7 @@ def windows_of(model) -> dict[str, int | None]:
     """For each kind of layer how many tokens it looks back; None where it sees all."""
     config = model.config.get_text_config()
     listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    kinds = sorted(set(listed or ["sliding_attention"]))
+    kinds = sorted(set(listed or ["sliding_attention"]))  # not listed: all of one kind
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise InputError(f"expected layers of full or sliding attention, got {', '.join(kinds)}")
     window = getattr(config, "sliding_window", None)
@@ -80,15 +81,17 @@ def windows_of(model) -> dict[str, int | None]:
 
 
 def context_length(model) -> int:
-    """The most tokens that the model was made for; without a limit a number beyond all use."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 10 ** 9
+    """The most tokens a model is made for, with LongRoPE before it turns all keys another way."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    least = rope.get("rope_type") == "longrope" and rope["original_max_position_embeddings"]
+    return least or getattr(config, "max_position_embeddings", None) or 10 ** 9
 
 
 def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
     """What a model adds to its attention scores, [B, 1, n, m] with the type and device of `like`:
-    0 where `visible` [B, n, m] lets a row look at a slot, else -inf. `rows` [B, n] and `slots`
-    [B, m] are positions: a layer with a window of w sees the w positions up to a row's own. For a
-    model with several kinds of layers (`windows_of`) a dictionary of masks."""
+    0 where `visible` [B, n, m] and a layer's window let a row see a slot, else -inf. `rows` [B, n]
+    and `slots` [B, m] are positions. For several kinds of layers a dictionary of masks."""
     masks = {}
     for kind, window in windows.items():
         seen = visible if window is None else visible & (rows[..., None] - slots[:, None] < window)
@@ -99,19 +102,18 @@ def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
 class Sampler:
     """How tokens are chosen: `sample(logits [n, V])` gives n tokens, one independent draw a row.
     Temperature (0: the argmax), then the `top_k` likeliest tokens (0: all), then the fewest of them
-    whose mass reaches `top_p`. Owns one random generator."""
+    whose mass reaches `top_p`. Owns a random generator for each device."""
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
         if not (temperature == 0 or 1e-6 <= temperature <= 1e6) or top_k < 0 or not 0 < top_p <= 1:
             raise InputError("expected a temperature of 0 (greedy) or from 1e-6, top-k from 0 "
                              f"and top-p up to 1, got {temperature}, {top_k} and {top_p}")
         self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
-        self.generator = None
+        self.generator = functools.cache(lambda x: torch.Generator(x).manual_seed(seed % 2 ** 63))
 
     def uniform(self, shape, device) -> torch.Tensor:
-        """Numbers in [0, 1) from the one generator, which lives where the first ones are wanted."""
-        self.generator = self.generator or torch.Generator(device).manual_seed(self.seed % 2 ** 63)
-        return torch.rand(shape, device=device, generator=self.generator)
+        """Numbers in [0, 1) from the device's generator."""
+        return torch.rand(shape, device=device, generator=self.generator(device))
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """The distribution [..., V], float32, that tokens are drawn from."""
@@ -125,13 +127,12 @@ class Sampler:
         if self.top_p < 1:
             values, order = logits.softmax(-1).sort(descending=True)
             outside = values.cumsum(-1) - values >= self.top_p  # those before it have the mass
-            outside = torch.zeros_like(outside).scatter(-1, order, outside)
-            logits = logits.masked_fill(outside, -torch.inf)
+            logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
         return logits.softmax(-1)
 
     def draw(self, probs: torch.Tensor) -> list[int]:
         """One token for each row of probs [n, V]."""
-        if self.temperature:  # of exponential clocks that tick at these rates the first to ring
+        if self.temperature:  # argmax p / E with E exponential is an exact draw from p
             probs = probs / -self.uniform(probs.shape, probs.device).clamp(min=1e-30).log()
         return probs.argmax(-1).tolist()
 
@@ -226,7 +227,7 @@ class CachedLM:
         for layer, (keys, values) in enumerate(prefix):
             self.cache.update(keys[None], values[None], layer)
         counted = self.calls, self.rows, self.seconds
-        for i in range(0, len(ids), WIDTHS[-1]):  # of a long prompt so many rows at once
+        for i in range(0, len(ids), WIDTHS[-1]):  # a long prompt comes in parts
             self.forward(ids[i:i + WIDTHS[-1]], keep=1)
             self.commit(range(len(self.parents)))
         self.prompt_seconds += self.seconds - counted[2]
@@ -238,8 +239,7 @@ class CachedLM:
         """Append n nodes to the pending tree; the logits [n, V] after each.
 
         ids:         n tokens, or n input embeddings as a tensor [n, d]
-        parents:     for each new node a pending node before it, or -1 for the context;
-                     None: a chain from the last pending node
+        parents:     for each new node an earlier pending one, or -1; None: a chain from the last
         sees_prefix: which of the new nodes see the prefix; None: none does
         keep:        logits of the last `keep` nodes only; 0: of all"""
         n, old = len(ids), len(self.parents)
@@ -247,13 +247,10 @@ class CachedLM:
         sees = [False] * n if sees_prefix is None else sees_prefix
         if n == 0 or not n == len(parents) == len(sees) or any(
                 not -1 <= p < old + i for i, p in enumerate(parents)):
-            raise ValueError(f"expected for each of {n} nodes an earlier one or -1, and a flag if "
-                             f"any, got {parents} and {sees_prefix}")
+            raise ValueError(f"expected {n} parents, earlier nodes or -1, got {parents}, {sees}")
         tree, room = self.prefix + self.length, self.cache.slots - WIDTHS[-1]
-        end = tree + old + n
-        if end > room:
-            raise ValueError(f"the cache has {room} rows and {end} are needed: its capacity or the "
-                             "width given to start is too small")
+        if (end := tree + old + n) > room:
+            raise ValueError(f"start gave the cache {room} rows and {end} are needed")
         parents = self.parents + parents
         ancestors = ancestor_mask(parents)
         positions = ancestors.sum(-1) + (self.length - 1)  # of the pending nodes
@@ -262,7 +259,6 @@ class CachedLM:
                            torch.arange(self.length), positions])
         visible = F.pad(ancestors[old:], (tree, 0), value=True)  # [n, end]
         visible[:, :self.prefix] = torch.tensor(sees)[:, None]
-
         began = time.perf_counter()
         logits = self._run(torch.as_tensor(ids), rows, visible, slots, keep)[0, :, :self.vocab]
         if logits.is_cuda:
@@ -328,11 +324,14 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
         yield root
 
 
-def until(chunks: Iterator[list[int]], limit: int, eos: Iterable[int] = ()) -> Iterator[list[int]]:
-    """Cut a method's chunks after `limit` tokens or after the first token of `eos`, which stays."""
+def until(chunks: Iterator[list[int]], limit: int, eos: Iterable[int] = (), log=None):
+    """Cut a method's chunks after `limit` tokens or after the first token of `eos`, which stays;
+    of what is cut nothing counts as accepted in the method's `log`."""
     while limit > 0:
         chunk = next(chunks)[:limit]
         end = next((i + 1 for i, token in enumerate(chunk) if token in eos), None)
+        if log and log[-1].get("accepted", -1) >= len(chunk[:end]):
+            log[-1] |= {"accepted": len(chunk[:end]), "cut": True}
         yield chunk[:end]
         limit = 0 if end else limit - len(chunk)
 
@@ -340,13 +339,14 @@ def until(chunks: Iterator[list[int]], limit: int, eos: Iterable[int] = ()) -> I
 def load(path: str, device: str | None = None, dtype: str | None = None, graphs: bool = False):
     """(model, tokenizer) of a Hugging Face directory or hub id; InputError for what cannot be used.
 
-    device: cpu, cuda, cuda:N, or auto: over all GPUs, which needs the package accelerate;
-            default: a GPU if there is one
+    device: cpu, cuda, cuda:N, or auto: all GPUs, by accelerate; default: a GPU if there is one
     dtype:  float32, bfloat16 or float16; default: float32 on a CPU, else the checkpoint's own"""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "auto")
     spread = {"device_map": "auto"} if device == "auto" else {}
     try:
+        if not (Path(path).exists() or try_to_load_from_cache(path, "config.json")):
+            get_session().head(constants.ENDPOINT, timeout=9)  # without a hub they try for a minute
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **spread)
         model = model if spread else model.to(device)
@@ -356,6 +356,7 @@ def load(path: str, device: str | None = None, dtype: str | None = None, graphs:
     return prepare(model, graphs), tokenizer
 
 
+@torch.inference_mode()
 def prepare(model, graphs: bool = False):
     """Make a transformers model ready for CachedLM, and check that a five-node tree gives what its
     paths give alone: InputError where it does not (BLOOM, MPT)."""
@@ -370,14 +371,13 @@ def prepare(model, graphs: bool = False):
     except Exception as error:  # whatever its forward pass makes of them
         raise InputError(f"expected a model that takes positions, a mask and a cache, got {name}: "
                          f"{' '.join(str(error).split())[:300]}") from error
-    for path in ([0, 1, 3], [0, 2, 4]):
-        sequence = torch.tensor([context + [ids[i] for i in path]], device=lm.weight.device)
-        with torch.inference_mode():
-            alone = model(input_ids=sequence, use_cache=False).logits[0, -len(path):].float()
-        error = (logits[path] - alone).abs().mean() / alone.abs().mean()
-        if not error < (1e-3 if model.dtype == torch.float32 else 0.1):
-            raise InputError(f"expected a model whose token trees equal their paths, got {name}: "
-                             f"off by {error:.1e}, attention takes more than mask and positions")
+    paths = torch.tensor([[0, 1, 3], [0, 2, 4]])
+    texts = torch.tensor([context + [ids[i] for i in path] for path in paths.tolist()])
+    alone = model(input_ids=texts.to(lm.weight.device), use_cache=False).logits[:, 3:].float()
+    error = (logits[paths] - alone).abs().mean() / alone.abs().mean()
+    if not error < (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise InputError(f"expected a model whose token trees equal their paths, got {name}: off "
+                         f"by {error:.1e}, attention takes more than a mask and positions")
     return model
 
 

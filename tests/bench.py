@@ -71,9 +71,8 @@ class Ours:
         for lm in self.models.values():
             lm.calls, lm.seconds, lm.prompt_seconds = 0, 0.0, 0.0
         run = Run(self.method, self.models, self.shared | self.options, self.eos)
-        *_, last = run.chunks(prompt, self.limit, self.sample)
-        if run.log and "accepted" in run.log[-1]:  # what EOS or the limit cut off is no gain
-            run.log[-1]["accepted"] = min(run.log[-1]["accepted"], len(last))
+        for _ in run.chunks(prompt, self.limit, self.sample):
+            pass
         spent = {name: lm.seconds + lm.prompt_seconds for name, lm in self.models.items()}
         return Count(run.tokens, self.models["target"].calls, run.seconds, spent["target"],
                      spent.get("draft", 0.0), run.outputs[0], run.log)

@@ -360,7 +360,7 @@ def test_misuse_of_the_cache_is_an_error(graphs):
     lm.start([1, 2, 3, 4], width=2)
     with pytest.raises(ValueError, match="6 rows and 7 are needed"):
         lm.forward([1, 2, 3])
-    with pytest.raises(ValueError, match="for each of 2 nodes an earlier one or -1"):
+    with pytest.raises(ValueError, match="2 parents, earlier nodes or -1"):
         lm.forward([1, 2], [-1, 1])
     lm.forward([1, 2], [-1, -1])
     with pytest.raises(ValueError, match="6 rows and 7 are needed"):
@@ -480,7 +480,8 @@ def test_windows_of():
 def test_probs_equal_transformers_warpers():
     torch.manual_seed(0)
     for temperature, top_k, top_p in [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.8),
-                                      (0.5, 20, 0.9), (2.0, 1, 0.3), (1.0, 99, 0.05)]:
+                                      (0.5, 20, 0.9), (2.0, 1, 0.3), (1.0, 99, 0.05),
+                                      (1.0, 3, 0.6)]:
         logits = 3 * torch.randn(50, 40)
         expected = TemperatureLogitsWarper(temperature)(None, logits)
         if top_k:
@@ -566,6 +567,52 @@ def test_until_cuts_at_eos_and_at_the_limit():
     assert list(until(chunks(), 0)) == []
 
 
+def test_what_is_cut_counts_as_accepted_no_longer():
+    """Of the last record, where it has such a count; nothing else in the log changes."""
+    def chunks(log, key):
+        for chunk in ([1], [2, 3, 4], [5, 6, 7]):
+            log.append({"drafted": 2, key: len(chunk) - 1})
+            yield chunk
+    for limit, eos, accepted in ((7, [], [0, 2, 2]), (6, [], [0, 2, 2]), (5, [], [0, 2, 1]),
+                                 (4, [], [0, 2]), (3, [], [0, 2]), (2, [], [0, 1]), (1, [], [0]),
+                                 (9, [3], [0, 2]), (9, [2], [0, 1]), (9, [1], [0]),
+                                 (9, [6], [0, 2, 2]), (9, [5], [0, 2, 1])):
+        log, other = [], []
+        list(until(chunks(log, "accepted"), limit, eos, log))
+        assert [r["accepted"] for r in log] == accepted and all(r["drafted"] == 2 for r in log)
+        assert [r.get("cut", False) for r in log] == [
+            r is log[-1] and (limit, eos) not in ((7, []), (4, []), (1, []), (9, [1]))
+            for r in log]
+        list(until(chunks(other, "states"), limit, eos, other))
+        assert [r["states"] for r in other] == [0, 2, 2][:len(accepted)]
+
+
+ROPES = {
+    "longrope": dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4),
+    "dynamic": {}, "yarn": {}, "llama3": dict(low_freq_factor=1.0, high_freq_factor=4.0)}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_embeddings_that_change_with_the_length(kind):
+    """LongRoPE turns all keys another way beyond its first length, also those that are cached: the
+    context ends there. The others do so beyond the context, or never."""
+    rope = dict(rope_type=kind, rope_theta=10000.0, factor=2.0, **ROPES[kind])
+    if kind != "dynamic":
+        rope["original_max_position_embeddings"] = 64
+    model = tiny("llama", rope_parameters=rope)
+    length = 64 if kind == "longrope" else CONTEXT
+    lm = CachedLM(model, 10 ** 6)
+    assert context_length(model) == lm.context == lm.capacity == length
+    ids = torch.tensor([[3, 4, 5]])
+    expected = model.generate(ids, max_new_tokens=CONTEXT - 3, do_sample=False, use_cache=False,
+                              eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
+    found = tokens_of(autoregressive(lm, [3, 4, 5]), length - 3)
+    assert found == expected[:length - 3]
+    more = tokens_of(autoregressive(CachedLM(tiny("llama", rope_parameters=rope), CONTEXT),
+                                    [3, 4, 5]), 10)
+    assert more == expected[:10]
+
+
 def test_capture_on_a_cpu_is_the_function_itself():
     assert capture(len, (torch.ones(3),)) is len
 
@@ -633,6 +680,30 @@ def test_load_in_half_precision(dtype, graphs):
     assert {b.dtype for b in buffers_of(lm)} == {model.dtype}
 
 
+def test_a_hub_that_is_asked_and_cannot_be_reached(monkeypatch):
+    """Once, not for a minute, and only where nothing of the model lies here."""
+    asked, read = [], []
+
+    class Session:
+        def head(self, url, timeout):
+            asked.append((url, timeout))
+            raise OSError("no\n network")
+
+    def reader(path, **_):
+        read.append(path)
+        raise OSError("not here")
+    monkeypatch.setattr("common.get_session", Session)
+    monkeypatch.setattr("common.AutoTokenizer.from_pretrained", reader)
+    with pytest.raises(InputError, match="got 'nope/model': no network$"):
+        load("nope/model")
+    assert len(asked) == 1 and asked[0][0].startswith("https://") and asked[0][1] < 10 and not read
+    monkeypatch.setattr("common.try_to_load_from_cache", lambda path, name: "config.json")
+    for path in ("nope/model", ROOT / "tests"):
+        with pytest.raises(InputError, match="not here$"):
+            load(path)
+    assert read == ["nope/model", ROOT / "tests"] and len(asked) == 1
+
+
 def test_load_by_default_in_float32_on_a_cpu():
     model, tokenizer = load(ROOT / "models/draft", "cpu")
     assert model.dtype == torch.float32 and model.config._attn_implementation == "grouped"
@@ -661,3 +732,24 @@ def test_a_broken_checkpoint_is_an_error_of_one_line(tmp_path):
     with pytest.raises(InputError, match="expected a model directory or hub id") as raised:
         load(tmp_path, "cpu")
     assert "\n" not in str(raised.value)
+
+
+@BOTH
+@pytest.mark.parametrize("node", [3, 4])
+def test_every_leaf_of_the_checked_tree_counts(node, graphs):
+    """A model that is wrong about one of them is refused."""
+    def shift(_, args, options):
+        rows = options.get("position_ids")
+        if rows is not None and rows.shape[1] >= 5:
+            options = options | {"position_ids": rows.index_add(
+                1, torch.tensor([node]), torch.ones_like(rows[:, :1]))}
+        return args, options
+    model = tiny("gpt2")
+    model.transformer.register_forward_pre_hook(shift, with_kwargs=True)
+    with pytest.raises(InputError, match="trees equal their paths"):
+        prepare(model, graphs)
+
+
+def test_any_integer_is_a_seed():
+    for seed in (-1, -10 ** 30, 2 ** 63, 2 ** 64, 10 ** 30):
+        assert Sampler(seed=seed)(torch.zeros(3, 5)) == Sampler(seed=seed)(torch.zeros(3, 5))
