@@ -45,7 +45,7 @@ cllm: .venv/ready
 	$(RUN) cllm.py collect --target models/target --prompts $(WORK)/prompts_cllm_2.jsonl --batch 64 \
 		--out $(WORK)/trajectories_2.jsonl
 	$(RUN) cllm.py train --target models/target --data $(WORK)/trajectories.jsonl --steps 1500 \
-		--out $(WORK)/cllm
+		--lr 5e-4 --out $(WORK)/cllm
 	$(RUN) cllm.py train --target $(WORK)/cllm --data $(WORK)/trajectories_2.jsonl --steps 700 \
 		--w 50 --lr 1e-4 --work $(WORK)/cllm.work2 --out models/cllm
 

@@ -11,10 +11,13 @@ token of position a + j + 1; that of a + 1 is the real token's own prediction. O
 the P prompt tokens, real tokens never do, so the output stays the model's own: lossless, greedily
 or by one draw of the model at each node of the tree.
 
-    L_SAR = - sum_{i=k+1}^{k+M} log P(y_i | X, Y_{<=k}; prompt and mask tokens)              Eq. 1
+    L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)
+            Eq. 1, whose i is one too small against Section 3.2 and Fig. 4
 
-Departures: Eq. 1's index is off by one against Fig. 4, which is followed; many k of an answer are
-trained on at once; sampling (the paper is greedy). Left out: fused heads, tuning on several GPUs.
+Departures: the loss is a mean; many k of an answer are trained on at once, as in the released code
+(up to 64 neighbours, all labels inside the answer; here anywhere from the prompt's last token on);
+deep prompt rows have the model's key heads, not all of its query heads; shallow ones are run alone,
+so that real tokens do not see them; sampling (the paper is greedy). Left out: several GPUs.
 """
 import hashlib
 import json
@@ -222,8 +225,8 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "efficient", k: int
         path, chunk = walk(ids, real, sample(logits[:n]))
         target.commit(path)
         # The group of the last accepted node; a chain has one, whose first masks are stale then
-        owner, stale = (0, len(path) - 1) if chain else (path[-1], 0)
-        group = logits[n + owner * M + stale:n + (owner + 1) * M]  # [M - stale, V]
+        groups = logits[n:].unflatten(0, (-1, M))  # [owners, M, V]
+        group = groups[0, len(path) - 1:] if chain else groups[path[-1]]
         root, candidates = chunk[-1], group.topk(k).indices.tolist()
         if log is not None:
             log.append({"guessed": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
@@ -251,9 +254,9 @@ def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Pa
         max_new_tokens=limit, eos_token_id=sorted(eos) or None, pad_token_id=pad)
     file, done = work / f"answers-{digest(model, limit)}.jsonl", {}
     if file.exists():
-        whole = file.read_text().split("\n")[:-1]  # a line that was cut off has no end
-        done = {tuple(row["prompt"]): row["answer"] for row in map(json.loads, whole)}
-        file.write_text("".join(line + "\n" for line in whole))
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)  # a line that was cut off
+        rows = map(json.loads, file.read_text().splitlines())
+        done = {tuple(row["prompt"]): row["answer"] for row in rows}
     todo = sorted({tuple(p) for p in prompts} - done.keys(), key=lambda p: (len(p), p))
     with open(file, "a") as out, tqdm(total=len(todo), desc="answers") as bar:
         for some in (todo[i:i + size] for i in range(0, len(todo), size)):
@@ -271,8 +274,8 @@ def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Pa
 
 
 def anchored(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
-    """A batch of (prompt, answer) pairs with up to `most` anchors in each: real tokens with a group
-    of masks after them. Section 3.1, Fig. 3.
+    """A batch of (prompt, answer) pairs with up to `most` anchors in each: real tokens, the paper's
+    k, with a group of masks after them (Section 3.1: one at random; a group's mask is Fig. 3's).
 
     Returns ids [B, T], the anchors' positions [B, G], and labels [B, G, M], -100 where there is no
     anchor or the answer has ended. Mask j after position a has the label of position a + j + 1."""
@@ -333,8 +336,9 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
 def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch: int, anchors: int,
         lr: float, accumulate: int = 1, seed: int = 0, work: Path | None = None,
         say=print) -> list[tuple[int, float, list[float]]]:
-    """Tune on (prompt, answer) pairs, the model frozen: AdamW, the rate a cosine down to 0 (Section
-    4.1). Returns [(step, held-out loss, accuracies)]. A file in `work` keeps what is done, also
+    """Tune on (prompt, answer) pairs, the model frozen. Section 4.1: the rate a cosine from 3e-2,
+    128 answers a step. Released scripts: gradients cut to length 1, their trainer's AdamW without
+    decay. Returns [(step, held-out loss, accuracies)]. A file in `work` keeps what is done, also
     when it is interrupted."""
     settings = tuning.design, *tuning.masks.shape, *tuning.prompts.shape, batch, accumulate, anchors
     file = work and work / f"tuning-{digest(model, settings, steps, lr, seed, data)}.pt"
@@ -352,30 +356,37 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
                         "done": done, "curve": curve}, file.with_suffix(".new"))
             os.replace(file.with_suffix(".new"), file)
     model.requires_grad_(False)
+    whole = True  # no update is half made
     try:
-        for step in tqdm(range(done, steps), initial=done, total=steps, desc="tune"):
-            rng = random.Random(f"{seed} {step}")
+        for done in tqdm(range(done, steps + 1), initial=done, total=steps, desc="tune"):
+            whole, due = True, done == steps or done and done % max(1, steps // 10) == 0
+            if due and all(point[0] != done for point in curve):
+                curve.append((done, *accuracy(model, tuning, held_out, anchors)))
+                right = " ".join(f"{x:.3f}" for x in curve[-1][2])
+                say(f"step {done}: held-out loss {curve[-1][1]:.3f}, accuracy by mask {right}")
+            if done == steps:
+                break
+            if time.time() - saved > 120:
+                save()
+                saved = time.time()
+            rng = random.Random(f"{seed} {done}")
             for group in optimizer.param_groups:
-                group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * step / steps))
+                group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / steps))
             for _ in range(accumulate):
                 some = rng.sample(data, min(batch, len(data)))
                 ids, at, labels = anchored(some, len(tuning.masks), anchors, rng)
                 with torch.autocast(model.device.type, dtype=torch.bfloat16):
                     loss = sar_loss(mask_logits(model, tuning, ids, at), labels.to(model.device))
+                if not loss.isfinite():
+                    raise InputError(f"expected a learning rate below {lr}: the loss is {loss}")
                 (loss / accumulate).backward()
             torch.nn.utils.clip_grad_norm_(tuning.parameters(), 1.0)
+            whole = False
             optimizer.step()
             optimizer.zero_grad()
-            done = step + 1
-            if done % max(1, steps // 10) == 0 or done == steps:
-                curve.append((done, *accuracy(model, tuning, held_out, anchors)))
-                right = " ".join(f"{x:.3f}" for x in curve[-1][2])
-                say(f"step {done}: held-out loss {curve[-1][1]:.3f}, accuracy by mask {right}")
-            if time.time() - saved > 120:
-                save()
-                saved = time.time()
     finally:
-        save()
+        if whole:
+            save()
     return curve
 
 
@@ -392,24 +403,27 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     max_new_tokens: of an answer
     batch, accumulate: answers a pass, passes a step (the paper: 128 answers)
     anchors: mask groups of an answer, at most
+    lr:     where the cosine begins
     """
     if min(steps, batch, accumulate, anchors, max_new_tokens) < 1 or not lr > 0:
         raise InputError("expected steps, batch, accumulate, anchors and max-new-tokens of 1 or "
                          "more and a learning rate above 0")
     work, longest = work or Path(f"{out}.work"), context_length(model) - max_new_tokens
     work.mkdir(parents=True, exist_ok=True)
-    fitting = [p for p in prompts if len(p) <= longest]
+    fitting = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
     if len(fitting) < 2:
         raise InputError(f"expected 2 prompts or more of at most {longest} tokens, "
                          f"got {len(fitting)}")
     tuning = Tuning(shape_of(model), design, P, M, seed).to(model.device)
-    answers = own_answers(model, tokenizer, fitting, max_new_tokens, work)
-    data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 2]
+    answers = own_answers(model, tokenizer, fitting, max_new_tokens, work, size=4 * batch)
+    data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 1]
+    if len(data) < 2:
+        raise InputError(f"expected 2 answers or more of 2 tokens or more, got {len(data)}")
     random.Random(seed).shuffle(data)
     few = max(1, min(100, len(data) // 10))
     print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters; {len(data) - few} answers "
           f"of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held out, "
-          f"{len(prompts) - len(fitting)} prompts too long")
+          f"{len(prompts) - len(fitting)} prompts too long or repeated")
     fit(model, tuning, data[few:], data[:few], steps=steps, batch=batch, anchors=anchors, lr=lr,
         accumulate=accumulate, seed=seed, work=work, say=tqdm.write)
     save_tuning(out, tuning, model)

@@ -3,23 +3,24 @@
 Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
 
     python cllm.py collect --prompts FILE --out trajectories.jsonl     # Alg. 1: Jacobi trajectories
-    python cllm.py train --data trajectories.jsonl --out my-cllm       # Alg. 2: two losses
+    python cllm.py train --data trajectories.jsonl --lr 2e-5 --out my-cllm     # Alg. 2: two losses
     python cllm.py --target my-cllm --prompt "..."                     # Alg. 3: Jacobi decoding
     python cllm.py profile --after my-cllm --prompts FILE              # Table 3
 
-    L_consistency = sum_i D( stopgrad q(. | y*_<i, x) || q(. | y_<i, x) )                    Eq. 4
-    L             = L_consistency + w L_AR                                                   Eq. 7
+    L_GC = sum_i D( stopgrad q(. | y*_<i, x) || q(. | y_<i, x) )        global consistency, Eq. 4
+    L    = L_GC + w L_AR                                                                     Eq. 7
     y a state on the trajectory, y* its fixed point, which is what AR decoding would give
 
+A block is the paper's n-token sequence: its root, which is known, and n - 1 unknown tokens.
 Decoding is lossless for the trained model: greedy output is its own AR output. It is another model
 than the one it was trained from, so its quality has to be measured, on text that it writes itself:
-one that repeats itself is fast. Departures: the root, the last token before the block's unknown
-ones, counts as one of the n, and a block that is final but for its last token's own call hands that
-token to the next; guesses come from the prompt, also late in an answer; sampling (the paper is
-greedy). Both losses are means over the tokens of a batch, where Eqs. 4 and 6 sum: for D over the
-positions after the first disagreement, as in the released code. A step takes several states of all
-blocks of an answer: one forward pass over a token tree evaluates them together with the answer
-itself. Left out: training on several GPUs.
+one that repeats itself is fast. Departures in decoding: the first root is the prompt's last token
+(no call on the prompt alone); a block's last token needs no call of its own, it is the next block's
+root (Alg. 3 as printed never ends: its i* stops at len - 1); guesses come from the prompt, also
+late in an answer; sampling. In training: both losses are means over the tokens of a batch, where
+Eqs. 4 and 6 sum, D over the positions after the first disagreement, as in the released code. A step
+takes several states of all blocks of an answer: one forward pass over a token tree evaluates them
+together with the answer itself. Left out: several GPUs.
 """
 import functools
 import hashlib
@@ -66,25 +67,25 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
-        while final < n:  # line 6
+        while final < n:  # lines 6 and 15
             logits = target.forward(y[final - 1:])  # line 8, [n - final + 1, V]
             guesses = greedy(logits)
             chosen = guesses if sample.temperature == 0 else sample(logits)
             agreed = 0  # guesses that are what the target chooses there: line 9
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
                 agreed += 1
-            target.commit(range(1 + agreed))  # lines 10, 11 and 13
+            target.commit(range(1 + agreed))  # line 13
             root = chosen[agreed]  # the token chosen after the last agreed one is final too
-            y = (y[:final] + chosen[:agreed + 1] + guesses[agreed + 1:])[:n]  # lines 12 and 14
-            final += agreed + 1  # n + 1 where all agreed: the root opens the next block
-            trajectory["states"].append(y)
+            y = (y[:final] + chosen[:agreed + 1] + guesses[agreed + 1:])[:n]  # lines 10 and 14
+            final += agreed + 1  # line 11; n + 1 where all agreed: the root opens the next block
+            trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)
             yield chosen[:agreed + 1]
 
 
 def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float, float]:
     """(blocks, fast-forwarded tokens a call, stationary tokens a block) of the complete blocks of a
-    log that no EOS cuts: Table 3.
+    log that no EOS cuts: Section 3.3, Table 3.
 
     Fast-forwarded: final tokens a call, the one that autoregressive decoding would also give
     included. Stationary: predicted right in a state in which a token before it is wrong, and right
@@ -127,8 +128,9 @@ def trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int,
         return model(input_ids=torch.tensor(ids, device=like.device), attention_mask=mask,
                      position_ids=positions[:, start:].to(like.device), past_key_values=cache,
                      use_cache=True, logits_to_keep=keep).logits.argmax(-1).tolist()
-    if width:
-        forward([[p[0]] * (width + 1 - len(p)) + p[:-1] for p in prompts], 0, keep=1)
+    padded = [[p[0]] * (width + 1 - len(p)) + p[:-1] for p in prompts]
+    for i in range(0, width, 128):
+        forward([row[i:i + 128] for row in padded], i, keep=1)
     roots, found, ended = [p[-1] for p in prompts], [[] for _ in prompts], [False] * len(prompts)
     for block in range(blocks):  # while <EOS> is not generated and length generated < N
         states = [[root, *random.Random(f"{seed} {i} {block}").choices(p, k=n - 1)]
@@ -155,20 +157,27 @@ def trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int,
 
 
 def augmented(path: list[list[int]], share: float, rng: random.Random) -> list[list[int]]:
-    """In half of the states before y* set each wrong token right with probability `share`: Section
-    3.2.1, which gives neither number."""
+    """In half of the states before y* set each wrong token but the first right with probability
+    `share`. Alg. 1 corrects tokens at random in every state and gives no rate; the released code
+    leaves the first wrong one too, and keeps the state beside its corrected copy."""
     *states, y_star = path
     for j, y in enumerate(states):
         if rng.random() < 0.5:
-            states[j] = [right if x != right and rng.random() < share else x
-                         for x, right in zip(y, y_star)]
+            first = right_until(y, y_star)
+            states[j] = [right if i > first and x != right and rng.random() < share else x
+                         for i, (x, right) in enumerate(zip(y, y_star))]
     return [*states, y_star]
 
 
+def right_until(y: list[int], y_star: list[int]) -> int:
+    """How many leading tokens of y are those of y*."""
+    return next((i for i, (x, right) in enumerate(zip(y, y_star)) if x != right), len(y))
+
+
 def repeats(tokens: list[int], text: str) -> bool:
-    """Does an answer repeat itself (Section 3.2.1)? Token level: the same 1 to 8 tokens five times
-    or more in a row, 12 tokens or more in all. Sentence level: the same line or sentence of 20
-    characters or more three times. Ordinary code with its short lines passes."""
+    """Does an answer repeat itself? Section 3.2.1 wants a rule and gives none. Ours: the same 1 to
+    8 tokens five times or more in a row, 12 tokens or more in all; or the same line or sentence of
+    20 characters or more three times. Ordinary code with its short lines passes."""
     for period in range(1, 9):
         length = period
         for before, token in zip(tokens, tokens[period:]):
@@ -236,6 +245,7 @@ def losses(model, rows: list[dict], pairs: list[list[Pair]],
     One forward pass gives all: the answer's own nodes are Eq. 6 and Eq. 4's teacher, the branches
     are the students."""
     trees = [training_tree(row, some) for row, some in zip(rows, pairs)]
+    first = min(len(row["prompt"]) for row in rows) - 1  # no loss reads the logits before it
     n = -(-max(len(ids) for ids, _, _ in trees) // 16) * 16  # few shapes: kernels are made for each
     ids, positions = torch.zeros(2, len(rows), n, dtype=torch.long)
     visible = torch.eye(n, dtype=torch.bool).repeat(len(rows), 1, 1)  # padding sees itself
@@ -246,8 +256,8 @@ def losses(model, rows: list[dict], pairs: list[list[Pair]],
     like = model.get_input_embeddings().weight
     mask = attention_mask(windows_of(model), visible, positions, positions, like)
     logits = model(input_ids=ids.to(like.device), position_ids=positions.to(like.device),
-                   attention_mask=mask, use_cache=False).logits
-    answers = torch.cat([x[len(row["prompt"]) - 1:][:len(row["answer"])]
+                   attention_mask=mask, use_cache=False, logits_to_keep=n - first).logits
+    answers = torch.cat([x[len(row["prompt"]) - 1 - first:][:len(row["answer"])]
                          for x, row in zip(logits, rows)])
     labels = torch.tensor([x for row in rows for x in row["answer"]], device=logits.device)
     ar = F.cross_entropy(answers, labels)
@@ -255,31 +265,24 @@ def losses(model, rows: list[dict], pairs: list[list[Pair]],
     if not at:
         return logits[:0].sum(), ar
     b, teacher, student = torch.tensor(at, device=logits.device).T
-    return divergence(kind, logits[b, teacher].detach(), logits[b, student]).mean(), ar
+    p, q = logits[b, teacher - first].detach(), logits[b, student - first]
+    return divergence(kind, p, q).mean(), ar
 
 
 # --------------------------------------------------------------------- Alg. 2: the training
 
 def drawn(rows: list[dict], batch: int, states: int, local: bool,
           rng: random.Random) -> tuple[list[dict], list[list[Pair]]]:
-    """Some of the rows, and up to `states` pairs for every block of theirs: uniform among states
-    that are behind their goal, which leaves out y*, and for the local loss what augmentation
-    brought further than the next state."""
+    """Some of the rows, and for every block of theirs up to `states` pairs, uniform among the
+    states before y*."""
     rows, pairs = rng.sample(rows, min(batch, len(rows))), []
     for row in rows:
         pairs.append([])
         for root, path in row["blocks"]:
-            *_, y_star = path
-            goals = [path[j + 1] if local else y_star for j in range(len(path) - 1)]
-            behind = [Pair(root, y, y_goal, y_star) for y, y_goal in zip(path, goals)
-                      if right_until(y, y_star) < right_until(y_goal, y_star)]
-            pairs[-1] += rng.sample(behind, min(states, len(behind)))
+            goals = path[1:] if local else path[-1:] * (len(path) - 1)
+            some = [Pair(root, y, y_goal, path[-1]) for y, y_goal in zip(path, goals)]
+            pairs[-1] += rng.sample(some, min(states, len(some)))
     return rows, pairs
-
-
-def right_until(y: list[int], y_star: list[int]) -> int:
-    """How many leading tokens of y are those of y*."""
-    return next((i for i, (x, right) in enumerate(zip(y, y_star)) if x != right), len(y))
 
 
 def tokens_per_call(model, rows: list[dict], eos: set[int], n: int) -> float:
@@ -300,12 +303,13 @@ def digest(model, *settings) -> str:
 
 def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *, steps: int,
         batch: int, states: int = 1, accumulate: int = 1, lr: float, w: float,
-        divergence: str = "forward-kl", local: bool = False, seed: int = 0,
+        divergence: str = "forward-kl", local: bool = False, recompute: bool = False, seed: int = 0,
         work: Path | None = None, say=print) -> list[tuple[int, float, float, float]]:
-    """Train all weights for `steps` updates of `accumulate` batches: AdamW, warm-up over a
-    twentieth, then linearly to 0. Returns [(step, consistency loss, AR loss, Jacobi tokens per
-    call)] on `held_out`, for every tenth of the steps. A file in `work` keeps what is done, also
-    when it is interrupted."""
+    """Train all weights for `steps` updates of `accumulate` batches. The paper gives no recipe; the
+    released one is AdamW at 2e-5, warm-up, then a cosine; ours: warm-up over a twentieth, then
+    linearly to 0, gradients cut to length 1. Returns [(step, consistency loss, AR loss, Jacobi
+    tokens per call)] on `held_out`, for every tenth of the steps. A file in `work` keeps what is
+    done, also when it is interrupted."""
     settings = (n, steps, batch, states, accumulate, lr, w, divergence, local, seed, rows)
     file = work and work / f"training-{digest(model, settings)}.pt"
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -324,6 +328,7 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
             os.replace(file.with_suffix(".new"), file)
 
     def evaluate() -> None:
+        model.eval()
         rng = random.Random(0)
         with torch.inference_mode(), autocast():
             some = [losses(model, *drawn(held_out, batch, states, local, rng), divergence)
@@ -332,31 +337,38 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
         curve.append((done, consistency, ar, tokens_per_call(model, held_out[:20], eos, n)))
         say("step {}: held-out consistency loss {:.4f}, AR loss {:.4f}, {:.2f} Jacobi tokens per "
             "call".format(*curve[-1]))
-    if not curve:
-        evaluate()
-    bar = tqdm(range(done, steps), initial=done, total=steps, desc="train")
+    whole = True  # no update is half made
+    bar = tqdm(range(done, steps + 1), initial=done, total=steps, desc="train")
     try:
-        for step in bar:  # until convergence
-            rng = random.Random(f"{seed} {step}")
-            for group in optimizer.param_groups:
-                group["lr"] = lr * min((step + 1) / max(1, 0.05 * steps), 1 - step / steps)
-            for _ in range(accumulate):
-                with autocast():
-                    some = drawn(rows, batch, states, local, rng)
-                    consistency, ar = losses(model, *some, divergence)
-                ((consistency + w * ar) / accumulate).backward()  # Eq. 7
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            done = step + 1
-            bar.set_postfix(consistency=f"{consistency.item():.3f}", ar=f"{ar.item():.4f}")
-            if done % max(1, steps // 10) == 0 or done == steps:
+        for done in bar:  # until convergence
+            whole, due = True, done == steps or done % max(1, steps // 10) == 0
+            if due and all(point[0] != done for point in curve):
                 evaluate()
+            if done == steps:
+                break
             if time.time() - saved > 120:
                 save()
                 saved = time.time()
+            rng = random.Random(f"{seed} {done}")
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min((done + 1) / max(1, 0.05 * steps), 1 - done / steps)
+            for _ in range(accumulate):
+                model.train(recompute)  # the mode in which layers recompute
+                with autocast():
+                    some = drawn(rows, batch, states, local, rng)
+                    consistency, ar = losses(model, *some, divergence)
+                loss = consistency + w * ar  # Eq. 7
+                if not loss.isfinite():
+                    raise InputError(f"expected a learning rate below {lr}: the loss is {loss}")
+                (loss / accumulate).backward()
+            bar.set_postfix(consistency=f"{consistency.item():.3f}", ar=f"{ar.item():.4f}")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            whole = False
+            optimizer.step()
+            optimizer.zero_grad()
     finally:
-        save()
+        if whole:
+            save()
     return curve
 
 
@@ -423,19 +435,21 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
           f"{len(prompts) - len(numbers)} prompts too long")
 
 
-def train(model, tokenizer, *, data: Path, out: Path, work: Path = None, steps: int = 1000,
-          batch: int = 16, states: int = 4, accumulate: int = 1, lr: float = 5e-4, w: float = 10.0,
-          divergence: str = "forward-kl", local: bool = False, seed: int = 0) -> None:
+def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = None,
+          steps: int = 1000, batch: int = 16, states: int = 4, accumulate: int = 1, w: float = 10.0,
+          divergence: str = "forward-kl", local: bool = False, recompute: bool = False,
+          seed: int = 0) -> None:
     """Alg. 2: teach a model to solve its Jacobi iteration in fewer steps. A stopped run goes on.
 
     data:   made by cllm.py collect
     out:    model directory to make, in bfloat16
     work:   folder of checkpoints (default: OUT.work)
     batch, states, accumulate: answers a pass, states of each block, passes a step
-    lr:     5e-4 suits a model of 10M parameters; a 7B model wants 2e-5
-    w:      weight of the AR loss, Eq. 7
+    lr:     learning rate: 5e-4 suited 10M parameters; the released script for 7B has 2e-5
+    w:      weight of the AR loss, Eq. 7; Table 6 has 1 (faster) and 10 (more accurate)
     divergence: D, forward-kl, reverse-kl or jsd
     local:  local consistency, Eq. 5, in place of global, Eq. 4
+    recompute: activations a second time in the backward pass: less memory
     """
     if min(steps, batch, states, accumulate) < 1 or not lr > 0 or not w >= 0:
         raise InputError("expected steps, batch, states and accumulate of 1 or more, a learning "
@@ -449,15 +463,17 @@ def train(model, tokenizer, *, data: Path, out: Path, work: Path = None, steps: 
                          f"got {len(rows)}")
     vocabulary = len(model.get_input_embeddings().weight)
     if max(max(row["prompt"] + row["answer"]) for row in rows) >= vocabulary:
-        raise InputError(f"expected trajectories of this model, got those of {settings['model']}")
+        raise InputError("expected trajectories of this model, got token ids beyond its vocabulary")
     work = work or Path(f"{out}.work")
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     random.Random(seed).shuffle(rows)
     few, eos = max(1, min(100, len(rows) // 10)), eos_ids(model, tokenizer)
+    if recompute:
+        model.gradient_checkpointing_enable()
     fit(model, rows[few:], rows[:few], eos, settings["n"], steps=steps, batch=batch, states=states,
-        accumulate=accumulate, lr=lr, w=w, divergence=divergence, local=local, seed=seed, work=work,
-        say=tqdm.write)
+        accumulate=accumulate, lr=lr, w=w, divergence=divergence, local=local, recompute=recompute,
+        seed=seed, work=work, say=tqdm.write)
     model.generation_config = GenerationConfig(  # no sampling: one that does not fit is not saved
         bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(eos) or None,
         pad_token_id=tokenizer.pad_token_id)

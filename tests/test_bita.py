@@ -444,6 +444,26 @@ def test_an_interrupted_tuning_goes_on_where_it_was(place, done, tmp_path):
     assert [text.split(":")[0] for text in said] == [f"step {n}" for n in range(done + 1, 5)]
 
 
+@pytest.mark.parametrize("place", ["update", "evaluation"])
+def test_interrupted_where_the_work_is_not_whole(place, tmp_path, monkeypatch):
+    """In the middle of an update, which is then made neither by half nor twice, and in the middle
+    of an evaluation, which is then made."""
+    calls = itertools.count(1)
+    owner, name = (torch.optim.AdamW, "step") if place == "update" else (module, "accuracy")
+    act = getattr(owner, name)
+
+    def stop(*args, **options):
+        result = act(*args, **options)
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return result
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, stop)
+        fitted(tmp_path)
+    assert len(list(tmp_path.iterdir())) == (place == "evaluation")
+    assert same(fitted(tmp_path), whole())
+
+
 def test_a_killed_tuning_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
     """One is written every two minutes: here after every step."""
     files, (work, copy) = [], (tmp_path / "work", tmp_path / "copy")
@@ -588,7 +608,7 @@ def trained(monkeypatch, tmp_path, prompts, limit=20, answers=None, **options):
     def spy(model, tuning, data, held_out, **rest):
         given.append((tuning, data, held_out, rest))
     monkeypatch.setattr(module, "fit", spy)
-    monkeypatch.setattr(module, "own_answers", lambda model, tokenizer, prompts, limit, work:
+    monkeypatch.setattr(module, "own_answers", lambda model, tokenizer, prompts, limit, work, size:
                         answers or [p[:1] * min(limit, 4) for p in prompts])
     train(LLAMA, WORDLESS, prompts, out=tmp_path / "o", max_new_tokens=limit, **options)
     return given[0]
@@ -597,11 +617,14 @@ def trained(monkeypatch, tmp_path, prompts, limit=20, answers=None, **options):
 def test_held_out_answers_are_drawn_from_the_whole_file(tmp_path, monkeypatch, capsys):
     """One in ten, of each half alike, and none of them is trained on."""
     prompts, early = [[n, 5] for n in range(50)], 0
+    splits = set()
     for seed in range(30):
         _, data, held_out, _ = trained(monkeypatch, tmp_path, prompts, seed=seed)
         numbers = [p[0] for p, _ in held_out]
+        splits.add(tuple(sorted(numbers)))
         assert len(numbers) == 5 and sorted(p[0] for p, _ in data + held_out) == list(range(50))
         early += sum(n < 25 for n in numbers)
+    assert len(splits) == 30  # each seed has its own
     assert 50 < early < 100  # of 150: a standard deviation is 6
     assert "45 answers of 180 tokens, 5 held out, 0 prompts too long" in capsys.readouterr().out
 
@@ -610,9 +633,9 @@ def test_prompts_without_room_for_an_answer_are_skipped(tmp_path, monkeypatch, c
     """Of 160 tokens an answer may take 20; too short an answer has nothing to predict."""
     prompts = [[3] * 140, [4] * 141, [5] * 2, [6] * 500, [7]]
     _, data, held_out, _ = trained(monkeypatch, tmp_path, prompts,
-                                   answers=[[3, 3, 3], [5, 5, 5], [7, 7]])
+                                   answers=[[3, 3, 3], [5, 5], [7]])
     assert sorted(len(p) for p, _ in data + held_out) == [2, 140]
-    assert "1 answers of 3 tokens, 1 held out, 2 prompts too long" in capsys.readouterr().out
+    assert "1 answers of 2 tokens, 1 held out, 2 prompts too long" in capsys.readouterr().out
     with pytest.raises(InputError, match="2 prompts or more of at most 140 tokens, got 1"):
         train(LLAMA, WORDLESS, prompts[:2], out=tmp_path / "o", max_new_tokens=20)
 
@@ -732,3 +755,35 @@ def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, ca
     out, err = capfd.readouterr()
     lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
     assert out == "" and len(lines) == 1 and said in lines[0], err
+
+
+def test_every_pass_has_its_own_batch(monkeypatch):
+    """Drawn by the seed and the number of the step."""
+    rows, seen = [([n, 4], [5, 6, 7, 8]) for n in range(40)], []
+
+    def spy(data, *rest):
+        seen[-1].append([prompt[0] for prompt, _ in data])
+        return anchored(data, *rest)
+    monkeypatch.setattr(module, "anchored", spy)
+    monkeypatch.setattr(module, "accuracy", lambda *_: (0.0, []))
+    for seed in (0, 1, 0):
+        seen.append([])
+        fitted(data=rows, seed=seed, batch=3)
+    first, other, again = seen
+    assert first == again and len({*map(tuple, first + other)}) == 16  # 4 steps of 2 passes each
+
+
+def test_a_parameter_without_a_gradient_stays(monkeypatch):
+    """No weight decay."""
+    monkeypatch.setattr(module, "sar_loss", lambda logits, labels: logits.sum() * 0)
+    tuning, _ = fitted(steps=2)
+    assert equal(tuning, Tuning(shape_of(LLAMA), "deep", 3, 2, 0))
+
+
+def test_accuracy_does_not_depend_on_the_batches():
+    """Two answers of equal length, together and one by one."""
+    model = tiny("llama")
+    tuning = random_tuning(model)
+    loss, right = accuracy(model, tuning, DATA, 9)
+    again, each = accuracy(model, tuning, DATA, 9, size=1)
+    assert again == pytest.approx(loss, rel=1e-4) and each == right

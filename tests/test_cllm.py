@@ -159,16 +159,19 @@ def test_answers_end_with_the_first_eos():
 
 def test_augmentation_only_sets_wrong_tokens_right():
     """In half of 200 states, but for those with nothing to set right; of the wrong tokens of the
-    changed ones a little over 0.3: states that did not change are not counted."""
+    changed ones a little over 0.3: states that did not change are not counted. Never the first one:
+    no state comes nearer to its goal than the next state is."""
     rng, wrong, righted = random.Random(0), 0, 0
     path = [[1, *(rng.choice([0, i]) for i in range(2, 12))] for _ in range(200)]
     path.append([1, *range(2, 12)])
     new = augmented(path, 0.3, rng)
     assert new[-1] == path[-1] and len(new) == len(path)
     changed = [(before, after) for before, after in zip(path, new) if before != after]
-    assert 70 < len(changed) < 130
+    assert 50 < len(changed) < 110
     for before, after in changed:
-        for old, token, right in zip(before, after, path[-1]):
+        first = next(i for i, (x, right) in enumerate(zip(before, path[-1])) if x != right)
+        assert after[:first + 1] == before[:first + 1]
+        for old, token, right in list(zip(before, after, path[-1]))[first + 1:]:
             assert token in (old, right)
             wrong, righted = wrong + (old != right), righted + (token != old)
     assert 0.2 < righted / wrong < 0.45
@@ -279,7 +282,7 @@ def test_answers_that_repeat_themselves_are_dropped(tmp_path, capsys):
     assert [row["blocks"] for row in rows] == [[]] * 4 and rows[0]["answer"] == [0] * 23
     assert "4 prompts, 4 answers dropped for repetition" in capsys.readouterr().out
     with pytest.raises(InputError, match="trajectories of 2 prompts or more in .*, got 0"):
-        train(model, Wordless(), data=tmp_path / "a", out=tmp_path / "out")
+        train(model, Wordless(), data=tmp_path / "a", out=tmp_path / "out", lr=1e-3)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids: "She has four apples.\n" * 3)
     collect(tiny("llama"), tokenizer, PROMPTS, out=tmp_path / "b", n=6, max_new_tokens=20)
     assert [row["blocks"] for row in read_trajectories(tmp_path / "b")[1]] == [[]] * 4
@@ -407,17 +410,6 @@ def test_states_are_drawn_evenly_and_never_the_fixed_point():
     both = drawn(rows, 2, 5, False, random.Random(0))[1]
     assert [sorted(pair.y for pair in pairs) for pairs in both] == [sorted(path[:2])] * 2
     assert min(counts) > 420
-
-
-def test_augmented_states_are_never_ahead_of_their_goal():
-    """Augmentation may bring a state to y* or past the next state: such a state is not drawn."""
-    path = [[1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4], [1, 2, 3, 4]]
-    row = {"prompt": [1], "answer": [2, 3, 4], "blocks": [(0, path)]}
-    local, whole = (sorted((pair.y, pair.y_goal)
-                           for pair in drawn([row], 1, 9, local, random.Random(0))[1][0])
-                    for local in (True, False))
-    assert local == [(path[1], path[2])]
-    assert whole == [(path[1], path[3]), (path[0], path[3])]
 
 
 # ---------------------------------------------------------------------------------- training
@@ -582,6 +574,41 @@ def test_an_interrupted_training_goes_on_where_it_was(place, done, tmp_path):
     assert [text.split(":")[0] for text in said] == [f"step {n}" for n in range(done + 1, 5)]
 
 
+@pytest.mark.parametrize("place", ["update", "evaluation"])
+def test_interrupted_where_the_work_is_not_whole(place, tmp_path, monkeypatch):
+    """In the middle of an update, which is then made neither by half nor twice, and in the middle
+    of an evaluation, which is then made."""
+    calls = itertools.count(1)
+    owner, name = (torch.optim.AdamW, "step") if place == "update" else (module, "tokens_per_call")
+    act = getattr(owner, name)
+
+    def stop(*args, **options):
+        result = act(*args, **options)
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return result
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, stop)
+        fitted(tmp_path)
+    assert len(list(tmp_path.iterdir())) == (place == "evaluation")
+    assert equal(fitted(tmp_path), whole())
+
+
+def test_recomputed_activations_are_the_same():
+    """Each layer runs once more for a step, in the backward pass, and not where it is evaluated."""
+    models, calls = [tiny("llama"), tiny("llama")], [0, 0]
+    models[1].gradient_checkpointing_enable()
+    for i, model in enumerate(models):
+        def count(*_, i=i):
+            calls[i] += 1
+        model.model.layers[0].self_attn.register_forward_pre_hook(count)
+        fit(model, ROWS, ROWS, {3}, 6, **FIT, recompute=i == 1)
+        assert not model.training
+    assert calls[1] == calls[0] + FIT["steps"] * FIT["accumulate"]
+    for a, b in zip(*(model.parameters() for model in models)):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
 def test_a_killed_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
     """One is written every two minutes: here after every step."""
     files, (work, copy) = [], (tmp_path / "work", tmp_path / "copy")
@@ -620,7 +647,7 @@ def given_to_fit(monkeypatch, tmp_path, rows, **options):
     given = []
     monkeypatch.setattr(module, "fit", lambda model, *args, **rest: given.append((*args, rest)))
     data = written(tmp_path / "data", rows)
-    train(LLAMA, Saved(), data=data, out=tmp_path / "out", **options)
+    train(LLAMA, Saved(), data=data, out=tmp_path / "out", **dict(lr=5e-4) | options)
     return given[0]
 
 
@@ -630,19 +657,22 @@ LLAMA = tiny("llama")
 def test_held_out_rows_are_drawn_from_the_whole_file(tmp_path, monkeypatch):
     """One in ten, of each half alike, and none of them is trained on."""
     rows, early = [ROWS[0] | {"prompt": [n, 9, 3]} for n in range(50)], 0
+    splits = set()
     monkeypatch.setattr(LLAMA, "save_pretrained", lambda folder: None)
     for seed in range(30):
         data, held_out, eos, n, _ = given_to_fit(monkeypatch, tmp_path, rows, seed=seed)
         numbers = [row["number"] for row in held_out]
+        splits.add(tuple(sorted(numbers)))
         assert len(numbers) == 5 and eos == {1, 3} and n == 6
         assert sorted(row["number"] for row in data + held_out) == list(range(50))
         early += sum(n < 25 for n in numbers)
+    assert len(splits) == 30  # each seed has its own
     assert 50 < early < 100  # of 150: a standard deviation is 6
 
 
 def test_train_hands_its_options_on(tmp_path, monkeypatch):
     options = dict(steps=7, batch=3, states=5, accumulate=2, lr=0.1, w=0.0, divergence="jsd",
-                   local=True, seed=4)
+                   local=True, recompute=True, seed=4)
     rows = [*ROWS, ROWS[0] | {"blocks": []}]  # the last repeats itself
     *parts, given = given_to_fit(monkeypatch, tmp_path, rows, **options, work=tmp_path / "here")
     given.pop("say")
@@ -660,7 +690,7 @@ def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):
                                                repetition_penalty=2.0, eos_token_id=[1, 3])
     with pytest.raises(ValueError, match="[Gg]eneration"):
         model.save_pretrained(tmp_path / "other")
-    train(model, Saved(), data=written(tmp_path / "data", ROWS), out=out, steps=2, batch=2)
+    train(model, Saved(), data=written(tmp_path / "data", ROWS), out=out, steps=2, batch=2, lr=5e-4)
     trained, prompt = AutoModelForCausalLM.from_pretrained(out), PROMPTS[2]
     assert trained.config.dtype == torch.bfloat16 and trained.config._attn_implementation == "sdpa"
     settings = trained.generation_config
@@ -679,7 +709,8 @@ def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):
     dict(divergence="tvd")])
 def test_wrong_numbers_are_refused(wrong, tmp_path):
     with pytest.raises(InputError, match="expected (steps|a divergence)"):
-        train(LLAMA, Saved(), data=written(tmp_path / "d", ROWS), out=tmp_path / "out", **wrong)
+        train(LLAMA, Saved(), data=written(tmp_path / "d", ROWS), out=tmp_path / "out",
+              **dict(lr=1e-3) | wrong)
     assert not (tmp_path / "out").exists()
 
 
@@ -726,7 +757,8 @@ def test_collect_train_decode_and_profile_from_the_command_line(small, tmp_path,
     assert command("collect", *target, *prompts, "--max-new-tokens", "20", "--n", "8", "--out",
                    data) == 0
     assert "3 prompts, 0 answers dropped" in capfd.readouterr().out
-    training = ["train", *target, "--data", data, "--out", out, "--steps", "3", "--batch", "2"]
+    training = ["train", *target, "--data", data, "--out", out, "--steps", "3", "--batch", "2",
+                "--lr", "5e-4"]
     assert command(*training) == 0
     weights = out / "model.safetensors"
     first = weights.read_bytes()
@@ -771,7 +803,8 @@ def test_prompts_too_long_from_the_command_line(small, tmp_path, capfd):
 def test_interrupted_from_the_command_line(small, tmp_path, capfd):
     """Ctrl-C is status 130; the same command then makes what an uninterrupted one makes."""
     def training(out):
-        return ["train", "--target", small / "llama", "--data", data, "--out", out, "--steps", "3"]
+        return ["train", "--target", small / "llama", "--data", data, "--out", out, "--steps", "3",
+                "--lr", "5e-4"]
     data, out, whole = (tmp_path / name for name in ("data", "out", "whole"))
     assert command("collect", "--target", small / "llama", "--prompts", small / "good", "--out",
                    data, "--max-new-tokens", "20") == 0
@@ -789,7 +822,8 @@ def test_the_file_itself_collects_trains_tunes_and_decodes(small, tmp_path, monk
     for argv, said in (
             (["collect", *target, "--prompts", small / "good", "--out", o, "--max-new-tokens", "9"],
              "3 prompts, 0 answers dropped"),
-            (["train", *target, "--data", o, "--out", tmp_path / "out", "--steps", "1"], "step 1:"),
+            (["train", *target, "--data", o, "--out", tmp_path / "out", "--steps", "1", "--lr",
+              "1"], "step 1:"),
             (["profile", *target, "--after", small / "llama", "--max-new-tokens", "1"], "| 16 |"),
             ([*target, "--prompt", "Hello", "--max-new-tokens", "3", "--tune"], "--n 64"),
             (["--prompt", "Hello", "--max-new-tokens", "1"], "\n")):
@@ -814,12 +848,13 @@ def test_the_file_itself_collects_trains_tunes_and_decodes(small, tmp_path, monk
     (["collect", "--out", "o", "--max-new-tokens", "0"], "max-new-tokens and batch of 1 or more"),
     (["collect", "--out", "o", "--batch", "0"], "max-new-tokens and batch of 1 or more"),
     (["collect", "--out", "o", "--augment", "1.5"], "augment of 0 to 1, got 16, 128, 32 and 1.5"),
-    (["train", "--data", "none", "--out", "o"], "expected a file made by"),
-    (["train", "--data", "few", "--out", "o"], "expected trajectories of 2 prompts or more"),
-    (["train", "--data", "others", "--out", "o"], "of this model, got those of m"),
-    (["train", "--data", "few", "--out", "o", "--steps", "0"], "expected steps"),
-    (["train", "--data", "few", "--out", "o", "--divergence", "tvd"], "expected a divergence of"),
-    (["train", "--data", "few"], "the following arguments are required: --out"),
+    (["train", "--data", "none", "--out", "o", "--lr", "1e-3"], "expected a file made by"),
+    (["train", "--data", "few", "--out", "o", "--lr", "1"], "expected trajectories of 2 prompts"),
+    (["train", "--data", "others", "--out", "o", "--lr", "1"], "token ids beyond its vocabulary"),
+    (["train", "--data", "few", "--out", "o", "--lr", "1e-3", "--steps", "0"], "expected steps"),
+    (["train", "--data", "few", "--out", "o", "--lr", "1", "--divergence", "tvd"],
+     "expected a divergence of"),
+    (["train", "--data", "few"], "the following arguments are required: --out, --lr"),
     (["profile", "--steps", "1"], "unrecognized arguments: --steps 1"),
     (["--prompt", "x", "--n", "1"], "expected n of 2 or more"),
     (["--prompt", "x", "--target", "no/such/directory"], "expected a model directory")])
@@ -845,3 +880,44 @@ def test_the_embedded_cllm():
         tokens, right = tokens + len(expected), right + tasks.grade(example, text)
     assert tokens / lm.calls > 2.1 and right >= 8
     assert sum(file.stat().st_size for file in (ROOT / "models/cllm").iterdir()) <= 22_000_000
+
+
+def test_prompts_with_other_numbers_have_other_guesses():
+    """The same prompt twice; both come to the same answer."""
+    model, prompt = tiny("llama"), PROMPTS[2]
+    first, second = trajectories(model, [prompt] * 2, [2, 5], n=6, limit=20, eos=set())
+    assert first != second and [path[-1] for path in first] == [path[-1] for path in second]
+
+
+def test_the_seed_of_collecting_reaches_the_guesses(tmp_path):
+    model = tiny("llama")
+    for seed in (0, 1):
+        out = tmp_path / str(seed)
+        collect(model, Wordless(), PROMPTS, out=out, n=6, max_new_tokens=20, augment=0, seed=seed)
+        expected = collected(model, seed=seed, eos={1})
+        for row in read_trajectories(out)[1]:
+            assert [path for _, path in row["blocks"]] == expected[row["number"]]
+
+
+def test_held_out_rows_are_measured_as_the_others_are_trained_on(monkeypatch):
+    """The same divergence, the same number of states, the same goals."""
+    seen = set()
+
+    def spy_drawn(rows, *args):
+        seen.add(args[:3])
+        return drawn(rows, *args)
+
+    def spy_losses(model, rows, pairs, kind="forward-kl"):
+        seen.add(kind)
+        return losses(model, rows, pairs, kind)
+    monkeypatch.setattr(module, "drawn", spy_drawn)
+    monkeypatch.setattr(module, "losses", spy_losses)
+    fitted(steps=1, divergence="jsd", local=True)
+    assert seen == {(2, 2, True), "jsd"}
+
+
+def test_the_settings_of_the_optimizer(tmp_path):
+    fitted(tmp_path, steps=1)
+    [file] = tmp_path.iterdir()
+    [group] = torch.load(file)["optimizer"]["param_groups"]
+    assert group["betas"] == (0.9, 0.95) and group["weight_decay"] == 0
