@@ -12,9 +12,9 @@ lookahead   Fu et al., "Break the Sequential Dependency of LLM Inference Using L
 
 Both are lossless: a guess becomes final only where it equals the token that the target chooses
 there, greedily or by one draw a node. Departures: the prompt's last token is the first block's root
-(CLLM, Alg. 3 spends a call on the prompt alone), and a block that is final but for its last token's
-own call goes on with that token as the next one's root (Alg. 3 spends a call on it); sampling (the
-papers are greedy); n-grams of the text itself may enter the pool, and with W = 0 they alone do,
+(CLLM, Alg. 3 spends a call on the prompt alone); a block's last token needs no call of its own, it
+is the next block's root (Alg. 3 as printed never ends: its i* stops at len - 1); sampling (Santilli
+and CLLM are greedy); n-grams of the text itself may enter the pool, and with W = 0 they alone do,
 which is prompt lookup with several candidates in one call. Left out: several GPUs.
 """
 import random
@@ -28,7 +28,8 @@ from common import CachedLM, InputError, Sampler, greedy, trie, walk
 
 def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
-    """Solve for n tokens at a time by fixed-point iteration. CLLM, Alg. 3 and Eq. 3.
+    """Solve for the n - 1 tokens after the root, and the next root, by fixed-point iteration. CLLM,
+    Alg. 3 and Eq. 3. --show draws the trajectories.
 
     n: tokens of a block, its root included, 2 or more
     Yields chunks of 1 to n tokens. Logs {"states", "final"} a block, which grows with every call:
@@ -44,18 +45,18 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
-        while final < n:  # line 6
+        while final < n:  # lines 6 and 15
             logits = target.forward(y[final - 1:])  # line 8, [n - final + 1, V]
             guesses = greedy(logits)
             chosen = guesses if sample.temperature == 0 else sample(logits)
             agreed = 0  # guesses that are what the target chooses there: line 9
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
                 agreed += 1
-            target.commit(range(1 + agreed))  # lines 10, 11 and 13
+            target.commit(range(1 + agreed))  # line 13
             root = chosen[agreed]  # the token chosen after the last agreed one is final too
-            y = (y[:final] + chosen[:agreed + 1] + guesses[agreed + 1:])[:n]  # lines 12 and 14
-            final += agreed + 1  # n + 1 where all agreed: the root opens the next block
-            trajectory["states"].append(y)
+            y = (y[:final] + chosen[:agreed + 1] + guesses[agreed + 1:])[:n]  # lines 10 and 14
+            final += agreed + 1  # line 11; n + 1 where all agreed: the root opens the next block
+            trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)
             yield chosen[:agreed + 1]
 
@@ -69,6 +70,9 @@ def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
         while shown < len(log) and log[shown]["final"][-1] >= len(log[shown]["states"][0]):
             print_states(log[shown]["states"], tokenizer, terminal)
             shown += 1
+    for block in log[shown:]:  # of one that EOS or the limit cut what is final
+        final = block["final"][-1]
+        print_states([y[:final] for y in block["states"]], tokenizer, terminal)
     print(tokenizer.decode(text, skip_special_tokens=True), flush=True)
 
 
@@ -90,11 +94,11 @@ def print_states(states: list[list[int]], tokenizer, terminal: bool) -> None:
 
 def remember(pool: dict[int, dict[tuple, None]], ngram: tuple[int, ...], G: int) -> None:
     """Put an n-gram into the pool under its first token: newest last, at most G of them."""
-    tails = pool.setdefault(ngram[0], {})
-    tails.pop(ngram[1:], None)
-    tails[ngram[1:]] = None
-    if len(tails) > G:
-        del tails[next(iter(tails))]
+    rests = pool.setdefault(ngram[0], {})
+    rests.pop(ngram[1:], None)
+    rests[ngram[1:]] = None
+    if len(rests) > G:
+        del rests[next(iter(rests))]
 
 
 def lookahead_branch(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
@@ -133,8 +137,8 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     widest = max(n * (W + N - 1 - n) for n in range(1, N)) if W else 0
     target.start(prompt[:-1], width=1 + G * (N - 1) + widest)
     root, text, pool = prompt[-1], list(prompt), {}
-    # levels[l][i] guesses the token at position i + l after the root, which is levels[0][0]; they
-    # begin as one level of W + N - 2 tokens
+    # levels[l][i] guesses the token at position i + l after the root, which is levels[0][0]; after
+    # a call that accepts tokens only roughly, for the window moves by one. One level at first
     levels = [[root, *random.Random(sample.seed).choices(prompt, k=W + N - 3)]] if W else []
     if prompt_ngrams:
         for i in range(len(text) - N + 1):

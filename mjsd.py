@@ -35,7 +35,7 @@ def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:
 
 def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
     """exp of the mean -log p (nats a token) of the outputs after their prompts, under the target's
-    own distribution: Eq. 1."""
+    own distribution: Eq. 1, pooled over all tokens of all outputs."""
     total = 0.0
     for prompt, output in zip(prompts, outputs):
         target.start(prompt[:-1], width=len(output))
@@ -49,7 +49,7 @@ def children(logits: torch.Tensor, beams: int, sample: Sampler) -> list[list[tup
     at a temperature, draws without replacement, as many as have any probability."""
     logp = log_probs(logits, sample)
     score = logp
-    if sample.temperature > 0:  # Gumbel top-k: the largest of log p - log E, E exponential
+    if sample.temperature > 0:  # Gumbel top-k: as Sampler.draw, but the largest few of p / E
         uniform = sample.uniform(logp.shape, logp.device).clamp(min=1e-30)
         score = logp - (-uniform.log()).log()
     tokens = score.topk(min(beams, logp.shape[-1])).indices  # [n, beams]
@@ -157,15 +157,16 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
         ids, tree, nodes_of = trie(unseen[-1], [[tokens[i] for i in path[1:]] for path in paths])
         # Line 4: p in one call
         logits = target.forward(ids, tree)  # [nodes, V]
-        step = log_probs(logits, sample)[tree, ids].tolist()  # of each node, after its parent
+        node_logp = log_probs(logits, sample)[tree, ids].tolist()  # node 0, the root: nothing
         # Lines 6 to 13: of each beam the longest prefix that passes, and the longest of these
         verified = []
         for path, nodes in zip(paths, nodes_of):
-            target_logp = list(itertools.accumulate(step[node] for node in nodes[1:]))  # line 9
+            target_logp = list(itertools.accumulate(node_logp[n] for n in nodes[1:]))  # line 9
             draft_logp = [logps[node] for node in path[1:]]
             eta = longest_prefix(target_logp, draft_logp, tau)
             verified.append((eta, path, nodes, target_logp, draft_logp))
-        eta, path, nodes, target_logp, draft_logp = max(verified, key=lambda beam: beam[0])
+        eta, path, nodes, target_logp, draft_logp = max(  # whole with an EOS: as good as gamma
+            verified, key=lambda beam: gamma if beam[0] == len(beam[1]) - 1 else beam[0])
         # Lines 15 and 16: one more token of the target's after the accepted prefix
         [token] = sample(logits[nodes[eta]][None])
         target.commit(nodes[:1 + eta])

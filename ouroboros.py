@@ -10,10 +10,10 @@ Four mechanisms, each with a switch (Table 4 is their ablation): `phrases` (Sect
 (3.2), `verification` (3.3) and `history` (3.4). Without any of them this is speculative decoding
 with a greedy draft. Lossless: drafts are only guesses, and a guess becomes final only where it
 equals the token that the target chooses there, greedily or by one draw a node of the tree.
-Departures: suffixes that were tried are corrected after a rejected draft too (the paper: after a
-full acceptance); a draft may overshoot γ by part of a phrase (the released code cuts it); the
-target's argmax makes phrases also when sampling; W and β default to what suits a CPU (the paper: W
-15 to 20, β 5 to 7). Left out: batches.
+Departures: all suffixes that were tried are corrected, after a rejected draft too (the paper: after
+a full acceptance, those not accepted); a draft may be longer than γ by part of a phrase (the
+released code cuts it); the target's argmax makes phrases also when sampling; W and β default to
+what suits a CPU (the paper: W 15 to 20, β 5 to 7). Left out: batches.
 """
 import itertools
 import random
@@ -54,10 +54,10 @@ class Drafter:
     arXiv 2402.02057) with the pool's phrases as guesses. Section 3.1."""
 
     def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, W: int, beta: int,
-                 guesses: int, seed: int):
-        self.draft, self.pool, self.beta, self.guesses = draft, pool, beta, guesses
-        # levels[l][i] guesses the token at position i + l after the root, which is levels[0][0];
-        # W = 0: no levels, one token a call
+                 G: int, seed: int):
+        self.draft, self.pool, self.beta, self.G = draft, pool, beta, G
+        # levels[l][i] guesses the token at position i + l after the root, roughly: the window moves
+        # by one a call. levels[0][0] stands for the root. W = 0: no levels, one token a call
         rng = random.Random(seed)
         self.levels = [[prompt[-1], *rng.choices(prompt, k=W + beta - 3)]] if W else []
 
@@ -65,7 +65,7 @@ class Drafter:
         """One draft call: `unseen` are the tokens that are not cached yet, the root last; returns
         those that follow, and caches all but the last."""
         root, base = unseen[-1], len(unseen) - 1  # the root is node `base` of the pending tree
-        rests = self.pool.newest(root, self.guesses) if self.levels else []
+        rests = self.pool.newest(root, self.G) if self.levels else []
         ids, parents, _ = trie(root, [rest[:self.beta - 1] for rest in rests])
         size = len(ids)
         last = self.window(ids, parents)
@@ -120,7 +120,7 @@ def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int,
 
 
 def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, W: int = 2,
-              beta: int = 3, K: int = 3, guesses: int = 4, phrases: bool = True,
+              beta: int = 3, K: int = 3, G: int = 4, phrases: bool = True,
               lengthen: bool = True, verification: bool = True, history: bool = True,
               pool: PhrasePool | None = None, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
@@ -131,7 +131,7 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     W:       columns of the draft's lookahead window
     beta:    tokens of a phrase (β), 2 or more; the first one is its key
     K:       phrases tried as suffixes of a draft
-    guesses: phrases tried in one draft call
+    G:       phrases tried in one draft call
     phrases: draft by lookahead, with phrases (Section 3.1), or token by token
     lengthen: hang phrases below the last draft token (3.2)
     verification: make phrases of what the target discards (3.3)
@@ -140,14 +140,14 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     round: {"drafted", "calls" of the draft model, "accepted", of suffixes too, "matched" (Eq. 10),
     "phrases" made by verification}.
     """
-    if gamma < 1 or W < 1 or beta < 2 or K < 1 or guesses < 1:
-        raise InputError("expected gamma, W, K and guesses of 1 or more and beta of 2 or more, got "
-                         f"{gamma}, {W}, {K}, {guesses} and {beta}")
+    if gamma < 1 or W < 1 or beta < 2 or K < 1 or G < 1:
+        raise InputError("expected gamma, W, K and G of 1 or more and beta of 2 or more, got "
+                         f"{gamma}, {W}, {K}, {G} and {beta}")
     pool = PhrasePool() if pool is None or not history else pool
-    pool.most = max(pool.most, K, guesses)
+    pool.most = max(pool.most, K, G)
     target.start(prompt[:-1], width=gamma + beta + K * (beta - 1))  # d has γ to γ + β - 1 tokens
-    draft.start(prompt[:-1], width=1 + beta + (guesses + W + beta) * (beta - 1))
-    drafter = Drafter(draft, prompt, pool, W if phrases else 0, beta, guesses, sample.seed)
+    draft.start(prompt[:-1], width=1 + beta + (G + W + beta) * (beta - 1))
+    drafter = Drafter(draft, prompt, pool, W if phrases else 0, beta, G, sample.seed)
     root, text = prompt[-1], list(prompt)
     while True:
         # Section 3.1: draft d_1 … d_γ; the draft model goes on from what it has cached
@@ -159,7 +159,7 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         ids, parents, paths = trie(root, [d, *(d + list(rest[:beta - 1]) for rest in rests)])
         # Eq. 2 and 8: v of all of it in one target call; Eq. 3 and 9: the longest accepted path
         logits = target.forward(ids, parents)
-        v = greedy(logits)  # v[node]: the target's choice after it; nodes 0 … γ: the root and d
+        v = greedy(logits)  # v[node]: the target's argmax after it; nodes 0 … γ: the root and d
         path, chunk = walk(ids, parents, v if sample.temperature == 0 else sample(logits))
         target.commit(path)
         accepted, found = len(path) - 1, []

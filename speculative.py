@@ -44,8 +44,8 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """norm(max(0, p - q)): what is left of p [V] after a draw from q [V] was rejected. Only where
-    both are equal nothing is left, and then a draw is rejected by rounding alone: p itself."""
+    """norm(max(0, p - q)): what is left of p [V] after a draw from q [V] was rejected. Where p
+    equals q nothing is left; only rounding can have rejected there: p itself."""
     left = (p - q).clamp(min=0)
     return left / left.sum() if left.sum() > 0 else p
 
@@ -106,16 +106,16 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
     def beta(rho: float) -> float:
         return torch.minimum(q, p / rho).sum().item()
     low, rho = 1.0, float(K)
-    for _ in range(30 if K > 1 else 0):  # below the root a residual would be negative: from above
+    for _ in range(30 if K > 1 else 0):  # keep the upper end: below the root p - taken < 0
         middle = (low + rho) / 2
         if 1 - (1 - beta(middle)) ** K <= middle * beta(middle):
             rho = middle
         else:
             low = middle
     accept = [min(1.0, (p[x] / (rho * q[x])).item()) for x in draws]
-    accepted = 1 - (1 - beta(rho)) ** K
-    if 0 < accepted < 1:
-        taken = torch.minimum(q, p / rho) * (accepted / beta(rho))
+    p_acc = 1 - (1 - beta(rho)) ** K
+    if 0 < p_acc < 1:
+        taken = torch.minimum(q, p / rho) * (p_acc / beta(rho))
         p = (p - taken).clamp(min=0)
     return accept, (p / p.sum()).float()
 
@@ -123,8 +123,8 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
 def several_drafts(rule: Callable, target: CachedLM, draft: CachedLM, prompt: list[int], gamma: int,
                    K: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Draw K drafts, merge equal prefixes into one tree, verify it in one target call, node by node
-    by `rule`. A node keeps its draws as a list, duplicates included: with each token once both
-    rules would be wrong. Those equal to the accepted one go on from its node."""
+    by `rule`. A node keeps its draws as a list, duplicates included: without them both rules would
+    be biased. Draws equal to the accepted one go on from its node."""
     if gamma < 1 or K < 1:
         raise InputError(f"expected gamma and K of 1 or more, got {gamma} and {K}")
     target.start(prompt[:-1], width=1 + K * gamma)
@@ -192,8 +192,8 @@ def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5
          fallback: float = 0.5, rollback: float = 2.0, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
     """Draft while the draft model is confident; the target replaces the first guess that it finds
-    too unlikely. Kim et al., Section 3. Lossy: greedy output is the target's only in the limits
-    rollback 0 and fallback above 1.
+    too unlikely. Kim et al., Section 3. Lossy: greedy output is the target's with rollback 0, or
+    with fallback above 1, where nothing is drafted.
 
     gamma:    tokens drafted a round, at most
     fallback: stop before a token where the draft's largest probability (at temperature 1) is below
@@ -242,7 +242,8 @@ def report(run) -> str:
             f"{draft.calls} draft calls")
     if run.method is not speculative:
         return text
-    tried = sum(min(r["accepted"] + 1, r["drafted"]) for r in run.log)  # up to a rejected one
+    tried = sum(r["accepted"] if "cut" in r else min(r["accepted"] + 1, r["drafted"])
+                for r in run.log)  # up to a rejected one, or to where EOS or the limit cut
     alpha, gamma = accepted / tried, run.log[0]["drafted"]
     c = (draft.seconds / draft.calls) / (target.seconds / target.calls)
     expected = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)

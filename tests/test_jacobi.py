@@ -152,8 +152,8 @@ def counting():
 
 
 def test_the_trajectory_as_plain_text(capsys):
-    """A line a state, wrong tokens in brackets, columns in line; nothing of an earlier prompt, nor
-    of a block that was cut; the text at the end."""
+    """A line a state, wrong tokens in brackets, columns in line; nothing of an earlier prompt; of a
+    block that was cut what is final; the text at the end."""
     shown(counting(), [0], 3, 5, earlier())
     assert capsys.readouterr().out == (
         "  0: a [a] [a]\n"
@@ -162,6 +162,8 @@ def test_the_trajectory_as_plain_text(capsys):
         "  0: c [a] [a]\n"
         "  1: c d   [\\n]\n"
         "  2: c d   e\n\n"
+        "  0: e [a]\n"
+        "  1: e f\n\n"
         "\ncdef\n")
 
 
@@ -368,3 +370,15 @@ def test_command_line(capfd, monkeypatch):
         "--n 2", "--n 4", "--n 8", "--n 16", "--n 32", "fastest"]
     assert run("--W", "3")[0] == run("--method", "lookahead", "--n", "4")[0] == 2
     assert run("--n", "1")[0] == run("--method", "lookahead", "--G", "0")[0] == 2
+
+
+def test_the_window_is_seeded_by_the_sampler():
+    """The first call has the root and a chain of W + N - 3 guesses from the prompt."""
+    windows = []
+    for seed in (0, 1, 0):
+        target = ScriptedLM(markov(1))
+        target.commit = lambda path: windows.append(target.ids)
+        chunks = lookahead(target, [0, 1, 2, 3], W=15, prompt_ngrams=False,
+                           sample=Sampler(0, seed=seed))
+        next(chunks)
+    assert windows[0] == windows[2] != windows[1] and len(windows[0]) == 1 + 15 + 5 - 3

@@ -70,9 +70,10 @@ def one_round(target, draft, context: list[int], gamma, beams, tau, width, eos) 
         for i in range(1, len(tokens) + 1):
             if min(1, math.exp(p[i - 1] - q[i - 1])) > tau:
                 eta = i
-        if best is None or eta > best[0]:
-            best = eta, list(tokens), p, q
-    eta, tokens, p, q = best
+        length = gamma if eta == len(tokens) else eta  # accepted whole, up to an EOS
+        if best is None or length > best[0]:
+            best = length, eta, list(tokens), p, q
+    _, eta, tokens, p, q = best
     bonus = target(context + tokens[:eta]).argmax().item()
     return tokens[:eta] + [bonus], {"drafted": len(tokens), "accepted": eta, "target_logp": p,
                                     "draft_logp": q}
@@ -294,7 +295,8 @@ def test_greedy_rounds_are_those_of_the_algorithm(width, eos):
 @pytest.mark.parametrize("eos", [set(), {3}])
 def test_accepted_length_equals_an_independent_computation(sample, width, eos, monkeypatch):
     """Of every beam that is verified the joint probabilities as the sampler warps them; the longest
-    prefix that passes, whatever stands before it; of the longest ones the first beam's."""
+    prefix that passes, whatever stands before it; of the longest ones the first beam's. One that
+    ends in an EOS is as long as any."""
     def spy(*args):
         found[:] = beam_search(*args)
         return tuple(found)
@@ -312,13 +314,14 @@ def test_accepted_length_equals_an_independent_computation(sample, width, eos, m
             passes = [math.exp(x - y) > 0.6 for x, y in zip(p, q)]
             eta = max((i for i, well in enumerate(passes, 1) if well), default=0)
             verified.append((eta, tokens, p, q, passes))
-        eta, tokens, p, q, passes = max(verified, key=lambda beam: beam[0])
+        lengths = [4 if eta == len(tokens) else eta for eta, tokens, *_ in verified]
+        eta, tokens, p, q, passes = verified[lengths.index(max(lengths))]
         assert log[-1]["drafted"] == len(tokens) and chunk[:-1] == tokens[:eta]
         assert log[-1]["accepted"] == eta and len(chunk) == eta + 1
         assert log[-1]["target_logp"] == pytest.approx(p, abs=1e-4)
         assert log[-1]["draft_logp"] == pytest.approx(q, abs=1e-4)
         skipped += not all(passes[:eta])
-        other += eta > verified[0][0]
+        other += max(lengths) > lengths[0]
         context = context + chunk
     assert skipped > 0  # a prefix failed and a longer one passed
     assert (other > 0) == (width > 1)  # the longest was not always the first beam's

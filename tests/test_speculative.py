@@ -25,7 +25,7 @@ def test_greedy_equals_autoregressive(family):
     target, close, far = (CachedLM(m, CONTEXT)
                           for m in (model, near(model, 0.02), tiny(family, seed=7)))
     expected = tokens_of(autoregressive(target, PROMPT), ROOM)
-    for draft, gamma in [*((close, gamma) for gamma in (range(1, 13) if whole else (4,))),
+    for draft, gamma in [*((close, gamma) for gamma in ((1, 2, 3, 4, 6, 8, 12) if whole else (4,))),
                          *((far, gamma) for gamma in ((1, 5, 12) if whole else (1,)))]:
         log = []
         got = tokens_of(speculative(target, draft, PROMPT, gamma=gamma, log=log), ROOM)
@@ -181,7 +181,7 @@ def counts_of(chunks_of, sample, n, runs):
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p, gamma, runs",
-                         [(1, 0, 1, 3, 12000), (0.7, 3, 0.95, 2, 5000), (1.5, 0, 0.8, 1, 5000)])
+                         [(1, 0, 1, 3, 8000), (0.7, 3, 0.95, 2, 5000), (1.5, 0, 0.8, 1, 5000)])
 def test_sampled_output_has_the_targets_distribution(temperature, top_k, top_p, gamma, runs):
     """Seeded runs: chi-square test of the first four tokens (256 cells) at a false-failure
     probability of 1e-6. It has the power to see a small bias towards the draft."""
@@ -249,7 +249,7 @@ def test_held_out_prompts_of_the_embedded_pair(embedded):
     model, draft, tokenizer = embedded
     target, draft, rng = CachedLM(model, 600), CachedLM(draft, 600), random.Random(0)
     for task in tasks.TASKS:
-        for example in tasks.take(task, "test", 2, seed=20):
+        for example in tasks.take(task, "test", 1, seed=20):
             prompt = tokenizer(example.prompt)["input_ids"]
             got = tokens_of(speculative(target, draft, prompt, gamma=rng.randint(1, 12)), 160)
             assert len(got) == 160 and got == choices(model, prompt, got)
