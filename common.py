@@ -258,7 +258,8 @@ class CachedLM:
         slots = torch.cat([torch.full((self.prefix,), 10 ** 9),  # no window leaves the prefix out
                            torch.arange(self.length), positions])
         visible = F.pad(ancestors[old:], (tree, 0), value=True)  # [n, end]
-        visible[:, :self.prefix] = torch.tensor(sees)[:, None]
+        if self.prefix:
+            visible[:, :self.prefix] = torch.tensor(sees)[:, None]
         began = time.perf_counter()
         logits = self._run(torch.as_tensor(ids), rows, visible, slots, keep)[0, :, :self.vocab]
         if logits.is_cuda:
@@ -326,7 +327,7 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
 
 def until(chunks: Iterator[list[int]], limit: int, eos: Iterable[int] = (), log=None):
     """Cut a method's chunks after `limit` tokens or after the first token of `eos`, which stays;
-    of what is cut nothing counts as accepted in the method's `log`."""
+    what is cut does not count as accepted in the method's `log`."""
     while limit > 0:
         chunk = next(chunks)[:limit]
         end = next((i + 1 for i, token in enumerate(chunk) if token in eos), None)
