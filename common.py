@@ -330,11 +330,11 @@ def until(chunks: Iterator[list[int]], limit: int, eos: Iterable[int] = (), log=
     what is cut does not count as accepted in the method's `log`."""
     while limit > 0:
         chunk = next(chunks)[:limit]
-        end = next((i + 1 for i, token in enumerate(chunk) if token in eos), None)
-        if log and log[-1].get("accepted", -1) >= len(chunk[:end]):
-            log[-1] |= {"accepted": len(chunk[:end]), "cut": True}
-        yield chunk[:end]
-        limit = 0 if end else limit - len(chunk)
+        chunk = chunk[:next((i + 1 for i, token in enumerate(chunk) if token in eos), limit)]
+        if log and log[-1].get("accepted", -1) >= len(chunk):
+            log[-1] |= {"accepted": len(chunk), "cut": True}
+        yield chunk
+        limit = 0 if chunk[-1] in eos else limit - len(chunk)
 
 
 def load(path: str, device: str | None = None, dtype: str | None = None, graphs: bool = False):
