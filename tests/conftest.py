@@ -1,5 +1,6 @@
 """Tiny random models of every family, the embedded pair, and scripted stand-ins for models."""
 import copy
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -133,6 +134,21 @@ def markov(seed, vocab=4, scale=1.2):
 def path_to(node: int, parents: list[int]) -> list[int]:
     """The nodes from the root of the tree down to this one."""
     return [] if node < 0 else path_to(parents[node], parents) + [node]
+
+
+def interrupting(act, number: int, after: bool = False):
+    """`act`, whose call of this number Ctrl-C stops: before it does anything, or after it."""
+    calls = itertools.count(1)
+
+    def stopped(*args, **options):
+        last = next(calls) == number
+        if last and not after:
+            raise KeyboardInterrupt
+        result = act(*args, **options)
+        if last:
+            raise KeyboardInterrupt
+        return result
+    return stopped
 
 
 def tokens_of(chunks, n: int, eos=()) -> list[int]:

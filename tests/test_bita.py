@@ -18,8 +18,8 @@ import bita as module
 from bita import (Tuning, accuracy, anchored, bita, efficient_tree, fit, full_tree, load_tuning,
                   mask_logits, own_answers, sar_loss, save_tuning, shape_of, train)
 from common import CachedLM, InputError, Sampler, autoregressive, encode
-from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, chi_square_ok, main, path_to, prefill,
-                      tiny, tokens_of)
+from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, chi_square_ok, interrupting, main,
+                      path_to, prefill, tiny, tokens_of)
 
 PROMPT = [3, 14, 15]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11])]
@@ -416,21 +416,13 @@ def test_another_tuning_in_the_same_folder_starts_over(change, worked):
 @contextlib.contextmanager
 def interrupted(place):
     """Ctrl-C in the third step: in its second pass, before its update, or once it is reported."""
-    def at(number, act):
-        calls = itertools.count(1)
-
-        def stop(*args, **options):
-            if next(calls) == number:
-                raise KeyboardInterrupt
-            return act(*args, **options)
-        return stop
     with pytest.MonkeyPatch.context() as patch:
         if place == "pass":  # 2 a step, 1 a report
-            patch.setattr(module, "mask_logits", at(8, mask_logits))
+            patch.setattr(module, "mask_logits", interrupting(mask_logits, 8))
         if place == "update":
             clip = torch.nn.utils.clip_grad_norm_
-            patch.setattr(torch.nn.utils, "clip_grad_norm_", at(3, clip))
-        yield dict(say=at(3, lambda _: None)) if place == "report" else {}
+            patch.setattr(torch.nn.utils, "clip_grad_norm_", interrupting(clip, 3))
+        yield dict(say=interrupting(lambda _: None, 3)) if place == "report" else {}
 
 
 @pytest.mark.parametrize("place, done", [("pass", 2), ("update", 2), ("report", 3)])
@@ -448,17 +440,9 @@ def test_an_interrupted_tuning_goes_on_where_it_was(place, done, tmp_path):
 def test_interrupted_where_the_work_is_not_whole(place, tmp_path, monkeypatch):
     """In the middle of an update, which is then made neither by half nor twice, and in the middle
     of an evaluation, which is then made."""
-    calls = itertools.count(1)
     owner, name = (torch.optim.AdamW, "step") if place == "update" else (module, "accuracy")
-    act = getattr(owner, name)
-
-    def stop(*args, **options):
-        result = act(*args, **options)
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return result
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, name, stop)
+        patch.setattr(owner, name, interrupting(getattr(owner, name), 3, after=True))
         fitted(tmp_path)
     assert len(list(tmp_path.iterdir())) == (place == "evaluation")
     assert same(fitted(tmp_path), whole())

@@ -20,8 +20,8 @@ import jacobi
 from cllm import (Pair, augmented, cllm, collect, divergence, drawn, fit, losses, profile,
                   profile_of, read_trajectories, repeats, train, training_tree, trajectories)
 from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
-from conftest import (CONTEXT, ROOT, ScriptedLM, chi_square_ok, main, markov, path_to, tiny,
-                      tokens_of)
+from conftest import (CONTEXT, ROOT, ScriptedLM, chi_square_ok, interrupting, main, markov, path_to,
+                      tiny, tokens_of)
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]
 KINDS = module.DIVERGENCES
@@ -546,21 +546,13 @@ def test_another_training_in_the_same_folder_starts_over(change, worked):
 @contextlib.contextmanager
 def interrupted(place):
     """Ctrl-C in the third step: in its second pass, before its update, or once it is reported."""
-    def at(number, act):
-        calls = itertools.count(1)
-
-        def stop(*args, **options):
-            if next(calls) == number:
-                raise KeyboardInterrupt
-            return act(*args, **options)
-        return stop
     with pytest.MonkeyPatch.context() as patch:
         if place == "pass":  # 2 a step, 4 a report, of which there is one at the start
-            patch.setattr(module, "losses", at(4 + 6 + 6 + 2, losses))
+            patch.setattr(module, "losses", interrupting(losses, 4 + 6 + 6 + 2))
         if place == "update":
             clip = torch.nn.utils.clip_grad_norm_
-            patch.setattr(torch.nn.utils, "clip_grad_norm_", at(3, clip))
-        yield dict(say=at(4, lambda _: None)) if place == "report" else {}
+            patch.setattr(torch.nn.utils, "clip_grad_norm_", interrupting(clip, 3))
+        yield dict(say=interrupting(lambda _: None, 4)) if place == "report" else {}
 
 
 @pytest.mark.parametrize("place, done", [("pass", 2), ("update", 2), ("report", 3)])
@@ -578,17 +570,9 @@ def test_an_interrupted_training_goes_on_where_it_was(place, done, tmp_path):
 def test_interrupted_where_the_work_is_not_whole(place, tmp_path, monkeypatch):
     """In the middle of an update, which is then made neither by half nor twice, and in the middle
     of an evaluation, which is then made."""
-    calls = itertools.count(1)
     owner, name = (torch.optim.AdamW, "step") if place == "update" else (module, "tokens_per_call")
-    act = getattr(owner, name)
-
-    def stop(*args, **options):
-        result = act(*args, **options)
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return result
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, name, stop)
+        patch.setattr(owner, name, interrupting(getattr(owner, name), 3, after=True))
         fitted(tmp_path)
     assert len(list(tmp_path.iterdir())) == (place == "evaluation")
     assert equal(fitted(tmp_path), whole())
