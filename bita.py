@@ -19,7 +19,7 @@ Departures: the loss is a mean; many k of an answer are trained on at once, as i
 deep prompt rows have the model's key heads, not all of its query heads; shallow ones are run alone,
 so that real tokens do not see them; sampling (the paper is greedy). Left out: several GPUs.
 """
-import hashlib
+import functools
 import json
 import math
 import os
@@ -34,12 +34,13 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import GenerationConfig
 
-from common import (CachedLM, InputError, Sampler, attention_mask, context_length, eos_ids, greedy,
-                    walk, windows_of)
+from common import (CachedLM, InputError, Sampler, attention_mask, best_tree, context_length,
+                    digest, greedy, own_answers, row_costs, walk, windows_of)
 
 DESIGNS = ("deep", "shallow", "none")  # Table 3
+TREES = ("best", "efficient", "full", "chain")
+RANKS = 10  # guesses of a mask whose accuracies are measured
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
 
@@ -94,14 +95,15 @@ def shape_of(model) -> dict:
 class Tuning(torch.nn.Module):
     """P prompt tokens and M mask tokens. `masks` [M, width]; `prompts`: keys and values of every
     layer [layers, 2, heads, P, head_dim] (deep: P · layers · 2 · heads · head_dim parameters), or
-    embeddings [P, width] that are run once, alone, at positions 0 to P - 1 (shallow)."""
+    embeddings [P, width] that are run once, alone, at positions 0 to P - 1 (shallow).
+    `accept[j - 1][r]`: how often the guess of rank r of mask j is right on held-out answers."""
 
     def __init__(self, shape: dict, design: str = "deep", P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
         if design not in DESIGNS or M < 1 or P < 1:
             raise InputError(f"expected a design of {', '.join(DESIGNS)}, P and M of 1 or more, "
                              f"got {design}, {P} and {M}")
-        self.shape, self.design = shape, design
+        self.shape, self.design, self.accept = shape, design, []
         sizes = {"deep": (shape["layers"], 2, shape["heads"], P, shape["head_dim"]),
                  "shallow": (P, shape["width"]), "none": (0,)}
         rng = torch.Generator().manual_seed(seed)
@@ -129,7 +131,8 @@ def save_tuning(path: Path, tuning: Tuning, model) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"prompts": tuning.prompts, "masks": tuning.masks, "model": some_embeddings(model)}
     save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
-              {"bita": json.dumps(tuning.shape | {"design": tuning.design})})
+              {"bita": json.dumps(tuning.shape | {"design": tuning.design,
+                                                  "accept": tuning.accept})})
 
 
 def load_tuning(path: str, model) -> Tuning:
@@ -141,10 +144,10 @@ def load_tuning(path: str, model) -> Tuning:
     except (OSError, SafetensorError) as error:
         raise InputError(f"expected a file made by `python bita.py train`, got {path!r}: "
                          f"{error}") from error
-    if header is None or tensors.keys() != {"prompts", "masks", "model"}:
+    if "accept" not in (header or ()) or tensors.keys() != {"prompts", "masks", "model"}:
         raise InputError(f"expected a file made by `python bita.py train`, got {path!r} without "
                          "its header")
-    design, shape = header.pop("design"), shape_of(model)
+    design, accept, shape = header.pop("design"), header.pop("accept"), shape_of(model)
     for name in shape:
         if header[name] != shape[name]:
             raise InputError(f"expected a tuning of this model, got one of another: {name} is "
@@ -152,6 +155,7 @@ def load_tuning(path: str, model) -> Tuning:
     if not torch.allclose(tensors["model"], some_embeddings(model), atol=1e-4, rtol=1e-2):
         raise InputError("expected a tuning of this model, got one of another: embeddings differ")
     tuning = Tuning(shape, design)
+    tuning.accept = accept
     for name in ("prompts", "masks"):
         setattr(tuning, name, torch.nn.Parameter(tensors[name], requires_grad=False))
     return tuning.to(model.device)
@@ -180,40 +184,66 @@ def full_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
     return ids, parents
 
 
+def placed_tree(tree: list, candidates: list[list[int]]) -> tuple[list[int], list[int]]:
+    """As `efficient_tree`, of the nodes that `best_tree` chose; the root alone while there are no
+    candidates."""
+    filled = [node for node in tree if node[2] < len(candidates)]
+    return [candidates[depth][rank] if depth >= 0 else -1 for _, _, depth, rank in filled], \
+        [parent for _, parent, _, _ in filled]
+
+
+def tree_that_pays(target: CachedLM, tuning: Tuning, most: int = 64) -> tuple[list, int]:
+    """(the tree of `best_tree`, M' masks below each node) of up to `most` rows with the most
+    expected tokens a second, by the measured cost of a call: n nodes, M' deep, are n (1 + M') rows,
+    and masks beyond the depth of the tree are left out."""
+    costs, found = row_costs(target, most), {}
+    for M in range(len(tuning.accept) + 1):
+        tree = best_tree(tuning.accept[:M], most)
+        for rows, seconds in costs.items():
+            some = tree[:rows // (1 + M)]
+            found[sum(chance for chance, *_ in some) / seconds] = some, M
+    return found[max(found)]
+
+
 def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
     """The parents of a tree with a chain of M mask tokens below each of the nodes `owners`."""
     parents = list(parents)
-    for owner in owners:
+    for owner in owners if M else []:
         parents += [owner, *range(len(parents), len(parents) + M - 1)]
     return parents
 
 
-def bita(target: CachedLM, prompt: list[int], *, tree: str = "efficient", k: int = 5,
+def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
          adapter: str = ADAPTER, tuning: Tuning | None = None, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
     """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
 
-    tree:    efficient (only the likeliest candidate of a mask has children), full (all have), or
-             chain (straightforward: one group of masks, after the root)
-    k:       candidates of each mask token; a chain has 1
+    tree:    best (the likeliest nodes, as many as pay on this machine), efficient (only the
+             likeliest candidate of a mask has children), full (all have), or chain
+             (straightforward: one group of masks, after the root)
+    k:       candidates of each mask token in efficient and full trees
     adapter: file of prompt and mask tokens, made by `python bita.py train`
     Yields chunks of 1 to M + 1 tokens; `tuning` replaces the file. Logs a record a call:
     {"guessed", "accepted", "rows"}.
     """
-    if tree not in ("efficient", "full", "chain") or k < 1:
-        raise InputError(f"expected a tree of efficient, full or chain and k of 1 or more, "
+    if tree not in TREES or k < 1:
+        raise InputError(f"expected a tree of {', '.join(TREES)} and k of 1 or more, "
                          f"got {tree} and {k}")
     tuning = tuning or load_tuning(adapter, target.model)
     table = target.model.get_input_embeddings()
     with torch.inference_mode():
         prefix, masks = tuning.rows(target.model), tuning.masks.to(target.model.dtype)
     M, chain = len(masks), tree == "chain"
-    k = 1 if chain else k
+    k = {"chain": 1, "best": RANKS}.get(tree, k)
     nodes = sum(k ** i for i in range(M + 1)) if tree == "full" else 1 + M * k
-    target.start(prompt[:-1], width=nodes + M * (1 if chain else nodes), prefix=prefix)
+    target.start(prompt[:-1], width=max(64, nodes * (1 + M)), prefix=prefix)
+    grow = full_tree if tree == "full" else efficient_tree
+    if tree == "best":
+        places, M = tree_that_pays(target, tuning)
+        grow, masks = functools.partial(placed_tree, places), masks[:M]
     root, candidates = prompt[-1], []  # for each mask its k likeliest tokens
     while True:
-        ids, real = (full_tree if tree == "full" else efficient_tree)(candidates)
+        ids, real = grow(candidates)
         ids[0], n = root, len(real)
         owners = [0] if chain else range(n)  # nodes with a group of masks below them
         parents = attach_masks(real, owners, M)
@@ -225,53 +255,15 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "efficient", k: int
         path, chunk = walk(ids, real, sample(logits[:n]))
         target.commit(path)
         # The group of the last accepted node; a chain has one, whose first masks are stale then
-        groups = logits[n:].unflatten(0, (-1, M))  # [owners, M, V]
+        groups = logits[n:].view(len(owners), M, logits.shape[1])  # [owners, M, V]
         group = groups[0, len(path) - 1:] if chain else groups[path[-1]]
-        root, candidates = chunk[-1], group.topk(k).indices.tolist()
+        root, candidates = chunk[-1], group.topk(min(k, group.shape[1])).indices.tolist()
         if log is not None:
             log.append({"guessed": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
         yield chunk
 
 
 # ------------------------------------------------------------------------------------ tuning
-
-def digest(model, *settings) -> str:
-    """A name for what depends on a model's weights and on settings: kept under it, work is gone on
-    with by no other model and no other settings."""
-    of = hashlib.sha256(repr(settings).encode())
-    for x in model.state_dict().values():
-        of.update(x.flatten()[::1009].float().cpu().numpy().tobytes())
-    return of.hexdigest()[:16]
-
-
-@torch.inference_mode()
-def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
-                size: int = 64) -> list[list[int]]:
-    """The model's own greedy answers, batch after batch; a file in `work` keeps what is done."""
-    eos = eos_ids(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
-    model.generation_config = GenerationConfig(  # no penalties, no sampling: greedy
-        max_new_tokens=limit, eos_token_id=sorted(eos) or None, pad_token_id=pad)
-    file, done = work / f"answers-{digest(model, limit)}.jsonl", {}
-    if file.exists():
-        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)  # a line that was cut off
-        rows = map(json.loads, file.read_text().splitlines())
-        done = {tuple(row["prompt"]): row["answer"] for row in rows}
-    todo = sorted({tuple(p) for p in prompts} - done.keys(), key=lambda p: (len(p), p))
-    with open(file, "a") as out, tqdm(total=len(todo), desc="answers") as bar:
-        for some in (todo[i:i + size] for i in range(0, len(todo), size)):
-            width = max(map(len, some))
-            ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in some])
-            real = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in some])
-            rows = model.generate(ids.to(model.device), attention_mask=real.to(model.device))
-            for prompt, row in zip(some, rows[:, width:].tolist()):
-                end = next((n + 1 for n, token in enumerate(row) if token in eos), len(row))
-                done[prompt] = row[:end]
-                out.write(json.dumps({"prompt": prompt, "answer": row[:end]}) + "\n")
-            out.flush()
-            bar.update(len(some))
-    return [done[tuple(p)] for p in prompts]
-
 
 def anchored(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
     """A batch of (prompt, answer) pairs with up to `most` anchors in each: real tokens, the paper's
@@ -321,16 +313,17 @@ def sar_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def accuracy(model, tuning: Tuning, data: list, anchors: int,
-             size: int = 16) -> tuple[float, list[float]]:
-    """(mean loss, top-1 accuracy of each mask token) on (prompt, answer) pairs."""
+             size: int = 16) -> tuple[float, list[list[float]]]:
+    """(mean loss, how often each mask's guess of each rank is right) on (prompt, answer) pairs."""
     rng, losses, hits, total = random.Random(0), [], 0, 0
     for some in (data[i:i + size] for i in range(0, len(data), size)):
         ids, at, labels = anchored(some, len(tuning.masks), anchors, rng)
         logits, labels = mask_logits(model, tuning, ids, at), labels.to(tuning.masks.device)
         losses.append(sar_loss(logits, labels).item())
-        hits = hits + ((logits.argmax(-1) == labels) & (labels >= 0)).sum((0, 1))
+        ranked = logits.topk(min(RANKS, logits.shape[-1])).indices  # [B, G, M, RANKS]
+        hits = hits + (ranked == labels[..., None]).sum((0, 1))
         total = total + (labels >= 0).sum((0, 1))
-    return sum(losses) / len(losses), (hits / total.clamp(min=1)).tolist()
+    return sum(losses) / len(losses), (hits / total.clamp(min=1)[:, None]).tolist()
 
 
 def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch: int, anchors: int,
@@ -348,12 +341,13 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
         state = torch.load(file, weights_only=True, map_location="cpu")
         tuning.load_state_dict(state["tuning"])
         optimizer.load_state_dict(state["optimizer"])
-        done, curve = state["done"], state["curve"]
+        done, curve, tuning.accept = state["done"], state["curve"], state["accept"]
 
     def save() -> None:
         if file:
             torch.save({"tuning": tuning.state_dict(), "optimizer": optimizer.state_dict(),
-                        "done": done, "curve": curve}, file.with_suffix(".new"))
+                        "done": done, "curve": curve, "accept": tuning.accept},
+                       file.with_suffix(".new"))
             os.replace(file.with_suffix(".new"), file)
     model.requires_grad_(False)
     whole = True  # no update is half made
@@ -361,9 +355,10 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
         for done in tqdm(range(done, steps + 1), initial=done, total=steps, desc="tune"):
             whole, due = True, done == steps or done and done % max(1, steps // 10) == 0
             if due and all(point[0] != done for point in curve):
-                curve.append((done, *accuracy(model, tuning, held_out, anchors)))
+                loss, tuning.accept = accuracy(model, tuning, held_out, anchors)
+                curve.append((done, loss, [ranks[0] for ranks in tuning.accept]))
                 right = " ".join(f"{x:.3f}" for x in curve[-1][2])
-                say(f"step {done}: held-out loss {curve[-1][1]:.3f}, accuracy by mask {right}")
+                say(f"step {done}: held-out loss {loss:.3f}, accuracy by mask {right}")
             if done == steps:
                 break
             if time.time() - saved > 120:
@@ -440,4 +435,4 @@ def report(run) -> str:
 if __name__ == "__main__":
     from cli import main
     sys.exit(main([bita], report, commands=[train],
-                  ranges={"tree": ("chain", "efficient", "full"), "k": (1, 2, 3, 5)}))
+                  ranges={"tree": TREES, "k": (1, 2, 3, 5)}))

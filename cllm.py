@@ -23,7 +23,6 @@ takes several states of all blocks of an answer: one forward pass over a token t
 together with the answer itself. Left out: several GPUs.
 """
 import functools
-import hashlib
 import json
 import math
 import os
@@ -40,7 +39,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
-                    context_length, eos_ids, greedy, load, until, windows_of)
+                    context_length, digest, eos_ids, greedy, load, until, windows_of)
 
 TRAINED = str(Path(__file__).resolve().parent / "models/cllm")
 DIVERGENCES = ("forward-kl", "reverse-kl", "jsd")
@@ -290,15 +289,6 @@ def tokens_per_call(model, rows: list[dict], eos: set[int], n: int) -> float:
     lm = CachedLM(model, max(len(row["prompt"]) + len(row["answer"]) for row in rows))
     tokens = [until(cllm(lm, row["prompt"], n=n), len(row["answer"]), eos) for row in rows]
     return sum(len(chunk) for chunks in tokens for chunk in chunks) / lm.calls
-
-
-def digest(model, *settings) -> str:
-    """A name for what depends on a model's weights and on settings: kept under it, work is gone on
-    with by no other model and no other settings."""
-    of = hashlib.sha256(repr(settings).encode())
-    for x in model.state_dict().values():
-        of.update(x.flatten()[::1009].float().cpu().numpy().tobytes())
-    return of.hexdigest()[:16]
 
 
 def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *, steps: int,

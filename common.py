@@ -1,7 +1,7 @@
 """What every method shares: token trees, sampling, a model with its cache, loading. Read it first.
 
-One idea carries all methods: grow a small *token tree* at the end of the text, run the model once
-over the whole tree, and keep one path of it.
+All methods grow a small *token tree* at the end of the text, run the model once over the whole
+tree, and keep one path of it.
 
     context   the text but for its last token: its keys and values are cached
     root      the last token of the text: known, but not cached, so that every call feeds it
@@ -14,15 +14,20 @@ over the whole tree, and keep one path of it.
 A method is a generator of chunks without end, which `until` cuts. Left out: batches, quantisation,
 encoder-decoder models, attention that takes more than a mask and positions (ALiBi)."""
 import functools
+import hashlib
+import heapq
+import json
 import time
+import timeit
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import constants, get_session, try_to_load_from_cache
+from tqdm import tqdm
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
-                          AutoTokenizer)
+                          AutoTokenizer, GenerationConfig)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -58,10 +63,10 @@ def trie(root: int, sequences: Iterable[list[int]]) -> tuple[list[int], list[int
 
 
 def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], list[int]]:
-    """(path, chunk): from node 0 step to the child with the token chosen after the node one is on,
-    while there is one. `chosen[i]`: the target's argmax after node i, or ONE draw of it; `path`:
-    the nodes, `chunk`: the tokens stepped to and the one chosen after the last. Exact where the
-    shape does not depend on the draws and no two nodes have the same path: `trie` merges them."""
+    """(path, chunk): from node 0 step to the child with the token chosen after a node, while there
+    is one; `chunk`: the tokens stepped to and the one chosen after the last. `chosen[i]`: the
+    target's argmax after node i, or ONE draw of it. Exact where the shape does not depend on the
+    draws and no two nodes have the same path: `trie` merges them."""
     children = {edge: i for i, edge in enumerate(zip(parents, ids))}
     path = [0]
     while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
@@ -69,15 +74,29 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
     return path, [chosen[node] for node in path]
 
 
+def best_tree(accept: list[list[float]], n: int) -> list[tuple[float, int, int, int]]:
+    """The n nodes (chance, parent, depth, rank) that are likeliest to be accepted, the root first,
+    at depth -1: of these the first m are the best m. `accept[depth][rank]`: how often this guess is
+    right where those above it are; a chance is the product along a path, and the sum of all chances
+    is the tokens that a call makes final."""
+    nodes, heap = [], [(-1.0, -1, -1, 0)]
+    while heap and len(nodes) < n:
+        loss, parent, depth, rank = heapq.heappop(heap)
+        for i, right in enumerate(accept[depth + 1] if depth + 1 < len(accept) else []):
+            heapq.heappush(heap, (loss * right, len(nodes), depth + 1, i))
+        nodes.append((-loss, parent, depth, rank))
+    return nodes
+
+
 def windows_of(model) -> dict[str, int | None]:
     """For each kind of layer how many tokens it looks back; None where it sees all."""
     config = model.config.get_text_config()
     listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     kinds = sorted(set(listed or ["sliding_attention"]))  # not listed: all of one kind
-    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    if set(kinds) - set(windows):
         raise InputError(f"expected layers of full or sliding attention, got {', '.join(kinds)}")
-    window = getattr(config, "sliding_window", None)
-    return {kind: None if kind == "full_attention" else window for kind in kinds}
+    return {kind: windows[kind] for kind in kinds}
 
 
 def context_length(model) -> int:
@@ -89,9 +108,9 @@ def context_length(model) -> int:
 
 
 def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
-    """What a model adds to its attention scores, [B, 1, n, m] with the type and device of `like`:
-    0 where `visible` [B, n, m] and a layer's window let a row see a slot, else -inf. `rows` [B, n]
-    and `slots` [B, m] are positions. For several kinds of layers a dictionary of masks."""
+    """What a model adds to its attention scores, [B, 1, n, m] of the type of `like`: 0 where
+    `visible` [B, n, m] and a layer's window let a row see a slot, else -inf. `rows` [B, n] and
+    `slots` [B, m] are positions. For several kinds of layers a dictionary of masks."""
     masks = {}
     for kind, window in windows.items():
         seen = visible if window is None else visible & (rows[..., None] - slots[:, None] < window)
@@ -144,10 +163,9 @@ greedy = Sampler(temperature=0)
 
 
 class KVCache:
-    """Keys and values of every layer in buffers of `slots` rows; stands in for transformers' own.
-    A pass writes its rows from slot `start` on and attends to all slots up to its last row: to
-    roll back is to move `start`. With `written`, a tensor of slots, it writes there and attends to
-    the whole buffer, so that no shape ever changes."""
+    """Keys and values of every layer in buffers of `slots` rows. A pass writes its rows from slot
+    `start` on and attends to all slots up to its last row: to roll back is to move `start`. With
+    `written`, a tensor of slots, it writes there and attends to all, so that no shape changes."""
 
     def __init__(self, slots: int):
         self.slots, self.start, self.written, self.layers = slots, 0, None, {}
@@ -201,7 +219,8 @@ class CachedLM:
     vocab:    the first so many logits count: embeddings are often padded beyond the tokenizer
     graphs:   run each pass at the next of WIDTHS over the whole buffer; on a GPU as a CUDA graph
 
-    `length` tokens are cached; `parents` are those of the pending nodes. Slots of the buffers:
+    `length` tokens are cached; `parents` are those of the pending nodes. `features` [n, d]: what
+    the LM head read in the last `forward`, or for a prompt in `start`. Slots of the buffers:
     prefix, context, pending nodes, spare ones. `calls`, `rows` and `seconds` count the calls of
     `forward`, their nodes and their time; a prompt is no call and takes `prompt_seconds`."""
 
@@ -210,6 +229,7 @@ class CachedLM:
         self.capacity, self.context = min(capacity, context_length(model)), context_length(model)
         self.weight = model.get_input_embeddings().weight  # inputs go where it is
         self.cache, self.captured, self.prefix, self.length, self.parents = KVCache(0), {}, 0, 0, []
+        self.features, self.costs = self.weight[:0], {}
         self.calls, self.rows, self.seconds, self.prompt_seconds = 0, 0, 0.0, 0.0
 
     @torch.inference_mode()
@@ -226,10 +246,12 @@ class CachedLM:
         self.cache.start, self.cache.written = 0, None
         for layer, (keys, values) in enumerate(prefix):
             self.cache.update(keys[None], values[None], layer)
-        counted = self.calls, self.rows, self.seconds
+        counted, features = (self.calls, self.rows, self.seconds), [self.weight[:0]]
         for i in range(0, len(ids), WIDTHS[-1]):  # a long prompt comes in parts
             self.forward(ids[i:i + WIDTHS[-1]], keep=1)
             self.commit(range(len(self.parents)))
+            features.append(self.features)
+        self.features = torch.cat(features[len(ids) > 0:])
         self.prompt_seconds += self.seconds - counted[2]
         self.calls, self.rows, self.seconds = counted
 
@@ -261,15 +283,16 @@ class CachedLM:
         if self.prefix:
             visible[:, :self.prefix] = torch.tensor(sees)[:, None]
         began = time.perf_counter()
-        logits = self._run(torch.as_tensor(ids), rows, visible, slots, keep)[0, :, :self.vocab]
+        logits, features = self._run(torch.as_tensor(ids), rows, visible, slots, keep)
+        logits, self.features = logits[0, :, :self.vocab], features[0]
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
         self.calls, self.rows, self.parents = self.calls + 1, self.rows + n, parents
         self.seconds += time.perf_counter() - began
         return logits
 
-    def _run(self, inputs, rows, visible, slots, keep: int) -> torch.Tensor:
-        """The logits [1, n, V] of n new rows, whose keys and values enter the buffers."""
+    def _run(self, inputs, rows, visible, slots, keep: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and features [1, n, …] of n new rows, whose keys and values enter the buffers."""
         (n, end), device = visible.shape, self.weight.device
         self.cache.start = end - n
         if self.graphs:  # few shapes: the last row is repeated, and all slots are looked at
@@ -285,16 +308,19 @@ class CachedLM:
         tensors.insert(0, torch.arange(end - n, end - n + width, device=device))
         if inputs.shape not in self.captured and width <= WIDTHS[-1]:
             self.captured[inputs.shape] = capture(self._model, tuple(tensors))
-        logits = self.captured.get(inputs.shape, self._model)(*tensors)
-        return logits[:, n - keep if keep else 0:n].clone()
+        logits, features = self.captured.get(inputs.shape, self._model)(*tensors)
+        return logits[:, n - keep if keep else 0:n].clone(), features[:, :n].clone()
 
-    def _model(self, written, inputs, rows, *masks, keep: int = 0) -> torch.Tensor:
+    def _model(self, written, inputs, rows, *masks, keep: int = 0):
         """One pass of the model over ids [1, n] or embeddings [1, n, d]."""
-        self.cache.written = written
-        return self.model(**{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs},
-                          attention_mask=dict(zip(self.windows, masks)) if masks[1:] else masks[0],
-                          position_ids=rows, past_key_values=self.cache, use_cache=True,
-                          logits_to_keep=keep).logits
+        self.cache.written, features = written, []
+        with self.model.get_decoder().register_forward_hook(lambda *x: features.append(x[2][0])):
+            logits = self.model(
+                **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs},
+                attention_mask=dict(zip(self.windows, masks)) if masks[1:] else masks[0],
+                position_ids=rows, past_key_values=self.cache, use_cache=True,
+                logits_to_keep=keep).logits
+        return logits, features[0]
 
     @torch.inference_mode()
     def commit(self, path: Iterable[int]) -> None:
@@ -313,6 +339,21 @@ class CachedLM:
         if not 0 <= length <= self.length:
             raise ValueError(f"expected a length of 0 to {self.length}, got {length}")
         self.length, self.parents = length, []
+
+
+def seconds_of(lm: CachedLM, name, act: Callable) -> float:
+    """How long `act` takes on this machine, the best of three; measured once for an `lm`."""
+    if name not in lm.costs:
+        counted, features = (lm.calls, lm.rows, lm.seconds), lm.features
+        lm.costs[name] = min(timeit.repeat(act, number=1, repeat=3))
+        (lm.calls, lm.rows, lm.seconds), lm.features = counted, features
+    return lm.costs[name]
+
+
+def row_costs(lm: CachedLM, most: int) -> dict[int, float]:
+    """{n: seconds of a call of n rows} for the WIDTHS that `start` made room for, up to `most`."""
+    return {n: seconds_of(lm, n, lambda: (lm.forward([0] * n), lm.truncate(lm.length)))
+            for n in WIDTHS if n <= most}
 
 
 def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = greedy, log=None):
@@ -398,3 +439,40 @@ def encode(tokenizer, text: str, chat: bool = False) -> list[int]:
         raise InputError("expected a model with a chat template for --chat, got one without")
     return tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=True,
                                          add_generation_prompt=True)["input_ids"]
+
+
+def digest(model, *settings) -> str:
+    """A name for what is kept of this model's weights and settings, for no other to go on with."""
+    of = hashlib.sha256(repr(settings).encode())
+    for x in model.state_dict().values():
+        of.update(x.flatten()[::1009].float().cpu().numpy().tobytes())
+    return of.hexdigest()[:16]
+
+
+@torch.inference_mode()
+def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
+                size: int = 64) -> list[list[int]]:
+    """The model's own greedy answers, which drafters learn from; a file in `work` keeps them."""
+    eos = eos_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
+    model.generation_config = GenerationConfig(  # no penalties, no sampling: greedy
+        max_new_tokens=limit, eos_token_id=sorted(eos) or None, pad_token_id=pad)
+    file, done = work / f"answers-{digest(model, limit)}.jsonl", {}
+    with open(file, "a+") as kept:
+        kept.seek(0)
+        rows = [line for line in kept if line.endswith("\n")]  # not one that was cut off
+        done = {tuple(row["prompt"]): row["answer"] for row in map(json.loads, rows)}
+        kept.truncate(sum(map(len, rows)))
+        todo = sorted({tuple(p) for p in prompts} - done.keys(), key=lambda p: (len(p), p))
+        for i in tqdm(range(0, len(todo), size), desc="answers"):
+            some = todo[i:i + size]
+            width = max(map(len, some))
+            ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in some])
+            real = torch.arange(-width, 0) >= -torch.tensor([[len(p)] for p in some])
+            rows = model.generate(ids.to(model.device), attention_mask=real.long().to(model.device))
+            for prompt, row in zip(some, rows[:, width:].tolist()):
+                end = next((n + 1 for n, token in enumerate(row) if token in eos), len(row))
+                done[prompt] = row[:end]
+                kept.write(json.dumps({"prompt": prompt, "answer": row[:end]}) + "\n")
+            kept.flush()
+    return [done[tuple(p)] for p in prompts]

@@ -18,7 +18,7 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 import cli  # noqa: E402  (the path is set above)
-from common import load, prepare, until  # noqa: E402
+from common import CachedLM, autoregressive, encode, load, prepare, until  # noqa: E402
 
 VOCAB, CONTEXT = 61, 160
 SPECIAL = dict(bos_token_id=0, eos_token_id=1, pad_token_id=1)
@@ -124,6 +124,13 @@ class ScriptedLM:
         self.tokens, self.parents, self.ids = self.tokens[:length], [], []
 
 
+class Decoder(torch.nn.Module):
+    """Of a scripted transformers model: what it is called with are the features."""
+
+    def forward(self, features):
+        return (features,)
+
+
 def markov(seed, vocab=4, scale=1.2):
     """Logits that depend on the last two tokens."""
     rng = torch.Generator().manual_seed(seed)
@@ -201,3 +208,22 @@ def embedded():
     """(target, draft, tokenizer) of models/, in float32 on the CPU."""
     target, tokenizer = load(ROOT / "models/target", "cpu", "float32")
     return target, load(ROOT / "models/draft", "cpu", "float32")[0], tokenizer
+
+
+@pytest.fixture(scope="session")
+def held_out(embedded) -> list[tuple[list[int], list[int]]]:
+    """Held-out prompts of each task for the embedded target, and its first 100 greedy tokens."""
+    import tasks
+    model, _, tokenizer = embedded
+    prompts = [encode(tokenizer, example.prompt) for task in tasks.TASKS
+               for example in tasks.take(task, "test", 2, seed=40)]
+    target, eos = CachedLM(model, 500), {tokenizer.eos_token_id}
+    return [(p, tokens_of(autoregressive(target, p), 100, eos)) for p in prompts]
+
+
+def per_call(method, model, held_out, **options) -> float:
+    """Tokens per target call on held-out prompts, where the output is AR's."""
+    target = CachedLM(model, 500)
+    for prompt, expected in held_out:
+        assert tokens_of(method(target, prompt, **options), len(expected)) == expected
+    return sum(len(expected) for _, expected in held_out) / target.calls

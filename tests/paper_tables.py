@@ -393,14 +393,15 @@ def several_drafts(bench: Bench) -> None:
 # ----------------------------------------------------------------------------------------- BiTA
 
 def table_bita(bench: Bench) -> None:
-    """Table 4, and the tunings of --adapters: Table 3, Figs. 8 and 9."""
+    """Table 4, and those of --tunings: Table 3, Figs. 8 and 9."""
     trees = {"straightforward": dict(tree="chain")}
     trees |= {f"full tree, k = {k}": dict(tree="full", k=k) for k in (1, 2, 3, 4)}
     trees |= {f"efficient tree, k = {k}": dict(tree="efficient", k=k) for k in (1, 3, 5)}
+    trees["best tree"] = dict(tree="best")
     runs, tuned = {}, {}
     for name, own in trees.items():
         runs |= bench.bita(name, **own)
-    for path in bench.args.adapters:
+    for path in bench.args.tunings:
         tuning = load_tuning(path, bench.target)
         name = f"{Path(path).stem}: {tuning.design}, {len(tuning.masks)} masks"
         tuned |= bench.bita(name, path)
@@ -490,7 +491,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--table", required=True, choices=TABLES)
     parser.add_argument("--cllms", nargs="*", default=[], help="more models for --table cllm")
-    parser.add_argument("--adapters", nargs="*", default=[], help="tunings for --table bita")
+    parser.add_argument("--tunings", nargs="*", default=[], help="tunings for --table bita")
     perform(parser, lambda bench: TABLES[bench.args.table](bench))
 
 

@@ -13,8 +13,8 @@ from transformers.generation.logits_process import (TemperatureLogitsWarper, Top
                                                     TopPLogitsWarper)
 
 from common import (WIDTHS, CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
-                    autoregressive, capture, context_length, greedy, load, prepare, trie, until,
-                    walk, windows_of)
+                    autoregressive, best_tree, capture, context_length, greedy, load, prepare,
+                    row_costs, seconds_of, trie, until, walk, windows_of)
 from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, VOCAB, chi_square_ok, path_to,
                       prefill, tiny, tokens_of)
 
@@ -52,6 +52,43 @@ def test_ancestor_mask():
         assert ancestor_mask(parents).tolist() == expected
     assert ancestor_mask([-1, 0, 1]).tolist() == [[True, False, False], [True, True, False],
                                                   [True, True, True]]
+
+
+def test_the_best_tree_is_the_best_of_all():
+    """Of all trees of n nodes in which any node may have any child, the sum of the chances is
+    largest; the first m nodes are the best tree of m."""
+    rng = random.Random(0)
+    for _ in range(20):
+        accept = [[rng.random() for _ in range(2)] for _ in range(3)]
+        chances = {(): 1.0}  # of every node, by the ranks on its path
+        for depth in range(3):
+            for ranks in itertools.product(range(2), repeat=depth + 1):
+                chances[ranks] = chances[ranks[:-1]] * accept[depth][ranks[-1]]
+        tree = best_tree(accept, 7)
+        for n in range(1, 8):
+            trees = (set(some) for some in itertools.combinations(chances, n))
+            most = max(sum(map(chances.get, some)) for some in trees
+                       if all(not ranks or ranks[:-1] in some for ranks in some))
+            assert sum(chance for chance, *_ in tree[:n]) == pytest.approx(most)
+            assert best_tree(accept, n) == tree[:n]
+        paths = []
+        for chance, parent, depth, rank in tree:
+            paths.append(paths[parent] + (rank,) if paths else ())
+            assert len(paths[-1]) == depth + 1 and chance == pytest.approx(chances[paths[-1]])
+    assert best_tree([], 4) == [(1.0, -1, -1, 0)] and len(best_tree([[0.5, 0.1]], 9)) == 3
+
+
+def test_costs_are_measured_once_and_counted_nowhere():
+    lm, ran = CachedLM(tiny("llama"), 20), []
+    lm.start([3, 4, 5], width=8)
+    counted, features = (lm.calls, lm.rows, lm.seconds, lm.parents, lm.length), lm.features
+    costs = row_costs(lm, 8)
+    assert list(costs) == [1, 2, 4, 8] and min(costs.values()) > 0
+    assert row_costs(lm, 5) == {n: costs[n] for n in (1, 2, 4)}
+    assert (lm.calls, lm.rows, lm.seconds, lm.parents, lm.length) == counted
+    assert lm.features is features
+    assert seconds_of(lm, "x", lambda: ran.append(1)) == seconds_of(lm, "x", lambda: ran.append(2))
+    assert ran == [1, 1, 1]
 
 
 def test_trie_merges_equal_prefixes():
@@ -129,6 +166,25 @@ def check_trees(model, graphs: bool) -> CachedLM:
 @pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
 def test_a_tree_equals_its_paths_and_the_cache_a_fresh_one(name, graphs):
     check_trees(tiny(name), graphs)
+
+
+@BOTH
+@pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
+def test_features_are_what_the_head_reads(name, graphs):
+    """For all tokens of a prompt of two parts, and for each node of a tree as on its path alone."""
+    model, rng, read = tiny(name), random.Random(2), []
+    lm, context = CachedLM(model, CONTEXT, graphs=graphs), rng.choices(range(VOCAB), k=135)
+    ids, parents = [4, 2, 0, 3, 1], [-1, 0, 0, 1, 2]
+    lm.start(context, width=5)
+    prompt = lm.features
+    lm.forward(ids, parents, keep=1)
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, x: read.append(x[0]))
+    alone(model, context, *(context + [ids[j] for j in path_to(i, parents)] for i in range(5)))
+    torch.testing.assert_close(prompt, read[0][0, :135], **CLOSE)
+    ends = [134 + len(path_to(i, parents)) for i in range(5)]
+    torch.testing.assert_close(lm.features, read[0][range(1, 6), ends], **CLOSE)
+    lm.start([])
+    assert len(lm.features) == 0
 
 
 @BOTH

@@ -378,12 +378,12 @@ def test_the_best_beam_is_the_likeliest_draft():
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
 def test_sampled_tokens_have_the_distribution_of_their_model(tau):
-    """5,000 seeded runs, the first two tokens (16 cells), at a false-failure probability of 1e-6.
+    """3,000 seeded runs, the first two tokens (16 cells), at a false-failure probability of 1e-6.
     τ = 1: both are the target's. τ = 0 and one beam: the first is the draft's, which is accepted,
     the second the target's after it."""
     target, draft = markov(1), markov(2)
     counts, sample = torch.zeros(4, 4), Sampler(0.9, top_k=3 if tau else 0, seed=6)
-    for _ in range(5000):
+    for _ in range(3000):
         chunks = mjsd(ScriptedLM(target), ScriptedLM(draft), [0, 1], gamma=1, beams=1, tau=tau,
                       sample=sample)
         counts[tuple(tokens_of(chunks, 2))] += 1

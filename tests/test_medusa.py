@@ -1,0 +1,292 @@
+"""Medusa and Hydra: the model's own output whatever the heads are, every right guess accepted,
+training that sees what decoding sees and goes on only where it may."""
+import itertools
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import CachedLM, InputError, Sampler, autoregressive
+from conftest import (CONTEXT, ROOT, Decoder, ScriptedLM, interrupting, main, markov, per_call,
+                      tiny, tokens_of)
+from survey import medusa as module
+from survey.medusa import (Heads, accuracy, fit, load_heads, medusa, new_heads, positions,
+                           save_heads, train, typical_path)
+
+KINDS = ("medusa", "hydra")
+ACCEPT = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.1]]  # trees of up to three levels
+WORDLESS = SimpleNamespace(eos_token_id=None, pad_token_id=None)  # a tokenizer, as far as needed
+
+
+def random_heads(model, kind: str, K: int = 3, seed: int = 0) -> Heads:
+    heads, rng = new_heads(model, kind, K), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in heads.parameters():
+            p.copy_(torch.randn(p.shape, generator=rng))
+    heads.accept = ACCEPT
+    return heads
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_autoregressive(family, kind):
+    """Heads that guess at random, from prompts of one token and more, to the end of the context."""
+    model, eos = tiny(family), {7, 30}
+    heads = random_heads(model, kind)
+    for prompt, n, nodes in (([3, 14, 15], 40, 9), ([5], 12, 4), ([2] * 140, 20, 30)):
+        expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), prompt), n, eos)
+        chunks = medusa(CachedLM(model, CONTEXT), prompt, nodes=nodes, trained=heads)
+        assert tokens_of(chunks, n, eos) == expected
+
+
+STEP = torch.tensor([(7 * token + 3) % 31 for token in range(31)])  # the token that comes next
+
+
+class Successor(torch.nn.Module):
+    """A model whose next token depends on the last one alone; its feature is the next token's
+    one-hot vector, and its LM head the identity."""
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.decoder = torch.nn.Embedding.from_pretrained(torch.eye(31)), Decoder()
+        self.head = torch.nn.Identity()
+        text = SimpleNamespace(max_position_embeddings=CONTEXT)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+        self.get_input_embeddings = lambda: self.table
+        self.get_output_embeddings, self.get_decoder = lambda: self.head, lambda: self.decoder
+
+    def forward(self, input_ids, logits_to_keep, **_):
+        [features] = self.decoder(torch.eye(31)[STEP[input_ids]])
+        return SimpleNamespace(logits=features[:, -logits_to_keep:])
+
+
+def right_heads(kind: str, reads: int) -> Heads:
+    """Heads that know what follows: of the feature (`reads` 0), or of token `reads` after it."""
+    heads, ahead = Heads(kind, 3, 31, 31), torch.eye(31)[STEP].T  # what comes after a one-hot token
+    for k, layer in enumerate(heads.W, 1):
+        j = min(reads, k)
+        known = max(j, 1)  # both the feature and token 1 tell of position t + 1
+        guess = torch.linalg.matrix_power(ahead, k + 1 - known)
+        layer.weight.data[:, 31 * j:31 * (j + 1)] = 10 * guess
+    heads.accept = [[1.0]] * 3
+    return heads.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind, reads", [("medusa", 0), ("hydra", 0), ("hydra", 1), ("hydra", 2),
+                                         ("hydra", 3)])
+def test_right_heads_are_accepted_whole(kind, reads):
+    """Each call makes K + 1 tokens final, and in training all of them are right."""
+    model, heads, text = Successor(), right_heads(kind, reads), [5]
+    while len(text) < 40:
+        text.append(STEP[text[-1]].item())
+    for n in (2, 5):
+        chunks = medusa(CachedLM(model, CONTEXT), text[:n], nodes=4, trained=heads)
+        assert list(itertools.islice(chunks, 4)) == [text[i:i + 4] for i in range(n, n + 16, 4)]
+    data = [(text[:4], text[4:9]), (text[:1], text[1:20]), (text[:7], text[7:9])]
+    f, tokens = positions(model, data, 3)
+    assert len(f) == len(tokens) == 5 + 18 + 2
+    assert (tokens >= 0).sum(0).tolist() == [25, 25, 22, 19]
+    assert accuracy(heads, model, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3
+
+
+class Scripted(ScriptedLM):
+    """A target of three tokens whose features are its logits."""
+    vocab, model = 3, SimpleNamespace(
+        get_input_embeddings=lambda: torch.nn.Embedding.from_pretrained(torch.eye(3)),
+        get_output_embeddings=torch.nn.Identity)
+
+    def start(self, ids, width=1):
+        super().start(ids)
+        self.features = torch.stack([self.logits_of([0, 0, *ids[:i + 1]]) for i in range(len(ids))])
+
+    def forward(self, ids, parents):
+        self.features = super().forward(ids, parents)
+        return self.features
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampling_is_exact(kind):
+    """By enumeration of all draws at a tree of five nodes: the texts that begin with a call's chunk
+    and go on by AR have AR's probabilities."""
+    logits_of, heads, prompt = markov(4, vocab=3), Heads(kind, 3, 3, 3), [1, 2, 0]
+    rng = torch.Generator().manual_seed(1)
+    heads.load_state_dict({x: torch.randn(y.shape, generator=rng) for x, y in
+                           heads.state_dict().items()})
+    heads.requires_grad_(False).accept = ACCEPT
+    lengths = set()
+
+    def ar(text: tuple, n: int) -> float:
+        probs = (logits_of([*prompt, *text[:i]]).softmax(-1)[text[i]].item()
+                 for i in range(n, len(text)))
+        return torch.tensor([1.0, *probs], dtype=torch.double).prod().item()
+    found = dict.fromkeys(itertools.product(range(3), repeat=4), 0.0)
+    for draws in itertools.product(range(3), repeat=5):
+        chances = []
+
+        def sample(logits):
+            chances.append(logits.softmax(-1)[range(5), draws].double().prod().item())
+            return list(draws)
+        chunk = next(medusa(Scripted(logits_of), prompt, nodes=5, trained=heads, sample=sample))
+        lengths.add(len(chunk))
+        for text in (text for text in found if list(text[:len(chunk)]) == chunk):
+            found[text] += chances[0] * ar(text, len(chunk))
+    assert lengths == {1, 2, 3} or lengths == {1, 2, 3, 4}
+    assert found == pytest.approx({text: ar(text, 0) for text in found}, abs=1e-6)
+
+
+def test_typical_acceptance():
+    """Its path is the longest whose tokens are likelier than min(ε, δ exp(-H)), the token after it
+    the likeliest; at temperature 0 that is the greedy path."""
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.07, 0.03], [0.34, 0.33, 0.33], [0.2, 0.3, 0.5],
+                      [1.0, 0.0, 0.0]])
+    ids, parents = [2, 2, 1, 1, 0], [-1, 0, 0, 1, 2]
+    cases = ((0.09, 0.3, [0, 2, 4]),  # 0.07 < min(0.09, 0.3 exp(-0.39))
+             (0.06, 0.3, [0, 1, 3]),  # 0.07 > 0.06; of two paths of three the first
+             (9.0, 0.5, [0, 2, 4]),   # 0.07 < 0.5 exp(-0.39) = 0.34
+             (9.0, 0.6, [0, 2, 4]),   # 0.2 < 0.6 exp(-1.03) = 0.21 < 0.3
+             (0.32, 9.0, [0]), (9.0, 1.2, [0]))
+    for epsilon, delta, path in cases:
+        found, chunk = typical_path(ids, parents, p.log(), Sampler(1.0), epsilon, delta)
+        assert found == path
+        assert chunk == [ids[n] for n in path[1:]] + [p[path[-1]].argmax().item()]
+    assert typical_path(ids, parents, p.log(), Sampler(0.0), 0.09, 0.3)[0] == [0]
+    model = tiny("llama")
+    heads = random_heads(model, "hydra")
+    chunks = medusa(CachedLM(model, CONTEXT), [3, 4], nodes=9, trained=heads, typical=True)
+    assert tokens_of(chunks, 20) == tokens_of(autoregressive(CachedLM(model, CONTEXT), [3, 4]), 20)
+
+
+def test_the_tree_that_pays(monkeypatch):
+    """Where a call of many rows costs no more, all of them; where each row costs, the best few; and
+    none where none is worth it, or growing costs too much. Costs are stubs here."""
+    heads, lm = random_heads(tiny("llama"), "medusa"), SimpleNamespace(costs={})
+    heads.accept = ACCEPT
+    for costs, level, n in (([1, 1, 1, 1, 1, 1, 1], 0.01, 16), ([1, 1, 1, 1, 1, 1, 1], 9, 1),
+                            ([1, 1, 1.2, 9, 9, 9, 9], 0.01, 4), ([1, 2, 4, 8, 16, 32, 64], 0, 1)):
+        monkeypatch.setattr(module, "row_costs", lambda lm, most: {
+            2 ** i: x for i, x in enumerate(costs) if 2 ** i <= most})
+        monkeypatch.setattr(module, "seconds_of", lambda lm, name, _: level * name[1])
+        assert len(module.tree_that_pays(heads, lm, None)) == n
+
+
+def test_bad_options_are_refused():
+    for wrong in (dict(heads="three"), dict(nodes=-1), dict(epsilon=0.0), dict(delta=-1.0)):
+        with pytest.raises(InputError, match="expected medusa or hydra heads, nodes of 0 or more"):
+            next(medusa(None, [1], trained=object(), **wrong))
+    with pytest.raises(InputError, match="heads and K of 1 or more"):
+        Heads("medusa", 0, 4, 4)
+
+
+# ------------------------------------------------------------------------------------ training
+
+DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([1], [2, 3, 4, 5, 6])]
+HELD_OUT = [([50, 51], [52, 53, 54])]
+
+
+def fitted(work=None, kind="hydra", model=0, data=DATA, K=2, say=lambda _: None, **options):
+    """(weights, accept, curve)."""
+    model = tiny("llama", seed=model)
+    heads = new_heads(model, kind, K)
+    curve = fit(model, heads, data, HELD_OUT, work=work, say=say,
+                **dict(steps=4, batch=5, lr=1e-2) | options)
+    return {name: x.tolist() for name, x in heads.state_dict().items()}, heads.accept, curve
+
+
+def test_new_heads_guess_what_the_lm_head_says():
+    model = tiny("llama")
+    f, tokens = positions(model, DATA, 2)
+    for kind in KINDS:
+        for logits in module.head_logits(new_heads(model, kind, 2), model, f.float(), tokens):
+            torch.testing.assert_close(logits, model.get_output_embeddings()(f.float()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_lowers_the_loss_and_reaches_nothing_else(kind):
+    model = tiny("llama")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    heads = new_heads(model, kind, 2)
+    curve = fit(model, heads, DATA, DATA, steps=40, batch=16, lr=2e-2, say=lambda _: None)
+    assert sum(curve[-1][1]) < 0.7 * sum(curve[0][1]) and len(curve) == 10
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(x.grad is None for x in model.parameters())
+    assert [ranks[0] for ranks in heads.accept] == curve[-1][2]
+
+
+def test_a_stopped_training_goes_on_and_another_starts_over(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.Tensor, "backward", interrupting(torch.Tensor.backward, 3))
+        fitted(tmp_path)
+    [file] = tmp_path.iterdir()
+    assert torch.load(file)["done"] == 2
+    copy, said = tmp_path / "copy", []
+    copy.mkdir()
+    shutil.copy(file, copy)
+    assert fitted(copy, say=said.append) == fitted()
+    assert [text.split(":")[0] for text in said] == ["step 3", "step 4"]
+    for change in (dict(kind="medusa"), dict(model=1), dict(K=1), dict(lr=2e-2), dict(seed=1),
+                   dict(batch=4), dict(steps=3), dict(data=DATA[:2])):
+        assert fitted(copy, **change) == fitted(**change)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        step = torch.optim.AdamW.step
+        patch.setattr(torch.optim.AdamW, "step", interrupting(step, 2, after=True))
+        fitted(tmp_path / "none")
+    assert not (tmp_path / "none").exists()  # no update is half made
+
+
+def test_a_file_belongs_to_its_model(tmp_path):
+    model, path = tiny("llama"), tmp_path / "folder" / "h.safetensors"
+    for kind in KINDS:
+        heads = random_heads(model, kind)
+        save_heads(path, heads, model)
+        for dtype in (torch.bfloat16, torch.float32):
+            loaded = load_heads(path, model.to(dtype))
+            assert loaded.kind == kind and loaded.accept == ACCEPT
+            assert loaded.W[0].bias.dtype == dtype
+            torch.testing.assert_close(loaded.W[2].weight.float(), heads.W[2].weight, atol=1e-2,
+                                       rtol=1e-2)
+        assert next(medusa(CachedLM(model, 20), [3, 4], heads=kind, adapter=str(path), nodes=3))
+        for other in (tiny("llama", seed=3), tiny("qwen2"), tiny("llama", hidden_size=64)):
+            with pytest.raises(InputError, match="heads of this model, got those of another"):
+                load_heads(path, other)
+    path.write_text("x" * 100)
+    for bad in (path, tmp_path / "none", ROOT / "models/draft/model.safetensors"):
+        with pytest.raises(InputError, match="made by `python -m survey.medusa train`"):
+            load_heads(bad, model)
+
+
+def test_wrong_numbers_are_refused(tmp_path):
+    for wrong in (dict(steps=0), dict(batch=0), dict(lr=0), dict(max_new_tokens=0), dict(K=0),
+                  dict(heads="three")):
+        with pytest.raises(InputError, match="expected (steps|medusa or hydra)"):
+            train(tiny("llama"), WORDLESS, [[2], [3]], out=tmp_path / "o",
+                  **{"max_new_tokens": 9} | wrong)
+    with pytest.raises(InputError, match="expected 2 answers or more"):
+        train(tiny("llama"), WORDLESS, [[2]], out=tmp_path / "o", max_new_tokens=9)
+
+
+# ------------------------------------------------------------------------- the command line
+
+def command(*argv) -> int:
+    return main([medusa], module.report, [*map(str, argv), "--device", "cpu"], commands=[train])
+
+
+def test_train_and_decode_from_the_command_line(tmp_path, capfd):
+    out, prompts = tmp_path / "h.safetensors", ("--prompts", ROOT / "models/examples.jsonl")
+    assert command("train", *prompts, "--out", out, "--heads", "hydra", "--steps", "2",
+                   "--max-new-tokens", "8") == 0
+    assert "step 2: held-out loss" in capfd.readouterr().out
+    assert command(*prompts, "--heads", "hydra", "--adapter", out, "--max-new-tokens", "8",
+                   "--nodes", "5", "--compare") == 0
+    err = capfd.readouterr().err
+    assert "output equals autoregressive output" in err and "a call: 4.0 guesses" in err
+    assert command("--adapter", tmp_path / "none") == 2
+    assert "expected a file made by" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind, least", [("medusa", 2.5), ("hydra", 2.8)])
+def test_the_embedded_heads(embedded, held_out, kind, least):
+    """Held-out prompts: AR's output, and well over two tokens a call."""
+    assert per_call(medusa, embedded[0], held_out, heads=kind, nodes=32) > least
