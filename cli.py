@@ -19,7 +19,7 @@ MODELS = Path(__file__).resolve().parent / "models"
 
 
 class Run:
-    """What one method did: outputs, seconds, a log, and the models with their counters."""
+    """What one method did: outputs, seconds, a log, and its models (target, draft, draft 2, …)."""
     def __init__(self, method, models: dict[str, CachedLM], options: dict, eos: set[int]):
         self.method, self.models, self.options, self.eos = method, models, options, eos
         self.prompts, self.outputs, self.log, self.tokens, self.seconds = [], [], [], 0, 0
@@ -27,8 +27,8 @@ class Run:
     def chunks(self, prompt: list[int], limit: int, sample: Sampler):
         """The final chunks for one more prompt; what the caller does between them is not timed."""
         self.prompts, self.outputs = self.prompts + [prompt], self.outputs + [[]]
-        chunks = until(self.method(**self.models, prompt=prompt, sample=sample, log=self.log,
-                                   **self.options), limit, self.eos, self.log)
+        chunks = until(self.method(*list(self.models.values())[:2], prompt=prompt, sample=sample,
+                                   log=self.log, **self.options), limit, self.eos, self.log)
         began = time.perf_counter()
         for chunk in chunks:
             self.seconds += time.perf_counter() - began
@@ -38,11 +38,10 @@ class Run:
             began = time.perf_counter()
 
     def __str__(self) -> str:
-        calls, t = self.models["target"].calls, self.seconds
+        n, t, calls = self.tokens, self.seconds, self.models["target"].calls
         spent = [f"{x} {(lm.seconds + lm.prompt_seconds) / t:.0%}" for x, lm in self.models.items()]
-        return (f"{self.method.__name__}: {self.tokens} tokens in {t:.2f} s ({self.tokens / t:.1f} "
-                f"tokens/s), {calls} target calls ({self.tokens / calls:.2f} tokens per call); "
-                f"of the time {', '.join(spent)}")
+        return (f"{self.method.__name__}: {n} tokens in {t:.2f} s ({n / t:.1f} tokens/s), {calls} "
+                f"target calls ({n / calls:.2f} tokens per call); of the time {', '.join(spent)}")
 
     def difference(self, ar: "Run") -> str:
         """Where an output first differs from that of autoregressive decoding; "" if none does."""
@@ -90,7 +89,7 @@ def parse(functions: list, argv: list[str], target: str | bool):
         add("--prompts", type=read_prompts, default=f"{MODELS}/examples.jsonl", help="a file")
         add("--chat", action="store_true", help="put prompts into the model's chat template")
     if target:
-        add("--draft", default=str(MODELS / "draft"), help="a small model with its tokenizer")
+        add("--draft", action="append", help="a small model with its tokenizer; repeatable")
         add("--prompt", action="append", help="a text, or - for standard input; repeatable")
         add("--max-new-tokens", type=int, default=256, help="at most; 256 (default)")
         add("--temperature", type=float, default=0.0, help="0 (default): greedy")
@@ -104,10 +103,9 @@ def parse(functions: list, argv: list[str], target: str | bool):
         add("--tune", action="store_true", help="search the fastest options for these prompts")
         add("--method", default=functions[0].__name__, choices=[f.__name__ for f in functions])
     for f in functions:
-        own = options_of(f).items()
-        shown = (x if default is Parameter.empty else f"{x}={default!r}" for x, (_, default) in own)
+        shown = (x if y is Parameter.empty else f"{x}={y!r}" for x, (_, y) in options_of(f).items())
         group = parser.add_argument_group(f"{f.__name__}({', '.join(shown)})", getdoc(f))
-        for name, (kind, default) in own:
+        for name, (kind, default) in options_of(f).items():
             how = {"action": BooleanOptionalAction} if kind is bool else {"type": kind}
             group.add_argument(f"--{name.replace('_', '-')}", default=SUPPRESS,
                                required=default is Parameter.empty, **how)
@@ -134,12 +132,15 @@ def perform(methods: list, report, argv: list[str], *, lossy=(), viewers={}, sha
     command = next((f for f in commands if argv[:1] == [f.__name__]), None)
     args = parse([command] if command else methods, argv[bool(command):], not command and target)
     method = command or next(f for f in methods if f.__name__ == args.method)
-    own = {name for f in [method, *methods] for name in options_of(f)} & vars(args).keys()
-    if others := own - options_of(method).keys():
+    options = {x: vars(args)[x] for f in [method, *methods] for x in options_of(f) if x in args}
+    if others := options.keys() - options_of(method).keys():
         raise InputError(f"expected options of {method.__name__}, got {', '.join(others)}")
-    options = {name: getattr(args, name) for name in own}
-    loaded = {x: load(getattr(args, x), args.device, args.dtype, getattr(args, "graphs", False))
-              for x in ("target", "draft") if x in ("target", *signature(method).parameters)}
+    one, *more = not command and args.draft or [f"{MODELS}/draft"]
+    if more and "more_drafts" not in signature(method).parameters:
+        raise InputError(f"expected one draft for {method.__name__}, got {1 + len(more)}")
+    dirs = {"target": args.target, "draft": one} | {f"draft {i}": x for i, x in enumerate(more, 2)}
+    loaded = {x: load(at, args.device, args.dtype, getattr(args, "graphs", False))
+              for x, at in dirs.items() if x == "target" or "draft" in signature(method).parameters}
     model, tokenizer = loaded["target"]
     if any(other.get_vocab() != tokenizer.get_vocab() for _, other in loaded.values()):
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
@@ -148,16 +149,15 @@ def perform(methods: list, report, argv: list[str], *, lossy=(), viewers={}, sha
     prompts = [encode(tokenizer, text.encode().decode(), args.chat) for text in texts]
     if command:
         return command(model, tokenizer, *([prompts] if prompts else []), **options) or 0
-    longest, new = max(map(len, prompts)), args.max_new_tokens
+    longest, new, eos = max(map(len, prompts)), args.max_new_tokens, eos_ids(model, tokenizer)
     if longest >= (context := min(context_length(lm) for lm, _ in loaded.values())) or new < 1:
         raise InputError(f"expected prompts shorter than the context of {context} tokens and 1 new "
                          f"token or more, got {longest} and {new}")
     def decoded(method, options: dict, show=None) -> Run:  # all prompts, with fresh caches
-        takes, eos = signature(method).parameters, eos_ids(model, tokenizer)
-        lms = {name: CachedLM(lm, longest + new, len(tokenizer), args.graphs)
-               for name, (lm, _) in loaded.items() if name in takes}
-        made = {name: make() for name, make in shared.items()} | {"eos": eos}
-        run = Run(method, lms, {n: x for n, x in made.items() if n in takes} | options, eos)
+        takes, size = signature(method).parameters, (longest + new, len(tokenizer), args.graphs)
+        lms = {x: CachedLM(loaded[x][0], *size) for x in loaded if "draft" in takes or x in takes}
+        own = {x: f() for x, f in shared.items()} | {"eos": eos, "more_drafts": [*lms.values()][2:]}
+        run = Run(method, lms, {x: y for x, y in own.items() if x in takes} | options, eos)
         try:
             for text, prompt in zip(texts, prompts):
                 sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)

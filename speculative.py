@@ -3,25 +3,30 @@
 speculative   Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
               arXiv 2211.17192, Alg. 1; Chen et al., "Accelerating Large Language Model Decoding
               with Speculative Sampling", arXiv 2302.01318, Alg. 2
-specinfer     Miao et al., "SpecInfer", arXiv 2305.09781: several drafts as one tree
+specinfer     Miao et al., "SpecInfer", arXiv 2305.09781: several drafts, of one draft model or of
+              several, as one tree
 spectr        Sun et al., "SpecTr", arXiv 2310.15141: the same tree, accepted by k-SEQ
 bild          Kim et al., "Speculative Decoding with Big Little Decoder", arXiv 2302.07863: drafts
               of confident tokens; lossy
+specdec       Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating
+              Seq2seq Generation", arXiv 2203.16487: a guess that is nearly the best passes; lossy
 
     accept the draft's x ~ q with probability min(1, p(x) / q(x));
     at the first rejection draw from norm(max(0, p - q)) instead
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p (Chen
-swaps the letters; here they are `target_probs` and `draft_probs`). All but bild are lossless: what
-comes out has exactly the target's distribution, and at temperature 0, where p and q are one-hot, it
-is the target's greedy output. Left out: batches, trees of fixed shape.
+swaps the letters; here they are `target_probs` and `draft_probs`). All but bild and specdec are
+lossless: what comes out has exactly the target's distribution, and at temperature 0, where p and q
+are one-hot, it is the target's greedy output. Left out: batches, trees of fixed shape, the drafter
+of SpecDec, an encoder-decoder model that writes a block of 25 tokens in one pass.
 """
+import itertools
 import sys
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Sequence
 
 import torch
 
-from common import CachedLM, InputError, Sampler, greedy
+from common import CachedLM, InputError, Sampler, greedy, trie
 
 
 # ------------------------------------------------------------------------------- one draft
@@ -87,21 +92,22 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
 
 def multi_step(p: torch.Tensor, q: torch.Tensor,
                draws: list[int]) -> tuple[list[float], torch.Tensor]:
-    """SpecInfer's rule for draws x_1 … x_K ~ q at one node: (the probability that each is accepted
-    once those before it were not, the distribution [V] of the token when none is). One draw after
-    the other is tried, against what the last one left of p. Miao et al., Alg. 2."""
+    """SpecInfer's rule for draws x_1 … x_K at one node, each from its own row of q [K, V]: (the
+    probability that each is accepted once those before it were not, the distribution [V] of the
+    token when none is). One draw after the other is tried, against what the last one left of p.
+    Miao et al., Alg. 2."""
     accept = []
-    for x in draws:
-        accept.append(min(1.0, (p[x] / q[x]).item()))
-        p = residual(p, q)
+    for x, q_x in zip(draws, q):
+        accept.append(min(1.0, (p[x] / q_x[x]).item()))
+        p = residual(p, q_x)
     return accept, p
 
 
 def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[float], torch.Tensor]:
-    """SpecTr's rule, as `multi_step`: each of K draws is accepted with min(1, p / (ρ q)), ρ in
-    [1, K] the root of 1 - (1 - β(ρ))^K = ρ β(ρ), where β(ρ) = Σ_x min(q, p / ρ) is the probability
-    that a draw is. Sun et al., Alg. 2 and 3."""
-    K, p, q = len(draws), p.double(), q.double()
+    """SpecTr's rule, as `multi_step` but all rows of q are the same: each of K draws is accepted
+    with min(1, p / (ρ q)), ρ in [1, K] the root of 1 - (1 - β(ρ))^K = ρ β(ρ), where β(ρ) =
+    Σ_x min(q, p / ρ) is the probability that a draw is. Sun et al., Alg. 2 and 3."""
+    K, p, q = len(draws), p.double(), q[0].double()
 
     def beta(rho: float) -> float:
         return torch.minimum(q, p / rho).sum().item()
@@ -120,73 +126,118 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
     return accept, (p / p.sum()).float()
 
 
-def several_drafts(rule: Callable, target: CachedLM, draft: CachedLM, prompt: list[int], gamma: int,
-                   K: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
-    """Draw K drafts, merge equal prefixes into one tree, verify it in one target call, node by node
-    by `rule`. A node keeps its draws as a list, duplicates included: without them both rules would
-    be biased. Draws equal to the accepted one go on from its node."""
+def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler):
+    """K drafts of one model, tuples of gamma tokens; {prefix: what its next token was drawn from};
+    {prefix: its node in the model's pending tree}. Drafts that begin alike share these nodes."""
+    drafts, nodes = [()] * K, {(): len(unseen) - 1}
+    draft_probs = {(): sample.probs(draft.forward(unseen)[-1:])[0]}  # [V]
+    for depth in range(gamma):
+        if depth > 0:  # the last tokens are never fed
+            fresh = list(dict.fromkeys(drafts))
+            nodes |= zip(fresh, itertools.count(len(draft.parents)))
+            logits = draft.forward([x[-1] for x in fresh], [nodes[x[:-1]] for x in fresh])
+            draft_probs |= zip(fresh, sample.probs(logits))
+        tokens = sample.draw(torch.stack([draft_probs[x] for x in drafts]))
+        drafts = [(*x, token) for x, token in zip(drafts, tokens)]
+    return drafts, draft_probs, nodes
+
+
+def several_drafts(rule: Callable, target: CachedLM, models: list[CachedLM], prompt: list[int],
+                   gamma: int, K: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
+    """Draw K drafts, draft i from model i mod n; merge equal prefixes into one tree; verify it in
+    one target call, node by node by `rule`. At a node all drafts that begin with what was accepted
+    have a draw, equal ones too: without them both rules would be biased."""
     if gamma < 1 or K < 1:
         raise InputError(f"expected gamma and K of 1 or more, got {gamma} and {K}")
+    if K < (n := len(models)):
+        raise InputError(f"expected K of {n} or more, a draft of each model, got {K}")
     target.start(prompt[:-1], width=1 + K * gamma)
-    draft.start(prompt[:-1], width=2 + K * gamma)
-    unseen = prompt[-1:]
+    for lm in models:
+        lm.start(prompt[:-1], width=2 + K * gamma)
+    root, unseen = prompt[-1], [prompt[-1:]] * n  # for each model final tokens it was not fed
     while True:
-        # Node n of this tree is node base + n of the draft's: it is fed what is unseen first
-        base, ids, parents, draft_probs = len(unseen) - 1, unseen[-1:], [-1], {}
-        draws = {}  # for each node its children, one for each draw
-        ends, fresh = [0] * K, [0]  # the node each draft has come to; nodes not fed yet
-        for depth in range(gamma):
-            if depth == 0:
-                logits = draft.forward(unseen)[-1:]
-            else:
-                logits = draft.forward([ids[n] for n in fresh], [base + parents[n] for n in fresh])
-            draft_probs |= zip(fresh, sample.probs(logits))
-            tokens, fresh = sample.draw(torch.stack([draft_probs[end] for end in ends])), []
-            for i, (end, token) in enumerate(zip(ends, tokens)):
-                child = next((n for n in draws.get(end, []) if ids[n] == token), len(ids))
-                if child == len(ids):
-                    fresh.append(child)
-                    ids, parents = ids + [token], parents + [end]
-                draws.setdefault(end, []).append(child)
-                ends[i] = child
+        own, draft_probs, nodes = zip(*(
+            draw_drafts(lm, unseen[m], gamma, len(range(m, K, n)), sample)
+            for m, lm in enumerate(models)))
+        drafts = [own[i % n][i // n] for i in range(K)]
+        ids, parents, paths = trie(root, drafts)
         target_probs = sample.probs(target.forward(ids, parents))  # [nodes, V]
-        path, rest = [0], None
-        while rest is None and path[-1] in draws:
-            node = path[-1]
-            tokens = [ids[child] for child in draws[node]]
-            accept, left = rule(target_probs[node], draft_probs[node], tokens)
-            coins = sample.uniform(len(accept), left.device).tolist()
-            child = next((n for n, a, u in zip(draws[node], accept, coins) if u < a), None)
-            path, rest = (path, left) if child is None else (path + [child], None)
-        if rest is None:  # a draft was accepted whole: one more token of the target's
+        guesses, path = (), [0]  # what was accepted, and its nodes
+        for depth in range(gamma):
+            here = [i for i in range(K) if drafts[i][:depth] == guesses]
+            q = torch.stack([draft_probs[i % n][guesses] for i in here])  # [draws, V]
+            accept, rest = rule(target_probs[path[-1]], q, [drafts[i][depth] for i in here])
+            coins = sample.uniform(len(here), rest.device).tolist()
+            i = next((i for i, a, u in zip(here, accept, coins) if u < a), None)
+            if i is None:
+                break
+            guesses, path = drafts[i][:depth + 1], paths[i][:depth + 2]
+        else:  # a draft was accepted whole: one more token of the target's
             rest = target_probs[path[-1]]
-        token, guesses = sample.draw(rest[None])[0], [ids[node] for node in path[1:]]
+        [root] = sample.draw(rest[None])
         target.commit(path)
-        draft.commit([*range(base), *(base + node for node in path[:gamma])])  # last: never fed
-        unseen = guesses[gamma - 1:] + [token]
+        prefixes = [guesses[:length] for length in range(len(path))]
+        for m, lm in enumerate(models):  # what became final of the nodes that it was fed
+            fed = [nodes[m][prefix] for prefix in prefixes if prefix in nodes[m]]
+            lm.commit([*range(fed[0]), *fed])  # with what was unseen before the root
+            unseen[m] = [*guesses[len(fed) - 1:], root]
         if log is not None:
             log.append({"drafted": len(ids) - 1, "accepted": len(guesses)})
-        yield guesses + [token]
+        yield [*guesses, root]
 
 
 def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
-              sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Several drafts, each node's draws tried one after the other. Miao et al., Section 4.3.
+              more_drafts: Sequence[CachedLM] = (), sample: Sampler = greedy,
+              log: list | None = None) -> Iterator[list[int]]:
+    """Several drafts, each node's draws tried one after the other. Miao et al., Section 4.3. More
+    models that draft (`more_drafts`; --draft again) take turns with the first; a draw is judged by
+    the q of its own model.
 
     gamma: tokens of a draft
-    K:     drafts a round, drawn independently (at temperature 0 they are all the same)
+    K:     drafts a round, drawn independently (at temperature 0 those of a model are the same)
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted": nodes, "accepted"} a round.
     """
-    return several_drafts(multi_step, target, draft, prompt, gamma, K, sample, log)
+    models = [draft, *more_drafts]
+    return several_drafts(multi_step, target, models, prompt, gamma, K, sample, log)
 
 
 def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Several drafts, accepted by k-SEQ. Sun et al., Alg. 1 to 3. Options and log: as specinfer."""
-    return several_drafts(k_seq, target, draft, prompt, gamma, K, sample, log)
+    return several_drafts(k_seq, target, [draft], prompt, gamma, K, sample, log)
 
 
 # ------------------------------------------------------------------------------------ lossy
+
+def relaxed(passes: Callable, target: CachedLM, draft: CachedLM, prompt: list[int], gamma: int,
+            fallback: float, sample: Sampler, log: list | None) -> Iterator[list[int]]:
+    """Draft gamma tokens, fewer where the draft's largest probability (at temperature 1) falls
+    below `fallback`. The target's choice takes the place of the first guess that does not pass:
+    passes(the target's logits [n, V], guesses [n, 1]) -> bool [n, 1]."""
+    target.start(prompt[:-1], width=gamma + 1)
+    draft.start(prompt[:-1], width=gamma + 2)
+    root, unseen = prompt[-1], prompt[-1:]
+    while True:
+        guesses, ids = [], unseen
+        while len(guesses) < gamma:
+            logits = draft.forward(ids)[-1:]  # [1, V]
+            if logits.float().softmax(-1).max() < fallback:
+                break
+            ids = sample(logits)
+            guesses += ids
+        logits = target.forward([root, *guesses]).float()  # [n + 1, V]
+        column = torch.tensor(guesses, dtype=torch.long, device=logits.device)[:, None]  # [n, 1]
+        accepted = int(passes(logits[:-1], column).cumprod(0).sum())
+        [root] = sample(logits[accepted:accepted + 1])
+        target.commit(range(1 + accepted))
+        known = unseen + guesses[:accepted]
+        fed = min(len(known), len(draft.parents))
+        draft.commit(range(fed))
+        unseen = known[fed:] + [root]
+        if log is not None:
+            log.append({"drafted": len(guesses), "accepted": accepted})
+        yield guesses[:accepted] + [root]
+
 
 def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5,
          fallback: float = 0.5, rollback: float = 2.0, sample: Sampler = greedy,
@@ -204,31 +255,34 @@ def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5
     if gamma < 1 or not fallback >= 0 or not rollback >= 0:
         raise InputError("expected gamma of 1 or more, fallback and rollback of 0 or more, "
                          f"got {gamma}, {fallback} and {rollback}")
-    target.start(prompt[:-1], width=gamma + 1)
-    draft.start(prompt[:-1], width=gamma + 2)
-    root, unseen = prompt[-1], prompt[-1:]
-    while True:
-        guesses, ids = [], unseen
-        while len(guesses) < gamma:
-            logits = draft.forward(ids)[-1:]  # [1, V]
-            if logits.float().softmax(-1).max() < fallback:
-                break
-            ids = sample(logits)
-            guesses += ids
-        logits = target.forward([root, *guesses])  # [n + 1, V]
-        at = torch.arange(len(guesses)), torch.tensor(guesses, dtype=torch.long)
-        costs = -logits.float().log_softmax(-1)[at]  # [n], nats
-        rejected = (i for i, cost in enumerate(costs.tolist()) if cost > rollback)
-        accepted = next(rejected, len(guesses))
-        [root] = sample(logits[accepted:accepted + 1])
-        target.commit(range(1 + accepted))
-        known = unseen + guesses[:accepted]
-        fed = min(len(known), len(draft.parents))
-        draft.commit(range(fed))
-        unseen = known[fed:] + [root]
-        if log is not None:
-            log.append({"drafted": len(guesses), "accepted": accepted})
-        yield guesses[:accepted] + [root]
+
+    def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
+        return -logits.log_softmax(-1).gather(-1, guesses) <= rollback
+    return relaxed(passes, target, draft, prompt, gamma, fallback, sample, log)
+
+
+def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, beta: int = 5,
+            tau: float = 3.0, sample: Sampler = greedy, log: list | None = None):
+    """A guess passes if it is among the target's beta likeliest tokens and nearly as likely as the
+    best of them, an end of the text like any other; the target replaces the first that does not.
+    Xia et al., "Spec-Verification". Lossy: greedy output is the target's with beta 1 or tau 0 (what
+    ties with the best passes). The paper is greedy; at a temperature guesses and replacements are
+    drawn, and the test stays what it is.
+
+    gamma: tokens drafted a round (the paper's block)
+    beta:  a guess must be among so many tokens (β)
+    tau:   log p of a guess may lie so far below that of the best (τ, nats, at temperature 1)
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+    """
+    if gamma < 1 or beta < 1 or not tau >= 0:
+        raise InputError("expected gamma and beta of 1 or more and tau of 0 or more, "
+                         f"got {gamma}, {beta} and {tau}")
+
+    def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
+        guessed = logits.gather(-1, guesses)  # log p but for a constant of each row
+        better = (logits > guessed).sum(-1, keepdim=True)
+        return (better < beta) & (logits.amax(-1, keepdim=True) - guessed <= tau)
+    return relaxed(passes, target, draft, prompt, gamma, 0.0, sample, log)
 
 
 # ------------------------------------------------------------------------- the command line
@@ -236,16 +290,16 @@ def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5
 def report(run) -> str:
     """Acceptance; with one draft also its rate α, and the speed-up to be expected (Leviathan,
     Theorem 3.8) where a draft call costs what it did in this run, as a share c of a target call."""
-    target, draft, rounds = run.models["target"], run.models["draft"], len(run.log)
+    (target, *drafts), rounds = run.models.values(), len(run.log)
     drafted, accepted = (sum(r[name] for r in run.log) for name in ("drafted", "accepted"))
     text = (f"accepted {accepted} of {drafted} drafted tokens, {accepted / rounds:.2f} a round; "
-            f"{draft.calls} draft calls")
+            f"{sum(draft.calls for draft in drafts)} draft calls")
     if run.method is not speculative:
         return text
     tried = sum(r["accepted"] if "cut" in r else min(r["accepted"] + 1, r["drafted"])
                 for r in run.log)  # up to a rejected one, or to where EOS or the limit cut
     alpha, gamma = accepted / tried, run.log[0]["drafted"]
-    c = (draft.seconds / draft.calls) / (target.seconds / target.calls)
+    c = (drafts[0].seconds / drafts[0].calls) / (target.seconds / target.calls)
     expected = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
     return (f"{text}\nacceptance rate {alpha:.1%} of {tried} tried; predicted from it, a draft "
             f"call costing {c:.2f} of a target call: {expected:.2f} tokens per call, "
@@ -254,5 +308,5 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli import main
-    sys.exit(main([speculative, specinfer, spectr, bild], report, lossy=[bild],
+    sys.exit(main([speculative, specinfer, spectr, bild, specdec], report, lossy=[bild, specdec],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)}))

@@ -386,6 +386,8 @@ def test_a_lossy_method_may_differ(capsys):
     assert script("mjsd", *argv) == 0 and "outputs may differ" in capsys.readouterr().err
     assert script("speculative", *argv, "--method", "bild", "--rollback", "9") == 0
     assert "outputs may differ" in capsys.readouterr().err
+    assert script("speculative", *argv, "--method", "specdec") == 0
+    assert "outputs may differ" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------- context and memory
@@ -601,6 +603,15 @@ WRONG_OPTIONS = [
     ("speculative", "--method bild --fallback -1", "got 5, -1.0 and 2.0"),
     ("speculative", "--method bild --rollback -1", "got 5, 0.5 and -1.0"),
     ("speculative", "--method bild --rollback nan --max-new-tokens 2", "got 5, 0.5 and nan"),
+    ("speculative", "--method specdec --gamma 0", "got 0, 5 and 3.0"),
+    ("speculative", "--method specdec --beta 0", "got 6, 0 and 3.0"),
+    ("speculative", "--method specdec --tau -1", "got 6, 5 and -1.0"),
+    ("speculative", "--method specdec --fallback 1", "expected options of specdec, got fallback"),
+    ("speculative", "--draft a --draft b", "expected one draft for speculative, got 2"),
+    ("speculative", "--method spectr --draft a --draft b", "expected one draft for spectr, got 2"),
+    ("speculative", "--method specdec --draft a --draft a", "one draft for specdec, got 2"),
+    ("jacobi", "--draft a --draft b --draft c", "expected one draft for jacobi, got 3"),
+    ("ouroboros", "--draft a --draft b", "expected one draft for ouroboros, got 2"),
     ("jacobi", "--n 1", "n of 2 or more, got 1"),
     ("jacobi", "--W 4", "expected options of jacobi, got W"),
     ("jacobi", "--method lookahead --n 4", "expected options of lookahead, got n"),
@@ -622,8 +633,8 @@ WRONG_OPTIONS = [
     ("mjsd", "--K 3", "expected options of mjsd, got K"),
     ("mjsd", "--method mjgd --K 0", "K and beams of 1 or more, got 0 and 8"),
     ("mjsd", "--method mjgd --temperature 1", "temperature 0 for joint greedy decoding, got 1.0"),
-    ("bita", "--tree oak", "a tree of efficient, full or chain and k of 1 or more, got oak and 5"),
-    ("bita", "--k 0", "got efficient and 0"),
+    ("bita", "--tree oak", "a tree of best, efficient, full, chain and k of 1 or more, got oak"),
+    ("bita", "--k 0", "got best and 0"),
     ("bita", "--adapter /no/such", "a file made by `python bita.py train`, got '/no/such'"),
     ("bita", "--P 3", "unrecognized arguments: --P 3"),
     ("bita", "train", "the following arguments are required: --out"),
@@ -713,7 +724,8 @@ OWN = {
         "speculative": GAMMA | {"--K": (None, "2")},
         "specinfer": GAMMA | {"--K": ("1 3", "0 x"), "--fallback": (None, "1")},
         "spectr": GAMMA | {"--K": ("1 2", "0 x"), "--rollback": (None, "1")},
-        "bild": GAMMA | {"--fallback": ("0 0.5 2", "-1 x"), "--rollback": ("0 2 inf", "-1")}},
+        "bild": GAMMA | {"--fallback": ("0 0.5 2", "-1 x"), "--rollback": ("0 2 inf", "-1")},
+        "specdec": GAMMA | {"--beta": ("1 5 99999", "0 x"), "--tau": ("0 3 inf", "-1 nan")}},
     "jacobi": {
         "jacobi": {"--n": ("2 5 16", "1 0 x"), "--W": (None, "3")},
         "lookahead": {"--W": ("1 4", "-1 x"), "--N": ("2 4", "1"), "--G": ("1 5", "0"),
@@ -751,6 +763,42 @@ def test_random_command_lines(name, quick, capsys):
         out, err = capsys.readouterr()
         assert "Traceback" not in err and status == (2 if wrong else 0), (argv, err)
         assert (out == "" and err.count("\n") == 1) if wrong else f"{method}: " in err, (argv, err)
+
+
+# ---------------------------------------------------------------------- several draft models
+
+def test_several_drafts(quick, small, capsys):
+    """A share of the time and a cache for each, on all prompts; AR has neither. Text as AR's."""
+    drafts = ["--draft", str(small / "draft"), "--draft", str(ROOT / "models/target")]
+    argv = ["--method", "specinfer", *drafts, "--prompt", SHORT, "--prompt", "cakes",
+            "--max-new-tokens", "12", "--gamma", "3", "--compare"]
+    assert quick("speculative", *argv) == 0
+    figures, kept, ar, end = capsys.readouterr().err.splitlines()[2:]
+    shares = re.search(r"of the time target (\d+)%, draft (\d+)%, draft 2 (\d+)%$", figures)
+    assert 50 < sum(map(int, shares.groups())) <= 101 and min(map(int, shares.groups())) > 0
+    assert "24 tokens" in figures and "6 target calls (4.00 tokens per call)" in figures
+    assert kept.endswith("; 36 draft calls")  # 3 of each model a round: the second is the target
+    assert re.search(r"of the time target \d+%$", ar)
+    assert end.endswith("; output equals autoregressive output")
+    wrong = quick("speculative", *argv, "--draft", str(small / "draft"))
+    assert "expected K of 3 or more, a draft of each model, got 2" in wrong_line(capsys, wrong)
+    assert quick("speculative", *argv, "--draft", str(small / "draft"), "--K", "3") == 0
+    assert re.search(r"draft \d+%, draft 2 \d+%, draft 3 \d+%\n", capsys.readouterr().err)
+
+
+def test_several_drafts_are_tuned(quick, small, capsys):
+    """A K that leaves a model without a draft is passed over."""
+    drafts = ["--draft", str(small / "draft")] * 2
+    argv = ["--method", "specinfer", *drafts, "--prompt", SHORT, "--max-new-tokens", "1"]
+    assert quick("speculative", *argv, "--tune") == 0
+    tried = re.findall(r"^--K (\d)", capsys.readouterr().out, re.M)
+    assert tried == ["2", "3", "4"]
+
+
+def test_every_draft_has_the_targets_tokenizer(quick, odd, capsys):
+    drafts = ["--draft", str(ROOT / "models/draft"), "--draft", str(odd / "tokenizer")]
+    status = quick("speculative", "--method", "specinfer", *drafts, "--prompt", SHORT)
+    assert "a draft with the target's tokenizer, got another" in wrong_line(capsys, status)
 
 
 # ------------------------------------------------------------------------------- tuning

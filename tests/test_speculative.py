@@ -2,6 +2,7 @@
 import copy
 import functools
 import itertools
+import math
 import random
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ import torch
 import speculative as module
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from conftest import CONTEXT, ScriptedLM, chi_square_ok, markov, near, tiny, tokens_of
-from speculative import (bild, k_seq, multi_step, report, residual, several_drafts, specinfer,
-                         spectr, speculative, verify)
+from speculative import (bild, k_seq, multi_step, report, residual, several_drafts, specdec,
+                         specinfer, spectr, speculative, verify)
+from test_common import CLOSE, buffers_of
 
 PROMPT = [3, 14, 15]
 ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
@@ -44,7 +46,8 @@ def test_a_draft_of_another_family():
 
 @pytest.mark.parametrize("method, options", [(speculative, dict(gamma=6)),
                                              (specinfer, dict(gamma=6, K=2)),
-                                             (bild, dict(gamma=6, fallback=0.1, rollback=9.0))])
+                                             (bild, dict(gamma=6, fallback=0.1, rollback=9.0)),
+                                             (specdec, dict(gamma=6, beta=60, tau=9.0))])
 def test_eos_and_limits_inside_a_draft(method, options):
     """The same models decode one text after another, cut at any token."""
     target, draft, ar = (ScriptedLM(markov(3, vocab=60)) for _ in range(3))
@@ -142,11 +145,17 @@ def test_residual():
     script = Script([1.0])
     assert verify(torch.stack([p, q]), p[None], [0], script)[0] == 0
     assert torch.equal(script.probs, p)
-    accept, left = multi_step(p, p, [0, 0, 1])
+    accept, left = multi_step(p, p.expand(3, -1), [0, 0, 1])
     assert accept == [1, 1, 1] and torch.equal(left, p)
 
 
 # ------------------------------------------------------------------------------------ sampling
+
+def remembered_logits(logits_of):
+    """`logits_of`, each text once."""
+    cached = functools.cache(lambda *tokens: logits_of(tokens))
+    return lambda tokens: cached(*tokens)
+
 
 def remembered(function):
     """A function of tensors and lists that computes each result once: scripted models give few."""
@@ -181,7 +190,7 @@ def counts_of(chunks_of, sample, n, runs):
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p, gamma, runs",
-                         [(1, 0, 1, 3, 8000), (0.7, 3, 0.95, 2, 5000), (1.5, 0, 0.8, 1, 5000)])
+                         [(1, 0, 1, 3, 4000), (0.7, 3, 0.95, 2, 2000), (1.5, 0, 0.8, 1, 2000)])
 def test_sampled_output_has_the_targets_distribution(temperature, top_k, top_p, gamma, runs):
     """Seeded runs: chi-square test of the first four tokens (256 cells) at a false-failure
     probability of 1e-6. It has the power to see a small bias towards the draft."""
@@ -204,7 +213,7 @@ def uncached(model):
 
 @pytest.mark.parametrize("method, options", [
     (speculative, dict(gamma=2)), (specinfer, dict(gamma=3, K=3)), (spectr, dict(gamma=2, K=4)),
-    (bild, dict(gamma=3, fallback=0.4, rollback=1.5))])
+    (bild, dict(gamma=3, fallback=0.4, rollback=1.5)), (specdec, dict(gamma=3, beta=4, tau=1.5))])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_sampled_output_of_real_caches_is_that_without_caches(family, method, options):
     """With the same seed, token by token: a row out of place would change some draws. So it has the
@@ -276,16 +285,16 @@ def random_pairs(n=6, vocab=4):
     yield torch.tensor([0, 0, 1, 0]).double(), torch.tensor([0, 1, 0, 0]).double()
 
 
-def outcome(rule, p, q, K, distinct=False):
+def outcome(rule, p, q, distinct=False):
     """(the distribution of the token at one node, the probability that a draw is accepted), by
-    enumeration of all K draws."""
+    enumeration of all K draws, each from its row of q [K, V]."""
     result, accepted = torch.zeros_like(p), 0.0
-    for draws in itertools.product(range(len(q)), repeat=K):
-        weight = torch.prod(q[list(draws)]).item()
+    for draws in itertools.product(range(len(p)), repeat=len(q)):
+        weight = torch.prod(q[range(len(q)), draws]).item()
         if weight == 0:
             continue
         draws = list(dict.fromkeys(draws)) if distinct else list(draws)
-        accept, rest = rule(p, q, draws)
+        accept, rest = rule(p, q[:len(draws)], draws)
         for x, a in zip(draws, accept):
             result[x] += weight * a
             accepted, weight = accepted + weight * a, weight * (1 - a)
@@ -300,7 +309,7 @@ def test_several_drafts_are_exact_by_enumeration(rule):
     for p, q in random_pairs():
         rates = []
         for K in (1, 2, 3):
-            result, accepted = outcome(rule, p, q, K)
+            result, accepted = outcome(rule, p, q.expand(K, -1))
             torch.testing.assert_close(result, p, atol=1e-6, rtol=0)
             rates.append(accepted)
         assert rates[0] <= rates[1] + 1e-6 and rates[1] <= rates[2] + 1e-6
@@ -312,7 +321,7 @@ def test_one_draft_is_plain_speculative_sampling(rule):
     for p, q in random_pairs():
         for x in range(4):
             if q[x] > 0:
-                [accept], rest = rule(p, q, [x])
+                [accept], rest = rule(p, q[None], [x])
                 assert abs(accept - min(1, p[x] / q[x])) < 1e-9
                 if accept < 1:
                     left = (p - q).clamp(min=0)
@@ -322,21 +331,21 @@ def test_one_draft_is_plain_speculative_sampling(rule):
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_equal_draws_must_be_kept(rule):
     """With each token once, as a trie has it, the outcome is wrong by far more than rounding."""
-    errors = [(outcome(rule, p, q, 3, distinct=True)[0] - p).abs().max().item()
+    errors = [(outcome(rule, p, q.expand(3, -1), distinct=True)[0] - p).abs().max().item()
               for p, q in random_pairs()]
     assert max(errors) > 1e-3
 
 
 @pytest.mark.parametrize("method, rule", [(specinfer, "multi_step"), (spectr, "k_seq")])
-@pytest.mark.parametrize("gamma, K", [(2, 2), (1, 3)])
+@pytest.mark.parametrize("gamma, K", [(2, 2)])
 def test_several_sampled_drafts_have_the_targets_distribution(method, rule, gamma, K, monkeypatch):
-    """5,000 seeded runs: chi-square test of the first three tokens (64 cells) at a false-failure
+    """2,500 seeded runs: chi-square test of the first three tokens (64 cells) at a false-failure
     probability of 1e-6."""
     spy = remembered(RULES[rule])
     monkeypatch.setattr(module, rule, spy)
     target, draft, sample = markov(1), markov(2), Sampler(0.9, top_p=0.97, seed=7)
     counts = counts_of(lambda sample: method(ScriptedLM(target), ScriptedLM(draft), [0, 1],
-                                             gamma=gamma, K=K, sample=sample), sample, 3, 5000)
+                                             gamma=gamma, K=K, sample=sample), sample, 3, 2500)
     assert chi_square_ok(counts, law(target, sample, [0, 1], 3))
     assert {len(draws) for _, _, draws in spy.results} == ({1, 2} if K == 2 else {3})
 
@@ -370,12 +379,157 @@ def test_equal_draws_on_real_caches(rule):
         return rule(p, q, draws)
     for make in (lambda model: CachedLM(model, CONTEXT), uncached):
         log, sample = [], Sampler(seed=3)
-        chunks = several_drafts(spy, make(model), make(near(model, 0.1)), [3, 4], 3, 4, sample, log)
+        drafts = [make(near(model, 0.1))]
+        chunks = several_drafts(spy, make(model), drafts, [3, 4], 3, 4, sample, log)
         outputs.append(tokens_of(chunks, 60))
     assert outputs[0] == outputs[1]
     assert any(len(draws) == 4 > len(set(draws)) > 1 for draws in seen)
     assert any(4 > len(draws) > len(set(draws)) for draws in seen)  # below the root
     assert min(r["drafted"] for r in log) < 3 * 4 and len({r["accepted"] for r in log}) == 4
+
+
+# ------------------------------------------------------------------------- several draft models
+
+def test_draws_of_several_models_are_exact_by_enumeration():
+    """V = 4: each draw from another q. Judged by the q of another one they are biased."""
+    pairs, errors = list(random_pairs()), []
+    for (p, q), (_, other), (_, third) in zip(pairs, pairs[1:], pairs[2:]):
+        for some in ([q, other], [q, p], [q, other, third]):
+            some = torch.stack(some)
+            result, _ = outcome(multi_step, p, some)
+            torch.testing.assert_close(result, p, atol=1e-6, rtol=0)
+            wrong, _ = outcome(lambda p, q, x: multi_step(p, q[:1].expand_as(q), x), p, some)
+            errors.append((wrong - p).abs().max().item())
+    assert max(errors) > 0.1
+
+
+def outcomes(experiment):
+    """(probability, result) of every way in which experiment(choose) can end, where choose(odds)
+    is i with probability odds[i]."""
+    todo = [[]]  # beginnings of the lists of choices
+    while todo:
+        script, taken, weights = todo.pop(), [], []
+
+        def choose(odds):
+            if len(taken) == len(script):
+                first, *others = [i for i, odd in enumerate(odds) if odd > 0]
+                todo.extend([*taken, i] for i in others)
+                script.append(first)
+            taken.append(script[len(taken)])
+            weights.append(odds[taken[-1]])
+            return taken[-1]
+        result = experiment(choose)
+        yield math.prod(weights), result
+
+
+class Chosen:
+    """A sampler whose every draw is a choice. Coins are not: `decided` makes them certain."""
+
+    def __init__(self, choose):
+        self.choose = choose
+
+    def probs(self, logits):
+        return logits.double().softmax(-1)
+
+    def draw(self, probs):
+        return [self.choose(row) for row in probs.tolist()]
+
+    def uniform(self, n, device):
+        return torch.full((n,), 0.5)
+
+    def decided(self, p, q, draws):
+        """`multi_step`, but whether a draw is accepted is a choice: 1 or 0."""
+        accept, rest = multi_step(p, q, draws)
+        taken = next((i for i, a in enumerate(accept) if self.choose([1 - a, a])), None)
+        return [float(i == taken) for i in range(len(draws))], rest
+
+
+@pytest.mark.parametrize("vocab, models, K", [(3, 2, 2), (2, 2, 3), (2, 3, 3), (2, 1, 2)])
+def test_a_round_of_several_models_is_exact_by_enumeration(vocab, models, K):
+    """All draws, acceptances and replacements of a round with gamma = 2: the first three tokens
+    have the target's distribution. Those after the chunk are the target's."""
+    logits_of, *drafts = (remembered_logits(markov(seed, vocab)) for seed in range(1 + models))
+
+    def first_chunk(choose):
+        sample = Chosen(choose)
+        lms = [ScriptedLM(draft) for draft in drafts]
+        return next(several_drafts(sample.decided, ScriptedLM(logits_of), lms, [0, 1], 2, K, sample,
+                                   None))
+
+    def p_of(tokens):
+        return logits_of([0, 1, *tokens]).double().softmax(-1)
+    expected, found = torch.ones(2, *[vocab] * 3, dtype=torch.float64)
+    for tokens in itertools.product(range(vocab), repeat=3):
+        for i in range(3):
+            expected[tokens] *= p_of(tokens[:i])[tokens[i]]
+    found, total, lengths = torch.zeros_like(expected), 0, set()
+    for weight, chunk in outcomes(first_chunk):
+        total, lengths = total + weight, lengths | {len(chunk)}
+        for rest in itertools.product(range(vocab), repeat=3 - len(chunk)):
+            tokens, odds = (*chunk, *rest), weight
+            for i in range(len(chunk), 3):
+                odds *= p_of(tokens[:i])[tokens[i]]
+            found[tokens] += odds
+    assert abs(total - 1) < 1e-9 and lengths == {1, 2, 3}
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def test_several_models_on_real_caches(family):
+    """Greedy equals AR, however good the drafts, and accepts all where one of them is the target.
+    Sampled too, where that one is asked first."""
+    model, n = tiny(family), ROOM if family == "gpt2" else 20
+    target, own, close, far = (CachedLM(m, CONTEXT) for m in (
+        model, model, near(model, 0.02), tiny(family, seed=7)))
+    expected = tokens_of(autoregressive(target, PROMPT), n)
+    chunks = specinfer(target, far, PROMPT, gamma=4, K=3, more_drafts=[close])
+    assert tokens_of(chunks, n) == expected
+    for sample, first, second in ((greedy, far, own), (Sampler(1.5, seed=2), own, far)):
+        log = []
+        chunks = specinfer(target, first, PROMPT, gamma=4, more_drafts=[second], sample=sample,
+                           log=log)
+        assert len(tokens_of(chunks, 20)) == 20
+        assert all(r["accepted"] == 4 and r["drafted"] > 4 for r in log)
+
+
+@pytest.mark.parametrize("sample", [greedy, Sampler(0.8, seed=5)], ids=["greedy", "sampled"])
+def test_a_model_is_fed_its_own_drafts_and_keeps_what_became_final(sample):
+    """After each round its cache is that of a fresh one. A round feeds it what it has not seen and
+    its own draft but for the last token; a draft that fails early leaves more unseen."""
+    model = tiny("llama")
+    target = CachedLM(model, CONTEXT)
+    drafts = [CachedLM(near(model, noise), CONTEXT) for noise in (0.02, 0.04)]
+    fresh = [CachedLM(draft.model, CONTEXT) for draft in drafts]
+    text, gamma, unseen, seen = list(PROMPT), 4, [1, 1], set()
+    chunks = specinfer(target, drafts[0], PROMPT, gamma=gamma, more_drafts=drafts[1:],
+                       sample=sample)
+    for chunk in itertools.islice(chunks, 15):
+        text += chunk
+        for m, (draft, other) in enumerate(zip(drafts, fresh)):
+            assert draft.rows == unseen[m] + gamma - 1 and draft.calls == gamma
+            draft.rows = draft.calls = 0
+            unseen[m] = len(text) - draft.length
+            other.start(text[:draft.length])
+            for ours, theirs in zip(buffers_of(draft), buffers_of(other)):
+                rows = slice(0, draft.length)
+                torch.testing.assert_close(ours[:, :, rows], theirs[:, :, rows], **CLOSE)
+        assert target.length == len(text) - 1
+        seen.add(tuple(unseen))
+    assert (1, 1) in seen and any(a != b for a, b in seen) and max(map(max, seen)) > 2
+
+
+def test_models_take_turns():
+    """Draft i is of model i mod n, and is judged by its q; equal draws stay apart."""
+    drafts = [ScriptedLM(lambda tokens, x=x: 9.0 * torch.eye(4)[x]) for x in (2, 3, 2)]
+    seen = []
+
+    def spy(p, q, draws):
+        seen.append((q.argmax(-1).tolist(), draws))
+        return multi_step(p, q, draws)
+    target = ScriptedLM(lambda tokens: torch.eye(4)[3])
+    chunks = several_drafts(spy, target, drafts, [0, 1], 2, 5, greedy, [])
+    assert next(chunks) == [3, 3, 3] and [draft.rows for draft in drafts] == [2, 2, 2]
+    assert seen == [([2, 3, 2, 2, 3], [2, 3, 2, 2, 3]), ([3, 3], [3, 3])]
+    assert next(chunks) == [3, 3, 3] and [draft.rows for draft in drafts] == [6, 5, 6]
 
 
 # ---------------------------------------------------------------------------------------- BiLD
@@ -416,6 +570,60 @@ def test_bild_is_exact_in_its_limits(family):
         assert tokens_of(bild(target, draft, PROMPT, gamma=4, **options), n) == expected
 
 
+# ------------------------------------------------------------------------------------- SpecDec
+
+def saying(*draft):
+    """A scripted model of four tokens that drafts these after a prompt of one token."""
+    return ScriptedLM(lambda tokens: torch.eye(4)[draft[len(tokens) - 1]])
+
+
+def test_specdec_follows_its_two_limits():
+    """All 16 drafts of two tokens. By hand: which tokens pass after 0, 1, 2 and 3, the best one
+    first. How far log p lies below the best: `gaps`; three tokens tie after 3."""
+    rows = ([0.1, 0.4, 0.3, 0.2], [0.05, 0.05, 0.1, 0.8], [0.7, 0.1, 0.15, 0.05],
+            [0.3, 0.3, 0.1, 0.3])
+    gaps = [1.39, 0, 0.29, 0.69], [2.77, 2.77, 2.08, 0], [0, 1.95, 1.54, 2.64], [0, 0, 1.10, 0]
+    for row, gap in zip(rows, gaps):
+        assert [round(math.log(max(row) / p), 2) for p in row] == gap
+    for beta, tau, *passing in (
+            (1, 9.0, "1", "3", "0", "013"), (4, 0.0, "1", "3", "0", "013"),
+            (2, 9.0, "12", "32", "02", "013"), (2, 0.28, "1", "3", "0", "013"),
+            (3, 0.7, "123", "3", "0", "013"), (3, 1.6, "123", "3", "02", "013"),
+            (4, 2.5, "1230", "32", "021", "0132"), (4, math.inf, "1230", "3201", "0213", "0132")):
+        passing = [[int(x) for x in some] for some in passing]
+        for x, y in itertools.product(range(4), repeat=2):
+            expected, log = passing[0][:1], []
+            if x in passing[0]:
+                expected = [x, y, passing[y][0]] if y in passing[x] else [x, passing[x][0]]
+            got = next(specdec(table(*rows), saying(x, y), [0], gamma=2, beta=beta, tau=tau,
+                               log=log))
+            assert got == expected, (beta, tau, x, y)
+            assert log == [{"drafted": 2, "accepted": len(expected) - 1}]
+
+
+def test_specdec_draws_at_a_temperature():
+    """Guesses and replacements; the test is that of temperature 1."""
+    target, draft = [[0.5, 0.3, 0.2]] * 3, [[0.0, 0.0, 1.0]] * 3
+    for tau, chunk in ((0.92, [2, 2]), (0.91, [])):  # log 0.5 / 0.2 = 0.916
+        chunks = specdec(table(*target), table(*draft), [0], gamma=2, tau=tau, sample=Sampler(9.0))
+        got = [next(chunks) for _ in range(60)]
+        assert all(x[:-1] == chunk for x in got) and {x[-1] for x in got} == {0, 1, 2}
+    chunks = specdec(table(*target), table(*target), [0], gamma=1, beta=1, sample=Sampler(9.0))
+    assert {*map(len, itertools.islice(chunks, 60))} == {1, 2}
+
+
+def test_specdec_is_exact_in_its_limits(family):
+    """Only the best token passes, or the draft is the target."""
+    model, n = tiny(family), 80 if family == "gpt2" else 20
+    target, own, close = (CachedLM(m, CONTEXT) for m in (model, model, near(model, 0.02)))
+    expected = tokens_of(autoregressive(target, PROMPT), n)
+    for draft, options in ((close, dict(beta=1)), (close, dict(tau=0.0)), (own, {})):
+        log = []
+        chunks = specdec(target, draft, PROMPT, gamma=4, log=log, **options)
+        assert tokens_of(chunks, n) == expected
+        assert (min(r["accepted"] for r in log[:-1]) == 4) == (draft is own)
+
+
 # ---------------------------------------------------------------------- mistakes and the report
 
 @pytest.mark.parametrize("method, options, message", [
@@ -425,7 +633,12 @@ def test_bild_is_exact_in_its_limits(family):
     (spectr, dict(gamma=0), "gamma and K of 1 or more, got 0 and 2"),
     (bild, dict(gamma=0), "fallback and rollback of 0 or more, got 0, 0.5 and 2.0"),
     (bild, dict(fallback=-1.0), "fallback and rollback of 0 or more, got 5, -1.0 and 2.0"),
-    (bild, dict(rollback=-0.1), "fallback and rollback of 0 or more, got 5, 0.5 and -0.1")])
+    (bild, dict(rollback=-0.1), "fallback and rollback of 0 or more, got 5, 0.5 and -0.1"),
+    (specinfer, dict(more_drafts=[1, 2]), "K of 3 or more, a draft of each model, got 2"),
+    (specdec, dict(gamma=0), "of 1 or more and tau of 0 or more, got 0, 5 and 3.0"),
+    (specdec, dict(beta=0), "of 1 or more and tau of 0 or more, got 6, 0 and 3.0"),
+    (specdec, dict(tau=-0.1), "of 1 or more and tau of 0 or more, got 6, 5 and -0.1"),
+    (specdec, dict(tau=math.nan), "of 1 or more and tau of 0 or more, got 6, 5 and nan")])
 def test_bad_options_are_refused(method, options, message):
     with pytest.raises(InputError, match=message):
         next(method(ScriptedLM(markov(1)), ScriptedLM(markov(2)), [0, 1], **options))
@@ -440,9 +653,11 @@ def test_the_report():
         log = [{"drafted": 4, "accepted": n} for n in accepted]
         return report(SimpleNamespace(method=method, models=models, log=log))
     first = "accepted 5 of 12 drafted tokens, 1.67 a round; 12 draft calls"
-    assert of(specinfer, 4, 1, 0) == of(bild, 4, 1, 0) == first
+    assert of(specinfer, 4, 1, 0) == of(bild, 4, 1, 0) == of(specdec, 4, 1, 0) == first
     assert of(speculative, 4, 1, 0) == (  # α = 5 / 7: the first rejected guess is tried too
         f"{first}\nacceptance rate 71.4% of 7 tried; predicted from it, a draft call costing 0.10 "
         "of a target call: 2.85 tokens per call, speed-up 2.04x")
     assert of(speculative, 4, 4, 4).endswith(": 5.00 tokens per call, speed-up 3.57x")
     assert of(speculative, 0, 0, 0).endswith(": 1.00 tokens per call, speed-up 0.71x")
+    models["draft 2"] = SimpleNamespace(calls=8, seconds=1.0)
+    assert of(specinfer, 4, 1, 0) == first.replace("12 draft calls", "20 draft calls")

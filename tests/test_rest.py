@@ -1,0 +1,405 @@
+"""REST: the target's own output, exactly; what is looked up, and what the datastore holds."""
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import tasks
+from common import CachedLM, InputError, Sampler, autoregressive, encode, eos_ids, greedy
+from conftest import CONTEXT, ROOT, ScriptedLM, main, markov, near, tiny, tokens_of
+from survey import rest as module
+from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, as_text, as_tokens, build,
+                         load_datastore, report, rest, retrieve, tokens_per_call)
+from test_speculative import choices
+
+PROMPT = [3, 14, 15, 3, 14]
+ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
+
+
+def store_of(*texts):
+    return Datastore([token for text in texts for token in [*text, -1]])
+
+
+def scripted(following, vocab):
+    """A scripted model that puts token following(text) after a text."""
+    return ScriptedLM(lambda text: F.one_hot(torch.tensor(following(text)), vocab).float())
+
+
+# -------------------------------------------------------------------------------------- lookup
+
+def naive(texts, query, longest=LONGEST):
+    """{prefix: count} of what follows the longest suffix of `query` that something follows in a
+    text, by looking at every place."""
+    for size in range(min(longest, len(query)), 1, -1):
+        suffix, counts = query[-size:], {}
+        for text in texts:
+            for i in range(size, len(text)):
+                if text[i - size:i] == suffix:
+                    for end in range(i + 1, min(i + AFTER, len(text)) + 1):
+                        counts[tuple(text[i:end])] = counts.get(tuple(text[i:end]), 0) + 1
+        if counts:
+            return counts
+    return {}
+
+
+def paths_of(ids, parents):
+    """The tokens from below the root to each node but the root, which comes first."""
+    paths = [()]
+    for token, parent in zip(ids[1:], parents[1:]):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 8, 70000])
+def test_the_lookup_equals_a_scan_of_every_place(vocab):
+    """On random texts that repeat parts of each other, with one store and with two; token ids
+    beyond the surrogates of Unicode too. Of equally frequent prefixes any may be taken."""
+    rng, sizes = random.Random(vocab), set()
+    kinds = range(max(0, vocab - 6), vocab)  # few kinds, so that suffixes are found
+    for _ in range(150):
+        texts = [rng.choices(kinds, k=rng.randint(1, 40)) for _ in range(4)]
+        texts[0] += texts[1][:rng.randint(1, 30)] + rng.choices(kinds, k=5)
+        query, n = rng.choice(texts)[:rng.randint(1, 40)], rng.choice([0, 1, 2, 5, 20, 500])
+        longest = rng.choice([2, 3, LONGEST])
+        stores = [store_of(*texts)] if rng.random() < 0.5 else [store_of(*texts[:2]), Datastore()]
+        for i in range(0, len(query), 3) if len(stores) > 1 else ():
+            stores[1].add(query[i:i + 3])
+        counts = naive(texts if len(stores) == 1 else [*texts[:2], query], query, longest)
+        ids, parents = retrieve(stores, as_text(query), n, longest)
+        found = paths_of(ids, parents)
+        assert ids[0] == query[-1] and parents[0] == -1
+        assert len(set(found)) == len(found) == min(n, len(counts))
+        assert [counts[path] for path in found] == sorted(counts.values(), reverse=True)[:n]
+        sizes.add(len(found))
+    assert len(sizes) > 5
+
+
+def test_of_equally_frequent_prefixes_the_shorter_are_guessed():
+    store = store_of([1, 2, 3, 4, 5], [1, 2, 6, 7, 8])
+    ids, parents = retrieve([store], as_text([1, 2]), 4)
+    assert sorted(paths_of(ids, parents)) == [(3,), (3, 4), (6,), (6, 7)]
+
+
+def test_nothing_follows_the_end_of_an_answer():
+    store = store_of([1, 2, 3], [4, 5], [9, 2, 3, 7])
+    assert retrieve([store], as_text([1, 2]), 9) == ([2, 3], [-1, 0])
+    # the longest suffix that anything follows: nothing follows 1 2 3
+    assert retrieve([store], as_text([1, 2, 3]), 9) == ([3, 7], [-1, 0])
+    for query in [3, 4], [4, 5], [5, 9], [8, 8], [2]:
+        assert retrieve([store], as_text(query), 9) == (query[-1:], [-1])
+
+
+def test_of_many_matches_an_even_sample_counts(monkeypatch):
+    """The first of the sorted ones would all be followed by token 3."""
+    monkeypatch.setattr(module, "MATCHES", 8)
+    store = store_of(*([1, 2, 3 + i // 10] for i in range(40)))
+    assert 5 <= len(store.following(as_text([1, 2]))) <= 8
+    assert sorted(retrieve([store], as_text([1, 2]), 9)[0]) == [2, 3, 4, 5, 6]
+
+
+def test_a_store_that_grew_is_sorted():
+    rng = random.Random(0)
+    block, grown = [1, *rng.choices(range(3), k=59)], Datastore()
+    tokens = block + [2] * 30 + block * 2 + [0] * 30 + block
+    for i in range(0, 300, 7):
+        grown.add(tokens[i:i + 7])
+        text = as_text(tokens[:i + 7])
+        keys = [text[j:j + LONGEST + AFTER] for j in grown.order]
+        assert grown.text == text and keys == sorted(keys) and len({*grown.order}) == len(text)
+    assert as_tokens(grown.text) == tokens
+
+
+# ----------------------------------------------------------------------------------- exactness
+
+def test_greedy_equals_autoregressive(family):
+    """To the end of the context for one family, where guesses reach past it; with a datastore of
+    the model's own outputs, the right one with mistakes in it among them."""
+    model, whole = tiny(family), family == "gpt2"
+    target, room, rng = CachedLM(model, CONTEXT), ROOM if whole else 40, random.Random(1)
+    expected = tokens_of(autoregressive(target, PROMPT), room)
+    wrong = [token if rng.random() < 0.8 else rng.randrange(61) for token in PROMPT + expected]
+    other = tokens_of(autoregressive(target, [5, 6, 7]), 20)
+    store = store_of(wrong, other, wrong[:30] + other)
+    for options in [dict(nodes=12), dict(nodes=3, grow=True),
+                    dict(nodes=63, longest=2)][:3 if whole else 2]:
+        log = []
+        got = tokens_of(rest(target, PROMPT, store=store, log=log, **options), room)
+        assert got == expected, options
+        assert all(0 <= r["accepted"] <= r["guessed"] <= options["nodes"] for r in log)
+        assert len({r["accepted"] for r in log}) > 2
+
+
+def outcomes(run):
+    """(weight, result) of `run(draw)` for every outcome of all draws: `draw` stands in for a
+    Sampler at temperature 1."""
+    pending = [[]]  # beginnings of the lists of all draws
+    while pending:
+        drawn, left, weight = (begun := pending.pop()), list(begun), 1.0
+
+        def draw(logits):
+            """What is begun; then token 0, and the others later."""
+            nonlocal drawn, weight
+            chosen = []
+            for row in logits.softmax(-1).tolist():
+                if not left:
+                    pending.extend([*drawn, token] for token in range(1, len(row)))
+                    drawn, left[:] = [*drawn, 0], [0]
+                chosen.append(left.pop(0))
+                weight *= row[chosen[-1]]
+            return chosen
+        result = run(draw)
+        yield weight, result
+
+
+@pytest.mark.parametrize("vocab, n, options", [
+    (2, 4, dict(nodes=2)), (2, 3, dict(nodes=3)), (2, 3, dict(nodes=2, grow=True)),
+    (3, 2, dict(nodes=2))])
+def test_sampling_is_exact_by_enumeration(vocab, n, options):
+    """Every outcome of the draws at all nodes of all trees: the first n tokens have the law of the
+    chain rule."""
+    model, log, total = markov(3, vocab), [], torch.zeros([vocab] * n)
+    store = store_of([0, 1, 1, 0], [0, 1, 0, 0, 1], [1, 1, 1])
+    for weight, got in outcomes(lambda draw: tokens_of(
+            rest(ScriptedLM(model), [0, 1], store=store, sample=draw, log=log, **options), n)):
+        total[tuple(got)] += weight
+    expected = torch.ones_like(total)
+    for text in itertools.product(range(vocab), repeat=n):
+        for i in range(n):
+            expected[text] *= model([0, 1, *text[:i]]).softmax(-1)[text[i]]
+    torch.testing.assert_close(total, expected, atol=1e-5, rtol=0)
+    assert {0, 1} <= {r["accepted"] for r in log} and len({r["guessed"] for r in log}) > 1
+
+
+def test_sampled_output_of_real_caches_is_that_of_scripted_ones():
+    """With the same seed: a row out of place would change some draws."""
+    model, outputs = tiny("llama"), []
+    store = store_of(tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 60))
+
+    @torch.inference_mode()
+    def logits_of(tokens):
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    for lm in CachedLM(model, CONTEXT), ScriptedLM(logits_of):
+        log = []
+        chunks = rest(lm, PROMPT, nodes=5, store=store, grow=True, sample=Sampler(0.5, seed=4),
+                      log=log)
+        outputs.append((tokens_of(chunks, 30), log))
+    assert outputs[0] == outputs[1] and len({r["accepted"] for r in log}) > 1
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_eos_and_limits_inside_a_draft(grow):
+    """On a text that is guessed well, so that chunks are long."""
+    target, ar = (scripted(lambda text: (text[-1] * 7 + 3) % 46, 46) for _ in range(2))
+    expected = tokens_of(autoregressive(ar, PROMPT), 60)
+    store = store_of(expected[:30])
+    for limit in range(1, 30):
+        assert tokens_of(rest(target, PROMPT, nodes=8, store=store, grow=grow),
+                         limit) == expected[:limit]
+    assert len(set(expected)) > 10
+    for eos in set(expected):
+        got = tokens_of(rest(target, PROMPT, nodes=8, store=store, grow=grow), 60, {eos})
+        assert got == expected[:expected.index(eos) + 1]
+
+
+# ------------------------------------------------------------------------------ what is guessed
+
+@pytest.mark.parametrize("sample", [greedy, Sampler(0.01, seed=1)])
+@pytest.mark.parametrize("nodes, size", [(30, 11), (10, 11), (4, 5), (1, 2)])
+def test_an_answer_of_the_datastore_is_accepted_whole(sample, nodes, size):
+    """10 tokens a call and one more, or all nodes and one more, from the first call on: two tokens
+    of the prompt are enough."""
+    answer, log = random.Random(0).sample(range(20, 200), 110), []
+    target = scripted(lambda text: (PROMPT + answer + [0] * 99)[len(text)], 200)
+    store = store_of([7, 7, 7], PROMPT[-2:] + answer, [7, 7, 8])
+    got = tokens_of(rest(target, PROMPT, nodes=nodes, store=store, sample=sample, log=log), 110)
+    assert got == answer and target.calls == 110 // size
+    assert all(r["accepted"] == r["guessed"] == size - 1 for r in log[:-1])
+
+
+def test_the_text_itself_is_looked_up():
+    """A period of 23 tokens, with nothing in the datastore: from its second round on every guess
+    is accepted."""
+    def calls(**options):
+        target, log = scripted(lambda text: (text[-1] + 1) % 23, 23), []
+        got = tokens_of(rest(target, [5, 6], nodes=10, store=Datastore(), log=log, **options), 111)
+        assert got == [(7 + i) % 23 for i in range(111)]
+        return [r["accepted"] for r in log]
+    assert calls() == [0] * 111
+    # 23 tokens, one by one: the suffix 5 6 is there for the second time; then 11 in a call
+    assert calls(grow=True) == [0] * 23 + [10] * 8
+
+
+def test_text_and_datastore_are_counted_together():
+    """3 follows 1 2 once in the datastore, 4 twice in the text; 7 follows a longer suffix, where
+    that is looked up."""
+    def guessed(prompt, store, **options):
+        lm, seen = scripted(lambda text: 0, 9), []
+        forward = lm.forward
+        lm.forward = lambda ids, parents: seen.append(ids) or forward(ids, parents)
+        next(rest(lm, prompt, nodes=1, store=store, grow=True, **options))
+        return seen[0][1:]
+    assert guessed([1, 2, 4, 1, 2, 4, 1, 2], store_of([1, 2, 3], [1, 2, 5])) == [4]
+    assert guessed([1, 2, 4, 8, 1, 2], store_of([1, 2, 3], [1, 2, 3])) == [3]
+    assert guessed([1, 2, 4, 1, 2, 4, 6, 1, 2], store_of([6, 1, 2, 7])) == [7]
+    assert guessed([1, 2, 4, 1, 2, 4, 6, 1, 2], store_of([6, 1, 2, 7]), longest=2) == [4]
+
+
+@pytest.mark.parametrize("gain, nodes", [
+    ((1, 1.9, 2.5, 2.6, 2.7, 2.8, 2.9), 3), ((1, 1.04, 1.1, 1.2, 1.3, 1.4, 1.5), 0),
+    ((1, 2, 4, 8, 16, 32, 80), 63)])
+def test_as_many_guesses_as_pay(gain, nodes, monkeypatch):
+    """Tokens per call over seconds per call, both by the rows of a call."""
+    lm, rows, seen = CachedLM(tiny("llama"), CONTEXT), (1, 2, 4, 8, 16, 32, 64), []
+    lm.costs = dict(zip(rows, (1, 1.05, 1.2, 2, 4, 8, 16)))
+
+    def spy(stores, text, n, longest):
+        seen.append(n)
+        return retrieve(stores, text, n, longest)
+    monkeypatch.setattr(module, "retrieve", spy)
+    tokens_of(rest(lm, PROMPT, store=Datastore(PROMPT * 20, dict(zip(rows, gain)))), 5)
+    assert set(seen) == {nodes}
+
+
+# ------------------------------------------------------------------------------- the datastore
+
+def test_tokens_per_call_are_those_of_decoding():
+    """Answers replayed without a model give what the method gives with it."""
+    rng = random.Random(3)
+    texts = [rng.choices(range(4), k=40) for _ in range(8)]
+    store, data = store_of(*texts[2:]), [(texts[0][:5], texts[0][5:]), (texts[1][:2], texts[1][2:])]
+    for n in (0, 1, 6, 30):
+        calls = 0
+        for prompt, answer in data:
+            lm = scripted(lambda text: (prompt + answer + [0] * 99)[len(text)], 4)
+            assert tokens_of(rest(lm, prompt, nodes=n or 1, store=store if n else Datastore()),
+                             len(answer)) == answer
+            calls += lm.calls
+        assert tokens_per_call(store, data, n) == (35 + 38) / calls
+    assert tokens_per_call(store, data, 0) == 1 < 73 / calls
+
+
+def test_a_datastore_is_made_and_used(tmp_path, capsys):
+    """Of a tiny model's own answers: the file has them, each after two tokens of its prompt, in the
+    order of the prompts; a repeated prompt once. With it their prompts take few calls."""
+    model, wordless = tiny("llama"), SimpleNamespace(eos_token_id=None, pad_token_id=None)
+    eos = eos_ids(model, wordless)
+    prompts = [[a, b, 9, 7] for a in range(20, 24) for b in range(30, 33)]
+    file = tmp_path / "new" / "store.safetensors"
+    build(model, wordless, [*prompts, prompts[0], [5] * 150], out=file, max_new_tokens=20)
+    answers = [tokens_of(autoregressive(CachedLM(model, 40), p), 20, eos) for p in prompts]
+    text = [token for answer in answers for token in [9, 7, *answer, -1]]
+    assert load_file(file)["tokens"].tolist() == text
+    assert load_file(file)["tokens"].dtype == torch.int16
+    store = load_datastore(str(file), model)
+    assert as_tokens(store.text) == text and list(store.gain) == [1, 2, 4, 8, 16, 32, 64]
+    assert store.gain[1] == 1 and f"12 texts, {len(text)} tokens" in capsys.readouterr().out
+    held_out = random.Random(0).sample(range(12), 1)[0]  # measured without it
+    others = store_of(*([9, 7, *a] for i, a in enumerate(answers) if i != held_out))
+    expected = tokens_per_call(others, [(prompts[held_out], answers[held_out])], 15)
+    assert abs(store.gain[16] - expected) < 1e-6
+    lm, longest = CachedLM(model, 60), max(range(12), key=lambda i: len(answers[i]))
+    got = tokens_of(rest(lm, prompts[longest], nodes=40, datastore=str(file)), 20, eos)
+    assert got == answers[longest] and lm.calls < len(got) / 2
+
+
+def test_a_datastore_of_another_model_is_refused(tmp_path):
+    """By its embeddings: those of a tuned model are nearly the same, in any type."""
+    model, file, wordless = tiny("llama"), tmp_path / "store.safetensors", SimpleNamespace()
+    build(model, wordless, [[1, 2, 3], [1, 2, 4, 5]], out=file, text=True)
+    assert not file.with_suffix(".safetensors.work").exists()  # no answers were needed
+    for own in near(model, 0.05), tiny("llama").bfloat16():
+        assert as_tokens(load_datastore(str(file), own).text) == [1, 2, 3, -1, 1, 2, 4, 5, -1]
+    for other in tiny("llama", seed=7), tiny("gpt2"), tiny("llama", hidden_size=16):
+        with pytest.raises(InputError, match="a datastore of this model, got .*store.*: other tok"):
+            next(rest(CachedLM(other, 90), PROMPT, datastore=str(file)))
+    save_file(load_file(file) | {"tokens": torch.tensor([1, 2, 61, -1])}, file)  # 0 … 60 there are
+    with pytest.raises(InputError, match="other tokens"):
+        load_datastore.__wrapped__(str(file), model)
+
+
+def test_what_is_no_datastore_is_refused(tmp_path):
+    save_file({"masks": torch.zeros(2)}, tmp_path / "other")
+    (tmp_path / "text").write_text("no tensors")
+    for path in tmp_path / "none", tmp_path, tmp_path / "other", tmp_path / "text":
+        with pytest.raises(InputError, match="expected a file made by .*, got") as error:
+            load_datastore(str(path), tiny("llama"))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(nodes=-1), "nodes of 0 or more and longest of 2 to 16, got -1 and 16"),
+    (dict(longest=1), "got 0 and 1"), (dict(longest=17), "got 0 and 17")])
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        next(rest(ScriptedLM(markov(1)), [0, 1], store=Datastore(), **options))
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2], [1, 2]], [[1] * 150, [2] * 150, [3]]])
+def test_too_little_text_is_refused(tmp_path, prompts):
+    with pytest.raises(InputError, match="2 texts or more, or prompts of at most 40 tokens, got 1"):
+        build(tiny("llama"), SimpleNamespace(eos_token_id=None, pad_token_id=None), prompts,
+              out=tmp_path / "x", max_new_tokens=120)
+    with pytest.raises(InputError, match="2 texts or more.*, got [01]"):
+        build(tiny("llama"), None, [*prompts[:1], [4]], out=tmp_path / "x", text=True)
+
+
+def test_the_report():
+    log = [{"guessed": 8, "accepted": 3}, {"guessed": 0, "accepted": 0},
+           {"guessed": 4, "accepted": 0}]
+    assert report(SimpleNamespace(log=log)) == (
+        "a call: 4.0 guesses, 1.00 accepted; nothing was found in 1 of 3 calls")
+
+
+# ----------------------------------------------------------------------------- the committed one
+
+def test_the_committed_datastore_has_answers_to_training_prompts_alone(embedded):
+    """Its n-th text answers the n-th prompt of `make rest`, whose templates are never those of
+    held-out prompts: many are the very answer that the task has, and none would be by chance."""
+    target, _, tokenizer = embedded
+    assert (ROOT / "models/rest.safetensors").stat().st_size < 1_000_000
+    texts = load_datastore(module.DATASTORE, target).text.split(BOUNDARY)[:-1]
+    examples = [e for task in tasks.TASKS for e in tasks.take(task, "train", 2000, -2)]
+    examples = list({e.prompt: e for e in examples}.values())
+    held_out = {e.template for task in tasks.TASKS for e in tasks.take(task, "test", 300)}
+    assert len(texts) == len(examples) and not held_out & {e.template for e in examples}
+    same = {task: [] for task in tasks.TASKS}
+    for text, example in list(zip(texts, examples))[::30]:
+        *begun, end = as_tokens(text)
+        assert begun[:2] == encode(tokenizer, example.prompt)[-2:]
+        assert end == tokenizer.eos_token_id
+        same[example.task].append(tokenizer.decode(begun[2:]) == example.answer)
+    for task, some in same.items():
+        assert sum(some) > 0.2 * len(some) > 10, task
+
+
+def test_held_out_prompts_of_the_embedded_target(embedded):
+    """Greedy output up to EOS, a prompt of each task, with at least 1.6 tokens a call."""
+    model, _, tokenizer = embedded
+    eos, target, tokens = {tokenizer.eos_token_id}, CachedLM(model, 500), 0
+    for task in tasks.TASKS:
+        for example in tasks.take(task, "test", 1, seed=50):
+            prompt = encode(tokenizer, example.prompt)
+            got = tokens_of(rest(target, prompt, nodes=15), 150, eos)
+            assert got == choices(model, prompt, got) and got[-1] in eos
+            tokens += len(got)
+    assert tokens / target.calls >= 1.6
+
+
+def test_the_command_line(tmp_path, capsys):
+    """A datastore of a file's own texts, then decoding with it, to the same text as without."""
+    texts, file = tmp_path / "texts", tmp_path / "store.safetensors"
+    texts.write_text("".join(f"{e.prompt}{e.answer}".replace("\n", " ") + "\n"
+                             for e in tasks.take("sql", "train", 8)))
+    argv = ["build", "--prompts", str(texts), "--out", str(file), "--text"]
+    assert main([rest], report, argv, commands=[build]) == 0
+    assert "8 texts" in capsys.readouterr().out
+    argv = ["--prompt", "def double(x):", "--max-new-tokens", "12", "--compare", "--nodes", "3"]
+    assert main([rest], report, [*argv, "--datastore", str(file), "--grow"], commands=[build]) == 0
+    assert "output equals autoregressive" in capsys.readouterr().err
+    argv += ["--target", str(ROOT / "models/draft")]
+    assert main([rest], report, argv, commands=[build]) == 2
+    assert "expected a datastore of this model, got" in capsys.readouterr().err

@@ -1,0 +1,592 @@
+"""Sequoia: the best tree, exact sampling without replacement, and the rates of this pair alone."""
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import common
+import survey.sequoia as module
+from common import CachedLM, InputError, Sampler, autoregressive, best_tree, digest, greedy
+from conftest import (CONTEXT, ROOT, VOCAB, ScriptedLM, chi_square_ok, main, markov, near, tiny,
+                      tokens_of)
+from survey.sequoia import (calibrate, decode, draw_children, fastest, levels, load_rates, report,
+                            sequoia, shape, tables, verify)
+
+PROMPT = [3, 14, 15]
+ROOM = CONTEXT - len(PROMPT)
+BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are leaves
+
+
+def rates_file(folder, target, draft, P=(0.6, 0.3, 0.1), name="rates.json") -> str:
+    """What `calibrate` would write for this pair."""
+    file = folder / name
+    file.write_text(json.dumps({"pair": digest(target, digest(draft)), "rates": {"0.0": P}}))
+    return str(file)
+
+
+def decoding(target, draft, prompt, parents, sample=greedy, log=None):
+    """`decode` as `sequoia` begins it."""
+    for lm in (target, draft):
+        lm.start(prompt[:-1], width=32)
+    return decode(target, draft, prompt[-1], parents, sample, log)
+
+
+# -------------------------------------------------------------------------------------- the tree
+
+def ordered_trees(n: int, d: int):
+    """All trees of exactly n nodes and at most d levels below the root, as nested tuples."""
+    def forests(n: int, d: int):
+        if n == 0:
+            yield ()
+        for first in range(1, n + 1 if d else 1):
+            for tree in ordered_trees(first, d - 1):
+                yield from ((tree, *rest) for rest in forests(n - first, d))
+    return forests(n - 1, d)
+
+
+def tokens_a_call(tree: tuple, P: tuple) -> float:
+    """Proposition 3.4: the sum over nodes of the rates along their paths."""
+    return 1 + sum(rate * tokens_a_call(child, P) for rate, child in zip(P, tree))
+
+
+def nested(parents: list[int], node: int = 0) -> tuple:
+    return tuple(nested(parents, i) for i, parent in enumerate(parents) if parent == node)
+
+
+def some_rates():
+    """Falling and not falling with rank, with zeros, few and many, certain ones."""
+    torch.manual_seed(0)
+    yield from [(0.6, 0.3, 0.1), (0.9, 0.05), (0.2, 0.5, 0.3), (1.0,), (0.5, 0.0, 0.4), (1e-9,) * 3]
+    for k in (2, 4, 6):
+        for _ in range(4):
+            P = torch.rand(k) * torch.tensor([0.9 ** i for i in range(k)])
+            yield tuple((P / max(1, P.sum())).tolist())
+
+
+def test_the_dynamic_program_equals_brute_force():
+    """Over all trees of up to 7 nodes, for every bound on the depth."""
+    assert [len([*ordered_trees(n, 9)]) for n in range(1, 8)] == [1, 1, 2, 5, 14, 42, 132]
+    trees = {(n, d): [*ordered_trees(n, d)] for n in range(1, 8) for d in range(7)}
+    for P in some_rates():
+        G, how = tables(P, 7, 6)
+        for n, d in trees:
+            possible = [tokens_a_call(tree, P) for m in range(1, n + 1) for tree in trees[m, d]
+                        if len(tree) <= len(P)]
+            assert math.isclose(G[d][n], max(possible), rel_tol=1e-12), (P, n, d)
+            parents = shape(how, n, d)
+            assert math.isclose(tokens_a_call(nested(parents), P), G[d][n], rel_tol=1e-12)
+            assert len(parents) <= n and len(levels(parents)) <= d
+            assert parents == sorted(parents)  # level by level, siblings side by side
+
+
+def test_best_first_gives_the_same_trees_where_rates_fall():
+    """On trees too large for brute force; to choose greedily is right there, and only there."""
+    for P in [(0.7, 0.15, 0.06, 0.03), (0.88, 0.04, 0.02, 0.01), (0.3, 0.25, 0.2)]:
+        G, _ = tables(P, 64, 12)
+        for n, d in itertools.product((2, 9, 33, 64), (1, 3, 12)):
+            greedily = sum(chance for chance, *_ in best_tree([list(P)] * d, n))
+            assert math.isclose(G[d][n], greedily, rel_tol=1e-12), (P, n, d)
+
+
+def test_the_levels_are_the_draft_calls():
+    assert levels(BUSHY) == [[0], [1, 2], [4]]
+    assert levels([-1, 0, 1, 2]) == [[0], [1], [2]] and levels([-1, 0, 0]) == [[0]]
+
+
+@pytest.mark.parametrize("t_target, t_draft, expected", [
+    (lambda n: 1, lambda n: 0, 64),            # drafts are free, rows too: the largest
+    (lambda n: n, lambda n: 0, 2),             # each row is paid
+    (lambda n: 1, lambda n: 9, "one level"),   # draft calls are dear: one level of many children
+    (lambda n: 1, lambda n: 0.05 * n, "thin"), (lambda n: 1 + n / 64, lambda n: 0.05, "any")])
+def test_measured_costs_choose_the_tree(monkeypatch, t_target, t_draft, expected):
+    """The most tokens a second of all sizes and depths, where a draft call is paid by its rows."""
+    costs = {"target": {w: t_target(w) for w in common.WIDTHS},
+             "draft": {w: t_draft(w) for w in common.WIDTHS}}
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[lm])
+    P, (sizes, depths) = (0.6, 0.2, 0.1), module.RANGES.values()
+    parents = fastest(P, sizes, depths, "target", "draft")
+    _, how = tables(P, 64, 16)
+
+    def wide(n):
+        return min(w for w in common.WIDTHS if w >= n)
+
+    def speed(parents):
+        rows = [sum(i in level for i in range(len(parents))) for level in levels(parents)]
+        seconds = t_target(wide(len(parents))) + sum(t_draft(wide(n)) for n in rows)
+        return tokens_a_call(nested(parents), P) / seconds
+    best = max(speed(shape(how, n, d)) for n in sizes for d in depths)
+    assert math.isclose(speed(parents), best, rel_tol=1e-9)
+    if isinstance(expected, int):
+        assert len(parents) == expected
+    if expected == "one level":
+        assert len(levels(parents)) == 1 and len(parents) > 2
+    if expected == "thin":  # with a call of 4 rows at the price of one it is another tree
+        assert max(map(len, levels(parents))) <= 2
+
+
+# --------------------------------------------------------------------- sampling, by enumeration
+
+class Script(Sampler):
+    """A sampler with scripted coins, which all fail once the script ends. `weight`: the probability
+    of all that happened; `rest`: the distribution that was drawn from at last."""
+
+    def __init__(self, passes=(), *sampling):
+        super().__init__(*sampling)
+        self.passes, self.used, self.weight, self.rest = [*passes], 0, 1.0, None
+
+    def uniform(self, n, device):
+        return [self] * n
+
+    def __lt__(self, ratio):
+        """A coin is compared with its chance to pass."""
+        if self.used == len(self.passes):
+            self.passes.append(False)
+        passes, chance = self.passes[self.used], min(float(ratio), 1.0)
+        self.used, self.weight = self.used + 1, self.weight * (chance if passes else 1 - chance)
+        return passes
+
+    def draw(self, probs):
+        self.rest = probs[0].double()
+        return [0]
+
+
+def ways(run, *sampling):
+    """(script, run(script)) for all ways that coins can fall."""
+    todo = [()]
+    while todo:
+        given = todo.pop()
+        script = Script(given, *sampling)
+        yield script, run(script)
+        todo += [(*script.passes[:i], True) for i in range(len(given), len(script.passes))]
+
+
+def log_of(q: torch.Tensor) -> torch.Tensor:
+    """As `decode` makes it."""
+    return q.log().clamp(min=-1e9)
+
+
+def orders(q: torch.Tensor, k: int):
+    """All (draws, probability) of k tokens of q [V] without replacement; evenly from those left
+    where q has no mass left."""
+    for draws in itertools.permutations(range(len(q)), k):
+        chance, rest = 1.0, q.clone()
+        for x in draws:
+            if rest.sum() <= 0:
+                rest = torch.ones_like(q)
+                rest[list(draws[:draws.index(x)])] = 0
+            chance *= (rest[x] / rest.sum()).item()
+            rest[x] = 0
+        if chance > 0:
+            yield list(draws), chance
+
+
+def chances(q, k):
+    return {tuple(draws): chance for draws, chance in orders(q, k)}
+
+
+def outcome(p, q, k, reorder=lambda draws: draws):
+    """(the distribution of the token at one node, the probability that a child is accepted)."""
+    result, accepted = torch.zeros_like(p), 0.0
+    for draws, chance in orders(q, k):
+        draws = reorder(draws)
+        for script, (i, rest) in ways(lambda script: verify(p, log_of(q), draws, script)):
+            if i is None:
+                result += chance * script.weight * rest
+            else:
+                result[draws[i]] += chance * script.weight
+                accepted += chance * script.weight
+    return result, accepted
+
+
+def random_pairs():
+    """Distributions (p, q) of four tokens: close, far, equal, with zeros on either side, one-hot; p
+    after top-p and top-k."""
+    torch.manual_seed(0)
+    for scale in (0.3, 1.0, 3.0):
+        for sampling in [(1.0,), (0.7, 0, 0.8), (1.3, 2)]:
+            for _ in range(3):
+                p, q = scale * torch.randn(2, 4, dtype=torch.float64)
+                p = Sampler(*sampling).probs(p).double()
+                yield p / p.sum(), q.softmax(-1)
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    ends = torch.eye(4, dtype=torch.float64)
+    yield p, p
+    yield (ends[0] + ends[1]) / 2, p
+    yield p, 0.2 * ends[1] + 0.8 * ends[2]
+    yield p, ends[1]
+    yield ends[2], ends[2]
+    yield ends[2], ends[1]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_verification_is_exact_by_enumeration(k):
+    """V = 4, all orders of k draws: the token has the target's distribution. Theorem 3.7: one child
+    is accepted with the best rate there is; all tokens as children leave nothing to reject."""
+    for p, q in random_pairs():
+        result, accepted = outcome(p, q, k)
+        torch.testing.assert_close(result, p, atol=1e-9, rtol=0)
+        assert k > 1 or abs(accepted - torch.minimum(p, q).sum()) < 1e-9
+        assert k < 4 or abs(accepted - 1) < 1e-9
+
+
+def test_children_must_be_tried_in_draw_order():
+    """In the order of their tokens, or of their probability, the outcome is wrong by far more than
+    rounding."""
+    for p, q in random_pairs():
+        for wrong in (sorted, lambda draws: sorted(draws, key=lambda x: -q[x])):
+            if q.min() > 0.05 and (p - q).abs().max() > 0.1:
+                assert (outcome(p, q, 3, wrong)[0] - p).abs().max() > 1e-3
+
+
+def test_draws_are_without_replacement():
+    """20,000 rows of three draws: chi-square test of their order (24 cells) at a false-failure
+    probability of 1e-6. Where q has mass for two of five tokens the third is any of the others."""
+    sample = Sampler(1.0, seed=5)
+    q = torch.tensor([0.45, 0.3, 0.2, 0.05]).double()
+    some = {}
+    for draws in draw_children(log_of(q).expand(20000, 4), 3, sample):
+        some[tuple(draws)] = some.get(tuple(draws), 0) + 1
+    law = chances(q, 3)
+    assert len(law) == 24
+    counts = torch.tensor([some.get(draws, 0) for draws in law])
+    assert chi_square_ok(counts, torch.tensor([*law.values()]))
+    with_replacement = torch.tensor([math.prod(q[list(draws)].tolist()) for draws in law])
+    assert not chi_square_ok(counts, with_replacement / with_replacement.sum())
+    q = torch.tensor([0, 0.7, 0, 0.3, 0]).double()
+    rows = torch.tensor(draw_children(log_of(q).expand(6000, 5), 3, sample))
+    assert {1, 3} == set(rows[:, :2].flatten().tolist())
+    assert chi_square_ok(rows[:, 2].bincount(minlength=5)[[0, 2, 4]], torch.ones(3) / 3)
+    assert draw_children(torch.tensor([[0.1, 3.0, 2.0, 2.5]]), 3, greedy) == [[1, 3, 2]]
+
+
+def test_noise_is_fresh_in_every_round():
+    """A hundred rounds of the same distribution: the tree is not the same each time."""
+    log, flat = [], ScriptedLM(lambda tokens: torch.zeros(5))
+    chunks = decoding(flat, ScriptedLM(lambda tokens: torch.zeros(5)), [0], [-1, 0, 1, 1],
+                      Sampler(1.0, seed=2), log)
+    firsts = [next(chunks)[0] for _ in range(100)]
+    assert set(firsts) == set(range(5)) and max(map(firsts.count, range(5))) < 45
+
+
+def test_where_q_has_no_mass_left_children_are_drawn_evenly():
+    """A draft that knows one token of five: the other child is any of the rest, 300 rounds."""
+    log, sure = [], torch.tensor([0.0] + [-torch.inf] * 4)
+    chunks = decoding(ScriptedLM(lambda tokens: torch.zeros(5)), ScriptedLM(lambda tokens: sure),
+                      [0], [-1, 0, 0], Sampler(1.0, seed=2), log)
+    firsts = [next(chunks)[0] for _ in range(300)]
+    assert all(r["ranks"] == [token > 0] for r, token in zip(log, firsts))
+    assert chi_square_ok(torch.tensor([firsts.count(x) for x in range(5)]), torch.ones(5) / 5)
+
+
+def joint(p_of, prompt, n, vocab=3):
+    """The probability of each continuation of n tokens."""
+    law = torch.ones([vocab] * n, dtype=torch.float64)
+    for tokens in itertools.product(range(vocab), repeat=n):
+        for i in range(n):
+            law[tokens] *= p_of([*prompt, *tokens[:i]])[tokens[i]]
+    return law
+
+
+@pytest.mark.parametrize("sampling, missing", [
+    ((1.0, 0, 1.0), []), ((0.8, 0, 0.7), []), ((1.2, 2, 1.0), []), ((1.0, 0, 1.0), [1, 2])])
+@pytest.mark.parametrize("parents", [[-1, 0, 0, 1, 1], [-1, 0, 0, 2, 2, 2], [-1, 0, 1]])
+def test_a_round_is_exact_by_enumeration(monkeypatch, parents, sampling, missing):
+    """V = 3: over all draws of the tree and all ways through it, the first three tokens have the
+    target's distribution. `missing`: tokens that the draft has no mass for."""
+    sample, prompt = Sampler(*sampling), [0, 1]
+    target, logits_of = markov(1, vocab=3), markov(2, vocab=3)
+    p_of = {text: sample.probs(target([*text])).double()
+            for text in itertools.product(range(3), repeat=2)}
+
+    def draft(tokens):
+        logits = logits_of(tokens).clone()
+        logits[missing] = -torch.inf
+        return logits
+    law = joint(lambda tokens: p_of[tuple(tokens[-2:])], prompt, 3)
+    found, total, inner = torch.zeros_like(law), 0.0, sum(levels(parents), [])
+    every = [[*itertools.permutations(range(3), parents.count(i))] for i in inner]
+    for draws in itertools.product(*every):
+        def run(script):
+            left = iter(draws)
+
+            def draw(log_q, k, sample):
+                """The next rows of the script; and what they weigh."""
+                rows = [next(left) for _ in log_q]
+                for row, q in zip(rows, log_q):
+                    script.weight *= chances(q.softmax(-1), len(row)).get(row, 0.0)
+                return [list(row) for row in rows]
+            monkeypatch.setattr(module, "draw_children", draw)
+            return next(decoding(ScriptedLM(target), ScriptedLM(draft), prompt, parents, script))
+        for script, [*guesses, _] in ways(run, *sampling):
+            total += script.weight
+            if script.weight > 0:
+                found[tuple(guesses)] += script.weight * behind(guesses, script.rest, prompt, p_of)
+    assert abs(total - 1) < 1e-6
+    torch.testing.assert_close(found, law, atol=1e-6, rtol=0)
+
+
+def behind(guesses, rest, prompt, p_of):
+    """The law of what comes behind the guesses, up to three tokens in all: one token of what is
+    left, then the target's own."""
+    law = rest if len(guesses) < 3 else torch.ones(())
+    for n in range(1, 3 - len(guesses)):
+        texts = itertools.product(range(3), repeat=n)
+        after = [p_of[(*prompt, *guesses, *text)[-2:]] for text in texts]
+        law = law[..., None] * torch.stack(after).view([3] * (n + 1))
+    return law
+
+
+# ------------------------------------------------------------------------------ with real models
+
+def test_greedy_equals_autoregressive(family, tmp_path):
+    """To the last token of the context, where trees reach past it; with a draft that is often
+    right, and with one that is not; tree, chain and one level."""
+    model, whole = tiny(family), family == "gpt2"
+    n = ROOM if whole else 30
+    target, close, far = (CachedLM(m, CONTEXT)
+                          for m in (model, near(model, 0.02), tiny(family, seed=7)))
+    expected = tokens_of(autoregressive(target, PROMPT), n)
+    more = [(close, 2, 1), (close, 4, 1), (close, 6, 5), (far, 12, 3)]
+    for draft, nodes, depth in [(close, 12, 4), *(more if whole else [])]:
+        n = n if nodes == 12 and draft is close else 30
+        log, rates = [], rates_file(tmp_path, model, draft.model, name=f"{nodes}.json")
+        got = tokens_of(sequoia(target, draft, PROMPT, nodes=nodes, depth=depth, rates=rates,
+                                log=log), n)
+        assert got == expected[:n], (nodes, depth)
+        assert all(len(r["ranks"]) == r["accepted"] <= depth for r in log)
+        assert {r["drafted"] for r in log} == {nodes - 1}
+        if (nodes, depth) == (12, 4):
+            ranks = {rank for r in log for rank in r["ranks"]}
+            assert len({r["accepted"] for r in log}) > 2 and len(ranks) > 1
+
+
+def test_the_target_as_its_own_draft_is_always_accepted(family, tmp_path):
+    """Greedy and sampled: the first child is accepted at once, all the way down, so that only a
+    chain makes sense; a draft cache that misses a row shows here. One draft call a level."""
+    model = tiny(family)
+    target, draft = CachedLM(model, CONTEXT), CachedLM(model, CONTEXT)
+    rates = rates_file(tmp_path, model, model, (0.9, 0.1))
+    for sample, nodes in [(greedy, 5), (Sampler(1.3, seed=1), 5), (Sampler(0.6, seed=1), 12)]:
+        log, before = [], (target.calls, draft.calls)
+        chunks = sequoia(target, draft, PROMPT, nodes=nodes, depth=4, rates=rates, sample=sample,
+                         log=log)
+        assert len(tokens_of(chunks, 30)) == 30
+        assert all(r["ranks"] == [0] * 4 and r["drafted"] == nodes - 1 for r in log)
+        assert (target.calls - before[0], draft.calls - before[1]) == (6, 24)
+
+
+def uncached(model):
+    """In place of CachedLM(model): runs the whole text before each node alone."""
+    texts = {}
+
+    @torch.inference_mode()
+    def logits_of(tokens):
+        if (key := tuple(tokens)) not in texts:
+            ids = torch.tensor([tokens])
+            texts[key] = model(input_ids=ids, use_cache=False).logits[0, -1]
+        return texts[key]
+    return ScriptedLM(logits_of)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_sampled_output_of_real_caches_is_that_without_caches(family):
+    """With the same seed, token by token: a row out of place would change some draws. So it has the
+    distribution that the enumerations find."""
+    model, outputs, logs = tiny(family), [], []
+    draft = near(model, 0.04)
+    for make in (lambda model: CachedLM(model, CONTEXT), uncached):
+        log = []
+        outputs.append(tokens_of(decoding(make(model), make(draft), PROMPT, BUSHY,
+                                          Sampler(0.9, top_p=0.95, seed=4), log), 40))
+        logs.append(log)
+    assert outputs[0] == outputs[1] and logs[0] == logs[1]
+    assert {0, 1, 3} <= {r["accepted"] for r in log}
+    assert {rank for r in log for rank in r["ranks"]} == {0, 1, 2}
+
+
+def test_a_low_temperature_comes_down_to_temperature_0():
+    """The same trees and the same tokens: where q has next to no mass left, the likeliest of the
+    others are still the next children."""
+    model, found = tiny("llama"), []
+    for sample in (greedy, Sampler(1e-4, seed=1)):
+        log, lms = [], [CachedLM(m, CONTEXT) for m in (model, near(model, 0.05))]
+        found.append((tokens_of(decoding(*lms, PROMPT, BUSHY, sample, log), 40), log))
+    assert found[0] == found[1] and {rank for r in log for rank in r["ranks"]} >= {0, 1}
+
+
+def test_eos_and_limits_inside_a_tree():
+    """The same models decode one text after another, cut at any token."""
+    target, draft, ar = (ScriptedLM(markov(3, vocab=60)) for _ in range(3))
+    expected, chain = tokens_of(autoregressive(ar, PROMPT), 60), [-1, 0, 0, 1, 3, 3, 4]
+    for limit in range(1, 20):
+        assert tokens_of(decoding(target, draft, PROMPT, chain), limit) == expected[:limit]
+    for eos in set(expected):
+        got = tokens_of(decoding(target, draft, PROMPT, chain), 60, {eos})
+        assert got == expected[:expected.index(eos) + 1]
+
+
+def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch):
+    """What is timed counts as no call, and the output stays the target's."""
+    model = tiny("llama")
+    target, draft = CachedLM(model, CONTEXT), CachedLM(near(model, 0.02), CONTEXT)
+    expected, seen = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 30), []
+    rates = rates_file(tmp_path, model, draft.model)
+
+    def spy(P, sizes, depths, *lms):
+        seen.append((sizes, depths))
+        return fastest(P, sizes, depths, *lms)
+    monkeypatch.setattr(module, "fastest", spy)
+    sizes, depths = module.RANGES["nodes"], module.RANGES["depth"]
+    for options, given in [({}, (sizes, depths)), (dict(nodes=8), ([8], depths)),
+                           (dict(depth=2), (sizes, [2]))]:
+        log, seen[:], target.calls = [], [], 0
+        chunks = sequoia(target, draft, PROMPT, rates=rates, log=log, **options)
+        assert tokens_of(chunks, 30) == expected and target.calls == len(log)
+        assert seen == [given] and 1 <= log[0]["drafted"] < options.get("nodes", 65)
+    assert [*target.costs] == [*common.WIDTHS] == [*draft.costs]
+    target.costs = draft.costs = {}  # where both are given nothing is timed
+    assert next(sequoia(target, draft, PROMPT, rates=rates, nodes=8, depth=2)) == expected[:3]
+    assert target.costs == {}
+
+
+# --------------------------------------------------------------------------------- calibration
+
+def test_rates_are_those_of_the_nearest_temperature(tmp_path, monkeypatch):
+    model, seen = tiny("llama"), []
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({"pair": digest(model, digest(model)),
+                                "rates": {"0.0": [0.5], "0.6": [0.6, 0], "1.0": [0.7]}}))
+    monkeypatch.setattr(module, "tables", lambda P, *_: seen.append(P) or tables(P, 2, 1))
+    for t in (0, 0.2, 0.4, 0.75, 0.9, 3.0):
+        lms = CachedLM(model, 60), CachedLM(model, 60)
+        next(sequoia(*lms, PROMPT, nodes=2, depth=1, rates=str(file), sample=Sampler(t)))
+    assert seen == [(0.5,), (0.5,), (0.6, 1e-9), (0.6, 1e-9), (0.7,), (0.7,)]
+
+
+@pytest.mark.parametrize("text, message", [
+    (None, "No such file"), ("{", "Expecting property name"), ("[]", "list indices"),
+    ('{"rates": {}}', "'pair'"), ('{"pair": "0", "rates": {"0": [0.9]}}', "those of another pair"),
+    ("same pair: 3", "'int' object is not iterable"), ("same pair: [null]", "not supported")])
+def test_rates_of_another_pair_and_broken_files_are_refused(tmp_path, text, message):
+    """In one line that says how to make a file."""
+    model, file = tiny("llama"), tmp_path / "rates.json"
+    if text and text.startswith("same pair"):
+        pair = json.dumps(digest(model, digest(model)))
+        text = f'{{"pair": {pair}, "rates": {{"0": {text.split(": ")[1]}}}}}'
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        load_rates(str(file), model, model)
+    assert "python -m survey.sequoia calibrate" in str(error.value)
+
+
+def test_swapped_and_other_models_are_refused(tmp_path):
+    target, draft = tiny("llama"), tiny("llama", seed=7)
+    rates = rates_file(tmp_path, target, draft)
+    assert load_rates(rates, target, draft) == {0.0: (0.6, 0.3, 0.1)}
+    for pair in [(draft, target), (target, target), (near(target, 1e-3), draft),
+                 (target, near(draft, 1e-3))]:
+        with pytest.raises(InputError, match="another pair"):
+            load_rates(rates, *pair)
+
+
+def test_calibration_and_decoding_on_the_command_line(tmp_path, monkeypatch, capsys):
+    """Rates of the embedded pair and of the target as its own draft, which is right at once; each
+    file serves its own pair alone."""
+    monkeypatch.setattr(module, "TEMPERATURES", (0.0, 1.0))
+    monkeypatch.setattr(module, "TOKENS", 6)
+    examples, pairs = tmp_path / "prompts.txt", {}
+    examples.write_text((ROOT / "models/examples.jsonl").read_text().splitlines()[0])
+    for name in ("draft", "target"):
+        out = tmp_path / f"{name}.json"
+        argv = ["calibrate", "--draft-model", ROOT / "models" / name, "--prompts", examples,
+                "--out", out]
+        assert main([sequoia], report, [*map(str, argv)], commands=[calibrate]) == 0
+        pairs[name] = json.loads(out.read_text())
+    assert pairs["draft"]["pair"] != pairs["target"]["pair"]
+    for rates in pairs["target"]["rates"].values():
+        assert rates == [1.0] + [0.0] * 15
+    for rates in pairs["draft"]["rates"].values():
+        assert 0.5 < rates[0] <= sum(rates) <= 1.001 and len(rates) == 16
+    argv = ["--prompt", "Question: 2 + 2", "--nodes", "4", "--depth", "2", "--max-new-tokens", "8",
+            "--compare"]
+    capsys.readouterr()
+    good = [*argv, "--rates", str(tmp_path / "draft.json")]
+    assert main([sequoia], report, good, commands=[calibrate]) == 0
+    assert "output equals autoregressive output" in capsys.readouterr().err
+    bad = [*argv, "--rates", str(tmp_path / "target.json")]
+    assert main([sequoia], report, bad, commands=[calibrate]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "those of another pair" in error
+
+
+class Vocabulary(SimpleNamespace):
+    """All that is asked of a tokenizer."""
+
+    def __init__(self, n):
+        super().__init__(n=n)
+
+    def __len__(self):
+        return self.n
+
+    def get_vocab(self):
+        return self.n
+
+
+def test_a_draft_of_another_vocabulary_is_refused(monkeypatch, tmp_path):
+    model = tiny("llama")
+    monkeypatch.setattr(module, "load", lambda *_: (model, Vocabulary(60)))
+    with pytest.raises(InputError, match="got another vocabulary"):
+        calibrate(model, Vocabulary(61), [PROMPT], out=tmp_path / "rates.json")
+
+
+def test_calibration_counts_the_children_of_one_level(tmp_path, monkeypatch):
+    """The draft's guesses in order of rank at each token of the target's own output: by hand, from
+    passes without a cache. After an accepted child the token behind it is skipped."""
+    model = tiny("llama")
+    small, tokenizer = near(model, 0.05), Vocabulary(VOCAB)
+    monkeypatch.setattr(module, "TEMPERATURES", (0.0, 5.0))
+    monkeypatch.setattr(module, "TOKENS", 60)
+    monkeypatch.setattr(module, "load", lambda *_: (small, tokenizer))
+    monkeypatch.setattr(module, "eos_ids", lambda *_: set())
+    calibrate(model, tokenizer, [PROMPT], out=tmp_path / "rates.json")
+    text = PROMPT + tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 61)
+    with torch.inference_mode():
+        order = small(input_ids=torch.tensor([text]), use_cache=False).logits[0].argsort(
+            -1, descending=True)
+    ranks, at = [], len(PROMPT)
+    while at < len(PROMPT) + 60:
+        ranks.append(order[at - 1].tolist().index(text[at]))
+        at += 2 if ranks[-1] < 16 else 1
+    rates = load_rates(str(tmp_path / "rates.json"), model, small)
+    expected = [max(ranks.count(b) / len(ranks), 1e-9) for b in range(16)]
+    assert rates[0.0] == pytest.approx(expected, abs=1e-4) and expected[1] > 1e-9
+    assert rates[5.0][0] > 0.9 > rates[0.0][0]  # where both are nearly flat they agree
+
+
+def test_the_rates_of_the_embedded_pair(embedded):
+    """models/sequoia.json is this pair's, and a guess is rarely right at a late rank."""
+    target, draft, _ = embedded
+    measured = load_rates(f"{module.MODELS}/sequoia.json", target, draft)
+    assert [*measured] == [*module.TEMPERATURES]
+    for P in measured.values():
+        assert len(P) == module.B and 0.8 < P[0] < 0.95 and 0.98 < sum(P) <= 1.001
+        assert P[0] > P[1] > P[2] > max(P[6:])
+
+
+# ---------------------------------------------------------------------- mistakes and the report
+
+@pytest.mark.parametrize("options", [dict(nodes=1), dict(nodes=-1), dict(nodes=129),
+                                     dict(depth=-1), dict(depth=128)])
+def test_bad_options_are_refused(options):
+    got = f"got {options.get('nodes', 0)}, {options.get('depth', 0)}"
+    with pytest.raises(InputError, match=got):
+        next(sequoia(None, None, PROMPT, **options))
+
+
+def test_the_report():
+    log = [{"drafted": 15, "accepted": n, "ranks": [0] * n} for n in (4, 0, 1)]
+    assert report(SimpleNamespace(log=log)) == "accepted 1.67 of 15 drafted tokens a round"
