@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test bench models bita cllm clean
+.PHONY: demo test bench models bita medusa eagle sequoia rest cllm clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -34,6 +34,21 @@ bita: .venv/ready
 	$(RUN) bita.py train --prompts $(WORK)/prompts.jsonl --work $(WORK)/bita --steps 300 \
 		--out models/bita.safetensors
 
+# models/medusa.safetensors and models/hydra.safetensors: heads, on the same kind of answers
+medusa: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 700 > $(WORK)/prompts_medusa.jsonl
+	for heads in medusa hydra; do $(RUN) -m survey.medusa train --heads $$heads --steps 2000 \
+		--prompts $(WORK)/prompts_medusa.jsonl --work $(WORK)/medusa \
+		--out models/$$heads.safetensors || exit; done
+
+# models/eagle.safetensors: the target's own answers to generated prompts, then a draft layer
+eagle: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
+	$(RUN) -m survey.eagle train --prompts $(WORK)/prompts_eagle.jsonl --work $(WORK)/eagle \
+		--steps 1000 --out models/eagle.safetensors
+
 # models/cllm: Jacobi trajectories on generated prompts, then consistency training in two phases
 cllm: .venv/ready
 	mkdir -p $(WORK)
@@ -48,6 +63,20 @@ cllm: .venv/ready
 		--lr 5e-4 --out $(WORK)/cllm
 	$(RUN) cllm.py train --target $(WORK)/cllm --data $(WORK)/trajectories_2.jsonl --steps 700 \
 		--w 50 --lr 1e-4 --work $(WORK)/cllm.work2 --out models/cllm
+
+# models/rest.safetensors: the target's own answers to generated prompts
+rest: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 2000 > $(WORK)/prompts.jsonl
+	$(RUN) -m survey.rest build --prompts $(WORK)/prompts.jsonl --work $(WORK)/rest \
+		--out models/rest.safetensors
+
+# models/sequoia.json: how often the draft's first, second, … child is the accepted one
+sequoia: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 40 > $(WORK)/prompts_sequoia.jsonl
+	$(RUN) -m survey.sequoia calibrate --prompts $(WORK)/prompts_sequoia.jsonl \
+		--out models/sequoia.json
 
 clean:
 	rm -rf .venv .pytest_cache models/work __pycache__ */__pycache__

@@ -36,7 +36,11 @@ from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import mjsd  # noqa: E402
 from models import tasks  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
-from speculative import bild, specinfer, spectr, speculative  # noqa: E402
+from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E402
+from survey.eagle import eagle, load_draft  # noqa: E402
+from survey.medusa import load_heads, medusa  # noqa: E402
+from survey.rest import load_datastore, rest  # noqa: E402
+from survey.sequoia import load_rates, sequoia  # noqa: E402
 
 
 # ----------------------------------------------------------------------------- what is measured
@@ -189,22 +193,44 @@ class Bench:
         return Ours(method, {name: self.cached(model, limit) for name, model in models.items()},
                     limit or self.args.max_new_tokens, self.eos, sample or self.sample, **options)
 
-    def bita(self, name: str, adapter: str | None = None, **options) -> dict[str, Ours]:
-        """{name: bita}; nothing, and a line that says why, where the tuning does not fit."""
+    def fitting(self, name: str, make) -> dict[str, Ours]:
+        """{name: make()}; nothing, and a line that says why, where what it needs does not fit."""
         try:
-            tuning = load_tuning(adapter or self.args.adapter, self.target)
+            return {name: make()}
         except InputError as error:
             print(f"{name} left out: {error}\n")
             return {}
-        return {name: self.ours(bita, tuning=tuning, **options)}
+
+    def bita(self, name: str, path=None, **options) -> dict[str, Ours]:
+        path = path or self.args.adapters / "bita.safetensors"
+        return self.fitting(name, lambda: self.ours(
+            bita, tuning=load_tuning(path, self.target), **options))
+
+    def heads(self, kind: str, **options) -> dict[str, Ours]:
+        path = self.args.adapters / f"{kind}.safetensors"
+        return self.fitting(kind, lambda: self.ours(
+            medusa, heads=kind, trained=load_heads(path, self.target), **options))
+
+    def eagle(self, name: str, **options) -> dict[str, Ours]:
+        path = self.args.adapters / "eagle.safetensors"
+        return self.fitting(name, lambda: self.ours(
+            eagle, trained=load_draft(path, self.target), **options))
+
+    def rest(self, name: str, **options) -> dict[str, Ours]:
+        path = self.args.adapters / "rest.safetensors"
+        return self.fitting(name, lambda: self.ours(
+            rest, store=load_datastore(path, self.target), **options))
+
+    def sequoia(self, name: str, **options) -> dict[str, Ours]:
+        path = str(self.args.adapters / "sequoia.json")
+
+        def make() -> Ours:
+            load_rates(path, self.target, self.draft)
+            return self.ours(sequoia, rates=path, **options)
+        return self.fitting(name, make)
 
     def cllm(self, name: str) -> dict[str, Ours]:
-        """{name: cllm on the trained model}; nothing, and a line that says why, if it differs."""
-        try:
-            return {name: self.ours(cllm, target=self.load(self.args.cllm))}
-        except InputError as error:
-            print(f"{name} left out: {error}\n")
-            return {}
+        return self.fitting(name, lambda: self.ours(cllm, target=self.load(self.args.cllm)))
 
     @functools.cache
     def plain(self, name: str):
@@ -314,11 +340,18 @@ def all_methods(bench: Bench) -> None:
         "jacobi": bench.ours(jacobi),
         "lookahead": bench.ours(lookahead),
         "lookahead, W = 0": bench.ours(lookahead, W=0),
-        **bench.bita("bita", tree="efficient"),
-        **bench.bita("bita, chain", tree="chain"),
+        **bench.bita("bita"),
+        **bench.bita("bita, efficient tree", tree="efficient"),
+        **bench.heads("medusa"),
+        **bench.heads("hydra"),
+        **bench.eagle("eagle"),
+        **bench.eagle("eagle, dynamic", dynamic=True),
+        **bench.sequoia("sequoia"),
+        **bench.rest("rest"),
         "specinfer": bench.ours(specinfer, gamma=gamma),
         "spectr": bench.ours(spectr, gamma=gamma),
         "bild (lossy)": bench.ours(bild),
+        "specdec (lossy)": bench.ours(specdec),
         "mjsd (lossy)": bench.ours(mjsd),
         **bench.cllm("cllm (another model)")}
     runs = {name: run for name, run in runs.items()
@@ -357,7 +390,7 @@ def options(description: str) -> argparse.ArgumentParser:
     add, models = parser.add_argument, ROOT / "models"
     add("--target", default=str(models / "target"))
     add("--draft", default=str(models / "draft"))
-    add("--adapter", default=str(models / "bita.safetensors"), help="bita's prompt and mask tokens")
+    add("--adapters", type=Path, default=models, help="folder of what is trained for the target")
     add("--cllm", default=str(models / "cllm"), help="the target after consistency training")
     add("--prompts", type=by_category, metavar="FILE", help="in place of the held-out tasks")
     add("--chat", action="store_true", help="put prompts into the model's chat template")

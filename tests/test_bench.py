@@ -54,9 +54,9 @@ def models(tmp_path_factory, embedded):
                         ("cllm", near(target, 0.02))):
         model.save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
-    save_tuning(path / "tuning.safetensors", Tuning(shape_of(target), P=4), target)
+    save_tuning(path / "bita.safetensors", Tuning(shape_of(target), P=4), target)
     return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--cllm",
-            str(path / "cllm"), "--adapter", str(path / "tuning.safetensors"), *TINY]
+            str(path / "cllm"), "--adapters", str(path), *TINY]
 
 
 def made(*argv) -> Bench:
@@ -383,7 +383,7 @@ def test_a_table_is_markdown():
 
 def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypatch, capsys):
     argv = ["tests/bench.py", *models, "--max-new-tokens", "12", "--only", "speculative",
-            "ouroboros", "lookahead, W", "bita, chain", "cllm"]
+            "ouroboros", "lookahead, W", "bita, eff", "cllm"]
     monkeypatch.setattr(sys, "argv", argv)
     module.main()
     text = capsys.readouterr().out
@@ -391,9 +391,9 @@ def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypat
     assert "medians of 1 rounds over 3 prompts (0 left out for loops)" in text
     rows, ratios = tables_of(text)
     assert [row[0] for row in rows[1:]] == [
-        "AR", "speculative, draft of 6 tokens", "ouroboros", "lookahead, W = 0", "bita, chain",
-        "cllm (another model)", "`generate`", "`generate`, assistant, draft of 6 tokens",
-        "`generate`, prompt lookup of 4"]
+        "AR", "speculative, draft of 6 tokens", "ouroboros", "lookahead, W = 0",
+        "bita, efficient tree", "cllm (another model)", "`generate`",
+        "`generate`, assistant, draft of 6 tokens", "`generate`, prompt lookup of 4"]
     assert rows[0] == ["method", "tokens per target call", "tokens/s", "x AR", "x AR, sql",
                        "x AR, math", "x AR, code", "realised share", "ms a token: target", "draft",
                        "rest", "output as AR's"]
@@ -418,7 +418,7 @@ def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypat
 
 
 def test_a_model_or_a_tuning_that_does_not_fit_is_left_out(models, tmp_path, monkeypatch, capsys):
-    bench = made(*models, "--max-new-tokens", "1", "--adapter", str(tmp_path / "none"), "--cllm",
+    bench = made(*models, "--max-new-tokens", "1", "--adapters", str(tmp_path / "none"), "--cllm",
                  str(tmp_path))
     assert bench.bita("bita") == {} == bench.cllm("cllm")
     text = capsys.readouterr().out
@@ -543,7 +543,8 @@ def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
     """From the command line, with a prompt of the user's."""
     (file := tmp_path / "prompts.txt").write_text("Mia has 3 apples.")
     argv = ["paper_tables.py", "--table", "bita", *models, "--prompts", str(file),
-            "--max-new-tokens", "7", "--adapters", models[models.index("--adapter") + 1]]
+            "--max-new-tokens", "7", "--tunings",
+            models[models.index("--adapters") + 1] + "/bita.safetensors"]
     monkeypatch.setattr(sys, "argv", argv)
     papers.main()
     text = capsys.readouterr().out
@@ -552,12 +553,12 @@ def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
     assert trees[0][1:4] == ["tokens per target call", "prompts", "rows a call"]
     assert [row[0] for row in trees[1:]] == [
         "straightforward", *(f"full tree, k = {k}" for k in (1, 2, 3, 4)),
-        *(f"efficient tree, k = {k}" for k in (1, 3, 5))]
+        *(f"efficient tree, k = {k}" for k in (1, 3, 5)), "best tree"]
     assert set(column(trees, "output as AR's").values()) == {"1 of 1"}
     rows = {name: float(x) for name, x in column(trees, "rows a call").items()}
     assert rows["efficient tree, k = 5"] < 64 < rows["full tree, k = 4"]
     assert rows["straightforward"] < rows["full tree, k = 1"] == rows["efficient tree, k = 1"]
-    assert [row[0] for row in tunings[1:]] == ["tuning: deep, 3 masks"]
+    assert [row[0] for row in tunings[1:]] == ["bita: deep, 3 masks"]
 
 
 def test_the_tables_of_consistency_models(small, capsys, monkeypatch):

@@ -15,7 +15,8 @@ import cli
 from common import CachedLM, autoregressive, encode, eos_ids
 from conftest import ROOT, main, tokens_of
 
-FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm")
+FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
+         "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest")
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 
@@ -29,6 +30,10 @@ def functions_of(name: str) -> tuple[list, list]:
     commands = [x.value.elts for x in call.keywords if x.arg == "commands"]
     return tuple([getattr(module, x.id) for x in some]
                  for some in (call.args[0].elts, commands[0] if commands else []))
+
+
+def path_of(name: str):
+    return ROOT / f"{name.replace('.', '/')}.py"
 
 
 METHODS = [(name, method.__name__) for name in FILES for method in functions_of(name)[0]]
@@ -46,7 +51,7 @@ def imported(nodes: list) -> set[str]:
 @pytest.mark.parametrize("name", [*FILES, "common"])
 def test_a_method_file_needs_common_alone(name):
     """Besides packages; the command line is imported where the file is run."""
-    *body, last = ast.parse((ROOT / f"{name}.py").read_text()).body
+    *body, last = ast.parse(path_of(name).read_text()).body
     own = {"common"} if name in FILES else {"huggingface_hub"}  # which transformers needs itself
     assert imported(body) <= {*sys.stdlib_module_names} | PACKAGES | own
     if name in FILES:
@@ -59,7 +64,11 @@ from pathlib import Path
 torch.set_num_threads(1)
 here, root, packages, texts = Path(sys.argv[1]), sys.argv[2], sys.path[1:], json.loads(sys.argv[3])
 exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd": {"K": 1},
-         "bita": {"adapter": root + "/bita.safetensors"}}
+         "bita": {"adapter": root + "/bita.safetensors"},
+         "medusa": {"adapter": root + "/medusa.safetensors"},
+         "eagle": {"adapter": root + "/eagle.safetensors"}, "specdec": {"beta": 1},
+         "sequoia": {"rates": root + "/sequoia.json"},
+         "rest": {"datastore": root + "/rest.safetensors"}}
 for name, method in json.loads(sys.argv[4]):
     sys.path = [str(here / name), *packages]
     for module in {name, "common"} & sys.modules.keys():
@@ -87,11 +96,13 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
     """A folder for each file: there all of its methods decode as autoregressive decoding does, the
     lossy ones at their lossless ends."""
     for name in FILES:
-        (tmp_path / name).mkdir()
+        folder = tmp_path / name.split(".")[-1]
+        folder.mkdir()
         for file in (name, "common"):
-            (tmp_path / name / f"{file}.py").write_text((ROOT / f"{file}.py").read_text())
+            (folder / path_of(file).name).write_text(path_of(file).read_text())
     texts = cli.read_prompts(ROOT / "models/examples.jsonl")[:1]
-    argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(METHODS)]
+    methods = [(name.split(".")[-1], method) for name, method in METHODS]
+    argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(methods)]
     (tmp_path / "empty").mkdir()
     done = subprocess.run([sys.executable, "-c", ALONE, *argv], capture_output=True, text=True,
                           timeout=240, cwd=tmp_path / "empty")
@@ -101,12 +112,12 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
     expected = [tokens_of(autoregressive(CachedLM(target, 400), prompt), 24, eos)
                 for prompt in prompts]
     found = dict(map(json.loads, done.stdout.splitlines()))
-    assert found == {method: expected for _, method in METHODS} and len(found) == 11
+    assert found == {method: expected for _, method in METHODS} and len(found) == len(METHODS)
 
 
 # -------------------------------------------------------------------------------- short, narrow
 
-@pytest.mark.parametrize("name, most", [("common.py", 440), ("cli.py", 200), ("README.md", 180)])
+@pytest.mark.parametrize("name, most", [("common.py", 480), ("cli.py", 200), ("README.md", 180)])
 def test_what_is_read_first_is_short(name, most):
     assert len((ROOT / name).read_text().splitlines()) <= most
 
@@ -147,7 +158,7 @@ def test_which_lines_count(tmp_path):
     (tmp_path / "Makefile").write_text(f"{'é' * 100}\n| {long}\n")
     assert wide(tmp_path / "Makefile") == ["Makefile:2: 103 columns"]
     assert {"common.py", "cli.py", "README.md", "Makefile", "models/README.md", "models/tasks.py",
-            "tests/conftest.py", *(f"{name}.py" for name in FILES)} <= {*written()}
+            "tests/conftest.py", *(f"{x.replace('.', '/')}.py" for x in FILES)} <= {*written()}
     assert not any("site-packages" in name for name in written())
     assert imported(ast.parse("import a.b, c\ndef f():\n    from d.e import g").body) == {*"acd"}
 

@@ -1,0 +1,178 @@
+"""Tables of the survey's other systems, measured here.
+
+    python tests/survey_tables.py --table medusa              # or eagle, sequoia, rest, specdec
+
+Prompts, rounds and medians are those of bench.py.
+"""
+import copy
+import sys
+from statistics import mean
+
+from bench import Bench, ROOT, options, perform, table
+
+sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402  (path: set above)
+from jacobi import lookahead  # noqa: E402
+from models import tasks  # noqa: E402
+from speculative import specdec, specinfer, spectr  # noqa: E402
+from survey.medusa import load_heads, medusa  # noqa: E402
+from survey.rest import Datastore, as_tokens, load_datastore, rest  # noqa: E402
+from survey.sequoia import load_rates, sequoia, tables  # noqa: E402
+
+
+def rates(bench: Bench, results, names, what: str = "rows") -> list[list[str]]:
+    """A line for each method: tokens per call in all and by task, nodes a call, speed, equality."""
+    lines = []
+    for name in names:
+        per_call = [results.per_call(name, x) for x in (None, *bench.prompts)]
+        lines.append([name, *(f"{x:.2f}" for x in per_call), f"{results.log(name, what):.1f}",
+                      f"{results.ratio(name, 'AR'):.2f}", results.same(name, "AR")])
+    return lines
+
+
+def costs(bench: Bench, most: int = 64) -> None:
+    """What a call of more rows costs here."""
+    lm = bench.cached(bench.target)
+    lm.start(bench.pairs()[0][1][:-1], width=most)
+    found = row_costs(lm, most)
+    print(table([["rows of a call", *map(str, found)],
+                 ["milliseconds", *(f"{1000 * x:.1f}" for x in found.values())],
+                 ["of a call of one", *(f"{x / found[1]:.2f}" for x in found.values())]]))
+
+
+def grades(bench: Bench, results, name) -> str:
+    """How many answers of all rounds are right."""
+    right = [tasks.grade(bench.examples[tuple(prompt)],
+                         bench.tokenizer.decode(count.output, skip_special_tokens=True))
+             for some in results.rounds(name) for (_, prompt), count in zip(bench.pairs(), some)]
+    return f"{sum(right)} of {len(right)}"
+
+
+# ------------------------------------------------------------------------------ Medusa and Hydra
+
+def table_medusa(bench: Bench) -> None:
+    """Heads, trees, and typical acceptance over temperatures."""
+    costs(bench)
+    head = ["tree", "tokens per target call", *bench.prompts, "rows a call", "x AR",
+            "output as AR's"]
+    runs, rows = {"AR": bench.ours(autoregressive)}, [["heads", "guess", *map(str, range(1, 5))]]
+    for kind in ("medusa", "hydra"):
+        heads = load_heads(bench.args.adapters / f"{kind}.safetensors", bench.target)
+        for rank in range(3):
+            rows.append([kind, f"of rank {rank + 1}",
+                         *(f"{accept[rank]:.2f}" for accept in heads.accept)])
+        chain, full = copy.copy(heads), copy.copy(heads)
+        chain.accept = [accept[:1] for accept in heads.accept]
+        full.accept = [[1.0] * 2] * heads.K
+        runs |= {f"{kind}, {name}": bench.ours(medusa, heads=kind, trained=trained, nodes=nodes)
+                 for name, trained, nodes in (
+                     ("chain", chain, 1 + heads.K), ("full tree, 2 guesses a node", full, 31),
+                     *((f"best tree of {n}", heads, n) for n in (4, 8, 16, 31, 64)),
+                     ("as many nodes as pay", heads, 0))}
+    print(table(rows))
+    results = bench.measure(runs)
+    print(table([head, *rates(bench, results, list(runs)[1:])]))
+
+    rows = [["hydra, 31 nodes", "tokens per target call", "x AR", "right answers"]]
+    for temperature in (0.3, 0.7, 1.0):
+        sample = Sampler(temperature, seed=bench.args.seed)
+        runs = {"AR": bench.ours(autoregressive, sample)}
+        for name, typical in (("exact", False), ("typical", True)):
+            runs[name] = bench.ours(medusa, sample, heads="hydra", trained=heads, nodes=31,
+                                    typical=typical)
+        results = bench.measure(runs)
+        for name in runs:
+            rows.append([f"temperature {temperature}, {name}", f"{results.per_call(name):.2f}",
+                         f"{results.ratio(name, 'AR'):.2f}", grades(bench, results, name)])
+    print(table(rows))
+
+
+# --------------------------------------------------------------------------------------- Sequoia
+
+TREES = {4: ((1, 3), (3, 1)), 8: ((1, 7), (2, 3)), 16: ((1, 15), (3, 5)),  # nodes: drafts, tokens
+         32: ((2, 15), (5, 6)), 64: ((4, 15), (7, 9))}
+
+
+def per_call(bench: Bench, run) -> tuple[float, float]:
+    """(tokens per target call, nodes drafted a round)."""
+    counts = [run(prompt) for _, prompt in bench.pairs() for _ in range(bench.args.rounds)]
+    drafted = [record["drafted"] for count in counts for record in count.log]
+    return sum(c.tokens for c in counts) / sum(c.calls for c in counts), mean(drafted)
+
+
+def table_sequoia(bench: Bench) -> None:
+    """Fig. 4: tokens per target call by the nodes of the tree, at any depth; several drafts with as
+    many nodes at most."""
+    path = str(bench.args.adapters / "sequoia.json")
+    measured = load_rates(path, bench.target, bench.draft)
+    for t in (0.0, 0.3, 0.6, 1.0):
+        rows = [[f"temperature {t}: tokens per target call", *(f"{n} nodes" for n in TREES)]]
+        sample = Sampler(t, seed=bench.args.seed)
+        rows.append(["Sequoia, expected from the rates",
+                     *(f"{tables(measured[t], n, n - 1)[0][n - 1][n]:.2f}" for n in TREES)])
+        cells = [per_call(bench, bench.ours(sequoia, sample, nodes=n, depth=n - 1, rates=path))
+                 for n in TREES]
+        rows.append(["Sequoia", *(f"{tokens:.2f}" for tokens, _ in cells)])
+        for method in (specinfer, spectr):
+            for which in (0, 1):
+                row = [f"{method.__name__}, {('long', 'short')[which]} drafts"]
+                for K, gamma in (shapes[which] for shapes in TREES.values()):
+                    tokens, drafted = per_call(bench, bench.ours(method, sample, gamma=gamma, K=K))
+                    row.append(f"{tokens:.2f} ({K} x {gamma}, {1 + drafted:.1f} nodes)")
+                rows.append(row)
+        print(table(rows), flush=True)
+
+
+# ------------------------------------------------------------------------------------------ REST
+
+def table_rest(bench: Bench) -> None:
+    """By the size of the datastore, the longest suffix and the guesses of a call; and the text
+    itself as a datastore, beside the committed one and alone."""
+    whole, nodes = load_datastore(bench.args.adapters / "rest.safetensors", bench.target), 15
+    texts = [as_tokens(text) + [-1] for text in whole.text.split("\0")[:-1]]
+    parts = {n: Datastore([t for x in texts[::n] for t in x]) for n in (8, 4, 2, 1)}
+    runs = {"AR": bench.ours(autoregressive), "lookahead, W = 0": bench.ours(lookahead, W=0)}
+    runs |= {f"1/{n} of the datastore: {len(part.text):,} tokens":
+             bench.ours(rest, store=part, nodes=nodes) for n, part in parts.items()}
+    runs |= {f"suffix of at most {n}": bench.ours(rest, store=whole, nodes=nodes, longest=n)
+             for n in (2, 4, 8, 16)}
+    runs |= {f"{m - 1} guesses": bench.ours(rest, store=whole, nodes=m - 1)
+             for m in WIDTHS if 1 < m <= 64}
+    runs["as many as pay"] = bench.ours(rest, store=whole)
+    runs["with --grow"] = bench.ours(rest, store=whole, nodes=nodes, grow=True)
+    runs["--grow, empty datastore"] = bench.ours(rest, store=Datastore(), nodes=nodes, grow=True)
+    results = bench.measure(runs)
+    print(table([[f"REST, {nodes} guesses a call", "tokens per target call", *bench.prompts,
+                  "guesses a call", "x AR", "output as AR's"],
+                 *rates(bench, results, list(runs)[1:], "guessed")]))
+
+
+# --------------------------------------------------------------------------------------- SpecDec
+
+def table_specdec(bench: Bench) -> None:
+    """What relaxed verification costs and brings, over β and τ."""
+    runs = {"AR": bench.ours(autoregressive)}
+    runs |= {f"β = {beta}, τ = {tau}": bench.ours(specdec, beta=beta, tau=tau)
+             for beta, tau in [(1, 1.0), *((b, t) for b in (3, 5) for t in (0.5, 1.0, 3.0))]}
+    results = bench.measure(runs)
+    rows = [["SpecDec", "tokens per target call", "x AR", "right answers", "output as AR's"]]
+    for name in runs:
+        rows.append([name, f"{results.per_call(name):.2f}", f"{results.ratio(name, 'AR'):.2f}",
+                     grades(bench, results, name), results.same(name, "AR")])
+    print(table(rows))
+
+
+# ---------------------------------------------------------------------------- the command line
+
+TABLES = {"medusa": table_medusa, "sequoia": table_sequoia, "rest": table_rest,
+          "specdec": table_specdec}
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--table", required=True, choices=TABLES)
+    perform(parser, lambda bench: TABLES[bench.args.table](bench))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,600 @@
+"""EAGLE: the model's own output whatever the draft layer is; a token is one ahead of its feature;
+trees are those of a draft without any cache; training starts over where it must or goes on."""
+import functools
+import itertools
+import json
+import random
+import runpy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer
+
+from common import CachedLM, InputError, Sampler, autoregressive, best_tree, encode, walk
+from conftest import CONTEXT, ROOT, interrupting, main, path_to, prefill, tiny, tokens_of
+from survey import eagle as module
+from survey.eagle import (DEPTH, RANKS, Draft, acceptance, eagle, eagle_loss, features_of,
+                          fit, levels_of, load_draft, plan, save_draft, train)
+
+PROMPT = [3, 14, 15]
+ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
+INPUTS = ("shifted", "unshifted", "feature", "token")
+CHAIN = [[1.0]] * 4
+WORDLESS = SimpleNamespace(eos_token_id=None, pad_token_id=None)  # a tokenizer, as far as needed
+
+
+def random_draft(model, inputs="shifted", accept=ACCEPT) -> Draft:
+    draft = Draft(model, inputs)
+    draft.accept = accept
+    return draft
+
+
+def layers(model) -> torch.nn.ModuleList:
+    return next(x for x in model.get_decoder().modules() if isinstance(x, torch.nn.ModuleList))
+
+
+def test_the_draft_begins_as_the_targets_last_layer(family):
+    """With its weights and its window, without a norm behind it, on shared embeddings."""
+    model, seen = tiny(family), {}
+    draft, ids = Draft(model), torch.tensor([[3, 1, 4, 1, 5] * 3])
+    assert draft.lm.get_input_embeddings() is model.get_input_embeddings()
+    assert draft.lm.get_output_embeddings() is model.get_output_embeddings()
+
+    def keep(_, given, out):
+        seen.update(read=given[0], out=out[0] if isinstance(out, tuple) else out)
+    with torch.inference_mode(), layers(model)[-1].register_forward_hook(keep):
+        model(input_ids=ids, use_cache=False)
+    [layer], other = layers(draft.lm), torch.zeros_like(seen["read"])
+    hook = layer.register_forward_pre_hook(lambda _, given: (seen["read"], *given[1:]))
+    with torch.inference_mode(), hook:
+        out = draft.lm.get_decoder()(inputs_embeds=other, use_cache=False)[0]
+    torch.testing.assert_close(out, seen["out"])
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+def test_greedy_equals_autoregressive(family):
+    """A random draft layer, whatever it reads; in gpt2, where positions are learned, up to the last
+    token of the context, and from a first token without any feature before it."""
+    whole = family == "gpt2"
+    model = tiny(family, n_positions=30) if whole else tiny(family)
+    target, n = CachedLM(model, 30), 30 - len(PROMPT) if whole else 12
+    expected = tokens_of(autoregressive(target, PROMPT), n)
+    for inputs, dynamic in zip(INPUTS if whole else INPUTS[:2], (False, True, False, True)):
+        log, draft = [], random_draft(model, inputs)
+        chunks = eagle(target, PROMPT, nodes=9, dynamic=dynamic, trained=draft, log=log)
+        assert tokens_of(chunks, n) == expected, (inputs, dynamic)
+        assert all(r["guessed"] == 8 for r in log)
+    if whole:
+        expected = tokens_of(autoregressive(target, [7]), 20)
+        assert tokens_of(eagle(target, [7], nodes=5, trained=draft), 20) == expected
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "deepseek-v3", "cohere2"])
+def test_peculiar_families(family):
+    model = tiny(family)
+    target, draft = CachedLM(model, CONTEXT), random_draft(model)
+    expected = tokens_of(autoregressive(target, PROMPT), 8)
+    assert tokens_of(eagle(target, PROMPT, nodes=8, trained=draft), 8) == expected
+
+
+def test_static_shapes():
+    """With `graphs` both models run at a few widths: the same trees."""
+    model, seen = tiny("llama", vocab_size=20), []
+    for graphs in (False, True):
+        log, draft = [], random_draft(model)
+        target = CachedLM(model, CONTEXT, graphs=graphs)
+        seen.append((tokens_of(eagle(target, PROMPT, nodes=12, trained=draft, log=log), 16), log))
+        [(_, lm)] = module.DRAFTS[target].values()
+        assert lm.graphs is graphs
+    assert seen[0] == seen[1]
+
+
+def perfect(model) -> Draft:
+    """The model itself in place of the draft layer, which reads tokens alone: of a text whose
+    first tokens no window reaches any more, all guesses are right."""
+    draft = Draft(model, "token")
+    draft.lm, e = model, draft.fc.weight.shape[0]
+    draft.fc.weight.data, draft.fc.bias.data = torch.eye(e), torch.zeros(e)
+    return draft
+
+
+LONG = [3 + i * 7 % 50 for i in range(24)]  # two layers with windows of 9 see 17 tokens
+
+
+def test_a_perfect_draft_is_accepted_whole():
+    """Greedy and sampled from nearly one token: 5 of a chain of 4 and one more. A token that were
+    not one ahead of its feature would guess what is known already."""
+    model = tiny("mistral", max_position_embeddings=400)
+    target, draft = CachedLM(model, 400), perfect(model)
+    draft.accept, expected = CHAIN, tokens_of(autoregressive(target, LONG), 60)
+    for dynamic, sample in ((False, Sampler(0)), (True, Sampler(0)), (False, Sampler(1e-3))):
+        log = []
+        chunks = eagle(target, LONG, nodes=5, dynamic=dynamic, trained=draft, sample=sample,
+                       log=log)
+        assert tokens_of(chunks, 60) == expected
+        assert len(log) == 12 and all(r["accepted"] == 4 for r in log), dynamic
+
+
+# ------------------------------------------------------------------- without caches, from scratch
+
+@functools.cache
+@torch.inference_mode()
+def features(model, *text) -> torch.Tensor:
+    return model.get_decoder()(input_ids=torch.tensor([text]), use_cache=False)[0]
+
+
+@torch.inference_mode()
+def guesses(model, draft, text, path, ranks=3) -> tuple[list[float], list[int]]:
+    """(probabilities of the likeliest tokens, these tokens) after the text and the tokens of a path
+    in the tree: features of the text and all rows of the draft are computed anew."""
+    f = features(model, *text[:-1])  # [1, n, f]
+    embed, tokens = model.get_input_embeddings(), text + path
+    for n in range(len(text), len(tokens) + 1):  # the last row's feature is guessed
+        known, after = embed(torch.tensor([tokens[:n - 1]])), embed(torch.tensor([tokens[1:n]]))
+        reads = {"shifted": [after, f], "unshifted": [known, f], "feature": [f],
+                 "token": [after]}[draft.inputs]
+        out = draft.lm.get_decoder()(inputs_embeds=draft.fc(torch.cat(reads, -1)),
+                                     use_cache=False)[0]
+        f = torch.cat([f, out[:, -1:]], 1)
+    best = draft.lm.get_output_embeddings()(out[0, -1]).softmax(-1).topk(ranks)
+    return best.values.tolist(), best.indices.tolist()
+
+
+def static(model, draft, text, n) -> list[tuple[list[int], float]]:
+    """The paths and chances of the best tree of n nodes."""
+    paths = []
+    for chance, parent, _, rank in best_tree(draft.accept, n):
+        path = paths[parent][0] if paths else []
+        paths.append((path + [guesses(model, draft, text, path)[1][rank]] if paths else [], chance))
+    return paths
+
+
+def dynamic(model, draft, text, n) -> list[tuple[list[int], float]]:
+    """EAGLE-2: of each level the nodes of the largest product of draft probabilities are expanded;
+    of all nodes the n of the largest are kept."""
+    paths, level = [([], 1.0)], [([], 1.0)]
+    for expanded in levels_of(best_tree(draft.accept, n)):
+        level = sorted(level, key=lambda x: -x[1])[:expanded]
+        level = [(path + [token], chance * p) for path, chance in level
+                 for p, token in zip(*guesses(model, draft, text, path))]
+        paths += level
+    return sorted(paths, key=lambda x: -x[1])[:n]
+
+
+@pytest.mark.parametrize("family, inputs, reference, n", [
+    ("llama", "shifted", static, 103), ("gpt2", "shifted", dynamic, 24),
+    ("gemma3", "unshifted", static, 20), ("mistral", "feature", dynamic, 20),
+    ("opt", "token", static, 20), ("neox", "shifted", dynamic, 20)])
+def test_trees_are_those_without_caches(family, inputs, reference, n, monkeypatch):
+    """Round by round: a stale row, one of a guess that was kept, or a shifted pair shows here."""
+    model, trees, text, log = tiny(family, vocab_size=5), [], [3, 1, 4], []
+    draft, target = random_draft(model, inputs), CachedLM(model, CONTEXT)
+    forward = target.forward
+
+    def spy(ids, parents=None, **options):
+        trees.append((ids, parents))
+        return forward(ids, parents, **options)
+    target.forward = spy
+    chunks = eagle(target, text, nodes=9, dynamic=reference is dynamic, trained=draft, log=log)
+    while len(text) < n:
+        trees.clear()
+        chunk = next(chunks)
+        ids, parents = trees[-1]
+        got = {tuple(ids[x] for x in path_to(i, parents)) for i in range(len(ids))}
+        expected = reference(model, draft, text, 9)
+        assert got == {(text[-1], *path) for path, _ in expected} and len(got) == len(ids) == 9
+        text = text + chunk
+    assert len({r["accepted"] for r in log}) > 1
+
+
+def test_sampled_output_has_the_targets_distribution():
+    """By enumeration of the draws at all nodes of the second round's tree, which is made after some
+    guesses were kept: the chance of each chunk, and with it that of all texts of three tokens."""
+    model, V, n, sample = tiny("llama", vocab_size=5), 5, 6, Sampler(1.7)
+    target, draft, law, seen = CachedLM(model, 40), random_draft(model), torch.zeros(5, 5, 5), []
+    after = functools.cache(lambda *text: sample.probs(prefill(CachedLM(model, 40), [*text]))[0])
+    forward = target.forward
+
+    def spy(ids, parents=None, **options):
+        seen.append((ids, parents, forward(ids, parents, **options)))
+        return seen[-1][2]
+    target.forward, chances = spy, []
+    for draws in itertools.product(range(V), repeat=n):
+        if seen:  # draws at nodes that are not come to change nothing: one of them counts
+            path, _ = walk(*seen[-1][:2], draws)
+            if any(draw for node, draw in enumerate(draws) if node not in path):
+                continue
+        rounds = iter([sample, draws])  # the first round is one seeded draw
+
+        def choose(logits):
+            chosen = next(rounds)
+            return list(chosen) if chosen is draws else Sampler(1.7, seed=5)(logits)
+        chunks = eagle(target, [3, 1], nodes=n, trained=draft, sample=choose)
+        start, chunk = (3, 1, *next(chunks)), tuple(next(chunks))
+        ids, parents, logits = seen[-1]
+        path, _ = walk(ids, parents, draws)
+        chances.append(sample.probs(logits)[path, [draws[x] for x in path]].prod().item())
+        for end in itertools.product(range(V), repeat=max(0, 3 - len(chunk))):
+            text, chance = (*chunk, *end)[:3], chances[-1]
+            for i in range(len(chunk), 3):  # what is to come, by the chain rule
+                chance *= after(*start, *text[:i])[text[i]].item()
+            law[text] += chance
+    expected = torch.ones(V, V, V)
+    for i in range(3):
+        for text in itertools.product(range(V), repeat=i):
+            expected[text] *= after(*start, *text).view(-1, *[1] * (2 - i))
+    assert len(start) > 3 and len(chances) > V and abs(sum(chances) - 1) < 1e-5
+    torch.testing.assert_close(law, expected, atol=1e-6, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------- the tree that pays
+
+def test_levels_of():
+    tree = best_tree([[0.9, 0.5], [0.8, 0.1], [0.5]], 6)
+    assert [(parent, depth) for _, parent, depth, _ in tree] == [
+        (-1, -1), (0, 0), (1, 1), (0, 0), (3, 1), (2, 2)]
+    assert levels_of(tree) == [1, 2, 1] and levels_of(tree[:4]) == [1, 1]
+    assert levels_of(tree[:1]) == []
+
+
+def test_the_tree_that_pays(monkeypatch):
+    """Against all trees, by hand, at costs that make rows of the target or passes dear."""
+    costs, draft = {}, SimpleNamespace(accept=ACCEPT)
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[lm])
+    cases = [(1, 0, 1, 0), (1, 1, 0, 0), (1, 0.01, 0.2, 0), (1, 0.05, 0.01, 0.02),
+             (1, 0.01, 0.01, 0.1), (1, 0, 0.05, 0.05), (1, 0.02, 0, 0.2), (1, 0, 0, 0)]
+    for target, target_row, own, own_row in cases:
+        costs["target"] = {n: target + n * target_row for n in (1, 2, 4, 8, 16)}
+        costs["draft"] = {n: own + n * own_row for n in (1, 2, 4, 8, 16)}
+        speeds = {}
+        for depth, n in itertools.product(range(5), (1, 2, 4, 8, 16)):
+            tree = best_tree(ACCEPT[:depth], n)
+            tokens, levels = sum(x[0] for x in tree), levels_of(tree)
+            passes = [1 if tokens <= 1 else 2 if tokens <= 2 else 4, *levels[1:]]
+            seconds = costs["target"][n] + sum(
+                next(cost for width, cost in costs["draft"].items() if width >= rows)
+                for rows in passes if levels)
+            speeds[n, tuple(levels)] = tokens / seconds
+        n, levels = plan(draft, "draft", "target")
+        assert speeds[n, tuple(levels)] >= max(speeds.values()) - 1e-9
+    assert (n, levels) == (16, levels_of(best_tree(ACCEPT, 16)))  # all is free
+    assert plan(SimpleNamespace(accept=[]), "draft", "target") == (1, [])
+
+
+def test_costs_are_measured_once_for_all_prompts(monkeypatch):
+    """And the draft is loaded once; another target has its own."""
+    model = tiny("llama")
+    draft, target = random_draft(model), CachedLM(model, CONTEXT)
+    loads = []
+    monkeypatch.setattr(module, "load_draft", lambda *given: loads.append(given) or draft)
+    for prompt in (PROMPT, [9, 9, 9, 4]):
+        chunks = eagle(target, prompt, adapter="file")
+        expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), prompt), 20)
+        assert tokens_of(chunks, 20) == expected
+    assert loads == [("file", model)]
+    [(_, lm)] = module.DRAFTS[target].values()
+    assert set(lm.costs) == set(target.costs) == {1, 2, 4, 8, 16, 32, 64}
+    next(eagle(CachedLM(model, CONTEXT), PROMPT, adapter="file"))
+    assert len(loads) == 2
+
+
+# ------------------------------------------------------------------------------------ training
+
+DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
+
+
+def test_features_are_what_the_head_reads(family):
+    model = tiny(family)
+    for (prompt, answer), (ids, f, n) in zip(DATA, features_of(model, DATA)):
+        assert ids.tolist() == prompt + answer and n == len(prompt)
+        with torch.inference_mode():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            again = model.get_output_embeddings()(f.float())
+        scale = logits.abs().max()
+        assert (again - logits).abs().max() < 0.02 * scale  # kept in bfloat16
+
+
+def loss_by_hand(model, draft, texts):
+    """Row by row, without padding: SmoothL1 and cross-entropy of each row that guesses a token of
+    the answer."""
+    regression, classes, embed = [], [], model.get_input_embeddings()
+    for ids, f, n in texts:
+        f = f.float()
+        rows = torch.stack([draft.fc(torch.cat([embed(ids[i + 1]), f[i]]))
+                            for i in range(len(ids) - 1)])
+        out = draft.lm.get_decoder()(inputs_embeds=rows[None], use_cache=False)[0][0]
+        for i in range(len(ids) - 2):
+            if i + 2 >= n:  # token i + 2 is one of the answer
+                error = (out[i] - f[i + 1]).abs()
+                regression.append(torch.where(error < 1, error ** 2 / 2, error - 0.5).mean())
+                p, q = (model.get_output_embeddings()(x).softmax(-1) for x in (f[i + 1], out[i]))
+                classes.append(-(p * q.log()).sum())
+    return sum(regression) / len(regression), sum(classes) / len(classes), len(classes)
+
+
+def test_noise_on_input_features_alone(monkeypatch):
+    """Uniform, at most 0.1."""
+    model, seen = tiny("llama"), []
+    draft, texts, rows = Draft(model), [*features_of(model, DATA[:1])], Draft.rows
+    monkeypatch.setattr(Draft, "rows", lambda *given: seen.append(given[3]) or rows(*given))
+    eagle_loss(draft, texts, torch.Generator())
+    noise = seen[0][0] - texts[0][1][:-2]
+    assert 0.095 < noise.max() <= 0.1 and -0.1 <= noise.min() < -0.095 and abs(noise.mean()) < 0.02
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
+def test_the_loss_by_hand(family, monkeypatch):
+    """Of a padded batch, without noise; no gradient but the draft's."""
+    model = tiny(family).requires_grad_(False)
+    draft, texts = Draft(model), [*features_of(model, DATA)]
+    monkeypatch.setattr(module, "NOISE", 0)
+    loss = eagle_loss(draft, texts, torch.Generator())
+    regression, classes, n = loss_by_hand(model, draft, texts)
+    torch.testing.assert_close(loss, regression + 0.1 * classes, atol=1e-4, rtol=1e-4)
+    assert n == 4 + 6 + 1
+    loss.backward()
+    assert all(p.grad is not None for p in draft.own().values())
+    assert all(p.grad is None for p in model.parameters())
+    monkeypatch.setattr(module, "SAMPLED", 1)  # a row of 11
+    sampled = {round(eagle_loss(draft, texts, torch.Generator().manual_seed(i)).item(), 4)
+               for i in range(40)}
+    assert len(sampled) > 5
+
+
+def test_acceptance_by_hand():
+    """d-α from its definition: true rows up to a place, then d rows of guessed features and true
+    tokens, all computed anew."""
+    model, rng = tiny("llama", vocab_size=11), random.Random(0)
+    data = [([rng.randrange(11) for _ in range(n)], [rng.randrange(11) for _ in range(m)])
+            for n, m in ((4, 9), (1, 3), (3, 5))]
+    for inputs in ("shifted", "unshifted"):
+        draft, right, total = Draft(model, inputs), torch.zeros(DEPTH, 11), torch.zeros(DEPTH, 1)
+        for prompt, answer in data:
+            text = prompt + answer
+            for end in range(max(2, len(prompt)), len(text)):  # the first token that is guessed
+                for d in range(min(DEPTH, len(text) - end)):
+                    _, ranked = guesses(model, draft, text[:end], text[end:end + d], 11)
+                    right[d, ranked.index(text[end + d])] += 1
+                    total[d] += 1
+        found = torch.tensor(acceptance(draft, [
+            (torch.tensor(p + a), features(model, *p, *a)[0], len(p)) for p, a in data]))
+        torch.testing.assert_close(found, (right / total)[:, :RANKS], atol=1e-6, rtol=0)
+
+
+# ------------------------------------------------------------------ what is kept, and for whom
+
+HELD_OUT = [([50, 51], [52, 53, 54])]
+FIT = dict(steps=5, batch=2, lr=1e-2, seed=0, say=lambda _: None)
+
+
+llama = functools.cache(lambda seed: tiny("llama", seed=seed))
+
+
+def fitted(work=None, model=0, data=DATA, inputs="shifted", **options) -> dict:
+    """What was trained, and the acceptance that was measured."""
+    model = llama(model)
+    draft = Draft(model, inputs)
+    fit(model, draft, data, HELD_OUT, work=work, **FIT | options)
+    return draft.own() | {"accept": torch.tensor(draft.accept)}
+
+
+whole = functools.cache(fitted)
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_training_lowers_the_loss_and_reaches_nothing_else():
+    model, rng = tiny("llama"), random.Random(0)
+    data = [([rng.randrange(61) for _ in range(3)], [rng.randrange(61) for _ in range(6)])
+            for _ in range(4)]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    draft, texts = Draft(model), [*features_of(model, data)]
+
+    def loss():
+        with torch.no_grad():
+            return eagle_loss(draft, texts, torch.Generator()).item()
+    start = loss()
+    fit(model, draft, data, data[:1], steps=12, batch=4, lr=3e-3, say=lambda _: None)
+    assert loss() < 0.6 * start
+    assert all(torch.equal(p, before[name]) and p.grad is None
+               for name, p in model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory):
+    """A folder that a training of two steps has worked in."""
+    folder = tmp_path_factory.mktemp("work")
+    fitted(folder, steps=2)
+    return folder
+
+
+@pytest.mark.parametrize("change", [
+    dict(model=1), dict(lr=2e-2), dict(seed=1), dict(data=DATA[:2]), dict(steps=3), dict(batch=1),
+    dict(inputs="unshifted")], ids=lambda change: next(iter(change)))
+def test_another_training_in_the_same_folder_starts_over(change, worked):
+    options = {"steps": 2} | change
+    assert same(fitted(worked, **options), fitted(**options))
+
+
+def test_the_same_training_is_not_done_again(worked, monkeypatch):
+    expected = fitted(steps=2)
+    monkeypatch.setattr(module, "eagle_loss", None)
+    assert same(fitted(worked, steps=2), expected)
+
+
+@pytest.mark.parametrize("place", ["loss", "clip", "step", "report"])
+def test_an_interrupted_training_goes_on_where_it_was(place, tmp_path, monkeypatch):
+    """Ctrl-C in the third step: before or after its gradients, in the middle of its update, which
+    is then not made by half, or once it is reported; it ends where a whole run does."""
+    owner, name = {"loss": (module, "eagle_loss"), "step": (torch.optim.AdamW, "step"),
+                   "clip": (torch.nn.utils, "clip_grad_value_"), "report": (None, "say")}[place]
+    options = {"say": interrupting(lambda _: None, 3)} if owner is None else {}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if owner:
+            stopped = interrupting(getattr(owner, name), 3, after=place == "step")
+            patch.setattr(owner, name, stopped)
+        fitted(tmp_path, **options)
+    [file] = tmp_path.iterdir()  # what was half made was not saved: the second step's is there
+    assert torch.load(file)["done"] == {"report": 3, "step": 2}.get(place, 2)
+    assert same(fitted(tmp_path), whole())
+
+
+def test_gradients_are_clipped_and_the_rate_is_a_cosine(monkeypatch):
+    rates, most = [], []
+
+    class Spy(torch.optim.AdamW):
+        def step(self):
+            [group] = self.param_groups
+            rates.append(group["lr"])
+            most.append(max(p.grad.abs().max().item() for p in group["params"]))
+            super().step()
+    monkeypatch.setattr(torch.optim, "AdamW", Spy)
+    loss = eagle_loss
+    monkeypatch.setattr(module, "eagle_loss", lambda *given: 1000 * loss(*given))
+    fitted(steps=3)
+    assert rates == pytest.approx([1e-2, 0.75e-2, 0.25e-2]) and max(most) == 0.5
+
+
+# ------------------------------------------------------------------------- files of draft layers
+
+def test_a_file_belongs_to_its_model(tmp_path):
+    """Whatever types the model is loaded in, when the layer is trained and later."""
+    path, other, dtypes = tmp_path / "d.safetensors", tiny("llama", seed=3), (torch.float32,
+                                                                              torch.bfloat16)
+    for dtype, later in zip(dtypes, dtypes[::-1]):
+        model = tiny("llama").to(dtype)
+        draft = random_draft(model, "unshifted")
+        save_draft(path, draft, model)
+        loaded = load_draft(str(path), model.to(later))
+        assert loaded.inputs == "unshifted" and loaded.accept == ACCEPT
+        for name, p in draft.own().items():
+            assert loaded.own()[name].dtype == later
+            torch.testing.assert_close(loaded.own()[name].float(), p, atol=1e-3, rtol=1e-2)
+        assert next(eagle(CachedLM(model, 20), PROMPT, nodes=5, adapter=str(path)))
+        with pytest.raises(InputError, match="of this model, got one of another"):
+            load_draft(str(path), other.to(later))
+    for family, options in (("qwen2", {}), ("llama", dict(head_dim=16)), ("mistral", {}),
+                            ("llama", dict(intermediate_size=40)), ("gpt2", {})):
+        model = tiny(family, **options)
+        if family == "mistral":  # of the same shapes, and here of the same weights
+            assert load_draft(str(path), model).accept == ACCEPT
+            continue
+        with pytest.raises(InputError, match="of this model, got one of another"):
+            load_draft(str(path), model)
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "bad").write_text("x" * 100)
+    for bad in ("bad", "none", ROOT / "models/draft/model.safetensors"):
+        with pytest.raises(InputError, match="made by `python -m survey.eagle train`"):
+            load_draft(str(tmp_path / bad), tiny("llama"))
+
+
+def test_bad_options_are_refused(tmp_path):
+    for nodes in (-1, 65):
+        with pytest.raises(InputError, match="expected 0 to 64 nodes"):
+            next(eagle(None, PROMPT, nodes=nodes))
+    with pytest.raises(InputError, match="inputs of shifted, unshifted, feature, token, got x"):
+        Draft(tiny("llama"), "x")
+    for wrong in (dict(steps=0), dict(batch=0), dict(lr=0), dict(max_new_tokens=0)):
+        with pytest.raises(InputError, match="expected steps"):
+            train(tiny("llama"), WORDLESS, [[2], [3]], out=tmp_path / "o", **wrong)
+
+
+# ---------------------------------------------------------------------- the embedded draft layer
+
+def test_the_embedded_draft_layer(embedded):
+    """Held-out prompts: AR's output, and many tokens a call."""
+    import tasks
+    model, _, tokenizer = embedded
+    target, eos, tokens, calls = CachedLM(model, 500), {tokenizer.eos_token_id}, 0, 0
+    for i, task in enumerate(tasks.TASKS):
+        [example] = tasks.take(task, "test", 1, seed=40)
+        prompt = encode(tokenizer, example.prompt)
+        expected, before = tokens_of(autoregressive(target, prompt), 40, eos), target.calls
+        chunks = eagle(target, prompt, nodes=16, dynamic=i == 1)
+        assert tokens_of(chunks, 40, eos) == expected
+        tokens, calls = tokens + len(expected), calls + target.calls - before
+    assert tokens / calls > 3.5
+    assert (ROOT / "models/eagle.safetensors").stat().st_size < 2_500_000
+
+
+# ------------------------------------------------------------------------- the command line
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Directories of tiny models with the embedded target's tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/target")
+    for family in ("llama", "qwen2"):
+        tiny(family, vocab_size=len(tokenizer)).save_pretrained(folder / family)
+        tokenizer.save_pretrained(folder / family)
+    (folder / "two").write_text('How many cats?\n{"prompt": "How many dogs are there?"}\n')
+    (folder / "one").write_text("hello\n")
+    return folder
+
+
+def command(*argv) -> int:
+    """As the last lines of eagle.py, on a CPU."""
+    return main([eagle], module.report, [*map(str, argv), "--device", "cpu"], commands=[train],
+                ranges={"nodes": (4, 8, 16, 32, 64)})
+
+
+def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
+    """In half precision too; a stopped run makes what a whole one makes."""
+    out, whole, target = tmp_path / "o", tmp_path / "whole", ("--target", small / "llama")
+    options = ["train", *target, "--prompts", small / "two", "--batch", "2", "--max-new-tokens",
+               "8", "--steps", "3", "--out"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_value_",
+                      interrupting(torch.nn.utils.clip_grad_value_, 2))
+        assert command(*options, out) == 130 and not out.exists()
+    assert command(*options, out) == command(*options, whole) == 0
+    assert out.read_bytes() == whole.read_bytes()
+    text = capfd.readouterr().out
+    assert "step 3: held-out d-α" in text and "parameters; 1 answers of" in text
+    assert command(*target, "--prompts", small / "two", "--adapter", out, "--nodes", "6",
+                   "--max-new-tokens", "12", "--compare") == 0
+    err = capfd.readouterr().err
+    assert "output equals autoregressive output" in err and "a call: 5.0 guesses" in err
+    assert command(*options, tmp_path / "half", "--dtype", "bfloat16", "--inputs", "token") == 0
+    assert json.loads(header(tmp_path / "half"))["inputs"] == "token"
+    assert command(*target, "--prompt", "x", "--adapter", tmp_path / "half", "--dtype", "bfloat16",
+                   "--dynamic", "--max-new-tokens", "6") == 0
+
+
+def header(path) -> str:
+    with safe_open(path, "pt") as file:
+        return file.metadata()["eagle"]
+
+
+def test_the_file_itself_decodes(small, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["eagle.py", "--prompt", "x", "--target",
+                                      str(small / "llama"), "--device", "cpu"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "survey/eagle.py"), run_name="__main__")
+    assert end.value.code == 2 and "of this model, got one of another" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["train"], "the following arguments are required: --out"),
+    (["train", "--out", "o", "--prompts", "one"], "2 answers or more of 2 tokens or more, got 1"),
+    (["train", "--out", "o", "--steps", "0"], "expected steps"),
+    (["train", "--out", "o", "--inputs", "wide"], "inputs of shifted, unshifted"),
+    (["--prompt", "x", "--adapter", "none"], "made by `python -m survey.eagle train`"),
+    (["--prompt", "x", "--target", "qwen2"], "of this model, got one of another"),
+    (["--prompt", "x", "--nodes", "65"], "expected 0 to 64 nodes, got 65")])
+def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):
+    monkeypatch.chdir(small)
+    target = [] if "--target" in argv else ["--target", "llama"]
+    limit = ["--max-new-tokens", "40"] if argv[0] == "train" else []
+    assert command(*argv, *target, *limit) == 2
+    out, err = capfd.readouterr()
+    lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
+    assert out == "" and len(lines) == 1 and said in lines[0], err
