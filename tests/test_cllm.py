@@ -856,13 +856,13 @@ def test_the_embedded_cllm():
     model, tokenizer = load(ROOT / "models/cllm", "cpu", "float32")
     ar, lm, eos, tokens, right = CachedLM(model, 500), CachedLM(model, 500), {1}, 0, 0
     assert tokenizer.eos_token_id == 1
-    for example in (e for task in tasks.TASKS for e in tasks.take(task, "test", 4, seed=40)):
+    for example in (e for task in tasks.TASKS for e in tasks.take(task, "test", 2, seed=40)):
         prompt = tokenizer(example.prompt)["input_ids"]
         expected = tokens_of(autoregressive(ar, prompt), 120, eos)
         assert tokens_of(cllm(lm, prompt), 120, eos) == expected
         text = tokenizer.decode(expected, skip_special_tokens=True)
         tokens, right = tokens + len(expected), right + tasks.grade(example, text)
-    assert tokens / lm.calls > 2.1 and right >= 8
+    assert tokens / lm.calls > 2.1 and right >= 4
     assert sum(file.stat().st_size for file in (ROOT / "models/cllm").iterdir()) <= 22_000_000
 
 

@@ -27,8 +27,8 @@ def test_greedy_equals_autoregressive(family):
     target, close, far = (CachedLM(m, CONTEXT)
                           for m in (model, near(model, 0.02), tiny(family, seed=7)))
     expected = tokens_of(autoregressive(target, PROMPT), ROOM)
-    for draft, gamma in [*((close, gamma) for gamma in ((1, 2, 3, 4, 6, 8, 12) if whole else (4,))),
-                         *((far, gamma) for gamma in ((1, 5, 12) if whole else (1,)))]:
+    for draft, gamma in [*((close, gamma) for gamma in ((1, 4, 12) if whole else (4,))),
+                         *((far, gamma) for gamma in ((5,) if whole else (1,)))]:
         log = []
         got = tokens_of(speculative(target, draft, PROMPT, gamma=gamma, log=log), ROOM)
         assert got == expected, gamma
@@ -65,13 +65,14 @@ def test_the_target_as_its_own_draft_is_always_accepted(family):
     samplings = (0, 0, 1), (1, 0, 1), (0.6, 10, 0.9), (1.7, 0, 1)
     whole, runs = family == "gpt2", [(4, samplings[0]), (7, samplings[2])]
     model = tiny(family, **{"n_positions" if whole else "max_position_embeddings": 400})
-    for gamma, sampling in itertools.product((1, 4, 7), samplings) if whole else runs:
+    n = 300 if whole else 120
+    for gamma, sampling in [*((1, x) for x in samplings), *runs] if whole else runs:
         log, target, draft = [], CachedLM(model, 400), CachedLM(model, 400)
         chunks = speculative(target, draft, PROMPT, gamma=gamma, sample=Sampler(*sampling, seed=1),
                              log=log)
-        assert len(tokens_of(chunks, 300)) == 300
+        assert len(tokens_of(chunks, n)) == n
         assert all(r["accepted"] == gamma for r in log)
-        assert target.calls == -(-300 // (gamma + 1)) and draft.calls == gamma * target.calls
+        assert target.calls == -(-n // (gamma + 1)) and draft.calls == gamma * target.calls
 
 
 # -------------------------------------------------------------------- the rule, by enumeration

@@ -69,6 +69,7 @@ exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd
          "eagle": {"adapter": root + "/eagle.safetensors"}, "specdec": {"beta": 1},
          "sequoia": {"rates": root + "/sequoia.json"},
          "rest": {"datastore": root + "/rest.safetensors"}}
+loaded = {}  # by the first common.py: all are the same
 for name, method in json.loads(sys.argv[4]):
     sys.path = [str(here / name), *packages]
     for module in {name, "common"} & sys.modules.keys():
@@ -78,7 +79,9 @@ for name, method in json.loads(sys.argv[4]):
     assert common.__file__.startswith(str(here / name))
     function = getattr(module, method)
     names = [x for x in ("target", "draft") if x in function.__annotations__]
-    models, (tokenizer, *_) = zip(*(common.load(f"{root}/{x}", "cpu", "float32") for x in names))
+    for x in names:
+        loaded[x] = loaded.get(x) or common.load(f"{root}/{x}", "cpu", "float32")
+    models, (tokenizer, *_) = zip(*(loaded[x] for x in names))
     outputs, model = [], models[0]
     for text in texts:
         prompt = common.encode(tokenizer, text)

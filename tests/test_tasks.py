@@ -71,14 +71,14 @@ def test_unknown_tasks_are_refused():
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_embedded_target_knows_its_tasks(task, embedded):
-    """30 held-out prompts in batches; at a true accuracy of 80% fewer than 16 right ones have a
-    probability of 2.3e-4."""
+    """15 held-out prompts in batches; at a true accuracy of 80% fewer than 6 right ones have a
+    probability of 1.1e-4."""
     from train import answer
     target, _, tokenizer = embedded
-    held_out = tasks.take(task, "test", 30, seed=30)
+    held_out = tasks.take(task, "test", 15, seed=30)
     answers = answer(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    assert sum(map(tasks.grade, held_out, texts)) >= 16
+    assert sum(map(tasks.grade, held_out, texts)) >= 6
     assert not any(map(tasks.loops, answers))
 
 
