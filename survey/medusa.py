@@ -28,7 +28,6 @@ import math
 import os
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Iterator
 
@@ -91,16 +90,14 @@ def load_heads(path: str | Path, model) -> Heads:
     """InputError where the file was made for another model."""
     try:
         with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {}).get("heads", "null"))
+            header = json.loads((file.metadata() or {})["heads"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
+        known = tensors.pop("model").float()
+    except (OSError, SafetensorError, KeyError) as error:
         raise InputError("expected a file made by `python -m survey.medusa train`, got "
-                         f"{str(path)!r}: {error}") from error
-    if header is None or "model" not in tensors:
-        raise InputError("expected a file made by `python -m survey.medusa train`, got "
-                         f"{str(path)!r} without its header")
-    heads, known = new_heads(model, header["kind"], header["K"]), tensors.pop("model").float()
-    own, same = some_embeddings(model), heads.state_dict()
+                         f"{str(path)!r}: {error!r}") from error
+    heads, own = new_heads(model, header["kind"], header["K"]), some_embeddings(model)
+    same = heads.state_dict()
     if {x: y.shape for x, y in tensors.items()} != {x: y.shape for x, y in same.items()} or (
             known.shape != own.shape or not torch.allclose(known, own, atol=1e-4, rtol=1e-2)):
         raise InputError("expected heads of this model, got those of another")
@@ -113,18 +110,26 @@ def load_heads(path: str | Path, model) -> Heads:
 
 @torch.inference_mode()
 def grow(heads: Heads, target: CachedLM, f: torch.Tensor, root: int, tree: list) -> list[int]:
-    """The tokens of a tree of `best_tree` below feature f [1, d] and the root: level by level each
-    node's likeliest guesses, one call of a head for all nodes of a level."""
+    """The tokens of a tree of `best_tree` below feature f [1, d] and the root. The LM head runs
+    once for all Medusa heads; once a level for Hydra heads, over the nodes with children."""
     ids, above = [root] * len(tree), {0: [root]}  # above[n]: the tokens from the root to node n
     embed, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    for k in range(1, max(depth for _, _, depth, _ in tree) + 2):
+    depths = range(1, max(depth for _, _, depth, _ in tree) + 2)
+
+    def likeliest(x: torch.Tensor) -> list[list[int]]:
+        logits = lm_head(x)[:, :target.vocab]
+        return logits.topk(min(RANKS, logits.shape[1])).indices.tolist()
+    if heads.kind == "medusa" and depths:
+        said = likeliest(torch.cat([heads(k, f, f[:, None]) for k in depths]))
+    for k in depths:
         level = [n for n, (_, _, depth, _) in enumerate(tree) if depth == k - 1]
         owners = sorted({tree[n][1] for n in level})
-        seen = owners if heads.kind == "hydra" else owners[:1]  # a Medusa head says one thing
-        texts = torch.tensor([above[n] for n in seen], device=f.device)  # [owners, k]
-        logits = lm_head(heads(k, f.expand(len(seen), -1), embed(texts)))[:, :target.vocab]
-        ranked = logits.topk(min(RANKS, logits.shape[1])).indices.tolist()
-        guesses = dict(zip(owners, ranked if heads.kind == "hydra" else ranked * len(owners)))
+        if heads.kind == "medusa":  # whatever a node's tokens are
+            guesses = dict.fromkeys(owners, said[k - 1])
+        else:
+            texts = torch.tensor([above[n] for n in owners], device=f.device)  # [owners, k]
+            x = heads(k, f.expand(len(owners), -1), embed(texts))
+            guesses = dict(zip(owners, likeliest(x)))
         for n in level:
             _, parent, _, rank = tree[n]
             ids[n] = guesses[parent][rank]
@@ -243,15 +248,15 @@ def accuracy(heads: Heads, model, f: torch.Tensor, tokens: torch.Tensor, size: i
 
 
 def fit(model, heads: Heads, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        seed: int = 0, work: Path | None = None, say=print) -> list[tuple]:
-    """Train on (prompt, answer) pairs, the model frozen: AdamW, the rate a cosine. Returns [(step,
-    held-out loss and accuracy of each head)]; sets `heads.accept`. A file in `work` keeps what is
+        seed: int = 0, work: Path | None = None, say=tqdm.write) -> dict[int, tuple]:
+    """Train on (prompt, answer) pairs, the model frozen: AdamW, the rate a cosine. Returns {step:
+    (held-out loss, accuracy) of each head}; sets `heads.accept`. A file in `work` keeps what is
     done, also when it is interrupted."""
     model.requires_grad_(False)
     settings = heads.kind, heads.K, steps, batch, lr, seed, data
     file = work and work / f"heads-{digest(model, settings)}.pt"
     optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, weight_decay=0.0)
-    done, curve, saved = 0, [], time.time()
+    done, curve = 0, {}
     if file and file.exists():
         state = torch.load(file, weights_only=True, map_location="cpu")
         heads.load_state_dict(state["heads"])
@@ -268,18 +273,15 @@ def fit(model, heads: Heads, data: list, held_out: list, *, steps: int, batch: i
     whole = True  # no update is half made
     try:
         for done in tqdm(range(done, steps + 1), initial=done, total=steps, desc="heads"):
-            whole, due = True, done == steps or done and done % max(1, steps // 10) == 0
-            if due and all(point[0] != done for point in curve):
+            whole = True
+            if done == steps or done and done % max(1, steps // 10) == 0:
                 losses, heads.accept = accuracy(heads, model, *others)
-                first = [ranks[0] for ranks in heads.accept]
-                curve.append((done, losses, first))
-                say(f"step {done}: held-out loss {sum(losses) / heads.K:.3f}, right by head "
-                    + " ".join(f"{x:.3f}" for x in first))
+                first = [round(ranks[0], 3) for ranks in heads.accept]
+                curve[done] = losses, first
+                say(f"step {done}: held-out loss {sum(losses) / heads.K:.3f}, right {first}")
+                save()
             if done == steps:
                 break
-            if time.time() - saved > 120:
-                save()
-                saved = time.time()
             for group in optimizer.param_groups:
                 group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / steps))
             some = random.Random(f"{seed} {done}").choices(range(len(f)), k=batch)
@@ -329,8 +331,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     few = max(1, min(100, len(data) // 10))
     print(f"{sum(x.numel() for x in new.parameters()):,} parameters; {len(data) - few} answers of "
           f"{sum(len(a) for _, a in data[few:]):,} tokens, {few} held out")
-    fit(model, new, data[few:], data[:few], steps=steps, batch=batch, lr=lr, seed=seed, work=work,
-        say=tqdm.write)
+    fit(model, new, data[few:], data[:few], steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_heads(out, new, model)
 
 

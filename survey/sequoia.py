@@ -88,7 +88,7 @@ def fastest(P: tuple, sizes, depths, target: CachedLM, draft: CachedLM) -> list[
     G, how = tables(P, max(sizes), max(depths))
     if len(sizes) == len(depths) == 1:
         return shape(how, *sizes, *depths)
-    speeds, costs = {}, {lm: row_costs(lm, WIDTHS[-1]) for lm in (target, draft)}
+    speeds, costs = {}, {lm: row_costs(lm, 2 * max(sizes) - 1) for lm in (target, draft)}
     for n, d in product(sizes, depths):
         parents = shape(how, n, d)
         calls = [(target, len(parents)), *((draft, len(level)) for level in levels(parents))]

@@ -203,6 +203,10 @@ def family(request):
     return request.param
 
 
+# for variants of what is tested over all
+few_families = pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+
+
 @pytest.fixture(scope="session")
 def embedded():
     """(target, draft, tokenizer) of models/, in float32 on the CPU."""

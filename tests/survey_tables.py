@@ -1,8 +1,10 @@
 """Tables of the survey's other systems, measured here.
 
     python tests/survey_tables.py --table medusa              # or eagle, sequoia, rest, specdec
+    python tests/survey_tables.py --table inputs --adapters FOLDER
 
-Prompts, rounds and medians are those of bench.py.
+FOLDER holds a draft layer of EAGLE's for each choice of `python -m survey.eagle train --inputs`,
+all trained equally long: shifted.safetensors, … Prompts, rounds and medians are those of bench.py.
 """
 import copy
 import sys
@@ -15,6 +17,7 @@ from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402  (pa
 from jacobi import lookahead  # noqa: E402
 from models import tasks  # noqa: E402
 from speculative import specdec, specinfer, spectr  # noqa: E402
+from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import Datastore, as_tokens, load_datastore, rest  # noqa: E402
 from survey.sequoia import load_rates, sequoia, tables  # noqa: E402
@@ -84,6 +87,44 @@ def table_medusa(bench: Bench) -> None:
         for name in runs:
             rows.append([f"temperature {temperature}, {name}", f"{results.per_call(name):.2f}",
                          f"{results.ratio(name, 'AR'):.2f}", grades(bench, results, name)])
+    print(table(rows))
+
+
+# ----------------------------------------------------------------------------------------- EAGLE
+
+def alphas(draft) -> list[str]:
+    return [f"{ranks[0]:.2f}" for ranks in draft.accept]
+
+
+def table_eagle(bench: Bench) -> None:
+    """Static and dynamic trees by their nodes."""
+    costs(bench)
+    draft = load_draft(bench.args.adapters / "eagle.safetensors", bench.target)
+    print(table([["features guessed", *map(str, range(len(draft.accept)))],
+                 ["n-α, held-out answers", *alphas(draft)]]))
+    runs = {"AR": bench.ours(autoregressive)}
+    runs |= {f"{('static', 'dynamic')[dynamic]}, {n or 'as many as pay'}":
+             bench.ours(eagle, trained=draft, nodes=n, dynamic=dynamic)
+             for dynamic in (False, True) for n in (4, 8, 16, 32, 64, 0)}
+    results = bench.measure(runs)
+    print(table([["tree, nodes", "tokens per target call", *bench.prompts, "guesses a call", "x AR",
+                  "output as AR's"], *rates(bench, results, list(runs)[1:], "guessed")]))
+
+
+def table_inputs(bench: Bench) -> None:
+    """What a row of the draft layer reads: Section 3.1's reason for the shifted token."""
+    names = {"shifted": "feature, token after it", "unshifted": "feature, its own token",
+             "feature": "feature", "token": "token"}
+    drafts = {name: load_draft(bench.args.adapters / f"{name}.safetensors", bench.target)
+              for name in names}
+    results = bench.measure({(name, dynamic): bench.ours(eagle, trained=draft, nodes=16,
+                                                         dynamic=dynamic)
+                             for name, draft in drafts.items() for dynamic in (False, True)})
+    rows = [["inputs", *(f"{n}-α" for n in range(len(drafts["shifted"].accept))),
+             "tokens per target call, static tree of 16", "dynamic"]]
+    rows += [[names[name], *alphas(draft),
+              *(f"{results.per_call((name, dynamic)):.2f}" for dynamic in (False, True))]
+             for name, draft in drafts.items()]
     print(table(rows))
 
 
@@ -164,8 +205,8 @@ def table_specdec(bench: Bench) -> None:
 
 # ---------------------------------------------------------------------------- the command line
 
-TABLES = {"medusa": table_medusa, "sequoia": table_sequoia, "rest": table_rest,
-          "specdec": table_specdec}
+TABLES = {"medusa": table_medusa, "eagle": table_eagle, "inputs": table_inputs,
+          "sequoia": table_sequoia, "rest": table_rest, "specdec": table_specdec}
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ import torch
 
 import mjsd as module
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from conftest import CONTEXT, ScriptedLM, chi_square_ok, main, markov, near, tiny, tokens_of
+from conftest import (CONTEXT, ScriptedLM, chi_square_ok, few_families, main, markov, near, tiny,
+                      tokens_of)
 from mjsd import beam_search, children, longest_prefix, mjgd, mjsd, path_to, perplexity
 
 PROMPT = [3, 14, 15]
@@ -178,6 +179,7 @@ def test_a_wide_beam_search_at_a_temperature_finds_all_texts(sample, eos):
 
 # ------------------------------------------------------------------------------------------- MJGD
 
+@few_families
 def test_mjgd_of_one_token_is_greedy_decoding(family):
     model = tiny(family)
     expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 100)
@@ -236,6 +238,7 @@ def test_mjgd_on_a_real_cache(name):
 
 # ------------------------------------------------------------------------------------------- MJSD
 
+@few_families
 def test_tau_1_is_greedy_decoding(family):
     model = tiny(family)
     expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 60)
@@ -247,6 +250,7 @@ def test_tau_1_is_greedy_decoding(family):
 OWN_DRAFT = list(itertools.product([(0.0, 1), (0.5, 3), (0.99, 1)], [greedy, Sampler(), WARPED]))
 
 
+@few_families
 def test_the_target_as_its_own_draft_is_always_accepted(family):
     """For all τ below 1, to the last token of the context: the two models' rows of a path are the
     same, in whatever tree they stand. The whole product for one family, a third for the others."""
@@ -260,6 +264,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(family):
                    for p, q in zip(r["target_logp"], r["draft_logp"]))
 
 
+@few_families
 def test_drafts_on_real_caches_equal_those_without_a_cache(family):
     """Round by round, past the window of those that have one, one beam verified or three; and with
     a quarter of the tokens EOS, so that some drafts end early, before or after other beams."""

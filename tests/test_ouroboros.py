@@ -40,13 +40,13 @@ def warm_pool() -> PhrasePool:
 
 def test_greedy_equals_autoregressive(family):
     """One warm pool for combinations of the switches, each with other hyper-parameters and the
-    next of three drafts; one up to the last token of the context. All 16 for one family; four
+    next of three drafts; one up to the last token of the context. All 16 for one family; two
     of them, each switch on and off, for the others, and the most extreme trees for all."""
     model, other = tiny(family), tiny("llama" if family == "gpt2" else "gpt2")
     n, rng, pool = CONTEXT - len(PROMPT), random.Random(2), warm_pool()
     expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), n)
     drafts = itertools.cycle([near(model, 0.02), tiny(family, seed=7), other])
-    chosen = range(16) if family == "llama" else (0, 6, 9, 15)
+    chosen = range(16) if family == "llama" else (6, 9)
     trials = [dict(gamma=rng.randint(1, 9), W=rng.randint(1, 8), beta=rng.randint(2, 6),
                    K=rng.randint(1, 5), G=rng.randint(1, 5), **SWITCHES[i]) for i in chosen]
     trials.insert(1, dict(gamma=1, W=1, beta=7, K=9, G=12))
@@ -81,8 +81,8 @@ def test_the_target_as_its_own_draft_is_always_accepted(family):
     for off in ({}, {"lengthen"}, {"phrases"}, {"phrases", "lengthen"}):
         target, draft = CachedLM(model, CONTEXT), CachedLM(model, CONTEXT)
         options = dict(gamma=5, beta=3, pool=pool, log=log) | dict.fromkeys(off, False)
-        tokens_of(ouroboros(target, draft, PROMPT, **options), CONTEXT - len(PROMPT))
-    assert len(log) > 40 and all(r["accepted"] >= r["drafted"] >= 5 for r in log)
+        tokens_of(ouroboros(target, draft, PROMPT, **options), 90)
+    assert len(log) > 24 and all(r["accepted"] >= r["drafted"] >= 5 for r in log)
 
 
 def test_phrases_save_draft_calls(embedded):

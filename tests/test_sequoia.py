@@ -446,7 +446,7 @@ def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch):
         chunks = sequoia(target, draft, PROMPT, rates=rates, log=log, **options)
         assert tokens_of(chunks, 30) == expected and target.calls == len(log)
         assert seen == [given] and 1 <= log[0]["drafted"] < options.get("nodes", 65)
-    assert [*target.costs] == [*common.WIDTHS] == [*draft.costs]
+    assert [*target.costs] == [*common.WIDTHS[:7]] == [*draft.costs]  # the largest tree has 64
     target.costs = draft.costs = {}  # where both are given nothing is timed
     assert next(sequoia(target, draft, PROMPT, rates=rates, nodes=8, depth=2)) == expected[:3]
     assert target.costs == {}

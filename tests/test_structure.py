@@ -64,11 +64,11 @@ from pathlib import Path
 torch.set_num_threads(1)
 here, root, packages, texts = Path(sys.argv[1]), sys.argv[2], sys.path[1:], json.loads(sys.argv[3])
 exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd": {"K": 1},
-         "bita": {"adapter": root + "/bita.safetensors"},
-         "medusa": {"adapter": root + "/medusa.safetensors"},
-         "eagle": {"adapter": root + "/eagle.safetensors"}, "specdec": {"beta": 1},
-         "sequoia": {"rates": root + "/sequoia.json"},
-         "rest": {"datastore": root + "/rest.safetensors"}}
+         "bita": {"adapter": root + "/bita.safetensors", "tree": "chain"},
+         "medusa": {"adapter": root + "/medusa.safetensors", "nodes": 4},
+         "eagle": {"adapter": root + "/eagle.safetensors", "nodes": 8}, "specdec": {"beta": 1},
+         "sequoia": {"rates": root + "/sequoia.json", "nodes": 8, "depth": 4},
+         "rest": {"datastore": root + "/rest.safetensors", "nodes": 4}}
 loaded = {}  # by the first common.py: all are the same
 for name, method in json.loads(sys.argv[4]):
     sys.path = [str(here / name), *packages]

@@ -15,10 +15,10 @@ WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSE
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_right_answers_pass_and_other_answers_fail(task):
-    some = tasks.take(task, "test", 25, seed=3)
+    some = tasks.take(task, "test", 10, seed=3)
     assert all(tasks.grade(e, e.answer) for e in some)
     others = [tasks.grade(e, other.answer) for e, other in zip(some, some[1:])]
-    assert sum(others) <= 2  # two examples may happen to agree
+    assert sum(others) <= 1  # two examples may happen to agree
     assert not any(tasks.grade(e, wrong) for e in some for wrong in WRONG)
 
 
