@@ -47,7 +47,7 @@ eagle: .venv/ready
 	mkdir -p $(WORK)
 	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
 	$(RUN) -m survey.eagle train --prompts $(WORK)/prompts_eagle.jsonl --work $(WORK)/eagle \
-		--steps 1000 --out models/eagle.safetensors
+		--steps 1000 --begin last --lr 3e-3 --out models/eagle.safetensors
 
 # models/cllm: Jacobi trajectories on generated prompts, then consistency training in two phases
 cllm: .venv/ready

@@ -4,6 +4,7 @@ from the target.
     python models/train.py                    # everything, about two hours on two CPU cores;
                                                 stopped, it goes on where it was
     python models/train.py --stage evaluate   # only measure what is there
+    python models/train.py distil --target MODEL --layers 0 1 28 29 --prompts FILE --out DIR
 
 1. tokenizer: byte-level BPE on the training tasks; digits are single tokens, a newline never joins
    what follows it.
@@ -17,10 +18,13 @@ from the target.
 4. evaluate: held-out loss, accuracy on each task, loops and acceptance, written to evaluation.json.
 """
 import argparse
+import copy
 import itertools
 import json
 import os
 import random
+import re
+import sys
 import time
 from pathlib import Path
 
@@ -33,7 +37,10 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llam
 
 import tasks
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+import common  # noqa: E402  (the path is set above)
+
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
 # in the target's second phase: arithmetic takes longest
 LATER = {"sql": 0.15, "math": 0.6, "code": 0.25}
@@ -131,7 +138,7 @@ def optimizers(model, lr: float):
 
 def fit(name, model, loss_of, data, lr: float, total: int, work: Path):
     """Train on `total` tokens of `data`, the rate falling linearly to 0 after a warm-up of a
-    twentieth of them; a checkpoint every five minutes."""
+    twentieth of them; a checkpoint every five minutes and when it is interrupted."""
     optims, checkpoint = optimizers(model, lr), work / f"{name}.pt"
     seen = step = 0
     if checkpoint.exists():
@@ -140,31 +147,38 @@ def fit(name, model, loss_of, data, lr: float, total: int, work: Path):
         for optimizer, saved in zip(optims, state["optimizers"]):
             optimizer.load_state_dict(saved)
         seen, step = state["seen"], state["step"]
-    saved_at = time.time()
+    saved_at, whole = time.time(), True  # no update is half made
+
+    def save_state():
+        torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optims],
+                    "seen": seen, "step": step}, checkpoint.with_suffix(".new"))
+        os.replace(checkpoint.with_suffix(".new"), checkpoint)
     bar = tqdm(total=total, initial=seen, unit="tok", desc=name, mininterval=5, dynamic_ncols=True)
     average = None
-    for ids, weights in data(step):  # a resumed run goes on with other examples
-        if seen >= total:
-            break
-        rate = lr * min(1.0, (seen + 1) / (0.05 * total)) * max(0.0, 1 - seen / total)
-        for group in (g for o in optims for g in o.param_groups):
-            group["lr"] = rate
-        loss = loss_of(ids, weights)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optims:
-            optimizer.step()
-            optimizer.zero_grad()
-        seen, step = seen + ids.numel(), step + 1
-        average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
-        bar.update(ids.numel())
-        bar.set_postfix(loss=f"{average:.4f}", lr=f"{rate:.1e}")
-        if time.time() - saved_at > 300 or seen >= total:
-            torch.save({"model": model.state_dict(),
-                        "optimizers": [o.state_dict() for o in optims], "seen": seen,
-                        "step": step}, checkpoint.with_suffix(".new"))
-            os.replace(checkpoint.with_suffix(".new"), checkpoint)
-            saved_at = time.time()
+    try:
+        for ids, weights in data(step):  # a resumed run goes on with other examples
+            if seen >= total:
+                break
+            rate = lr * min(1.0, (seen + 1) / (0.05 * total)) * max(0.0, 1 - seen / total)
+            for group in (g for o in optims for g in o.param_groups):
+                group["lr"] = rate
+            loss = loss_of(ids, weights)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            whole = False
+            for optimizer in optims:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen, step, whole = seen + ids.numel(), step + 1, True
+            average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
+            bar.update(ids.numel())
+            bar.set_postfix(loss=f"{average:.4f}", lr=f"{rate:.1e}")
+            if time.time() - saved_at > 300:
+                save_state()
+                saved_at = time.time()
+    finally:
+        if whole:
+            save_state()
     bar.close()
     return model
 
@@ -230,23 +244,88 @@ def divergence(kind: str, target_logits, draft_logits):
     raise ValueError(f"expected forward-kl, reverse-kl, jsd or tvd, got {kind!r}")
 
 
-def logits_before(model, ids):
-    """Logits [B, T-1, V] for the tokens ids[:, 1:]."""
+def logits_before(model, ids, weights):
+    """Logits [N, V] for the tokens ids[:, 1:] that have a weight."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-        return model(input_ids=ids[:, :-1], use_cache=False).logits
+        hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
+        return model.get_output_embeddings()(hidden[weights[:, 1:] > 0])
 
 
-def distill(name, target, draft, tokenizer, kind, source, total, work, lr=2e-3, size=4096):
-    """Move the draft towards the target on text sampled from `source` ("draft" or "target");
-    returns the draft."""
+def distill(name, target, draft, kind, data, total, work, lr=2e-3):
+    """Move the draft towards the target on batches of data(step); returns the draft."""
     def loss_of(ids, weights):
         with torch.no_grad():
-            teacher = logits_before(target, ids)
-        loss, weights = divergence(kind, teacher, logits_before(draft, ids)), weights[:, 1:]
-        return (loss * weights).sum() / weights.sum()
-    return fit(name, draft, loss_of,
-               lambda seed: sampled_batches({"draft": draft, "target": target}[source], tokenizer,
-                                            "train", 1000 + seed, size), lr, total, work)
+            teacher = logits_before(target, ids, weights)
+        return divergence(kind, teacher, logits_before(draft, ids, weights)).mean()
+    return fit(name, draft, loss_of, data, lr, total, work)
+
+
+def some_layers(model, layers: list[int]):
+    """A smaller model of these layers of a Llama-like one; its embeddings and LM head are frozen
+    and stay the model's."""
+    config, state = copy.deepcopy(model.config), model.state_dict()
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in layers]
+    small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, x in small.state_dict().items():
+        old = re.sub(r"\.layers\.(\d+)\.", lambda i: f".layers.{layers[int(i[1])]}.", name)
+        x.copy_(state[old])
+    for embedding in small.get_input_embeddings(), small.get_output_embeddings():
+        embedding.requires_grad_(False)
+    return small.to(model.device)
+
+
+def distil(argv: list[str]) -> None:
+    """A draft for any Llama-like model: some of its layers, which learn its distribution on its own
+    greedy answers."""
+    parser = argparse.ArgumentParser(prog="train.py distil", description=distil.__doc__,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--target", required=True, help="model directory or hub id")
+    add("--layers", type=int, nargs="+", required=True, help="of the target, from 0")
+    add("--prompts", type=tasks.read_prompts, required=True, metavar="FILE")
+    add("--chat", action="store_true", help="put prompts into the model's chat template")
+    add("--out", type=Path, required=True, help="directory of the draft")
+    add("--work", type=Path, default=HERE / "work", help="answers and checkpoints")
+    add("--max-new-tokens", type=int, default=200, help="of an answer")
+    add("--tokens", type=int, default=2_000_000, help="to train on")
+    add("--lr", type=float, default=5e-4)
+    add("--device")
+    args = parser.parse_args(argv)
+    target, tokenizer = common.load(args.target, args.device, "bfloat16")
+    if not set(args.layers) <= {*range(target.config.num_hidden_layers)}:
+        raise common.InputError(f"expected layers below {target.config.num_hidden_layers}, got "
+                                f"{args.layers}")
+    torch.set_default_device(target.device)
+    args.work.mkdir(parents=True, exist_ok=True)
+    prompts = [common.encode(tokenizer, text, args.chat) for text in args.prompts]
+    longest = common.context_length(target) - args.max_new_tokens
+    prompts = [p for p in prompts if len(p) <= longest]
+    answers = common.own_answers(target, tokenizer, prompts, args.max_new_tokens, args.work)
+    rows = [(p + a, [0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers)]
+    random.Random(0).shuffle(rows)
+    held_out, rows = rows[:len(rows) // 20 + 1], rows[len(rows) // 20 + 1:]
+
+    def data(step):
+        rng = random.Random(step)
+        while True:
+            some = sorted(rng.sample(rows, min(8, len(rows))), key=lambda row: len(row[0]))
+            yield pad(some, tokenizer)
+    draft, settings = some_layers(target, args.layers), (args.layers, args.tokens, args.lr, rows)
+    distill(f"distil-{common.digest(target, settings)}", target, draft, "forward-kl", data,
+            args.tokens, args.work, args.lr)
+    right = accepted = total = 0
+    for row in held_out:
+        ids, weights = pad([row], tokenizer)
+        with torch.no_grad():
+            p, q = logits_before(target, ids, weights), logits_before(draft, ids, weights)
+        right += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        accepted += (1 - divergence("tvd", p, q)).sum().item()
+        total += len(p)
+    print(f"on {len(held_out)} held-out answers: {right / total:.3f} of the tokens guessed, "
+          f"1 - TVD {accepted / total:.3f}")
+    save(draft, tokenizer, args.out)
 
 
 @torch.inference_mode()
@@ -349,18 +428,24 @@ def main():
         return
     target, tokenizer = load(HERE / "target")
     held_out = [e.prompt for e in itertools.islice(stream("test", 1), 150)]
+
+    def sampled(source, draft):
+        model = {"draft": draft, "target": target}[source]
+        return lambda step: sampled_batches(model, tokenizer, "train", 1000 + step, 4096)
     # short runs of each divergence on each source of text, from the same plain draft
     if wanted("compare"):
         print(f"{'before':24}", acceptance(target, plain_draft(), tokenizer, held_out))
         for kind, source in itertools.product(("forward-kl", "reverse-kl", "jsd", "tvd"),
                                               ("draft", "target")):
-            draft = distill(f"compare-{kind}-{source}", target, plain_draft(), tokenizer, kind,
-                            source, args.compare_tokens, args.work)
+            draft = plain_draft()
+            distill(f"compare-{kind}-{source}", target, draft, kind, sampled(source, draft),
+                    args.compare_tokens, args.work)
             print(f"{kind + ' on ' + source:24}", acceptance(target, draft, tokenizer, held_out),
                   flush=True)
     if wanted("draft"):
-        draft = distill("distilled", target, plain_draft(), tokenizer, args.divergence, args.source,
-                        args.distill_tokens, args.work)
+        draft = plain_draft()
+        distill("distilled", target, draft, args.divergence, sampled(args.source, draft),
+                args.distill_tokens, args.work)
         save(draft, tokenizer, HERE / "draft")
     if wanted("evaluate"):
         draft, _ = load(HERE / "draft")
@@ -371,4 +456,11 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        distil(sys.argv[2:]) if sys.argv[1:2] == ["distil"] else main()
+    except common.InputError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)

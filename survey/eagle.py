@@ -15,10 +15,9 @@ The token is one AHEAD of the feature: f_i leaves open which token is drawn from
 f_{i+1} is (Section 3.1). Deeper guesses are made of guessed features. All are a tree, verified in
 one target call: lossless, greedily or by one draw of the target at each node.
 
-Departures: children are a node's likeliest tokens, never drawn; trees have the size that pays on
-the machine at hand, static ones the shape that measured acceptance asks for (the paper's is made
-by hand), and dynamic ones grow as many nodes a level; the layer is of the target's class and begins
-as its last one (released: Llama's, at random, no first norm); it learns from the target's answers.
+Departures: children are a node's likeliest tokens, never drawn; static trees have the shape that
+measured acceptance asks for (the paper's is made by hand), dynamic ones as many nodes a level, both
+the size that pays here; the layer is of the target's class and learns from the target's answers.
 """
 import copy
 import json
@@ -52,15 +51,16 @@ class Draft(torch.nn.Module):
     """`fc` and `lm`, one layer with the target's embeddings and LM head, which freezes the target.
     `accept[d][r]`: how often on held-out answers guess r is right, after d guessed features."""
 
-    def __init__(self, model, inputs: str = "shifted", seed: int = 0):
+    def __init__(self, model, inputs: str = "shifted", begin: str = "random", seed: int = 0):
         super().__init__()
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e, f = table.weight.shape[1], head.weight.shape[1]
         widths = {"shifted": e + f, "unshifted": e + f, "feature": f, "token": e}
-        if inputs not in widths:
-            raise InputError(f"expected inputs of {', '.join(widths)}, got {inputs}")
-        self.inputs, self.accept, config = inputs, [], copy.deepcopy(model.config)
-        text = config.get_text_config()
+        if inputs not in widths or begin not in ("random", "last"):
+            raise InputError(f"expected inputs of {', '.join(widths)} and to begin with random or "
+                             f"last, got {inputs} and {begin}")
+        self.inputs, self.begin, self.accept = inputs, begin, []
+        text = (config := copy.deepcopy(model.config)).get_text_config()
         last, text.num_hidden_layers = f".{text.num_hidden_layers - 1}.", 1
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[-1:]
@@ -69,7 +69,7 @@ class Draft(torch.nn.Module):
             lm = prepare(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
             self.fc = torch.nn.Linear(widths[inputs], e).to(model.device)
         own = lm.state_dict()
-        for name, x in model.state_dict().items():  # of the last layer after that of the first
+        for name, x in model.state_dict().items() if begin == "last" else ():  # it comes last
             if (name := name.replace(last, ".0.", 1)) in own and own[name].shape == x.shape:
                 own[name].copy_(x)
         for name, part in list(lm.get_decoder().named_children()):
@@ -148,9 +148,9 @@ def plan(draft: Draft, lm: CachedLM, target: CachedLM) -> tuple[int, list[int]]:
 @torch.inference_mode()
 def grow(draft: Draft, lm: CachedLM, pairs, root: int, n: int, levels: list[int], dynamic: bool):
     """(ids, parents) of a tree of n nodes below the root. `pairs`: what `Draft.rows` takes, of all
-    true rows since the last tree. At each level the likeliest nodes get children, as many as
-    `levels` says; the likeliest n of all are kept. A node's chance is the product along its path of
-    measured acceptance, or of the draft's own probabilities (dynamic: EAGLE-2, Section 4)."""
+    true rows since the last tree. At each level as many of the likeliest nodes as `levels` says get
+    children; the likeliest n of all are kept. A chance is the product along a path of measured
+    acceptance, or of the draft's own probabilities (dynamic: EAGLE-2, Section 4)."""
     ids, parents, chances, nodes = [root], [-1], [1.0], [0]
     if not levels or not pairs[0]:  # before the second token there is no pair
         return ids, parents
@@ -199,8 +199,7 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     pairs, root = (prompt[:-1], prompt[1:], target.features), prompt[-1]
     while True:
         ids, parents = grow(draft, lm, pairs, root, n, levels, dynamic)
-        logits = target.forward(ids, parents)
-        path, chunk = walk(ids, parents, sample(logits))
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         # The true pairs: a node of the path with its feature, and the token chosen after it
         pairs, root = ([ids[x] for x in path], chunk, target.features[path]), chunk[-1]
         target.commit(path)
@@ -262,18 +261,19 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         seed: int = 0, work: Path | None = None, say=tqdm.write) -> None:
     """Train on (prompt, answer) pairs: AdamW, the rate a cosine, values of gradients clipped at
     0.5; sets `draft.accept`. A file in `work` keeps what is done, also when it is interrupted."""
-    own, settings = draft.own(), (draft.inputs, steps, batch, lr, seed)
+    own, settings = draft.own(), (draft.inputs, draft.begin, steps, batch, lr, seed)
     file = work and work / f"draft-{digest(model, settings, data)}.pt"
     optimizer = torch.optim.AdamW(own.values(), lr=lr, weight_decay=0.0)
-    done = 0
+    done, table = 0, model.get_input_embeddings().weight.float()
+    data, held_out = list(features_of(model, data)), list(features_of(model, held_out))
+    if draft.begin == "random" and "shifted" in draft.inputs:  # both inputs are as large at first
+        draft.fc.weight.data[:, :table.shape[1]] *= data[0][1].float().std() / table.std()
     if file and file.exists():
         state = torch.load(file, weights_only=True, map_location="cpu")
         draft.load_state_dict(state["draft"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
         done = state["done"]
-    data, held_out = list(features_of(model, data)), list(features_of(model, held_out))
     half = torch.autocast(model.device.type, dtype=torch.bfloat16)
-
     def save() -> None:
         if file:
             state = {"draft": own, "optimizer": optimizer.state_dict(), "done": done}
@@ -308,24 +308,24 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          inputs: str = "shifted", max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
-          lr: float = 3e-3, seed: int = 0) -> None:
+          inputs: str = "shifted", begin: str = "random", max_new_tokens: int = 200,
+          steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
     work:    folder of answers and checkpoints (default: OUT.work)
     inputs:  shifted (a feature and the token after it), unshifted (a feature and its own token),
              feature (no token) or token (the one after, no feature): the paper's ablation
-    max_new_tokens: of an answer
-    batch:   answers a step
-    lr:      where the cosine begins
+    begin:   at random (the paper), or as the target's last layer: better, but only where what that
+             adds to the residual stream is not much larger than features are
+    max_new_tokens, batch, lr: of an answer; answers a step; where the cosine begins
     """
     if min(steps, batch, max_new_tokens) < 1 or not lr > 0:
         raise InputError("expected steps, batch and max-new-tokens of 1 or more, lr above 0")
     work, longest = work or Path(f"{out}.work"), context_length(model) - max_new_tokens
     work.mkdir(parents=True, exist_ok=True)
     fitting = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
-    draft = Draft(model, inputs, seed)
+    draft = Draft(model, inputs, begin, seed)
     answers = own_answers(model, tokenizer, fitting, max_new_tokens, work)
     data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 1]
     if len(data) < 2:

@@ -1,7 +1,7 @@
 """Every method and transformers' own `generate` on the same prompts in one run, as Markdown tables.
 
     make bench                            # the embedded models on held-out prompts of each task
-    python tests/bench.py --target DIR --draft DIR --prompts FILE --chat
+    python tests/bench.py --target DIR --draft DIR --adapters FOLDER --prompts FILE --chat
 
 Each round gives every prompt to every method, one method after another, so that a noisy machine
 slows all alike; a ratio is taken within a round, and the median over the rounds is shown. Prompts
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
+EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
 from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli import Run  # noqa: E402
@@ -147,7 +148,10 @@ class Bench:
                              f"{args.n}, {args.rounds} and {args.max_new_tokens}")
         self.args, self.sample = args, Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         self.target, self.tokenizer = load(args.target, args.device, args.dtype, args.graphs)
-        self.draft, self.eos = self.load(args.draft), eos_ids(self.target, self.tokenizer)
+        if args.draft is None and args.target == EMBEDDED:
+            args.draft = str(ROOT / "models/draft")
+        self.draft = self.load(args.draft) if args.draft else None
+        self.eos = eos_ids(self.target, self.tokenizer)
         self.examples = {}  # of the tasks, by prompt: their answers can be graded
         if args.prompts:
             prompts = {name: [encode(self.tokenizer, text, args.chat) for text in texts[:args.n]]
@@ -159,7 +163,7 @@ class Bench:
                 prompts[task] = [encode(self.tokenizer, e.prompt, args.chat) for e in some]
                 self.examples |= zip(map(tuple, prompts[task]), some)
         self.longest = max(len(p) for some in prompts.values() for p in some)
-        context = min(context_length(model) for model in (self.target, self.draft))
+        context = min(context_length(model) for model in (self.target, self.draft) if model)
         if self.longest + args.max_new_tokens > context:
             raise InputError(f"expected prompts and {args.max_new_tokens} new tokens within the "
                              f"context of {context}, got a prompt of {self.longest} tokens")
@@ -187,8 +191,10 @@ class Bench:
 
     def ours(self, method, sample: Sampler | None = None, limit: int | None = None, target=None,
              **options) -> Ours:
-        models, takes = {"target": target or self.target}, inspect.signature(method).parameters
-        if "draft" in takes:
+        models = {"target": target or self.target}
+        if "draft" in inspect.signature(method).parameters:
+            if self.draft is None:
+                raise InputError("expected a --draft")
             models["draft"] = self.draft
         return Ours(method, {name: self.cached(model, limit) for name, model in models.items()},
                     limit or self.args.max_new_tokens, self.eos, sample or self.sample, **options)
@@ -200,6 +206,9 @@ class Bench:
         except InputError as error:
             print(f"{name} left out: {error}\n")
             return {}
+
+    def run(self, name: str, method, **options) -> dict[str, Ours]:
+        return self.fitting(name, lambda: self.ours(method, **options))
 
     def bita(self, name: str, path=None, **options) -> dict[str, Ours]:
         path = path or self.args.adapters / "bita.safetensors"
@@ -225,8 +234,9 @@ class Bench:
         path = str(self.args.adapters / "sequoia.json")
 
         def make() -> Ours:
+            run = self.ours(sequoia, rates=path, **options)
             load_rates(path, self.target, self.draft)
-            return self.ours(sequoia, rates=path, **options)
+            return run
         return self.fitting(name, make)
 
     def cllm(self, name: str) -> dict[str, Ours]:
@@ -330,13 +340,14 @@ def table(rows: list[list[str]]) -> str:
 # --------------------------------------------------------------------------------- all methods
 
 def all_methods(bench: Bench) -> None:
-    """Every method at its defaults beside transformers' own."""
+    """Every method at its defaults beside transformers' own; without a draft, those that need
+    none."""
     gamma, only = bench.args.gamma, tuple(bench.args.only)
     speculation = f"speculative, draft of {gamma} tokens"
     runs = {
         "AR": bench.ours(autoregressive),
-        speculation: bench.ours(speculative, gamma=gamma),
-        "ouroboros": bench.ours(ouroboros),
+        **bench.run(speculation, speculative, gamma=gamma),
+        **bench.run("ouroboros", ouroboros),
         "jacobi": bench.ours(jacobi),
         "lookahead": bench.ours(lookahead),
         "lookahead, W = 0": bench.ours(lookahead, W=0),
@@ -348,23 +359,27 @@ def all_methods(bench: Bench) -> None:
         **bench.eagle("eagle, dynamic", dynamic=True),
         **bench.sequoia("sequoia"),
         **bench.rest("rest"),
-        "specinfer": bench.ours(specinfer, gamma=gamma),
-        "spectr": bench.ours(spectr, gamma=gamma),
-        "bild (lossy)": bench.ours(bild),
-        "specdec (lossy)": bench.ours(specdec),
-        "mjsd (lossy)": bench.ours(mjsd),
+        **bench.run("specinfer", specinfer, gamma=gamma),
+        **bench.run("spectr", spectr, gamma=gamma),
+        **bench.run("bild (lossy)", bild),
+        **bench.run("specdec (lossy)", specdec),
+        **bench.run("mjsd (lossy)", mjsd),
         **bench.cllm("cllm (another model)")}
     runs = {name: run for name, run in runs.items()
             if name == "AR" or not only or name.startswith(only)}
-    peers = {"`generate`": bench.theirs(),
-             f"`generate`, assistant, draft of {gamma} tokens": bench.theirs("draft"),
-             "`generate`, prompt lookup of 4": bench.theirs(prompt_lookup_num_tokens=4)}
-    results, names = bench.measure(runs | peers), list(bench.prompts)
+    peers = {"AR": ("`generate`", bench.theirs())}
+    if bench.draft:
+        peers[speculation] = (f"`generate`, assistant, draft of {gamma} tokens",
+                              bench.theirs("draft"))
+    peers["lookahead, W = 0"] = ("`generate`, prompt lookup of 4",
+                                 bench.theirs(prompt_lookup_num_tokens=4))
+    both = runs | dict(peers.values())
+    results, names = bench.measure(both), list(bench.prompts)
     exact = bench.args.temperature == 0
     rows = [["method", "tokens per target call", "tokens/s", "x AR",
              *(f"x AR, {name}" for name in names), "realised share", "ms a token: target", "draft",
              "rest", *(["output as AR's"] if exact else [])]]
-    for method in runs | peers:
+    for method in both:
         per_call, ratio = results.per_call(method), results.ratio(method, "AR")
         ratios = [ratio, *(results.ratio(method, "AR", name) for name in names)]
         total, *parts = (results.per_token(method, x) for x in ("total", "target", "draft"))
@@ -374,7 +389,7 @@ def all_methods(bench: Bench) -> None:
                      *([results.same(method, "AR")] if exact else [])])
     print(table(rows))
     rows = [["ratio of tokens/s", "all", *names]]
-    for ours, theirs in zip(("AR", speculation, "lookahead, W = 0"), peers):
+    for ours, (theirs, _) in peers.items():
         if ours in runs:
             ratios = [results.ratio(ours, theirs, name) for name in (None, *names)]
             rows.append([f"{ours} / {theirs}", *(f"{x:.2f}" for x in ratios)])
@@ -388,8 +403,8 @@ def options(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description.partition("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, models = parser.add_argument, ROOT / "models"
-    add("--target", default=str(models / "target"))
-    add("--draft", default=str(models / "draft"))
+    add("--target", default=EMBEDDED)
+    add("--draft", help="default: for the embedded target the embedded draft, else none")
     add("--adapters", type=Path, default=models, help="folder of what is trained for the target")
     add("--cllm", default=str(models / "cllm"), help="the target after consistency training")
     add("--prompts", type=by_category, metavar="FILE", help="in place of the held-out tasks")

@@ -7,8 +7,11 @@ FOLDER holds a draft layer of EAGLE's for each choice of `python -m survey.eagle
 all trained equally long: shifted.safetensors, … Prompts, rounds and medians are those of bench.py.
 """
 import copy
+import math
 import sys
 from statistics import mean
+
+import torch
 
 from bench import Bench, ROOT, options, perform, table
 
@@ -16,11 +19,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402  (path: set above)
 from jacobi import lookahead  # noqa: E402
 from models import tasks  # noqa: E402
-from speculative import specdec, specinfer, spectr  # noqa: E402
+from speculative import k_seq, multi_step, specdec, specinfer, spectr  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import Datastore, as_tokens, load_datastore, rest  # noqa: E402
-from survey.sequoia import load_rates, sequoia, tables  # noqa: E402
+from survey.sequoia import draw_children, load_rates, sequoia, tables, verify  # noqa: E402
 
 
 def rates(bench: Bench, results, names, what: str = "rows") -> list[list[str]]:
@@ -134,6 +137,44 @@ TREES = {4: ((1, 3), (3, 1)), 8: ((1, 7), (2, 3)), 16: ((1, 15), (3, 5)),  # nod
          32: ((2, 15), (5, 6)), 64: ((4, 15), (7, 9))}
 
 
+class Failing:
+    """Random numbers that accept nothing; `missed[k]`: how likely none of k draws is accepted."""
+
+    def __init__(self):
+        self.missed = [1.0]
+
+    def uniform(self, n: int, device) -> list:
+        return [self] * n
+
+    def __lt__(self, ratio) -> bool:
+        self.missed.append(self.missed[-1] * (1 - min(1.0, ratio.item())))
+        return False
+
+
+@torch.inference_mode()
+def rejections(bench: Bench, t: float, ks: tuple = (1, 2, 4, 8)) -> None:
+    """Fig. 3: how often none of k children of a node is accepted, for the next token at all places
+    of what the target writes; drawn twice, and given the draws exactly."""
+    sample, found = Sampler(t, seed=bench.args.seed), {"Sequoia": [], "SpecInfer": [], "SpecTr": []}
+    ar = bench.ours(autoregressive, sample)
+    for _, prompt in bench.pairs():
+        text = torch.tensor([prompt + ar(prompt).output], device=bench.target.device)
+        p, q = (model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1:-1,
+                                                              :len(bench.tokenizer)]
+                for model in (bench.target, bench.draft))
+        for p, q, log_q in list(zip(sample.probs(p), sample.probs(q), q.double() / (t or 1))) * 2:
+            coins = Failing()
+            verify(p, log_q.clone(), draw_children(log_q[None], ks[-1], sample)[0], coins)
+            found["Sequoia"].append([coins.missed[k] for k in ks])
+            draws = sample.draw(q.expand(ks[-1], -1))  # with replacement; greedily one token
+            for name, rule in (("SpecInfer", multi_step), ("SpecTr", k_seq)):
+                found[name].append([math.prod(1 - a for a in rule(p, q.expand(k, -1), draws[:k])[0])
+                                    for k in ks])
+    print(table([[f"temperature {t}: no child accepted", *(f"of {k}" for k in ks)],
+                 *([name, *(f"{mean(x):.4f}" for x in zip(*some))]
+                   for name, some in found.items())]), flush=True)
+
+
 def per_call(bench: Bench, run) -> tuple[float, float]:
     """(tokens per target call, nodes drafted a round)."""
     counts = [run(prompt) for _, prompt in bench.pairs() for _ in range(bench.args.rounds)]
@@ -147,6 +188,7 @@ def table_sequoia(bench: Bench) -> None:
     path = str(bench.args.adapters / "sequoia.json")
     measured = load_rates(path, bench.target, bench.draft)
     for t in (0.0, 0.3, 0.6, 1.0):
+        rejections(bench, t)
         rows = [[f"temperature {t}: tokens per target call", *(f"{n} nodes" for n in TREES)]]
         sample = Sampler(t, seed=bench.args.seed)
         rows.append(["Sequoia, expected from the rates",

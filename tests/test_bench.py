@@ -430,6 +430,20 @@ def test_a_model_or_a_tuning_that_does_not_fit_is_left_out(models, tmp_path, mon
         bench.load(bench.args.draft)
 
 
+def test_without_a_draft_there_are_the_methods_that_need_none(models, monkeypatch, capsys):
+    only = ["--max-new-tokens", "4", "--only", "AR", "lookahead"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *models[:2], *models[4:], *only])
+    module.main()
+    text = capsys.readouterr().out
+    for name in "speculative, draft of 6 tokens", "sequoia", "mjsd (lossy)":
+        assert f"{name} left out: expected a --draft\n" in text
+    rows, ratios = tables_of(text)
+    assert [row[0] for row in rows[1:]] == ["AR", "lookahead", "lookahead, W = 0", "`generate`",
+                                            "`generate`, prompt lookup of 4"]
+    assert [row[0] for row in ratios[1:]] == ["AR / `generate`",
+                                              "lookahead, W = 0 / `generate`, prompt lookup of 4"]
+
+
 def test_sampled_outputs_are_not_compared_and_mistakes_told(models, monkeypatch, capsys):
     argv = ["bench.py", *models, "--max-new-tokens", "4", "--only", "none"]
     monkeypatch.setattr(sys, "argv", [*argv, "--temperature", "1"])

@@ -27,7 +27,7 @@ WORDLESS = SimpleNamespace(eos_token_id=None, pad_token_id=None)  # a tokenizer,
 
 
 def random_draft(model, inputs="shifted", accept=ACCEPT) -> Draft:
-    draft = Draft(model, inputs)
+    draft = Draft(model, inputs, "last")  # of a random model, and sometimes right
     draft.accept = accept
     return draft
 
@@ -36,10 +36,10 @@ def layers(model) -> torch.nn.ModuleList:
     return next(x for x in model.get_decoder().modules() if isinstance(x, torch.nn.ModuleList))
 
 
-def test_the_draft_begins_as_the_targets_last_layer(family):
+def test_a_draft_can_begin_as_the_targets_last_layer(family):
     """With its weights and its window, without a norm behind it, on shared embeddings."""
     model, seen = tiny(family), {}
-    draft, ids = Draft(model), torch.tensor([[3, 1, 4, 1, 5] * 3])
+    draft, ids = Draft(model, begin="last"), torch.tensor([[3, 1, 4, 1, 5] * 3])
     assert draft.lm.get_input_embeddings() is model.get_input_embeddings()
     assert draft.lm.get_output_embeddings() is model.get_output_embeddings()
 
@@ -374,10 +374,10 @@ FIT = dict(steps=5, batch=2, lr=1e-2, seed=0, say=lambda _: None)
 llama = functools.cache(lambda seed: tiny("llama", seed=seed))
 
 
-def fitted(work=None, model=0, data=DATA, inputs="shifted", **options) -> dict:
+def fitted(work=None, model=0, data=DATA, inputs="shifted", begin="random", **options) -> dict:
     """What was trained, and the acceptance that was measured."""
     model = llama(model)
-    draft = Draft(model, inputs)
+    draft = Draft(model, inputs, begin)
     fit(model, draft, data, HELD_OUT, work=work, **FIT | options)
     return draft.own() | {"accept": torch.tensor(draft.accept)}
 
@@ -400,10 +400,24 @@ def test_training_lowers_the_loss_and_reaches_nothing_else():
         with torch.no_grad():
             return eagle_loss(draft, texts, torch.Generator()).item()
     start = loss()
-    fit(model, draft, data, data[:1], steps=12, batch=4, lr=3e-3, say=lambda _: None)
+    fit(model, draft, data, data[:1], steps=20, batch=4, lr=1e-2, say=lambda _: None)
     assert loss() < 0.6 * start
     assert all(torch.equal(p, before[name]) and p.grad is None
                for name, p in model.named_parameters())
+
+
+def test_tokens_and_features_are_as_large_at_first():
+    """Random weights of the embedding are scaled, where there is a feature too; the others not."""
+    model, data = llama(0), DATA[:1]
+    size = features(model, *sum(data[0], []))[0].to(torch.bfloat16).float().std()
+    ratio = size / model.get_input_embeddings().weight.std()
+    for inputs, begin, expected in (("shifted", "random", ratio), ("unshifted", "random", ratio),
+                                    ("token", "random", 1), ("feature", "random", 1),
+                                    ("shifted", "last", 1)):
+        found = fitted(data=data, inputs=inputs, begin=begin, steps=0)["fc.weight"]
+        fresh = Draft(model, inputs, begin).fc.weight
+        torch.testing.assert_close(found[:, :32], fresh[:, :32] * expected)
+        assert torch.equal(found[:, 32:], fresh[:, 32:])
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +430,7 @@ def worked(tmp_path_factory):
 
 @pytest.mark.parametrize("change", [
     dict(model=1), dict(lr=2e-2), dict(seed=1), dict(data=DATA[:2]), dict(steps=3), dict(batch=1),
-    dict(inputs="unshifted")], ids=lambda change: next(iter(change)))
+    dict(inputs="unshifted"), dict(begin="last")], ids=lambda change: next(iter(change)))
 def test_another_training_in_the_same_folder_starts_over(change, worked):
     options = {"steps": 2} | change
     assert same(fitted(worked, **options), fitted(**options))
@@ -498,8 +512,10 @@ def test_bad_options_are_refused(tmp_path):
     for nodes in (-1, 65):
         with pytest.raises(InputError, match="expected 0 to 64 nodes"):
             next(eagle(None, PROMPT, nodes=nodes))
-    with pytest.raises(InputError, match="inputs of shifted, unshifted, feature, token, got x"):
+    with pytest.raises(InputError, match="inputs of shifted, .*, token and .*, got x and"):
         Draft(tiny("llama"), "x")
+    with pytest.raises(InputError, match="begin with random or last, got shifted and x"):
+        Draft(tiny("llama"), begin="x")
     for wrong in (dict(steps=0), dict(batch=0), dict(lr=0), dict(max_new_tokens=0)):
         with pytest.raises(InputError, match="expected steps"):
             train(tiny("llama"), WORDLESS, [[2], [3]], out=tmp_path / "o", **wrong)
