@@ -23,7 +23,7 @@ models: .venv/ready
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
 # models/bita.safetensors: the target's own answers to generated prompts, then tuning.
