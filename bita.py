@@ -63,18 +63,18 @@ class Rows:
         return 0
 
 
-def forward(model, inputs, visible, positions, slots=None, before=(), keep: int = 0):
-    """(logits [B, n, V], new (keys, values) of each layer) of ids [B, n] or embeddings [B, n, d] at
-    `positions` [B, n]. `visible` [B, n, m]: what they see of the rows `before` and of themselves,
-    which are at positions `slots` [B, m] (default: without `before`)."""
+def forward(model, inputs, visible, positions, slots=None, before=(), head: bool = True):
+    """(logits [B, n, V], None without `head`; new (keys, values) of each layer) of ids [B, n] or
+    embeddings [B, n, d] at `positions` [B, n]. `visible` [B, n, m]: what they see of the rows
+    `before` and of themselves, at positions `slots` [B, m] (default: without `before`)."""
     like, cache = model.get_input_embeddings().weight, Rows(*before)
     mask = attention_mask(windows_of(model), visible, positions,
                           positions if slots is None else slots, like)
     name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-    logits = model(**{name: inputs.to(like.device)}, position_ids=positions.to(like.device),
-                   attention_mask=mask, past_key_values=cache, use_cache=True,
-                   logits_to_keep=keep).logits
-    return logits, cache.new
+    run = model if head else model.get_decoder()
+    output = run(**{name: inputs.to(like.device)}, position_ids=positions.to(like.device),
+                 attention_mask=mask, past_key_values=cache, use_cache=True)
+    return output.logits if head else None, cache.new
 
 
 def causal(n: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def causal(n: int) -> torch.Tensor:
 def shape_of(model) -> dict:
     """What a tuning must fit: the model's layers, key heads, head size and width."""
     with torch.inference_mode():
-        _, rows = forward(model, torch.tensor([[0]]), causal(1), torch.tensor([[0]]))
+        _, rows = forward(model, torch.tensor([[0]]), causal(1), torch.tensor([[0]]), head=False)
     keys, values = rows[0]
     if keys.shape != values.shape:
         raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
@@ -118,7 +118,7 @@ class Tuning(torch.nn.Module):
         if self.design == "deep":
             return [tuple(pair.to(model.dtype)) for pair in self.prompts]
         n, embeds = len(self.prompts), self.prompts[None].to(model.dtype)
-        _, rows = forward(model, embeds, causal(n), torch.arange(n)[None])
+        _, rows = forward(model, embeds, causal(n), torch.arange(n)[None], head=False)
         return [(keys[0], values[0]) for keys, values in rows]
 
 
@@ -293,7 +293,7 @@ def mask_logits(model, tuning: Tuning, ids: torch.Tensor, anchors: torch.Tensor)
     (B, T), G, M = ids.shape, anchors.shape[1], len(tuning.masks)
     context = torch.arange(T).expand(B, -1)
     with torch.no_grad():
-        _, rows = forward(model, ids, causal(T).expand(B, -1, -1), context, keep=1)
+        _, rows = forward(model, ids, causal(T).expand(B, -1, -1), context, head=False)
     positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
     sees = context[:, None] <= anchors.repeat_interleave(M, 1)[:, :, None]  # [B, G · M, T]
     group = torch.block_diag(*[causal(M)[0]] * G).bool().expand(B, -1, -1)  # [B, G · M, G · M]

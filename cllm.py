@@ -126,7 +126,8 @@ def trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int,
         mask = attention_mask(windows_of(model), visible, positions[:, start:], positions, like)
         return model(input_ids=torch.tensor(ids, device=like.device), attention_mask=mask,
                      position_ids=positions[:, start:].to(like.device), past_key_values=cache,
-                     use_cache=True, logits_to_keep=keep).logits.argmax(-1).tolist()
+                     use_cache=True, logits_to_keep=torch.arange(len(ids[0]))[-keep:]
+                     ).logits.argmax(-1).tolist()
     padded = [[p[0]] * (width + 1 - len(p)) + p[:-1] for p in prompts]
     for i in range(0, width, 128):
         forward([row[i:i + 128] for row in padded], i, keep=1)
@@ -255,7 +256,8 @@ def losses(model, rows: list[dict], pairs: list[list[Pair]],
     like = model.get_input_embeddings().weight
     mask = attention_mask(windows_of(model), visible, positions, positions, like)
     logits = model(input_ids=ids.to(like.device), position_ids=positions.to(like.device),
-                   attention_mask=mask, use_cache=False, logits_to_keep=n - first).logits
+                   attention_mask=mask, use_cache=False,
+                   logits_to_keep=torch.arange(first, n)).logits
     answers = torch.cat([x[len(row["prompt"]) - 1 - first:][:len(row["answer"])]
                          for x, row in zip(logits, rows)])
     labels = torch.tensor([x for row in rows for x in row["answer"]], device=logits.device)

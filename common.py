@@ -314,12 +314,14 @@ class CachedLM:
     def _model(self, written, inputs, rows, *masks, keep: int = 0):
         """One pass of the model over ids [1, n] or embeddings [1, n, d]."""
         self.cache.written, features = written, []
+        kept = torch.arange(inputs.shape[1], device=inputs.device)[-keep:]  # not a slice: for one
+        # in bfloat16 a CPU copies the whole LM head
         with self.model.get_decoder().register_forward_hook(lambda *x: features.append(x[2][0])):
             logits = self.model(
                 **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs},
                 attention_mask=dict(zip(self.windows, masks)) if masks[1:] else masks[0],
                 position_ids=rows, past_key_values=self.cache, use_cache=True,
-                logits_to_keep=keep).logits
+                logits_to_keep=kept).logits
         return logits, features[0]
 
     @torch.inference_mode()
@@ -457,8 +459,7 @@ def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Pa
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
     model.generation_config = GenerationConfig(  # no penalties, no sampling: greedy
         max_new_tokens=limit, eos_token_id=sorted(eos) or None, pad_token_id=pad)
-    file, done = work / f"answers-{digest(model, limit)}.jsonl", {}
-    with open(file, "a+") as kept:
+    with open(work / f"answers-{digest(model, limit)}.jsonl", "a+") as kept:
         kept.seek(0)
         rows = [line for line in kept if line.endswith("\n")]  # not one that was cut off
         done = {tuple(row["prompt"]): row["answer"] for row in map(json.loads, rows)}

@@ -51,7 +51,8 @@ class Draft(torch.nn.Module):
     """`fc` and `lm`, one layer with the target's embeddings and LM head, which freezes the target.
     `accept[d][r]`: how often on held-out answers guess r is right, after d guessed features."""
 
-    def __init__(self, model, inputs: str = "shifted", begin: str = "random", seed: int = 0):
+    def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
+                 seed: int = 0):
         super().__init__()
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e, f = table.weight.shape[1], head.weight.shape[1]
@@ -59,9 +60,11 @@ class Draft(torch.nn.Module):
         if inputs not in widths or begin not in ("random", "last"):
             raise InputError(f"expected inputs of {', '.join(widths)} and to begin with random or "
                              f"last, got {inputs} and {begin}")
-        self.inputs, self.begin, self.accept = inputs, begin, []
+        self.inputs, self.begin, self.mlp, self.accept = inputs, begin, mlp, []
         text = (config := copy.deepcopy(model.config)).get_text_config()
         last, text.num_hidden_layers = f".{text.num_hidden_layers - 1}.", 1
+        if mlp:
+            text.intermediate_size = mlp
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[-1:]
         with torch.random.fork_rng():
@@ -100,8 +103,9 @@ def some_embeddings(model) -> torch.Tensor:
 def save_draft(path: Path, draft: Draft, model) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = draft.own() | {"model": some_embeddings(model)}
+    header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
     save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
-              {"eagle": json.dumps({"inputs": draft.inputs, "accept": draft.accept})})
+              {"eagle": json.dumps(header)})
 
 
 def load_draft(path: str | Path, model) -> Draft:
@@ -113,7 +117,7 @@ def load_draft(path: str | Path, model) -> Draft:
     except (OSError, SafetensorError, KeyError) as error:
         raise InputError("expected a file made by `python -m survey.eagle train`, got "
                          f"{str(path)!r}: {error!r}") from error
-    draft, here = Draft(model, header["inputs"]), some_embeddings(model)
+    draft, here = Draft(model, header["inputs"], mlp=header.get("mlp", 0)), some_embeddings(model)
     own, known, draft.accept = draft.own(), tensors.pop("model").float(), header["accept"]
     if {name: x.shape for name, x in tensors.items()} != {n: x.shape for n, x in own.items()} or (
             known.shape != here.shape or not torch.allclose(known, here, atol=1e-4, rtol=1e-2)):
@@ -261,7 +265,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         seed: int = 0, work: Path | None = None, say=tqdm.write) -> None:
     """Train on (prompt, answer) pairs: AdamW, the rate a cosine, values of gradients clipped at
     0.5; sets `draft.accept`. A file in `work` keeps what is done, also when it is interrupted."""
-    own, settings = draft.own(), (draft.inputs, draft.begin, steps, batch, lr, seed)
+    own, settings = draft.own(), (draft.inputs, draft.begin, draft.mlp, steps, batch, lr, seed)
     file = work and work / f"draft-{digest(model, settings, data)}.pt"
     optimizer = torch.optim.AdamW(own.values(), lr=lr, weight_decay=0.0)
     done, table = 0, model.get_input_embeddings().weight.float()
@@ -308,8 +312,9 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          inputs: str = "shifted", begin: str = "random", max_new_tokens: int = 200,
-          steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
+          inputs: str = "shifted", begin: str = "random", mlp: int = 0,
+          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
+          seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
@@ -318,6 +323,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              feature (no token) or token (the one after, no feature): the paper's ablation
     begin:   at random (the paper), or as the target's last layer: better, but only where what that
              adds to the residual stream is not much larger than features are
+    mlp:     width of the layer's MLP; 0: the target's
     max_new_tokens, batch, lr: of an answer; answers a step; where the cosine begins
     """
     if min(steps, batch, max_new_tokens) < 1 or not lr > 0:
@@ -325,7 +331,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     work, longest = work or Path(f"{out}.work"), context_length(model) - max_new_tokens
     work.mkdir(parents=True, exist_ok=True)
     fitting = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
-    draft = Draft(model, inputs, begin, seed)
+    draft = Draft(model, inputs, begin, mlp, seed)
     answers = own_answers(model, tokenizer, fitting, max_new_tokens, work)
     data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 1]
     if len(data) < 2:

@@ -261,6 +261,13 @@ class Bench:
         models = {name: self.plain(name) for name in ("target", *names)}
         return Theirs(models, self.args.max_new_tokens, self.sample, **options)
 
+    def graded(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[bool]:
+        """Which answers are right, of the prompts that are tasks: others have no grade."""
+        known = [(self.examples[tuple(prompt)], output) for prompt, output in zip(prompts, outputs)
+                 if tuple(prompt) in self.examples]
+        return [tasks.grade(example, self.tokenizer.decode(output, skip_special_tokens=True))
+                for example, output in known]
+
     def pairs(self) -> list[tuple[str, list[int]]]:
         """All (category, prompt), category after category."""
         return [(name, prompt) for name, some in self.prompts.items() for prompt in some]

@@ -127,7 +127,7 @@ class ScriptedLM:
 class Decoder(torch.nn.Module):
     """Of a scripted transformers model: what it is called with are the features."""
 
-    def forward(self, features):
+    def forward(self, features=None, **_):
         return (features,)
 
 
@@ -212,6 +212,21 @@ def embedded():
     """(target, draft, tokenizer) of models/, in float32 on the CPU."""
     target, tokenizer = load(ROOT / "models/target", "cpu", "float32")
     return target, load(ROOT / "models/draft", "cpu", "float32")[0], tokenizer
+
+
+@pytest.fixture(scope="module")
+def worked(request, tmp_path_factory):
+    """A folder that a training of two steps has worked in: the test module's `fitted`."""
+    folder = tmp_path_factory.mktemp("work")
+    request.module.fitted(folder, steps=2)
+    return folder
+
+
+def said_in_one_line(said: str, capfd) -> None:
+    """A refused command's only line, on stderr, but for progress bars."""
+    out, err = capfd.readouterr()
+    lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
+    assert out == "" and len(lines) == 1 and said in lines[0], err
 
 
 @pytest.fixture(scope="session")

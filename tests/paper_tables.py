@@ -300,16 +300,13 @@ HEAD = ["tokens/s", "speed-up", "J/token", "perplexity", "accuracy", "tokens per
 
 def quality(bench: Bench, run: Ours, lm: CachedLM) -> dict[str, float | None]:
     """One method over all prompts: the figures of HEAD, but for the speed-up."""
-    prompts, graded = [prompt for _, prompt in bench.pairs()], []
+    prompts = [prompt for _, prompt in bench.pairs()]
     run(prompts[0])  # warm-up
     run.new_round()
     with EnergyMeter(bench.target.device) as meter:
         counts = [run(prompt) for prompt in prompts]
     tokens, outputs = sum(c.tokens for c in counts), [c.output for c in counts]
-    for prompt, output in zip(map(tuple, prompts), outputs):
-        if prompt in bench.examples:
-            text = bench.tokenizer.decode(output, skip_special_tokens=True)
-            graded.append(tasks.grade(bench.examples[prompt], text))
+    graded = bench.graded(prompts, outputs)
     accepted = [record["accepted"] for c in counts for record in c.log if "accepted" in record]
     return {"speed": tokens / sum(c.total for c in counts),
             "joules": None if meter.joules is None else meter.joules / tokens,

@@ -18,7 +18,6 @@ from bench import Bench, ROOT, options, perform, table
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402  (path: set above)
 from jacobi import lookahead  # noqa: E402
-from models import tasks  # noqa: E402
 from speculative import k_seq, multi_step, specdec, specinfer, spectr  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
@@ -48,9 +47,9 @@ def costs(bench: Bench, most: int = 64) -> None:
 
 def grades(bench: Bench, results, name) -> str:
     """How many answers of all rounds are right."""
-    right = [tasks.grade(bench.examples[tuple(prompt)],
-                         bench.tokenizer.decode(count.output, skip_special_tokens=True))
-             for some in results.rounds(name) for (_, prompt), count in zip(bench.pairs(), some)]
+    prompts = [prompt for _, prompt in bench.pairs()]
+    right = [x for some in results.rounds(name)
+             for x in bench.graded(prompts, [count.output for count in some])]
     return f"{sum(right)} of {len(right)}"
 
 

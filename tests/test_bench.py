@@ -430,6 +430,13 @@ def test_a_model_or_a_tuning_that_does_not_fit_is_left_out(models, tmp_path, mon
         bench.load(bench.args.draft)
 
 
+def test_answers_to_tasks_are_graded_and_no_others(models):
+    bench = made(*models, "--max-new-tokens", "1")
+    prompt, example = next(iter(bench.examples.items()))
+    answer = bench.tokenizer.encode(example.answer, add_special_tokens=False)
+    assert bench.graded([prompt, [5], prompt], [answer, answer, [5]]) == [True, False]
+
+
 def test_without_a_draft_there_are_the_methods_that_need_none(models, monkeypatch, capsys):
     only = ["--max-new-tokens", "4", "--only", "AR", "lookahead"]
     monkeypatch.setattr(sys, "argv", ["bench.py", *models[:2], *models[4:], *only])

@@ -21,7 +21,7 @@ from cllm import (Pair, augmented, cllm, collect, divergence, drawn, fit, losses
                   profile_of, read_trajectories, repeats, train, training_tree, trajectories)
 from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
 from conftest import (CONTEXT, ROOT, ScriptedLM, chi_square_ok, interrupting, main, markov, path_to,
-                      tiny, tokens_of)
+                      said_in_one_line, tiny, tokens_of)
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]
 KINDS = module.DIVERGENCES
@@ -523,14 +523,6 @@ def equal(a, b) -> bool:
     return torch.equal(a[0], b[0]) and a[1] == b[1]
 
 
-@pytest.fixture(scope="module")
-def worked(tmp_path_factory):
-    """A folder that a training of two steps has worked in."""
-    folder = tmp_path_factory.mktemp("work")
-    fitted(folder, steps=2)
-    return folder
-
-
 @pytest.mark.parametrize("change", [
     dict(model=1), dict(rows=ROWS[:0:-1]), dict(n=5), dict(steps=3), dict(batch=1), dict(states=1),
     dict(accumulate=1), dict(lr=2e-3), dict(w=3.0), dict(divergence="jsd"), dict(local=True),
@@ -845,9 +837,7 @@ def test_the_file_itself_collects_trains_tunes_and_decodes(small, tmp_path, monk
 def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):
     monkeypatch.chdir(small)
     assert command(*argv, *([] if "--target" in argv else ["--target", "llama"])) == 2
-    out, err = capfd.readouterr()
-    lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
-    assert out == "" and len(lines) == 1 and said in lines[0], err
+    said_in_one_line(said, capfd)
 
 
 def test_the_embedded_cllm():

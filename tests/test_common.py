@@ -289,6 +289,19 @@ def test_only_the_first_so_many_logits_count():
     assert torch.equal(prefill(cut, [3, 4, 5]), prefill(lm, [3, 4, 5])[:, :50])
 
 
+def test_the_head_reads_rows_that_lie_together():
+    """For a slice of more rows, a CPU in bfloat16 copies the whole LM head."""
+    model, seen = tiny("llama"), []
+    lm = CachedLM(model, 10)
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+    for keep in 0, 1, 2:
+        lm.start([3, 1, 4])
+        lm.forward([4, 5, 6], keep=keep)
+    hook.remove()
+    assert [x.shape[1] for x in seen] == [1, 3, 1, 1, 1, 2]
+    assert all(x.stride(0) == x[0].numel() for x in seen)
+
+
 def test_eager_attention_too():
     """Models without an sdpa path add the mask to their scores."""
     model = tiny("gemma3", attn_implementation="eager")

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree, encode, walk
-from conftest import CONTEXT, ROOT, interrupting, main, path_to, prefill, tiny, tokens_of
+from conftest import (CONTEXT, ROOT, interrupting, main, path_to, prefill, said_in_one_line, tiny,
+                      tokens_of)
 from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, Draft, acceptance, eagle, eagle_loss, features_of,
                           fit, levels_of, load_draft, plan, save_draft, train)
@@ -26,8 +27,8 @@ CHAIN = [[1.0]] * 4
 WORDLESS = SimpleNamespace(eos_token_id=None, pad_token_id=None)  # a tokenizer, as far as needed
 
 
-def random_draft(model, inputs="shifted", accept=ACCEPT) -> Draft:
-    draft = Draft(model, inputs, "last")  # of a random model, and sometimes right
+def random_draft(model, inputs="shifted", accept=ACCEPT, mlp=0) -> Draft:
+    draft = Draft(model, inputs, "last", mlp)  # of a random model, and sometimes right
     draft.accept = accept
     return draft
 
@@ -374,10 +375,11 @@ FIT = dict(steps=5, batch=2, lr=1e-2, seed=0, say=lambda _: None)
 llama = functools.cache(lambda seed: tiny("llama", seed=seed))
 
 
-def fitted(work=None, model=0, data=DATA, inputs="shifted", begin="random", **options) -> dict:
+def fitted(work=None, model=0, data=DATA, inputs="shifted", begin="random", mlp=0,
+           **options) -> dict:
     """What was trained, and the acceptance that was measured."""
     model = llama(model)
-    draft = Draft(model, inputs, begin)
+    draft = Draft(model, inputs, begin, mlp)
     fit(model, draft, data, HELD_OUT, work=work, **FIT | options)
     return draft.own() | {"accept": torch.tensor(draft.accept)}
 
@@ -420,17 +422,10 @@ def test_tokens_and_features_are_as_large_at_first():
         assert torch.equal(found[:, 32:], fresh[:, 32:])
 
 
-@pytest.fixture(scope="module")
-def worked(tmp_path_factory):
-    """A folder that a training of two steps has worked in."""
-    folder = tmp_path_factory.mktemp("work")
-    fitted(folder, steps=2)
-    return folder
-
-
 @pytest.mark.parametrize("change", [
     dict(model=1), dict(lr=2e-2), dict(seed=1), dict(data=DATA[:2]), dict(steps=3), dict(batch=1),
-    dict(inputs="unshifted"), dict(begin="last")], ids=lambda change: next(iter(change)))
+    dict(inputs="unshifted"), dict(begin="last"), dict(mlp=24)],
+    ids=lambda change: next(iter(change)))
 def test_another_training_in_the_same_folder_starts_over(change, worked):
     options = {"steps": 2} | change
     assert same(fitted(worked, **options), fitted(**options))
@@ -481,12 +476,12 @@ def test_a_file_belongs_to_its_model(tmp_path):
     """Whatever types the model is loaded in, when the layer is trained and later."""
     path, other, dtypes = tmp_path / "d.safetensors", tiny("llama", seed=3), (torch.float32,
                                                                               torch.bfloat16)
-    for dtype, later in zip(dtypes, dtypes[::-1]):
+    for dtype, later, mlp in zip(dtypes, dtypes[::-1], (24, 0)):
         model = tiny("llama").to(dtype)
-        draft = random_draft(model, "unshifted")
+        draft = random_draft(model, "unshifted", mlp=mlp)
         save_draft(path, draft, model)
         loaded = load_draft(str(path), model.to(later))
-        assert loaded.inputs == "unshifted" and loaded.accept == ACCEPT
+        assert (loaded.inputs, loaded.mlp, loaded.accept) == ("unshifted", mlp, ACCEPT)
         for name, p in draft.own().items():
             assert loaded.own()[name].dtype == later
             torch.testing.assert_close(loaded.own()[name].float(), p, atol=1e-3, rtol=1e-2)
@@ -609,6 +604,4 @@ def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, ca
     target = [] if "--target" in argv else ["--target", "llama"]
     limit = ["--max-new-tokens", "40"] if argv[0] == "train" else []
     assert command(*argv, *target, *limit) == 2
-    out, err = capfd.readouterr()
-    lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
-    assert out == "" and len(lines) == 1 and said in lines[0], err
+    said_in_one_line(said, capfd)

@@ -60,7 +60,7 @@ class Successor(torch.nn.Module):
 
     def forward(self, input_ids, logits_to_keep, **_):
         [features] = self.decoder(torch.eye(31)[STEP[input_ids]])
-        return SimpleNamespace(logits=features[:, -logits_to_keep:])
+        return SimpleNamespace(logits=features[:, logits_to_keep])
 
 
 def right_heads(kind: str, reads: int) -> Heads:

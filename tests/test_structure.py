@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import cli
 from common import CachedLM, autoregressive, encode, eos_ids
@@ -164,6 +166,16 @@ def test_which_lines_count(tmp_path):
             "tests/conftest.py", *(f"{x.replace('.', '/')}.py" for x in FILES)} <= {*written()}
     assert not any("site-packages" in name for name in written())
     assert imported(ast.parse("import a.b, c\ndef f():\n    from d.e import g").body) == {*"acd"}
+
+
+TRAINED = [os.path.relpath(path, ROOT) for path in sorted((ROOT / "models").rglob("*.safetensors"))
+           if path.stem in ("bita", "medusa", "hydra", "eagle") and "work" not in path.parts]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_parts_are_small_and_in_half_precision(name):
+    assert len(TRAINED) == 8 and (ROOT / name).stat().st_size < 8e6
+    assert {x.dtype for x in load_file(ROOT / name).values()} == {torch.bfloat16}
 
 
 # --------------------------------------------------------------------------------------- --help
