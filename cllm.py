@@ -124,10 +124,10 @@ def trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int,
         positions = (slots - padding).clamp(0, context_length(model) - 1)  # [B, slots]
         visible = (slots <= rows) & (slots >= padding[:, None]) | (slots == rows)  # [B, m, slots]
         mask = attention_mask(windows_of(model), visible, positions[:, start:], positions, like)
+        kept = torch.arange(len(ids[0]))[-keep:]  # by index, as in CachedLM
         return model(input_ids=torch.tensor(ids, device=like.device), attention_mask=mask,
                      position_ids=positions[:, start:].to(like.device), past_key_values=cache,
-                     use_cache=True, logits_to_keep=torch.arange(len(ids[0]))[-keep:]
-                     ).logits.argmax(-1).tolist()
+                     use_cache=True, logits_to_keep=kept).logits.argmax(-1).tolist()
     padded = [[p[0]] * (width + 1 - len(p)) + p[:-1] for p in prompts]
     for i in range(0, width, 128):
         forward([row[i:i + 128] for row in padded], i, keep=1)

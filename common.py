@@ -314,8 +314,8 @@ class CachedLM:
     def _model(self, written, inputs, rows, *masks, keep: int = 0):
         """One pass of the model over ids [1, n] or embeddings [1, n, d]."""
         self.cache.written, features = written, []
-        kept = torch.arange(inputs.shape[1], device=inputs.device)[-keep:]  # not a slice: for one
-        # in bfloat16 a CPU copies the whole LM head
+        # By index: for a slice of the rows, a CPU copies the whole LM head in bfloat16
+        kept = torch.arange(inputs.shape[1], device=inputs.device)[-keep:]
         with self.model.get_decoder().register_forward_hook(lambda *x: features.append(x[2][0])):
             logits = self.model(
                 **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs},

@@ -86,11 +86,11 @@ def stream(split: str, seed: int, mix: dict[str, float] = MIX):
         yield next(sources[rng.choices(list(mix), mix.values())[0]])
 
 
-def pad(rows: list[tuple[list[int], list[float]]], tokenizer):
-    """(ids [B, T], weights [B, T]) on the right; a padded token weighs nothing, and in a causal
-    model changes nothing."""
+def pad(rows: list[tuple[list[int], list[float]]]):
+    """(ids [B, T], weights [B, T]), filled up on the right with any token: it weighs nothing, and
+    in a causal model changes nothing."""
     width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows])
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
     return ids, torch.tensor([w + [0.0] * (width - len(w)) for _, w in rows])
 
 
@@ -117,7 +117,7 @@ def batches(tokenizer, split: str, seed: int, size: int, mix: dict[str, float] =
                 group = []
             group.append(row)
         rng.shuffle(groups)  # the last, incomplete group is dropped
-        yield from (pad(g, tokenizer) for g in groups)
+        yield from map(pad, groups)
 
 
 def next_token_loss(model, ids, weights):
@@ -224,7 +224,7 @@ def sampled_batches(source, tokenizer, split: str, seed: int, size: int, tempera
         width = max(1, size // len(rows[-1][0]))
         groups = [rows[i:i + width] for i in range(0, len(rows), width)]
         random.Random(seed).shuffle(groups)
-        yield from (pad(g, tokenizer) for g in groups)
+        yield from map(pad, groups)
 
 
 def divergence(kind: str, target_logits, draft_logits):
@@ -252,12 +252,12 @@ def logits_before(model, ids, weights):
 
 
 def distill(name, target, draft, kind, data, total, work, lr=2e-3):
-    """Move the draft towards the target on batches of data(step); returns the draft."""
+    """Move the draft towards the target on batches of data(step)."""
     def loss_of(ids, weights):
         with torch.no_grad():
             teacher = logits_before(target, ids, weights)
         return divergence(kind, teacher, logits_before(draft, ids, weights)).mean()
-    return fit(name, draft, loss_of, data, lr, total, work)
+    fit(name, draft, loss_of, data, lr, total, work)
 
 
 def some_layers(model, layers: list[int]):
@@ -276,10 +276,10 @@ def some_layers(model, layers: list[int]):
     return small.to(model.device)
 
 
-def distil(argv: list[str]) -> None:
+def distil_layers(argv: list[str]) -> None:
     """A draft for any Llama-like model: some of its layers, which learn its distribution on its own
     greedy answers."""
-    parser = argparse.ArgumentParser(prog="train.py distil", description=distil.__doc__,
+    parser = argparse.ArgumentParser(prog="train.py distil", description=distil_layers.__doc__,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--target", required=True, help="model directory or hub id")
@@ -310,14 +310,13 @@ def distil(argv: list[str]) -> None:
     def data(step):
         rng = random.Random(step)
         while True:
-            some = sorted(rng.sample(rows, min(8, len(rows))), key=lambda row: len(row[0]))
-            yield pad(some, tokenizer)
+            yield pad(rng.sample(rows, min(8, len(rows))))
     draft, settings = some_layers(target, args.layers), (args.layers, args.tokens, args.lr, rows)
     distill(f"distil-{common.digest(target, settings)}", target, draft, "forward-kl", data,
             args.tokens, args.work, args.lr)
     right = accepted = total = 0
     for row in held_out:
-        ids, weights = pad([row], tokenizer)
+        ids, weights = pad([row])
         with torch.no_grad():
             p, q = logits_before(target, ids, weights), logits_before(draft, ids, weights)
         right += (p.argmax(-1) == q.argmax(-1)).sum().item()
@@ -340,7 +339,7 @@ def acceptance(target, draft, tokenizer, prompts: list[str]) -> dict:
                                 answer(target, tokenizer, prompts, temperature))]
         good = total = 0.0
         for i in range(0, len(rows), 25):
-            ids, weights = (x.to(target.device) for x in pad(rows[i:i + 25], tokenizer))
+            ids, weights = (x.to(target.device) for x in pad(rows[i:i + 25]))
             p, q, weights = target(ids[:, :-1]).logits, draft(ids[:, :-1]).logits, weights[:, 1:]
             right = (1 - divergence("tvd", p, q) if temperature
                      else (p.argmax(-1) == q.argmax(-1)).float())
@@ -359,7 +358,7 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
         rows = encode(tokenizer, [e.prompt for e in held_out], [e.answer for e in held_out])
         loss = total = 0.0
         for i in range(0, n, 25):
-            ids, weights = (x.to(model.device) for x in pad(rows[i:i + 25], tokenizer))
+            ids, weights = (x.to(model.device) for x in pad(rows[i:i + 25]))
             weights = (weights == 1.0).float()
             loss += next_token_loss(model, ids, weights).item() * weights[:, 1:].sum().item()
             total += weights[:, 1:].sum().item()
@@ -457,7 +456,7 @@ def main():
 
 if __name__ == "__main__":
     try:
-        distil(sys.argv[2:]) if sys.argv[1:2] == ["distil"] else main()
+        distil_layers(sys.argv[2:]) if sys.argv[1:2] == ["distil"] else main()
     except common.InputError as error:
         print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)

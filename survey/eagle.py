@@ -61,7 +61,8 @@ class Draft(torch.nn.Module):
             raise InputError(f"expected inputs of {', '.join(widths)} and to begin with random or "
                              f"last, got {inputs} and {begin}")
         self.inputs, self.begin, self.mlp, self.accept = inputs, begin, mlp, []
-        text = (config := copy.deepcopy(model.config)).get_text_config()
+        config = copy.deepcopy(model.config)
+        text = config.get_text_config()
         last, text.num_hidden_layers = f".{text.num_hidden_layers - 1}.", 1
         if mlp:
             text.intermediate_size = mlp
@@ -71,10 +72,11 @@ class Draft(torch.nn.Module):
             torch.manual_seed(seed)
             lm = prepare(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
             self.fc = torch.nn.Linear(widths[inputs], e).to(model.device)
-        own = lm.state_dict()
-        for name, x in model.state_dict().items() if begin == "last" else ():  # it comes last
-            if (name := name.replace(last, ".0.", 1)) in own and own[name].shape == x.shape:
-                own[name].copy_(x)
+        if begin == "last":
+            own = lm.state_dict()
+            for name, x in model.state_dict().items():  # of the last layer after that of the first
+                if (name := name.replace(last, ".0.", 1)) in own and own[name].shape == x.shape:
+                    own[name].copy_(x)
         for name, part in list(lm.get_decoder().named_children()):
             if "Norm" in type(part).__name__:  # a feature is what comes after the final norm
                 setattr(lm.get_decoder(), name, torch.nn.Identity())
@@ -268,9 +270,10 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     own, settings = draft.own(), (draft.inputs, draft.begin, draft.mlp, steps, batch, lr, seed)
     file = work and work / f"draft-{digest(model, settings, data)}.pt"
     optimizer = torch.optim.AdamW(own.values(), lr=lr, weight_decay=0.0)
-    done, table = 0, model.get_input_embeddings().weight.float()
+    done = 0
     data, held_out = list(features_of(model, data)), list(features_of(model, held_out))
     if draft.begin == "random" and "shifted" in draft.inputs:  # both inputs are as large at first
+        table = model.get_input_embeddings().weight.float()
         draft.fc.weight.data[:, :table.shape[1]] *= data[0][1].float().std() / table.std()
     if file and file.exists():
         state = torch.load(file, weights_only=True, map_location="cpu")
@@ -278,6 +281,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         optimizer.load_state_dict(state["optimizer"])
         done = state["done"]
     half = torch.autocast(model.device.type, dtype=torch.bfloat16)
+
     def save() -> None:
         if file:
             state = {"draft": own, "optimizer": optimizer.state_dict(), "done": done}
@@ -324,7 +328,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     begin:   at random (the paper), or as the target's last layer: better, but only where what that
              adds to the residual stream is not much larger than features are
     mlp:     width of the layer's MLP; 0: the target's
-    max_new_tokens, batch, lr: of an answer; answers a step; where the cosine begins
+    max_new_tokens: of an answer
+    batch:   answers a step
+    lr:      where the cosine begins
     """
     if min(steps, batch, max_new_tokens) < 1 or not lr > 0:
         raise InputError("expected steps, batch and max-new-tokens of 1 or more, lr above 0")

@@ -40,7 +40,7 @@ def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path,
             "--max-new-tokens", "12", "--work", str(tmp_path / "work"), "--device", "cpu"]
     shares = []
     for tokens in "1", "2000":
-        recipe.distil([*argv, "--tokens", tokens, "--out", str(tmp_path / tokens)])
+        recipe.distil_layers([*argv, "--tokens", tokens, "--out", str(tmp_path / tokens)])
         shares.append(float(capsys.readouterr().out.split("1 - TVD ")[1]))
     assert shares[1] > shares[0] + 0.1
     draft, _ = load(str(tmp_path / "2000"), "cpu", "float32")
@@ -48,7 +48,7 @@ def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path,
     assert torch.equal(draft.get_input_embeddings().weight,
                        embedded[0].get_input_embeddings().weight)
     with pytest.raises(InputError, match="expected layers below 12, got "):
-        recipe.distil([*argv, "--layers", "12", "--out", str(tmp_path / "none")])
+        recipe.distil_layers([*argv, "--layers", "12", "--out", str(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("place", ["loss", "step"])
