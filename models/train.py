@@ -4,7 +4,8 @@ from the target.
     python models/train.py                    # everything, about two hours on two CPU cores;
                                                 stopped, it goes on where it was
     python models/train.py --stage evaluate   # only measure what is there
-    python models/train.py distil --target MODEL --layers 0 1 28 29 --prompts FILE --out DIR
+    python models/train.py prompts --target MODEL --count 1000 --out FILE
+    python models/train.py distil --target MODEL --layers 0 1 2 3 --prompts FILE --out DIR
 
 1. tokenizer: byte-level BPE on the training tasks; digits are single tokens, a newline never joins
    what follows it.
@@ -32,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
-                          PreTrainedTokenizerFast)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast)
 
 import tasks
 
@@ -231,9 +232,9 @@ def divergence(kind: str, target_logits, draft_logits):
     """D(target, draft) in nats at each position: [..., V], [..., V] -> [...]. DistillSpec, Table 1;
     `tvd` is 1 - acceptance rate."""
     log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
+    if kind == "forward-kl":  # by itself: V may be large
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
     p, q = log_p.exp(), log_q.exp()
-    if kind == "forward-kl":
-        return (p * (log_p - log_q)).sum(-1)
     if kind == "reverse-kl":
         return (q * (log_q - log_p)).sum(-1)
     if kind == "jsd":
@@ -258,6 +259,53 @@ def distill(name, target, draft, kind, data, total, work, lr=2e-3):
             teacher = logits_before(target, ids, weights)
         return divergence(kind, teacher, logits_before(draft, ids, weights)).mean()
     fit(name, draft, loss_of, data, lr, total, work)
+
+
+@torch.inference_mode()
+def own_prompts(argv: list[str]) -> None:
+    """Prompts that a chat model writes itself, in the user's place: it goes on with its template
+    from where the user would speak (Magpie: Xu et al., arXiv 2406.08464)."""
+    parser = argparse.ArgumentParser(prog="train.py prompts", description=own_prompts.__doc__,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--target", required=True, help="model directory or hub id")
+    add("--out", type=Path, required=True, help="file of JSON lines to make")
+    add("--count", type=int, default=1000, help="of prompts")
+    add("--batch", type=int, default=64, help="written at once")
+    add("--max-new-tokens", type=int, default=200, help="of a prompt; longer ones are dropped")
+    add("--temperature", type=float, default=0.8)
+    add("--seed", type=int, default=0)
+    add("--device")
+    args = parser.parse_args(argv)
+    if min(args.count, args.batch, args.max_new_tokens) < 1 or not args.temperature > 0:
+        raise common.InputError("expected count, batch and max-new-tokens of 1 or more and a "
+                                "temperature above 0")
+    model, tokenizer = common.load(args.target, args.device, "bfloat16")
+    if not tokenizer.chat_template:
+        raise common.InputError("expected a model with a chat template, got one without")
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "HERE"}], tokenize=False)
+    before = tokenizer.encode(chat.partition("HERE")[0], add_special_tokens=False)
+    eos, found = common.eos_ids(model, tokenizer), set()
+    model.generation_config = GenerationConfig(
+        max_new_tokens=args.max_new_tokens, eos_token_id=sorted(eos), pad_token_id=min(eos),
+        do_sample=True, temperature=args.temperature, top_k=0)
+    torch.manual_seed(args.seed)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with open(args.out, "w") as out, tqdm(total=args.count, desc="prompts") as bar:
+        while len(found) < args.count:
+            ids = torch.tensor([before] * args.batch, device=model.device)
+            rows = model.generate(ids, attention_mask=torch.ones_like(ids))
+            for row in rows[:, len(before):].tolist():
+                end = next((n for n, token in enumerate(row) if token in eos), None)
+                text = tokenizer.decode(row[:end], skip_special_tokens=True).strip()
+                if end and text and text not in found and len(found) < args.count:
+                    found.add(text)
+                    out.write(json.dumps({"prompt": text}) + "\n")
+            out.flush()
+            if len(found) == bar.n:
+                raise common.InputError("expected a model that writes prompts and ends them, got "
+                                        f"no new one of {args.batch}, {bar.n} before")
+            bar.update(len(found) - bar.n)
 
 
 def some_layers(model, layers: list[int]):
@@ -290,10 +338,14 @@ def distil_layers(argv: list[str]) -> None:
     add("--work", type=Path, default=HERE / "work", help="answers and checkpoints")
     add("--max-new-tokens", type=int, default=200, help="of an answer")
     add("--tokens", type=int, default=2_000_000, help="to train on")
-    add("--lr", type=float, default=5e-4)
+    add("--batch", type=int, default=2, help="answers a step")
+    add("--lr", type=float, default=3e-3)
     add("--device")
     args = parser.parse_args(argv)
     target, tokenizer = common.load(args.target, args.device, "bfloat16")
+    if min(args.batch, args.tokens, args.max_new_tokens) < 1 or not args.lr > 0:
+        raise common.InputError("expected batch, tokens and max-new-tokens of 1 or more and a "
+                                "learning rate above 0")
     if not set(args.layers) <= {*range(target.config.num_hidden_layers)}:
         raise common.InputError(f"expected layers below {target.config.num_hidden_layers}, got "
                                 f"{args.layers}")
@@ -302,6 +354,9 @@ def distil_layers(argv: list[str]) -> None:
     prompts = [common.encode(tokenizer, text, args.chat) for text in args.prompts]
     longest = common.context_length(target) - args.max_new_tokens
     prompts = [p for p in prompts if len(p) <= longest]
+    if len(prompts) < 2:
+        raise common.InputError(f"expected 2 prompts or more of at most {longest} tokens, "
+                                f"got {len(prompts)}")
     answers = common.own_answers(target, tokenizer, prompts, args.max_new_tokens, args.work)
     rows = [(p + a, [0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers)]
     random.Random(0).shuffle(rows)
@@ -310,8 +365,9 @@ def distil_layers(argv: list[str]) -> None:
     def data(step):
         rng = random.Random(step)
         while True:
-            yield pad(rng.sample(rows, min(8, len(rows))))
-    draft, settings = some_layers(target, args.layers), (args.layers, args.tokens, args.lr, rows)
+            yield pad(rng.sample(rows, min(args.batch, len(rows))))
+    draft, settings = some_layers(target, args.layers), (args.layers, args.tokens, args.batch,
+                                                         args.lr, rows)
     distill(f"distil-{common.digest(target, settings)}", target, draft, "forward-kl", data,
             args.tokens, args.work, args.lr)
     right = accepted = total = 0
@@ -455,8 +511,10 @@ def main():
 
 
 if __name__ == "__main__":
+    commands = {"prompts": own_prompts, "distil": distil_layers}
+    command = commands.get("".join(sys.argv[1:2]))
     try:
-        distil_layers(sys.argv[2:]) if sys.argv[1:2] == ["distil"] else main()
+        command(sys.argv[2:]) if command else main()
     except common.InputError as error:
         print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,5 @@
-"""A draft of some of a target's layers (models/train.py distil)."""
+"""What models/train.py makes for any target: a draft of some of its layers, prompts of its own."""
+import copy
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from conftest import ROOT, interrupting, tiny
 sys.path.append(str(ROOT / "models"))
 import train as recipe  # noqa: E402  (the path is set above)
 from common import InputError, load  # noqa: E402
+from tasks import read_prompts  # noqa: E402
 
 PROMPTS = ["Tom has 3 apples.", "Ann has 4 cakes.", "He buys 7 pens.", "SELECT name"]
 
@@ -47,6 +49,8 @@ def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path,
     assert draft.config.num_hidden_layers == 2
     assert torch.equal(draft.get_input_embeddings().weight,
                        embedded[0].get_input_embeddings().weight)
+    with pytest.raises(InputError, match="expected 2 prompts or more of at most 2 tokens, got 0"):
+        recipe.distil_layers([*argv, "--max-new-tokens", "2046", "--out", str(tmp_path / "none")])
     with pytest.raises(InputError, match="expected layers below 12, got "):
         recipe.distil_layers([*argv, "--layers", "12", "--out", str(tmp_path / "none")])
 
@@ -73,3 +77,31 @@ def test_a_stopped_training_goes_on_and_no_update_is_half_made(place, tmp_path, 
         assert not (tmp_path / "cut/x.pt").exists()
     again = fitted(tmp_path / "cut")
     assert all(torch.equal(x, again[name]) for name, x in whole.items())
+
+
+def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypatch):
+    """It goes on from where the template has the user speak, here the text's beginning."""
+    target, _, tokenizer = embedded
+    asked, seen = ["--target", str(tmp_path / "chat"), "--device", "cpu"], []
+    with pytest.raises(InputError, match="expected a model with a chat template"):
+        recipe.own_prompts(["--target", str(ROOT / "models/target"), "--out", str(tmp_path / "x")])
+    target.save_pretrained(tmp_path / "chat")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "<s>def {% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    generate = type(target).generate
+
+    def spy(model, ids, **options):
+        seen.append((ids, generate(model, ids, **options)))
+        return seen[-1][1]
+    monkeypatch.setattr(type(target), "generate", spy)
+    for name, count, seed in (("one", 5, 0), ("again", 2, 0), ("other", 2, 1)):
+        recipe.own_prompts([*asked, "--out", str(tmp_path / name), "--max-new-tokens", "64",
+                            "--batch", "4", "--count", str(count), "--seed", str(seed)])
+    one, again, other = (read_prompts(tmp_path / name) for name in ("one", "again", "other"))
+    assert one[:2] == again != other and len(other) == 2 and len(set(one)) == len(one) == 5
+    before, eos = tokenizer.encode("def "), tokenizer.eos_token_id
+    assert all(row == before for ids, _ in seen for row in ids.tolist())
+    written = [tokenizer.decode(row[len(before):], skip_special_tokens=True).strip()
+               for _, rows in seen for row in rows.tolist() if eos in row]
+    assert {*one, *other} <= {*written} and not any("</s>" in text for text in one)
