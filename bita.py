@@ -353,7 +353,7 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
     whole = True  # no update is half made
     try:
         for done in tqdm(range(done, steps + 1), initial=done, total=steps, desc="tune"):
-            whole, due = True, done == steps or done and done % max(1, steps // 10) == 0
+            whole, due = True, done == steps or done and done % max(1, steps // 5) == 0
             if due and all(point[0] != done for point in curve):
                 loss, tuning.accept = accuracy(model, tuning, held_out, anchors)
                 curve.append((done, loss, [ranks[0] for ranks in tuning.accept]))
@@ -368,7 +368,10 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
             for group in optimizer.param_groups:
                 group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / steps))
             for _ in range(accumulate):
-                some = rng.sample(data, min(batch, len(data)))
+                pool = sorted(rng.sample(data, min(4 * batch, len(data))),
+                              key=lambda pair: sum(map(len, pair)))
+                first = min(rng.randrange(0, len(pool), batch), max(0, len(pool) - batch))
+                some = pool[first:first + batch]  # alike in length: little is padding
                 ids, at, labels = anchored(some, len(tuning.masks), anchors, rng)
                 with torch.autocast(model.device.type, dtype=torch.bfloat16):
                     loss = sar_loss(mask_logits(model, tuning, ids, at), labels.to(model.device))

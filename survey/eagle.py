@@ -2,6 +2,8 @@
 
 Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv 2401.15077
 --dynamic: "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", arXiv 2406.16858
+train --vocab: Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
+Frequency-Ranked Speculative Sampling", arXiv 2502.14856
 
     python -m survey.eagle train --prompts FILE --out my.safetensors
     python -m survey.eagle --adapter my.safetensors --prompt "..."
@@ -25,6 +27,7 @@ import math
 import os
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Iterator
 from weakref import WeakKeyDictionary
@@ -49,7 +52,8 @@ DRAFTS = WeakKeyDictionary()  # for a target what all its prompts use, with meas
 
 class Draft(torch.nn.Module):
     """`fc` and `lm`, one layer with the target's embeddings and LM head, which freezes the target.
-    `accept[d][r]`: how often on held-out answers guess r is right, after d guessed features."""
+    `accept[d][r]`: how often on held-out answers guess r is right, after d guessed features.
+    `vocab`: the tokens that the LM head's rows stand for, all or the few to `keep`."""
 
     def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
                  seed: int = 0):
@@ -61,6 +65,7 @@ class Draft(torch.nn.Module):
             raise InputError(f"expected inputs of {', '.join(widths)} and to begin with random or "
                              f"last, got {inputs} and {begin}")
         self.inputs, self.begin, self.mlp, self.accept = inputs, begin, mlp, []
+        self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         config = copy.deepcopy(model.config)
         text = config.get_text_config()
         last, text.num_hidden_layers = f".{text.num_hidden_layers - 1}.", 1
@@ -89,6 +94,14 @@ class Draft(torch.nn.Module):
         """What is trained: all but the target's embeddings and LM head."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
+    def keep(self, vocab: list[int]) -> None:
+        """Guess these tokens alone, with their rows of the LM head: a pass costs less (FR-Spec)."""
+        head = self.lm.get_output_embeddings()
+        few = torch.nn.Linear(head.weight.shape[1], len(vocab), "bias" in head.state_dict())
+        few.to(head.weight).load_state_dict({n: x[vocab] for n, x in head.state_dict().items()})
+        self.lm.set_output_embeddings(few.requires_grad_(False))
+        self.vocab = self.vocab[vocab]
+
     def rows(self, before, tokens, features: torch.Tensor) -> torch.Tensor:
         """The layer's input [..., e]: features [..., f] of tokens `before`, and `tokens` next."""
         ids = torch.as_tensor(before if self.inputs == "unshifted" else tokens, dtype=torch.long)
@@ -106,6 +119,8 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = draft.own() | {"model": some_embeddings(model)}
     header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
+    if len(draft.vocab) < len(model.get_output_embeddings().weight):
+        header["vocab"] = draft.vocab.tolist()
     save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
               {"eagle": json.dumps(header)})
 
@@ -126,6 +141,8 @@ def load_draft(path: str | Path, model) -> Draft:
         raise InputError("expected a draft layer of this model, got one of another")
     for name, p in own.items():
         p.data = tensors[name].to(p.device, model.dtype)
+    if "vocab" in header:
+        draft.keep(header["vocab"])
     return draft
 
 
@@ -172,7 +189,7 @@ def grow(draft: Draft, lm: CachedLM, pairs, root: int, n: int, levels: list[int]
         likely, tokens = logits.float().softmax(-1).topk(len(draft.accept[depth]))  # [nodes, ranks]
         likely = likely.tolist() if dynamic else [draft.accept[depth]] * len(nodes)
         leaves, owners = range(len(ids), len(ids) + tokens.numel()), nodes
-        for node, some, right in zip(nodes, tokens.tolist(), likely):
+        for node, some, right in zip(nodes, draft.vocab[tokens].tolist(), likely):
             ids, parents = ids + some, parents + [node] * len(some)
             chances += [chances[node] * chance for chance in right]
     lm.truncate(lm.length)
@@ -257,7 +274,7 @@ def acceptance(draft: Draft, held_out: list[tuple]) -> list[list[float]]:
                 rows = draft.rows(ids[first + d:-2], ids[first + d + 1:-1], lm.features[-m - 1:-1])
                 parents = range(len(lm.parents) - m - 1, len(lm.parents) - 1)
             logits, labels = lm.forward(rows, parents), ids[first + d + 2:].to(rows.device)
-            best = logits[-len(labels):].topk(ranks).indices
+            best = draft.vocab[logits[-len(labels):].topk(ranks).indices]
             right[d] += (best == labels[:, None]).sum(0).cpu()
             total[d] += len(labels)
     return (right / total.clamp(min=1)).tolist()
@@ -267,7 +284,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         seed: int = 0, work: Path | None = None, say=tqdm.write) -> None:
     """Train on (prompt, answer) pairs: AdamW, the rate a cosine, values of gradients clipped at
     0.5; sets `draft.accept`. A file in `work` keeps what is done, also when it is interrupted."""
-    own, settings = draft.own(), (draft.inputs, draft.begin, draft.mlp, steps, batch, lr, seed)
+    own, vocab = draft.own(), len(draft.vocab)
+    settings = draft.inputs, draft.begin, draft.mlp, vocab, steps, batch, lr, seed
     file = work and work / f"draft-{digest(model, settings, data)}.pt"
     optimizer = torch.optim.AdamW(own.values(), lr=lr, weight_decay=0.0)
     done = 0
@@ -300,7 +318,11 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
                 break
             optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / steps))
             rng = torch.Generator().manual_seed(hash((seed, done)))
-            some = [data[i] for i in torch.randperm(len(data), generator=rng)[:batch]]
+            pool = [data[i] for i in torch.randperm(len(data), generator=rng)[:4 * batch]]
+            pool.sort(key=lambda row: len(row[0]))
+            first = random.Random(done).randrange(0, len(pool), batch)
+            first = min(first, max(0, len(pool) - batch))
+            some = pool[first:first + batch]  # alike in length: little is padding
             with half:
                 loss = eagle_loss(draft, some, rng)
             if not loss.isfinite():
@@ -316,7 +338,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          inputs: str = "shifted", begin: str = "random", mlp: int = 0,
+          inputs: str = "shifted", begin: str = "random", mlp: int = 0, vocab: int = 0,
           max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
           seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
@@ -328,12 +350,14 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     begin:   at random (the paper), or as the target's last layer: better, but only where what that
              adds to the residual stream is not much larger than features are
     mlp:     width of the layer's MLP; 0: the target's
+    vocab:   how many tokens it can guess, the most frequent in prompts and answers; 0: all
     max_new_tokens: of an answer
     batch:   answers a step
     lr:      where the cosine begins
     """
-    if min(steps, batch, max_new_tokens) < 1 or not lr > 0:
-        raise InputError("expected steps, batch and max-new-tokens of 1 or more, lr above 0")
+    if min(steps, batch, max_new_tokens) < 1 or min(mlp, vocab) < 0 or not lr > 0:
+        raise InputError("expected steps, batch and max-new-tokens of 1 or more, mlp and vocab of "
+                         "0 or more, lr above 0")
     work, longest = work or Path(f"{out}.work"), context_length(model) - max_new_tokens
     work.mkdir(parents=True, exist_ok=True)
     fitting = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
@@ -344,6 +368,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         raise InputError(f"expected 2 answers or more of 2 tokens or more, got {len(data)}")
     random.Random(seed).shuffle(data)
     few = max(1, min(50, len(data) // 10))
+    if vocab:
+        seen = Counter(token for p, a in data[few:] for token in p + a)
+        draft.keep([token for token, _ in seen.most_common(vocab)])
     print(f"{sum(x.numel() for x in draft.own().values()):,} parameters; {len(data) - few} answers "
           f"of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held out")
     fit(model, draft, data[few:], data[:few], steps=steps, batch=batch, lr=lr, seed=seed, work=work)

@@ -4,6 +4,8 @@ medusa   Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with M
          Heads", arXiv 2401.10774
 hydra    Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
          arXiv 2402.05109
+--vocab  Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via Frequency-Ranked
+         Speculative Sampling", arXiv 2502.14856
 
     python -m survey.medusa train --prompts FILE --heads hydra --out my.safetensors
     python -m survey.medusa --heads hydra --adapter my.safetensors --prompt "..."
@@ -28,6 +30,7 @@ import math
 import os
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Iterator
 
@@ -47,19 +50,41 @@ MOST, RANKS = 64, 10  # nodes of a tree; guesses of a node
 # ----------------------------------------------------------------------------------- the heads
 
 class Heads(torch.nn.Module):
-    """K heads for features of width d and, if `kind` is hydra, token embeddings of width e.
-    `accept[k - 1][r]`: how often the guess of rank r of head k is right on held-out answers."""
+    """K heads for the features, of width d, and if `kind` is hydra the token embeddings, of width
+    e, of a model, which they freeze. `accept[k - 1][r]`: how often the guess of rank r of head k is
+    right on held-out answers. `vocab`: the tokens of the LM head's rows, all or those to `keep`."""
 
-    def __init__(self, kind: str, K: int, d: int, e: int):
+    def __init__(self, model, kind: str, K: int):
         super().__init__()
         if kind not in ("medusa", "hydra") or K < 1:
             raise InputError(f"expected medusa or hydra heads and K of 1 or more, got {kind}, {K}")
-        self.kind, self.K, self.accept = kind, K, []
+        model.requires_grad_(False)
+        self.kind, self.K, self.accept, self.lm_head = kind, K, [], model.get_output_embeddings()
+        (V, d), e = self.lm_head.weight.shape, model.get_input_embeddings().weight.shape[1]
         reads = [d + k * e if kind == "hydra" else d for k in range(1, K + 1)]
         self.W = torch.nn.ModuleList(torch.nn.Linear(n, d) for n in reads)
         for layer in self.W:  # at first every head guesses what the LM head says
             torch.nn.init.zeros_(layer.weight)
             torch.nn.init.zeros_(layer.bias)
+        self.to(device := self.lm_head.weight.device)
+        self.vocab = self.rows = torch.arange(V, device=device)
+
+    def keep(self, vocab: list[int]) -> None:
+        """Guess these tokens alone, with their rows of the LM head: it costs less (FR-Spec)."""
+        head, self.vocab = self.lm_head, self.vocab[vocab]
+        few = torch.nn.Linear(head.weight.shape[1], len(vocab), "bias" in head.state_dict())
+        few.to(head.weight).load_state_dict({n: x[vocab] for n, x in head.state_dict().items()})
+        self.lm_head = few.requires_grad_(False)
+        self.rows = torch.full_like(self.rows, -100)  # of each token, -100 where there is none
+        self.rows[self.vocab] = torch.arange(len(vocab), device=self.rows.device)
+
+    def labels(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of the LM head that stand for tokens; -100 where there is none."""
+        return self.rows[tokens.clamp(min=0)].masked_fill(tokens < 0, -100)
+
+    def own(self) -> dict[str, torch.nn.Parameter]:
+        """What is trained: all but the LM head."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def forward(self, k: int, f: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
         """What the LM head reads for head k [n, d], of features f [n, d] and the embeddings
@@ -73,16 +98,13 @@ def some_embeddings(model) -> torch.Tensor:
     return model.get_input_embeddings().weight[:16, :16].detach().float().cpu()
 
 
-def new_heads(model, kind: str, K: int) -> Heads:
-    embed, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return Heads(kind, K, lm_head.shape[1], embed.shape[1]).to(lm_head.device)
-
-
 def save_heads(path: Path, heads: Heads, model) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {"kind": heads.kind, "K": heads.K, "accept": heads.accept}
-    tensors = heads.state_dict() | {"model": some_embeddings(model)}
-    save_file({name: x.cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
+    if len(heads.vocab) < len(heads.rows):
+        header["vocab"] = heads.vocab.tolist()
+    tensors = heads.own() | {"model": some_embeddings(model)}
+    save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
               {"heads": json.dumps(header)})
 
 
@@ -96,13 +118,15 @@ def load_heads(path: str | Path, model) -> Heads:
     except (OSError, SafetensorError, KeyError) as error:
         raise InputError("expected a file made by `python -m survey.medusa train`, got "
                          f"{str(path)!r}: {error!r}") from error
-    heads, own = new_heads(model, header["kind"], header["K"]), some_embeddings(model)
-    same = heads.state_dict()
+    heads, own = Heads(model, header["kind"], header["K"]), some_embeddings(model)
+    same = heads.own()
     if {x: y.shape for x, y in tensors.items()} != {x: y.shape for x, y in same.items()} or (
             known.shape != own.shape or not torch.allclose(known, own, atol=1e-4, rtol=1e-2)):
         raise InputError("expected heads of this model, got those of another")
-    heads.load_state_dict(tensors)
+    heads.load_state_dict(tensors, strict=False)
     heads.accept = header["accept"]
+    if "vocab" in header:
+        heads.keep(header["vocab"])
     return heads.to(model.dtype)
 
 
@@ -113,12 +137,12 @@ def grow(heads: Heads, target: CachedLM, f: torch.Tensor, root: int, tree: list)
     """The tokens of a tree of `best_tree` below feature f [1, d] and the root. The LM head runs
     once for all Medusa heads; once a level for Hydra heads, over the nodes with children."""
     ids, above = [root] * len(tree), {0: [root]}  # above[n]: the tokens from the root to node n
-    embed, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    embed = target.model.get_input_embeddings()
     depths = range(1, max(depth for _, _, depth, _ in tree) + 2)
 
     def likeliest(x: torch.Tensor) -> list[list[int]]:
-        logits = lm_head(x)[:, :target.vocab]
-        return logits.topk(min(RANKS, logits.shape[1])).indices.tolist()
+        logits = heads.lm_head(x)[:, :target.vocab]
+        return heads.vocab[logits.topk(min(RANKS, logits.shape[1])).indices].tolist()
     if heads.kind == "medusa" and depths:
         said = likeliest(torch.cat([heads(k, f, f[:, None]) for k in depths]))
     for k in depths:
@@ -224,27 +248,28 @@ def positions(model, data: list[tuple[list[int], list[int]]], K: int):
 
 
 def head_logits(heads: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
-    """For each head its logits [N, V] of features f [N, d] and the tokens after them."""
-    above = model.get_input_embeddings()(tokens.clamp(min=0))  # [N, K + 1, e]
+    """For each head its logits [N, V'] of features f [N, d] and the tokens after them, and the
+    labels [N] among them."""
+    above, labels = model.get_input_embeddings()(tokens.clamp(min=0)), heads.labels(tokens)
     for k in range(1, heads.K + 1):
-        yield model.get_output_embeddings()(heads(k, f, above[:, :k]).to(model.dtype))
+        yield heads.lm_head(heads(k, f, above[:, :k]).to(model.dtype)).float(), labels[:, k]
 
 
 @torch.inference_mode()
 def accuracy(heads: Heads, model, f: torch.Tensor, tokens: torch.Tensor, size: int = 512):
     """(loss of each head in nats, accept[k - 1][rank]) on held-out positions."""
-    losses, right, total = torch.zeros(heads.K), torch.zeros(heads.K, RANKS), torch.zeros(heads.K)
+    losses, known, total = torch.zeros(heads.K), torch.zeros(heads.K), torch.zeros(heads.K)
+    right = torch.zeros(heads.K, RANKS)
     for some, after in zip(f.split(size), tokens.to(heads.W[0].bias.device).split(size)):
-        known = some.to(heads.W[0].weight)
-        for k, logits in enumerate(head_logits(heads, model, known, after), 1):
-            labels, logits = after[:, k], logits.float()
+        said = head_logits(heads, model, some.to(heads.W[0].weight), after)
+        for k, (logits, labels) in enumerate(said):
             loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-            losses[k - 1] += loss.cpu()
+            losses[k] += loss.cpu()
+            known[k] += (labels >= 0).sum().cpu()
+            total[k] += (after[:, k + 1] >= 0).sum().cpu()
             best = logits.topk(min(RANKS, logits.shape[1])).indices
-            right[k - 1, :best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
-            total[k - 1] += (labels >= 0).sum().cpu()
-    total = total.clamp(min=1)
-    return (losses / total).tolist(), (right / total[:, None]).tolist()
+            right[k, :best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
+    return (losses / known.clamp(min=1)).tolist(), (right / total.clamp(min=1)[:, None]).tolist()
 
 
 def fit(model, heads: Heads, data: list, held_out: list, *, steps: int, batch: int, lr: float,
@@ -252,21 +277,21 @@ def fit(model, heads: Heads, data: list, held_out: list, *, steps: int, batch: i
     """Train on (prompt, answer) pairs, the model frozen: AdamW, the rate a cosine. Returns {step:
     (held-out loss, accuracy) of each head}; sets `heads.accept`. A file in `work` keeps what is
     done, also when it is interrupted."""
-    model.requires_grad_(False)
-    settings = heads.kind, heads.K, steps, batch, lr, seed, data
+    own, vocab = heads.own(), len(heads.vocab)
+    settings = heads.kind, heads.K, vocab, steps, batch, lr, seed, data
     file = work and work / f"heads-{digest(model, settings)}.pt"
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(own.values(), lr=lr, weight_decay=0.0)
     done, curve = 0, {}
     if file and file.exists():
         state = torch.load(file, weights_only=True, map_location="cpu")
-        heads.load_state_dict(state["heads"])
+        heads.load_state_dict(state["heads"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
         done, curve, heads.accept = state["done"], state["curve"], state["accept"]
     (f, tokens), others = positions(model, data, heads.K), positions(model, held_out, heads.K)
 
     def save() -> None:
         if file:
-            torch.save({"heads": heads.state_dict(), "optimizer": optimizer.state_dict(),
+            torch.save({"heads": own, "optimizer": optimizer.state_dict(),
                         "done": done, "curve": curve, "accept": heads.accept},
                        file.with_suffix(".new"))
             os.replace(file.with_suffix(".new"), file)
@@ -287,8 +312,8 @@ def fit(model, heads: Heads, data: list, held_out: list, *, steps: int, batch: i
             some = random.Random(f"{seed} {done}").choices(range(len(f)), k=batch)
             known, after = f[some].to(heads.W[0].weight), tokens[some].to(model.device)
             with torch.autocast(model.device.type, dtype=torch.bfloat16):
-                losses = [F.cross_entropy(logits.float(), after[:, k], ignore_index=-100)
-                          for k, logits in enumerate(head_logits(heads, model, known, after), 1)]
+                losses = [F.cross_entropy(logits, labels, ignore_index=-100)
+                          for logits, labels in head_logits(heads, model, known, after)]
             loss = sum(0.8 ** k * x for k, x in enumerate(losses, 1))  # Section 2.2.1
             if not loss.isfinite():
                 raise InputError(f"expected a learning rate below {lr}: the loss is {loss}")
@@ -303,34 +328,38 @@ def fit(model, heads: Heads, data: list, held_out: list, *, steps: int, batch: i
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          heads: str = "medusa", K: int = 4, max_new_tokens: int = 200, steps: int = 1000,
-          batch: int = 512, lr: float = 1e-3, seed: int = 0) -> None:
+          heads: str = "medusa", K: int = 4, vocab: int = 0, max_new_tokens: int = 200,
+          steps: int = 1000, batch: int = 512, lr: float = 1e-3, seed: int = 0) -> None:
     """Train heads for a frozen model on its own answers. A stopped run goes on.
 
     out:    the safetensors file to make
     work:   folder of answers and checkpoints (default: OUT.work)
     heads:  medusa or hydra
     K:      heads
+    vocab:  how many tokens heads can guess, the most frequent in prompts and answers; 0: all
     max_new_tokens: of an answer
     batch:  positions a step
     lr:     where the cosine begins
     """
-    if min(steps, batch, max_new_tokens) < 1 or not lr > 0:
-        raise InputError("expected steps, batch and max-new-tokens of 1 or more and a learning "
-                         "rate above 0")
+    if min(steps, batch, max_new_tokens) < 1 or vocab < 0 or not lr > 0:
+        raise InputError("expected steps, batch and max-new-tokens of 1 or more, vocab of 0 or "
+                         "more, lr above 0")
     work, longest = work or Path(f"{out}.work"), context_length(model) - max_new_tokens
     work.mkdir(parents=True, exist_ok=True)
     fitting = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
     torch.manual_seed(seed)
-    new = new_heads(model, heads, K)
+    new = Heads(model, heads, K)
     answers = own_answers(model, tokenizer, fitting, max_new_tokens, work)
     data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 1]
     if len(data) < 2:
         raise InputError(f"expected 2 answers or more of 2 tokens or more, got {len(data)}")
     random.Random(seed).shuffle(data)
     few = max(1, min(100, len(data) // 10))
-    print(f"{sum(x.numel() for x in new.parameters()):,} parameters; {len(data) - few} answers of "
-          f"{sum(len(a) for _, a in data[few:]):,} tokens, {few} held out")
+    if vocab:
+        seen = Counter(token for p, a in data[few:] for token in p + a)
+        new.keep([token for token, _ in seen.most_common(vocab)])
+    print(f"{sum(x.numel() for x in new.own().values()):,} parameters; {len(data) - few} answers "
+          f"of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held out")
     fit(model, new, data[few:], data[:few], steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_heads(out, new, model)
 

@@ -332,7 +332,7 @@ def test_tuning_lowers_the_loss_and_reaches_nothing_else(design):
     start = accuracy(model, tuning, data, 12)[0]
     curve = fit(model, tuning, data, data, steps=40, batch=8, anchors=12, lr=3e-2,
                 say=lambda _: None)
-    assert [done for done, *_ in curve] == list(range(4, 41, 4)) and curve[-1][1] < start - 0.1
+    assert [done for done, *_ in curve] == list(range(8, 41, 8)) and curve[-1][1] < start - 0.1
     assert all(torch.equal(p, before[name]) and p.grad is None
                for name, p in model.named_parameters())
     ids, anchors, labels = anchored(data, 2, 12, rng)
@@ -398,6 +398,24 @@ def test_options_reach_the_batches(monkeypatch):
         for data, most, widest in passes:
             assert len(data) == batch and most == widest == anchors
             assert all(row in rows for row in data)
+
+
+def test_answers_of_a_pass_are_alike_in_length(monkeypatch):
+    """All are learnt from, each pass from as many as were asked for."""
+    rows, passes = [([3] * n, [5, 7]) for n in range(30)], []
+    tuning = Tuning(shape_of(tiny("llama")))
+    none = torch.zeros(1)
+    monkeypatch.setattr(module, "anchored", lambda data, *_: passes.append(data) or [none] * 3)
+    monkeypatch.setattr(module, "mask_logits", lambda *_: none)
+    monkeypatch.setattr(module, "sar_loss", lambda *_: sum(p.sum() for p in tuning.parameters()))
+    monkeypatch.setattr(module, "accuracy", lambda *_: (0.0, []))
+    for batch in (4, 8):
+        passes.clear()
+        fit(tiny("llama"), tuning, rows, HELD_OUT, steps=80, batch=batch, anchors=1, lr=1e-2,
+            say=lambda _: None)
+        lengths = [sorted(len(p) for p, _ in data) for data in passes]
+        assert {len(some) for some in lengths} == {batch} and {*sum(lengths, [])} == {*range(30)}
+        assert sum(some[-1] - some[0] for some in lengths) / 80 < 11  # any four: 19, any eight: 24
 
 
 # ------------------------------------------------------------------ what is kept, and for whom

@@ -1,5 +1,6 @@
 """EAGLE: the model's own output whatever the draft layer is; a token is one ahead of its feature;
 trees are those of a draft without any cache; training starts over where it must or goes on."""
+import copy
 import functools
 import itertools
 import json
@@ -120,6 +121,23 @@ def test_a_perfect_draft_is_accepted_whole():
         assert len(log) == 12 and all(r["accepted"] == 4 for r in log), dynamic
 
 
+def test_a_draft_of_few_tokens_guesses_those():
+    """A perfect one that knows the answer's tokens, in an order of its own, is accepted whole; one
+    that lacks a token is wrong there, and the text is the model's all the same."""
+    model = tiny("mistral", max_position_embeddings=400)
+    target, accepted = CachedLM(model, 400), []
+    expected = tokens_of(autoregressive(target, LONG), 60)
+    known = sorted({*expected}, reverse=True)
+    for vocab, dynamic in ((known, False), (known, True), (known[:-1], True)):
+        log, draft = [], perfect(copy.deepcopy(model))
+        draft.keep(vocab)
+        draft.accept = [row[:len(vocab)] for row in CHAIN]
+        chunks = eagle(target, LONG, nodes=5, dynamic=dynamic, trained=draft, log=log)
+        assert tokens_of(chunks, 60) == expected
+        accepted.append(sum(r["accepted"] for r in log) / len(log))
+    assert accepted[:2] == [4, 4] and accepted[2] < 4
+
+
 # ------------------------------------------------------------------- without caches, from scratch
 
 @functools.cache
@@ -142,7 +160,7 @@ def guesses(model, draft, text, path, ranks=3) -> tuple[list[float], list[int]]:
                                      use_cache=False)[0]
         f = torch.cat([f, out[:, -1:]], 1)
     best = draft.lm.get_output_embeddings()(out[0, -1]).softmax(-1).topk(ranks)
-    return best.values.tolist(), best.indices.tolist()
+    return best.values.tolist(), draft.vocab[best.indices].tolist()
 
 
 def static(model, draft, text, n) -> list[tuple[list[int], float]]:
@@ -174,6 +192,8 @@ def test_trees_are_those_without_caches(family, inputs, reference, n, monkeypatc
     """Round by round: a stale row, one of a guess that was kept, or a shifted pair shows here."""
     model, trees, text, log = tiny(family, vocab_size=5), [], [3, 1, 4], []
     draft, target = random_draft(model, inputs), CachedLM(model, CONTEXT)
+    if inputs == "token":
+        draft.keep([4, 0, 3])
     forward = target.forward
 
     def spy(ids, parents=None, **options):
@@ -352,18 +372,21 @@ def test_acceptance_by_hand():
     model, rng = tiny("llama", vocab_size=11), random.Random(0)
     data = [([rng.randrange(11) for _ in range(n)], [rng.randrange(11) for _ in range(m)])
             for n, m in ((4, 9), (1, 3), (3, 5))]
-    for inputs in ("shifted", "unshifted"):
+    for inputs, vocab in (("shifted", range(11)), ("unshifted", [10, 3, 0, 5, 4, 8, 2])):
         draft, right, total = Draft(model, inputs), torch.zeros(DEPTH, 11), torch.zeros(DEPTH, 1)
+        draft.keep([*vocab])
         for prompt, answer in data:
             text = prompt + answer
             for end in range(max(2, len(prompt)), len(text)):  # the first token that is guessed
                 for d in range(min(DEPTH, len(text) - end)):
-                    _, ranked = guesses(model, draft, text[:end], text[end:end + d], 11)
-                    right[d, ranked.index(text[end + d])] += 1
+                    _, ranked = guesses(model, draft, text[:end], text[end:end + d], len(vocab))
+                    if text[end + d] in vocab:
+                        right[d, ranked.index(text[end + d])] += 1
                     total[d] += 1
         found = torch.tensor(acceptance(draft, [
             (torch.tensor(p + a), features(model, *p, *a)[0], len(p)) for p, a in data]))
-        torch.testing.assert_close(found, (right / total)[:, :RANKS], atol=1e-6, rtol=0)
+        expected = (right / total)[:, :min(RANKS, len(vocab))]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 # ------------------------------------------------------------------ what is kept, and for whom
@@ -376,10 +399,11 @@ llama = functools.cache(lambda seed: tiny("llama", seed=seed))
 
 
 def fitted(work=None, model=0, data=DATA, inputs="shifted", begin="random", mlp=0,
-           **options) -> dict:
+           vocab=range(61), **options) -> dict:
     """What was trained, and the acceptance that was measured."""
     model = llama(model)
     draft = Draft(model, inputs, begin, mlp)
+    draft.keep([*vocab])
     fit(model, draft, data, HELD_OUT, work=work, **FIT | options)
     return draft.own() | {"accept": torch.tensor(draft.accept)}
 
@@ -424,7 +448,7 @@ def test_tokens_and_features_are_as_large_at_first():
 
 @pytest.mark.parametrize("change", [
     dict(model=1), dict(lr=2e-2), dict(seed=1), dict(data=DATA[:2]), dict(steps=3), dict(batch=1),
-    dict(inputs="unshifted"), dict(begin="last"), dict(mlp=24)],
+    dict(inputs="unshifted"), dict(begin="last"), dict(mlp=24), dict(vocab=range(60))],
     ids=lambda change: next(iter(change)))
 def test_another_training_in_the_same_folder_starts_over(change, worked):
     options = {"steps": 2} | change
@@ -454,6 +478,21 @@ def test_an_interrupted_training_goes_on_where_it_was(place, tmp_path, monkeypat
     assert same(fitted(tmp_path), whole())
 
 
+def test_answers_of_a_step_are_alike_in_length(monkeypatch):
+    """All are learnt from, in each step from as many as were asked for."""
+    rows, steps = [([3] * n, [5, 7]) for n in range(1, 31)], []
+
+    def spy(draft, some, rng):
+        steps.append(sorted(n for _, _, n in some))
+        return sum(p.sum() for p in draft.own().values())
+    monkeypatch.setattr(module, "eagle_loss", spy)
+    for batch in (4, 8):
+        steps.clear()
+        fitted(data=rows, steps=80, batch=batch)
+        assert {len(some) for some in steps} == {batch} and {*sum(steps, [])} == {*range(1, 31)}
+        assert sum(some[-1] - some[0] for some in steps) / 80 < 11  # any four: 19, any eight: 24
+
+
 def test_gradients_are_clipped_and_the_rate_is_a_cosine(monkeypatch):
     rates, most = [], []
 
@@ -479,9 +518,14 @@ def test_a_file_belongs_to_its_model(tmp_path):
     for dtype, later, mlp in zip(dtypes, dtypes[::-1], (24, 0)):
         model = tiny("llama").to(dtype)
         draft = random_draft(model, "unshifted", mlp=mlp)
+        if mlp:
+            draft.keep([9, 2, 60])
         save_draft(path, draft, model)
         loaded = load_draft(str(path), model.to(later))
         assert (loaded.inputs, loaded.mlp, loaded.accept) == ("unshifted", mlp, ACCEPT)
+        assert torch.equal(loaded.vocab, draft.vocab)
+        heads = [x.lm.get_output_embeddings().weight.float() for x in (loaded, draft)]
+        torch.testing.assert_close(*heads, atol=1e-3, rtol=1e-2)
         for name, p in draft.own().items():
             assert loaded.own()[name].dtype == later
             torch.testing.assert_close(loaded.own()[name].float(), p, atol=1e-3, rtol=1e-2)
@@ -511,9 +555,18 @@ def test_bad_options_are_refused(tmp_path):
         Draft(tiny("llama"), "x")
     with pytest.raises(InputError, match="begin with random or last, got shifted and x"):
         Draft(tiny("llama"), begin="x")
-    for wrong in (dict(steps=0), dict(batch=0), dict(lr=0), dict(max_new_tokens=0)):
+    for wrong in (dict(steps=0), dict(batch=0), dict(lr=0), dict(max_new_tokens=0), dict(mlp=-1),
+                  dict(vocab=-1)):
         with pytest.raises(InputError, match="expected steps"):
             train(tiny("llama"), WORDLESS, [[2], [3]], out=tmp_path / "o", **wrong)
+
+
+def test_the_most_frequent_tokens_are_kept(tmp_path, monkeypatch):
+    """Of prompts and answers."""
+    monkeypatch.setattr(module, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4, 9]], out=tmp_path / "o", steps=1, vocab=2,
+          max_new_tokens=9)
+    assert load_draft(tmp_path / "o", tiny("llama")).vocab.tolist() == [7, 9]
 
 
 # ---------------------------------------------------------------------- the embedded draft layer
@@ -572,8 +625,10 @@ def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
                    "--max-new-tokens", "12", "--compare") == 0
     err = capfd.readouterr().err
     assert "output equals autoregressive output" in err and "a call: 5.0 guesses" in err
-    assert command(*options, tmp_path / "half", "--dtype", "bfloat16", "--inputs", "token") == 0
-    assert json.loads(header(tmp_path / "half"))["inputs"] == "token"
+    assert command(*options, tmp_path / "half", "--dtype", "bfloat16", "--inputs", "token",
+                   "--vocab", "12") == 0
+    kept = json.loads(header(tmp_path / "half"))
+    assert kept["inputs"] == "token" and len(kept["vocab"]) == 12
     assert command(*target, "--prompt", "x", "--adapter", tmp_path / "half", "--dtype", "bfloat16",
                    "--dynamic", "--max-new-tokens", "6") == 0
 

@@ -11,8 +11,8 @@ from common import CachedLM, InputError, Sampler, autoregressive
 from conftest import (CONTEXT, ROOT, Decoder, ScriptedLM, interrupting, main, markov, per_call,
                       tiny, tokens_of)
 from survey import medusa as module
-from survey.medusa import (Heads, accuracy, fit, load_heads, medusa, new_heads, positions,
-                           save_heads, train, typical_path)
+from survey.medusa import (Heads, accuracy, fit, load_heads, medusa, positions, save_heads, train,
+                           typical_path)
 
 KINDS = ("medusa", "hydra")
 ACCEPT = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.1]]  # trees of up to three levels
@@ -20,9 +20,9 @@ WORDLESS = SimpleNamespace(eos_token_id=None, pad_token_id=None)  # a tokenizer,
 
 
 def random_heads(model, kind: str, K: int = 3, seed: int = 0) -> Heads:
-    heads, rng = new_heads(model, kind, K), torch.Generator().manual_seed(seed)
+    heads, rng = Heads(model, kind, K), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in heads.parameters():
+        for p in heads.own().values():
             p.copy_(torch.randn(p.shape, generator=rng))
     heads.accept = ACCEPT
     return heads
@@ -52,7 +52,8 @@ class Successor(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.table, self.decoder = torch.nn.Embedding.from_pretrained(torch.eye(31)), Decoder()
-        self.head = torch.nn.Identity()
+        self.head = torch.nn.Linear(31, 31, bias=False)
+        self.head.weight.data = torch.eye(31)
         text = SimpleNamespace(max_position_embeddings=CONTEXT)
         self.config = SimpleNamespace(get_text_config=lambda: text)
         self.get_input_embeddings = lambda: self.table
@@ -63,9 +64,9 @@ class Successor(torch.nn.Module):
         return SimpleNamespace(logits=features[:, logits_to_keep])
 
 
-def right_heads(kind: str, reads: int) -> Heads:
+def right_heads(model, kind: str, reads: int) -> Heads:
     """Heads that know what follows: of the feature (`reads` 0), or of token `reads` after it."""
-    heads, ahead = Heads(kind, 3, 31, 31), torch.eye(31)[STEP].T  # what comes after a one-hot token
+    heads, ahead = Heads(model, kind, 3), torch.eye(31)[STEP].T  # what comes after a one-hot token
     for k, layer in enumerate(heads.W, 1):
         j = min(reads, k)
         known = max(j, 1)  # both the feature and token 1 tell of position t + 1
@@ -78,8 +79,10 @@ def right_heads(kind: str, reads: int) -> Heads:
 @pytest.mark.parametrize("kind, reads", [("medusa", 0), ("hydra", 0), ("hydra", 1), ("hydra", 2),
                                          ("hydra", 3)])
 def test_right_heads_are_accepted_whole(kind, reads):
-    """Each call makes K + 1 tokens final, and in training all of them are right."""
-    model, heads, text = Successor(), right_heads(kind, reads), [5]
+    """Each call makes K + 1 tokens final, and in training all of them are right; also of heads that
+    know only tokens of the text, in an order of their own, and without one of these fewer."""
+    model, text = Successor(), [5]
+    heads = right_heads(model, kind, reads)
     while len(text) < 40:
         text.append(STEP[text[-1]].item())
     for n in (2, 5):
@@ -90,13 +93,27 @@ def test_right_heads_are_accepted_whole(kind, reads):
     assert len(f) == len(tokens) == 5 + 18 + 2
     assert (tokens >= 0).sum(0).tolist() == [25, 25, 22, 19]
     assert accuracy(heads, model, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3
+    heads.keep(sorted({*text}, reverse=True))
+    assert accuracy(heads, model, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3 and len(heads.vocab) < 31
+    chunks = medusa(CachedLM(model, CONTEXT), text[:2], nodes=4, trained=heads)
+    assert list(itertools.islice(chunks, 4)) == [text[i:i + 4] for i in range(2, 18, 4)]
+    heads = right_heads(model, kind, reads)
+    heads.keep([*{*text} - {text[4]}])
+    share = (tokens[:, 1] != text[4]).float().mean().item()
+    assert accuracy(heads, model, f, tokens)[1][0] == [share] + [0.0] * 9 and share < 1
+    chunks = medusa(CachedLM(model, CONTEXT), text[:2], nodes=4, trained=heads)
+    assert next(chunks) == text[2:5]  # two guesses and what the model says after them
+
+
+EYE = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
+EYE.weight.data = torch.eye(3)
 
 
 class Scripted(ScriptedLM):
     """A target of three tokens whose features are its logits."""
     vocab, model = 3, SimpleNamespace(
         get_input_embeddings=lambda: torch.nn.Embedding.from_pretrained(torch.eye(3)),
-        get_output_embeddings=torch.nn.Identity)
+        get_output_embeddings=lambda: EYE, requires_grad_=lambda _: None)
 
     def start(self, ids, width=1):
         super().start(ids)
@@ -111,12 +128,8 @@ class Scripted(ScriptedLM):
 def test_sampling_is_exact(kind):
     """By enumeration of all draws at a tree of five nodes: the texts that begin with a call's chunk
     and go on by AR have AR's probabilities."""
-    logits_of, heads, prompt = markov(4, vocab=3), Heads(kind, 3, 3, 3), [1, 2, 0]
-    rng = torch.Generator().manual_seed(1)
-    heads.load_state_dict({x: torch.randn(y.shape, generator=rng) for x, y in
-                           heads.state_dict().items()})
-    heads.requires_grad_(False).accept = ACCEPT
-    lengths = set()
+    logits_of, prompt, lengths = markov(4, vocab=3), [1, 2, 0], set()
+    heads = random_heads(Scripted.model, kind, seed=1).requires_grad_(False)
 
     def ar(text: tuple, n: int) -> float:
         probs = (logits_of([*prompt, *text[:i]]).softmax(-1)[text[i]].item()
@@ -177,7 +190,7 @@ def test_bad_options_are_refused():
         with pytest.raises(InputError, match="expected medusa or hydra heads, nodes of 0 or more"):
             next(medusa(None, [1], trained=object(), **wrong))
     with pytest.raises(InputError, match="heads and K of 1 or more"):
-        Heads("medusa", 0, 4, 4)
+        Heads(None, "medusa", 0)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -186,20 +199,22 @@ DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([1], [2, 3, 4, 5, 6])]
 HELD_OUT = [([50, 51], [52, 53, 54])]
 
 
-def fitted(work=None, kind="hydra", model=0, data=DATA, K=2, say=lambda _: None, **options):
+def fitted(work=None, kind="hydra", model=0, data=DATA, K=2, vocab=range(61), say=lambda _: None,
+           **options):
     """(weights, accept, curve)."""
     model = tiny("llama", seed=model)
-    heads = new_heads(model, kind, K)
+    heads = Heads(model, kind, K)
+    heads.keep([*vocab])
     curve = fit(model, heads, data, HELD_OUT, work=work, say=say,
                 **dict(steps=4, batch=5, lr=1e-2) | options)
-    return {name: x.tolist() for name, x in heads.state_dict().items()}, heads.accept, curve
+    return {name: x.tolist() for name, x in heads.own().items()}, heads.accept, curve
 
 
 def test_new_heads_guess_what_the_lm_head_says():
     model = tiny("llama")
     f, tokens = positions(model, DATA, 2)
     for kind in KINDS:
-        for logits in module.head_logits(new_heads(model, kind, 2), model, f.float(), tokens):
+        for logits, _ in module.head_logits(Heads(model, kind, 2), model, f.float(), tokens):
             torch.testing.assert_close(logits, model.get_output_embeddings()(f.float()))
 
 
@@ -207,7 +222,7 @@ def test_new_heads_guess_what_the_lm_head_says():
 def test_training_lowers_the_loss_and_reaches_nothing_else(kind):
     model = tiny("llama")
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    heads = new_heads(model, kind, 2)
+    heads = Heads(model, kind, 2)
     curve = fit(model, heads, DATA, DATA, steps=40, batch=16, lr=2e-2, say=lambda _: None)
     assert sum(curve[40][0]) < 0.7 * sum(curve[4][0]) and list(curve) == [*range(4, 41, 4)]
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
@@ -227,7 +242,7 @@ def test_a_stopped_training_goes_on_and_another_starts_over(tmp_path, monkeypatc
     assert fitted(copy, say=said.append) == fitted()
     assert [text.split(":")[0] for text in said] == ["step 2", "step 3", "step 4"]
     for change in (dict(kind="medusa"), dict(model=1), dict(K=1), dict(lr=2e-2), dict(seed=1),
-                   dict(batch=4), dict(steps=3), dict(data=DATA[:2])):
+                   dict(batch=4), dict(steps=3), dict(data=DATA[:2]), dict(vocab=range(60))):
         assert fitted(copy, **change) == fitted(**change)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         step = torch.optim.AdamW.step
@@ -241,11 +256,16 @@ def test_a_file_belongs_to_its_model(tmp_path):
     model, path = tiny("llama"), tmp_path / "folder" / "h.safetensors"
     for kind in KINDS:
         heads = random_heads(model, kind)
+        if kind == "hydra":
+            heads.keep([9, 2, 60])
         save_heads(path, heads, model)
         for dtype in (torch.bfloat16, torch.float32):
             loaded = load_heads(path, model.to(dtype))
             assert loaded.kind == kind and loaded.accept == ACCEPT
             assert loaded.W[0].bias.dtype == dtype
+            assert torch.equal(loaded.vocab, heads.vocab)
+            torch.testing.assert_close(loaded.lm_head.weight.float(), heads.lm_head.weight.float(),
+                                       atol=1e-2, rtol=1e-2)
             torch.testing.assert_close(loaded.W[2].weight.float(), heads.W[2].weight, atol=1e-2,
                                        rtol=1e-2)
         assert next(medusa(CachedLM(model, 20), [3, 4], heads=kind, adapter=str(path), nodes=3))
@@ -260,12 +280,39 @@ def test_a_file_belongs_to_its_model(tmp_path):
 
 def test_wrong_numbers_are_refused(tmp_path):
     for wrong in (dict(steps=0), dict(batch=0), dict(lr=0), dict(max_new_tokens=0), dict(K=0),
-                  dict(heads="three")):
+                  dict(heads="three"), dict(vocab=-1)):
         with pytest.raises(InputError, match="expected (steps|medusa or hydra)"):
             train(tiny("llama"), WORDLESS, [[2], [3]], out=tmp_path / "o",
                   **{"max_new_tokens": 9} | wrong)
     with pytest.raises(InputError, match="expected 2 answers or more"):
         train(tiny("llama"), WORDLESS, [[2]], out=tmp_path / "o", max_new_tokens=9)
+
+
+def test_the_most_frequent_tokens_are_kept(tmp_path, monkeypatch):
+    """Of prompts and answers."""
+    monkeypatch.setattr(module, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4, 9]], out=tmp_path / "o", steps=1, vocab=2,
+          max_new_tokens=9)
+    assert load_heads(tmp_path / "o", tiny("llama")).vocab.tolist() == [7, 9]
+
+
+def test_the_loss_is_of_the_tokens_that_are_kept():
+    """Over their logits alone; what is right is counted over all tokens."""
+    model = tiny("llama")
+    (f, tokens), heads = positions(model, DATA, 2), random_heads(model, "hydra", 2)
+    heads.keep(vocab := [8, 2, 4, 11, 30])
+    losses, accept = accuracy(heads, model, f.float(), tokens)
+    embedded, whole = model.get_input_embeddings(), model.get_output_embeddings()
+    for k in (1, 2):
+        found, right = [], torch.zeros(5)
+        for some, after in zip(f.float(), tokens):
+            said = whole(heads(k, some[None], embedded(after[None, :k])))[0, vocab]
+            if after[k] in vocab:
+                found.append(-said.log_softmax(-1)[vocab.index(after[k])].item())
+                right += said.argsort(descending=True) == vocab.index(after[k])
+        assert losses[k - 1] == pytest.approx(sum(found) / len(found), rel=1e-4)
+        right /= (tokens[:, k] >= 0).sum()
+        assert accept[k - 1][:5] == pytest.approx(right.tolist()) and 0 < sum(right) < 1
 
 
 # ------------------------------------------------------------------------- the command line
