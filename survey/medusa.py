@@ -312,7 +312,8 @@ def fit(model, heads: Heads, data: list, held_out: list, *, steps: int, batch: i
             some = random.Random(f"{seed} {done}").choices(range(len(f)), k=batch)
             known, after = f[some].to(heads.W[0].weight), tokens[some].to(model.device)
             with torch.autocast(model.device.type, dtype=torch.bfloat16):
-                losses = [F.cross_entropy(logits, labels, ignore_index=-100)
+                losses = [F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+                          / (labels >= 0).sum().clamp(min=1)
                           for logits, labels in head_logits(heads, model, known, after)]
             loss = sum(0.8 ** k * x for k, x in enumerate(losses, 1))  # Section 2.2.1
             if not loss.isfinite():

@@ -313,6 +313,8 @@ def test_the_loss_is_of_the_tokens_that_are_kept():
         assert losses[k - 1] == pytest.approx(sum(found) / len(found), rel=1e-4)
         right /= (tokens[:, k] >= 0).sum()
         assert accept[k - 1][:5] == pytest.approx(right.tolist()) and 0 < sum(right) < 1
+    weights, _, curve = fitted(vocab=[60])  # none of it is ever right: nothing is learnt
+    assert not any(torch.tensor(x).any() for x in weights.values()) and curve[4] == ([0, 0], [0, 0])
 
 
 # ------------------------------------------------------------------------- the command line
