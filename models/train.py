@@ -342,10 +342,10 @@ def distil_layers(argv: list[str]) -> None:
     add("--lr", type=float, default=3e-3)
     add("--device")
     args = parser.parse_args(argv)
-    target, tokenizer = common.load(args.target, args.device, "bfloat16")
     if min(args.batch, args.tokens, args.max_new_tokens) < 1 or not args.lr > 0:
         raise common.InputError("expected batch, tokens and max-new-tokens of 1 or more and a "
                                 "learning rate above 0")
+    target, tokenizer = common.load(args.target, args.device, "bfloat16")
     if not set(args.layers) <= {*range(target.config.num_hidden_layers)}:
         raise common.InputError(f"expected layers below {target.config.num_hidden_layers}, got "
                                 f"{args.layers}")
@@ -366,8 +366,8 @@ def distil_layers(argv: list[str]) -> None:
         rng = random.Random(step)
         while True:
             yield pad(rng.sample(rows, min(args.batch, len(rows))))
-    draft, settings = some_layers(target, args.layers), (args.layers, args.tokens, args.batch,
-                                                         args.lr, rows)
+    draft = some_layers(target, args.layers)
+    settings = args.layers, args.tokens, args.batch, args.lr, rows
     distill(f"distil-{common.digest(target, settings)}", target, draft, "forward-kl", data,
             args.tokens, args.work, args.lr)
     right = accepted = total = 0
@@ -512,7 +512,7 @@ def main():
 
 if __name__ == "__main__":
     commands = {"prompts": own_prompts, "distil": distil_layers}
-    command = commands.get("".join(sys.argv[1:2]))
+    command = commands.get(sys.argv[1]) if sys.argv[1:] else None
     try:
         command(sys.argv[2:]) if command else main()
     except common.InputError as error:

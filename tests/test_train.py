@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from conftest import ROOT, interrupting, tiny
 
