@@ -15,6 +15,7 @@ import inspect
 import json
 import shlex
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli import Run  # noqa: E402
 from cllm import cllm  # noqa: E402
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length,  # noqa: E402
-                    encode, eos_ids, greedy, load)
+                    encode, eos_ids, load, own_answers)
 from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import mjsd  # noqa: E402
 from models import tasks  # noqa: E402
@@ -167,9 +168,13 @@ class Bench:
         if self.longest + args.max_new_tokens > context:
             raise InputError(f"expected prompts and {args.max_new_tokens} new tokens within the "
                              f"context of {context}, got a prompt of {self.longest} tokens")
-        ar = self.ours(autoregressive, greedy)
-        self.prompts = {name: [p for p in tqdm(some, desc=f"{name}: AR", leave=False)
-                               if not tasks.loops(ar(p).output)] for name, some in prompts.items()}
+        every = [prompt for some in prompts.values() for prompt in some]
+        with tempfile.TemporaryDirectory() as work:  # AR's output, many prompts at once
+            answers = own_answers(self.target, self.tokenizer, every, args.max_new_tokens,
+                                  Path(work))
+        loops = [prompt for prompt, answer in zip(every, answers) if tasks.loops(answer)]
+        self.prompts = {name: [p for p in some if p not in loops]
+                        for name, some in prompts.items()}
         self.dropped = sum(len(some) - len(self.prompts[name]) for name, some in prompts.items())
         self.prompts = {name: some for name, some in self.prompts.items() if some}
         if not self.prompts:
