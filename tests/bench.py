@@ -354,7 +354,7 @@ def table(rows: list[list[str]]) -> str:
 def all_methods(bench: Bench) -> None:
     """Every method at its defaults beside transformers' own; without a draft, those that need
     none."""
-    gamma, only = bench.args.gamma, tuple(bench.args.only)
+    gamma, only = bench.args.gamma, bench.args.only
     speculation = f"speculative, draft of {gamma} tokens"
     runs = {
         "AR": bench.ours(autoregressive),
@@ -377,8 +377,9 @@ def all_methods(bench: Bench) -> None:
         **bench.run("specdec (lossy)", specdec),
         **bench.run("mjsd (lossy)", mjsd),
         **bench.cllm("cllm (another model)")}
+    starts = tuple(set(only) - runs.keys())  # a whole name means itself alone
     runs = {name: run for name, run in runs.items()
-            if name == "AR" or not only or name.startswith(only)}
+            if not only or name in ("AR", *only) or name.startswith(starts)}
     peers = {"AR": ("`generate`", bench.theirs())}
     if bench.draft:
         peers[speculation] = (f"`generate`, assistant, draft of {gamma} tokens",
@@ -454,7 +455,7 @@ def perform(parser: argparse.ArgumentParser, tables) -> None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", nargs="*", default=[],
-                        help="AR and the methods of ours whose names begin so")
+                        help="AR and the methods of ours named so, or whose names begin so")
     perform(parser, all_methods)
 
 
