@@ -223,17 +223,18 @@ class Bench:
     def heads(self, kind: str, **options) -> dict[str, Ours]:
         path = self.args.adapters / f"{kind}.safetensors"
         return self.fitting(kind, lambda: self.ours(
-            medusa, heads=kind, trained=load_heads(path, self.target), **options))
+            medusa, heads=kind, trained=load_heads(path, self.target), nodes=self.args.nodes,
+            **options))
 
     def eagle(self, name: str, **options) -> dict[str, Ours]:
         path = self.args.adapters / "eagle.safetensors"
         return self.fitting(name, lambda: self.ours(
-            eagle, trained=load_draft(path, self.target), **options))
+            eagle, trained=load_draft(path, self.target), nodes=self.args.nodes, **options))
 
     def rest(self, name: str, **options) -> dict[str, Ours]:
         path = self.args.adapters / "rest.safetensors"
         return self.fitting(name, lambda: self.ours(
-            rest, store=load_datastore(path, self.target), **options))
+            rest, store=load_datastore(path, self.target), nodes=self.args.nodes, **options))
 
     def sequoia(self, name: str, **options) -> dict[str, Ours]:
         path = str(self.args.adapters / "sequoia.json")
@@ -371,6 +372,7 @@ def all_methods(bench: Bench) -> None:
         **bench.eagle("eagle, dynamic", dynamic=True),
         **bench.sequoia("sequoia"),
         **bench.rest("rest"),
+        **bench.rest("rest, grow", grow=True),
         **bench.run("specinfer", specinfer, gamma=gamma),
         **bench.run("spectr", spectr, gamma=gamma),
         **bench.run("bild (lossy)", bild),
@@ -425,6 +427,8 @@ def options(description: str) -> argparse.ArgumentParser:
     add("-n", type=int, default=10, help="prompts of each task or category")
     add("--rounds", type=int, default=5)
     add("--gamma", type=int, default=6, help="tokens of a draft")
+    add("--nodes", type=int, default=0,
+        help="of the trees of Medusa, Hydra, EAGLE and REST; 0: as many as pay on this machine")
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.0)
     add("--top-k", type=int, default=0)
