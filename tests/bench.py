@@ -163,20 +163,19 @@ class Bench:
                 some = tasks.take(task, "test", args.n, args.seed)
                 prompts[task] = [encode(self.tokenizer, e.prompt, args.chat) for e in some]
                 self.examples |= zip(map(tuple, prompts[task]), some)
-        self.longest = max(len(p) for some in prompts.values() for p in some)
+        every = [prompt for some in prompts.values() for prompt in some]
+        self.longest = max(map(len, every))
         context = min(context_length(model) for model in (self.target, self.draft) if model)
         if self.longest + args.max_new_tokens > context:
             raise InputError(f"expected prompts and {args.max_new_tokens} new tokens within the "
                              f"context of {context}, got a prompt of {self.longest} tokens")
-        every = [prompt for some in prompts.values() for prompt in some]
         with tempfile.TemporaryDirectory() as work:  # AR's output, many prompts at once
             answers = own_answers(self.target, self.tokenizer, every, args.max_new_tokens,
                                   Path(work))
         loops = [prompt for prompt, answer in zip(every, answers) if tasks.loops(answer)]
-        self.prompts = {name: [p for p in some if p not in loops]
-                        for name, some in prompts.items()}
-        self.dropped = sum(len(some) - len(self.prompts[name]) for name, some in prompts.items())
-        self.prompts = {name: some for name, some in self.prompts.items() if some}
+        kept = {name: [p for p in some if p not in loops] for name, some in prompts.items()}
+        self.prompts = {name: some for name, some in kept.items() if some}
+        self.dropped = len(loops)
         if not self.prompts:
             raise InputError(f"expected a prompt whose AR output does not loop, got {self.dropped} "
                              "that do")
