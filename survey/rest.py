@@ -1,28 +1,31 @@
 """REST: guesses are looked up in a datastore of earlier text. No draft model, no training.
 
-He et al., "REST: Retrieval-Based Speculative Decoding", arXiv 2311.08252; --grow searches the text
-itself as well, after Oliaro et al., "SuffixDecoding", arXiv 2411.04975
+He et al., "REST: Retrieval-Based Speculative Decoding", arXiv 2311.08252; the text itself is
+searched as well (not with --no-grow), after Oliaro et al., "SuffixDecoding", arXiv 2411.04975
 
     python -m survey.rest build --prompts FILE --out my.safetensors    # a datastore
     python -m survey.rest --datastore my.safetensors --prompt "..."    # decode
 
-    s      the longest suffix of the text, of 16 to 2 tokens, that the datastore knows
+    s      the longest suffix of the text, of 16 tokens at most, that something follows elsewhere
     tree   of what follows s there, 10 tokens each time, the n prefixes that occur most often: a
-           prefix occurs at least as often as what extends it, so with the root they are a tree
+           prefix occurs at least as often as what extends it, so with the root they are a tree;
+           where there are fewer, a shorter s brings the others
 
-Lossless: the tree comes from the datastore and from text that is final, so its shape does not
-depend on this call's draws, one of the target at each node, and `walk` is exact.
-Departures: of more than 5,000 matches an even sample counts (released: the first of a sorted list,
-after which low tokens come); nothing follows the end of an answer (released: no boundaries); an
-answer is kept with two tokens of its prompt, to find its beginning by; n is chosen by the clock.
+Lossless: the tree comes from the datastore and from final text, not from this call's draws, one of
+the target at each node, so `walk` is exact.
+Departures: shorter suffixes fill the tree, down to a single token (released: the longest alone, of
+2 or more); of 100 matches or more an even sample counts (released: the first 5,000 of a sorted
+list, after which low tokens come); nothing follows the end of an answer (released: no boundaries);
+an answer is kept with two tokens of its prompt, to find its beginning by; n is chosen by the clock.
 SuffixDecoding also keeps what was written before, takes the better of two trees and limits guesses
-by the length of s; here the counts of datastore and text are added.
+by the length of s; here for each s what the text has comes before what the datastore has.
 """
 import functools
 import random
 import sys
 from bisect import bisect_left
 from collections import Counter
+from itertools import islice, product
 from pathlib import Path
 from typing import Iterator
 
@@ -35,7 +38,7 @@ from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, greed
                     row_costs, trie, walk)
 
 DATASTORE = str(Path(__file__).resolve().parent.parent / "models/rest.safetensors")
-SHORTEST, LONGEST, AFTER, MATCHES = 2, 16, 10, 5000  # tokens of s and after it; places; released
+LONGEST, AFTER, MATCHES, BEGIN = 16, 10, 100, 2  # tokens of s and after it; places; of a prompt
 MOST = 64  # rows of a call
 BOUNDARY = "\0"  # between texts; as a token -1
 
@@ -51,9 +54,10 @@ def as_tokens(text: str) -> list[int]:
 
 class Datastore:
     """Texts and their suffix array: `order` has all positions, sorted by what stands there.
-    `gain[m]`: tokens per call where a call has m rows at most, measured on texts held out."""
+    `gain[m]`: [with the datastore alone, with the text itself], tokens per call where a call has m
+    rows at most, measured on texts held out."""
 
-    def __init__(self, tokens: list[int] = (), gain: dict[int, float] | None = None):
+    def __init__(self, tokens: list[int] = (), gain: dict[int, list[float]] | None = None):
         self.text, self.order, self.gain = "", [], gain
         self.add(tokens)
 
@@ -74,45 +78,43 @@ class Datastore:
 
 
 def retrieve(stores: list[Datastore], text: str, n: int, longest: int = LONGEST):
-    """(ids, parents) of a tree whose root is the last token of `text`: of what follows s the n most
-    frequent prefixes."""
-    found = []
-    for size in range(min(longest, len(text)), SHORTEST - 1, -1):
-        found = [x for store in stores for x in store.following(text[-size:])]
-        if found:  # the first hit
-            break
-    counts = Counter(x[:end] for end in range(1, AFTER + 1) for x in found if len(x) >= end)
-    best = [as_tokens(x) for x, _ in counts.most_common(n)]  # of equals the shorter ones
-    return trie(*as_tokens(text[-1]), best)[:2]
+    """(ids, parents) of up to n guesses below the last token of `text`: the most frequent prefixes
+    of what follows its suffixes, the longest suffix first, and for each the first store."""
+    best = {}  # in order
+    for size, store in product(range(min(longest, len(text)), 0, -1), stores):
+        if len(best) < n:
+            found = store.following(text[-size:])
+            counts = Counter(x[:end] for end in range(1, AFTER + 1) for x in found if len(x) >= end)
+            best |= dict(counts.most_common())  # of equals the shorter ones
+    return trie(*as_tokens(text[-1]), map(as_tokens, islice(best, n)))[:2]
 
 
 def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
-         grow: bool = False, datastore: str = DATASTORE, store: Datastore | None = None,
+         grow: bool = True, datastore: str = DATASTORE, store: Datastore | None = None,
          sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Verify what followed the end of the text elsewhere, all in one call.
 
     nodes:     guesses a call, at most; 0: as many as pay on this machine
-    longest:   tokens of the suffix that is looked up, at most; from 2 to 16
+    longest:   tokens of the suffix that is looked up, at most; from 1 to 16
     grow:      look it up in the prompt and in the text as it is written, too
     datastore: a file made by `python -m survey.rest build`
     Yields chunks of 1 to 11 tokens; logs {"guessed", "accepted"} a call. `store` replaces the file.
     """
-    if nodes < 0 or not SHORTEST <= longest <= LONGEST:
-        raise InputError(f"expected nodes of 0 or more and longest of {SHORTEST} to {LONGEST}, "
+    if nodes < 0 or not 1 <= longest <= LONGEST:
+        raise InputError(f"expected nodes of 0 or more and longest of 1 to {LONGEST}, "
                          f"got {nodes} and {longest}")
     store = store or load_datastore(datastore, target.model)
     target.start(prompt[:-1], width=nodes + 1 if nodes else MOST)
     if nodes == 0:
         costs = row_costs(target, MOST)
-        nodes = max(costs, key=lambda m: store.gain[m] / costs[m]) - 1
+        nodes = max(costs, key=lambda m: store.gain[m][grow] / costs[m]) - 1
     text, own = as_text(prompt), Datastore(prompt if grow else ())
     while True:
-        ids, parents = retrieve([store, own] if grow else [store], text, nodes, longest)
+        ids, parents = retrieve([own, store], text, nodes, longest)
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
         text += as_text(chunk)
-        if grow:
-            own.add(chunk)
+        own.add(chunk if grow else ())
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
@@ -129,7 +131,7 @@ def load_datastore(path: str, model) -> Datastore:
     """InputError where the file was made for a model with other tokens."""
     try:
         file = load_file(path)
-        tokens, kept, gain = file["tokens"], file["model"], file["gain"]
+        tokens, kept, gain = file["tokens"], file["model"], file["tokens_per_call"]
     except (OSError, SafetensorError, KeyError) as error:
         raise InputError(f"expected a file made by `build`, got {str(path)!r}: {error}") from error
     here, vocab = some_embeddings(model), len(model.get_input_embeddings().weight)
@@ -139,24 +141,26 @@ def load_datastore(path: str, model) -> Datastore:
     return Datastore(tokens.tolist(), dict(zip(WIDTHS, gain.tolist())))
 
 
-def tokens_per_call(store: Datastore, data: list[tuple[list[int], list[int]]], n: int) -> float:
+def tokens_per_call(store: Datastore, data: list[tuple[list[int], list[int]]], n: int,
+                    grow: bool) -> float:
     """Of (prompt, answer) pairs with trees of n guesses; the answers are what the target chooses,
     so it need not be asked."""
     calls = 0
     for prompt, answer in data:
-        text, at = as_text(prompt + answer), 0
+        text, own, at = as_text(prompt + answer), Datastore(prompt if grow else ()), 0
         while at < len(answer):
-            ids, parents = retrieve([store], text[:len(prompt) + at], n)
+            ids, parents = retrieve([own, store], text[:len(prompt) + at], n)
             children = {edge: i for i, edge in enumerate(zip(parents, ids))}
-            node, calls = 0, calls + 1
+            node, calls, before = 0, calls + 1, at
             while node is not None and at < len(answer):
                 node, at = children.get((node, answer[at])), at + 1
+            own.add(answer[before:at] if grow else ())
     return sum(len(answer) for _, answer in data) / calls
 
 
 def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           text: bool = False, max_new_tokens: int = 200) -> None:
-    """Make a datastore of the model's own greedy answers to prompts; on a tenth of them, 100 at
+    """Make a datastore of the model's own greedy answers to prompts; on a tenth of them, 50 at
     most, measure what the others are worth.
 
     out:  the safetensors file to make
@@ -173,17 +177,19 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     if len(data) < 2:
         raise InputError(f"expected 2 texts or more, or prompts of at most {longest} tokens, "
                          f"got {len(data)}")
-    texts = [p[-SHORTEST:] + a + [-1] for p, a in data]
-    held_out = random.Random(0).sample(range(len(data)), max(1, min(100, len(data) // 10)))
+    texts = [p[-BEGIN:] + a + [-1] for p, a in data]
+    held_out = random.Random(0).sample(range(len(data)), max(1, min(50, len(data) // 10)))
     some = Datastore([t for i, x in enumerate(texts) if i not in held_out for t in x])
-    gain = [tokens_per_call(some, [data[i] for i in held_out], m - 1) for m in WIDTHS if m <= MOST]
+    gain = [[tokens_per_call(some, [data[i] for i in held_out], m - 1, grow)
+             for grow in (False, True)] for m in WIDTHS if m <= MOST]
     tokens = torch.tensor([t for x in texts for t in x])
     print(f"{len(texts)} texts, {len(tokens):,} tokens; tokens per call of {len(held_out)} held "
-          f"out, by rows: {', '.join(f'{m}: {x:.2f}' for m, x in zip(WIDTHS, gain))}")
+          "out, by rows, with the datastore alone and with the text itself: "
+          + ", ".join(f"{m}: {x:.2f}, {y:.2f}" for m, (x, y) in zip(WIDTHS, gain)))
     kind = torch.int16 if tokens.max() < 2 ** 15 else torch.int32
     out.parent.mkdir(parents=True, exist_ok=True)
     save_file({"tokens": tokens.to(kind), "model": some_embeddings(model),
-               "gain": torch.tensor(gain)}, out)
+               "tokens_per_call": torch.tensor(gain)}, out)
 
 
 def report(run) -> str:

@@ -371,7 +371,7 @@ def all_methods(bench: Bench) -> None:
         **bench.eagle("eagle, dynamic", dynamic=True),
         **bench.sequoia("sequoia"),
         **bench.rest("rest"),
-        **bench.rest("rest, grow", grow=True),
+        **bench.rest("rest, datastore alone", grow=False),
         **bench.run("specinfer", specinfer, gamma=gamma),
         **bench.run("spectr", spectr, gamma=gamma),
         **bench.run("bild (lossy)", bild),

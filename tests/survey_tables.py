@@ -7,6 +7,7 @@ FOLDER holds a draft layer of EAGLE's for each choice of `python -m survey.eagle
 all trained equally long: shifted.safetensors, … Prompts, rounds and medians are those of bench.py.
 """
 import copy
+import functools
 import math
 import sys
 from statistics import mean
@@ -208,21 +209,21 @@ def table_sequoia(bench: Bench) -> None:
 # ------------------------------------------------------------------------------------------ REST
 
 def table_rest(bench: Bench) -> None:
-    """By the size of the datastore, the longest suffix and the guesses of a call; and the text
-    itself as a datastore, beside the committed one and alone."""
+    """By the size of the datastore, the longest suffix and the guesses of a call, of the datastore
+    alone; then the text itself beside it, and alone."""
     whole, nodes = load_datastore(bench.args.adapters / "rest.safetensors", bench.target), 15
     texts = [as_tokens(text) + [-1] for text in whole.text.split("\0")[:-1]]
     parts = {n: Datastore([t for x in texts[::n] for t in x]) for n in (8, 4, 2, 1)}
+    alone = functools.partial(bench.ours, rest, grow=False)
     runs = {"AR": bench.ours(autoregressive), "lookahead, W = 0": bench.ours(lookahead, W=0)}
     runs |= {f"1/{n} of the datastore: {len(part.text):,} tokens":
-             bench.ours(rest, store=part, nodes=nodes) for n, part in parts.items()}
-    runs |= {f"suffix of at most {n}": bench.ours(rest, store=whole, nodes=nodes, longest=n)
-             for n in (2, 4, 8, 16)}
-    runs |= {f"{m - 1} guesses": bench.ours(rest, store=whole, nodes=m - 1)
-             for m in WIDTHS if 1 < m <= 64}
-    runs["as many as pay"] = bench.ours(rest, store=whole)
-    runs["with --grow"] = bench.ours(rest, store=whole, nodes=nodes, grow=True)
-    runs["--grow, empty datastore"] = bench.ours(rest, store=Datastore(), nodes=nodes, grow=True)
+             alone(store=part, nodes=nodes) for n, part in parts.items()}
+    runs |= {f"suffix of at most {n}": alone(store=whole, nodes=nodes, longest=n)
+             for n in (1, 2, 4, 8, 16)}
+    runs |= {f"{m - 1} guesses": alone(store=whole, nodes=m - 1) for m in WIDTHS if 1 < m <= 64}
+    runs["as many as pay"] = alone(store=whole)
+    runs["with the text itself"] = bench.ours(rest, store=whole, nodes=nodes)
+    runs["the text alone"] = bench.ours(rest, store=Datastore(), nodes=nodes)
     results = bench.measure(runs)
     print(table([[f"REST, {nodes} guesses a call", "tokens per target call", *bench.prompts,
                   "guesses a call", "x AR", "output as AR's"],

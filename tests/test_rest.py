@@ -31,19 +31,18 @@ def scripted(following, vocab):
 
 # -------------------------------------------------------------------------------------- lookup
 
-def naive(texts, query, longest=LONGEST):
-    """{prefix: count} of what follows the longest suffix of `query` that something follows in a
-    text, by looking at every place."""
-    for size in range(min(longest, len(query)), 1, -1):
-        suffix, counts = query[-size:], {}
-        for text in texts:
-            for i in range(size, len(text)):
-                if text[i - size:i] == suffix:
-                    for end in range(i + 1, min(i + AFTER, len(text)) + 1):
-                        counts[tuple(text[i:end])] = counts.get(tuple(text[i:end]), 0) + 1
-        if counts:
-            return counts
-    return {}
+def naive(stores, query, longest=LONGEST):
+    """For each suffix of `query`, the longest first, and each list of texts {prefix: count} of what
+    follows it there, by looking at every place."""
+    for size in range(min(longest, len(query)), 0, -1):
+        for texts in stores:
+            counts = {}
+            for text in texts:
+                for i in range(size, len(text)):
+                    if text[i - size:i] == query[-size:]:
+                        for end in range(i + 1, min(i + AFTER, len(text)) + 1):
+                            counts[tuple(text[i:end])] = counts.get(tuple(text[i:end]), 0) + 1
+            yield counts
 
 
 def paths_of(ids, parents):
@@ -64,17 +63,19 @@ def test_the_lookup_equals_a_scan_of_every_place(vocab):
         texts = [rng.choices(kinds, k=rng.randint(1, 40)) for _ in range(4)]
         texts[0] += texts[1][:rng.randint(1, 30)] + rng.choices(kinds, k=5)
         query, n = rng.choice(texts)[:rng.randint(1, 40)], rng.choice([0, 1, 2, 5, 20, 500])
-        longest = rng.choice([2, 3, LONGEST])
-        stores = [store_of(*texts)] if rng.random() < 0.5 else [store_of(*texts[:2]), Datastore()]
-        for i in range(0, len(query), 3) if len(stores) > 1 else ():
-            stores[1].add(query[i:i + 3])
-        counts = naive(texts if len(stores) == 1 else [*texts[:2], query], query, longest)
-        ids, parents = retrieve(stores, as_text(query), n, longest)
-        found = paths_of(ids, parents)
-        assert ids[0] == query[-1] and parents[0] == -1
-        assert len(set(found)) == len(found) == min(n, len(counts))
-        assert [counts[path] for path in found] == sorted(counts.values(), reverse=True)[:n]
-        sizes.add(len(found))
+        longest, own, grow = rng.choice([1, 3, LONGEST]), Datastore(), rng.random() < 0.5
+        for i in range(0, len(query), 3) if grow else ():
+            own.add(query[i:i + 3])
+        ids, parents = retrieve([own, store_of(*texts)], as_text(query), n, longest)
+        found, seen, taken = set(paths_of(ids, parents)), set(), 0
+        assert ids[0] == query[-1] and parents[0] == -1 and len(found) == len(ids) - 1 <= n
+        for counts in naive([[query] * grow, texts], query, longest):
+            new = {path: count for path, count in counts.items() if path not in seen}
+            here = sorted((new[path] for path in found & new.keys()), reverse=True)
+            assert here == sorted(new.values(), reverse=True)[:n - taken]
+            seen, taken = seen | new.keys(), taken + len(here)
+        assert taken == len(found) == min(n, len(seen))
+        sizes.add(taken)
     assert len(sizes) > 5
 
 
@@ -86,10 +87,9 @@ def test_of_equally_frequent_prefixes_the_shorter_are_guessed():
 
 def test_nothing_follows_the_end_of_an_answer():
     store = store_of([1, 2, 3], [4, 5], [9, 2, 3, 7])
-    assert retrieve([store], as_text([1, 2]), 9) == ([2, 3], [-1, 0])
-    # the longest suffix that anything follows: nothing follows 1 2 3
-    assert retrieve([store], as_text([1, 2, 3]), 9) == ([3, 7], [-1, 0])
-    for query in [3, 4], [4, 5], [5, 9], [8, 8], [2]:
+    assert retrieve([store], as_text([9, 2]), 9) == ([2, 3, 7], [-1, 0, 1])
+    assert retrieve([store], as_text([1, 2, 3]), 9) == ([3, 7], [-1, 0])  # nothing after 1 2 3
+    for query in [4, 5], [5], [8, 8], [3, 7]:
         assert retrieve([store], as_text(query), 9) == (query[-1:], [-1])
 
 
@@ -124,8 +124,8 @@ def test_greedy_equals_autoregressive(family):
     wrong = [token if rng.random() < 0.8 else rng.randrange(61) for token in PROMPT + expected]
     other = tokens_of(autoregressive(target, [5, 6, 7]), 20)
     store = store_of(wrong, other, wrong[:30] + other)
-    for options in [dict(nodes=12), dict(nodes=3, grow=True),
-                    dict(nodes=63, longest=2)][:3 if whole else 2]:
+    for options in [dict(nodes=12), dict(nodes=3, grow=False),
+                    dict(nodes=63, longest=1)][:3 if whole else 2]:
         log = []
         got = tokens_of(rest(target, PROMPT, store=store, log=log, **options), room)
         assert got == expected, options
@@ -156,13 +156,13 @@ def outcomes(run):
 
 
 @pytest.mark.parametrize("vocab, n, options", [
-    (2, 4, dict(nodes=2)), (2, 3, dict(nodes=3)), (2, 3, dict(nodes=2, grow=True)),
+    (2, 4, dict(nodes=2, grow=False)), (2, 3, dict(nodes=3, grow=False)), (2, 3, dict(nodes=3)),
     (3, 2, dict(nodes=2))])
 def test_sampling_is_exact_by_enumeration(vocab, n, options):
     """Every outcome of the draws at all nodes of all trees: the first n tokens have the law of the
     chain rule."""
     model, log, total = markov(3, vocab), [], torch.zeros([vocab] * n)
-    store = store_of([0, 1, 1, 0], [0, 1, 0, 0, 1], [1, 1, 1])
+    store = store_of([0, 1, 1])
     for weight, got in outcomes(lambda draw: tokens_of(
             rest(ScriptedLM(model), [0, 1], store=store, sample=draw, log=log, **options), n)):
         total[tuple(got)] += weight
@@ -184,8 +184,7 @@ def test_sampled_output_of_real_caches_is_that_of_scripted_ones():
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
     for lm in CachedLM(model, CONTEXT), ScriptedLM(logits_of):
         log = []
-        chunks = rest(lm, PROMPT, nodes=5, store=store, grow=True, sample=Sampler(0.5, seed=4),
-                      log=log)
+        chunks = rest(lm, PROMPT, nodes=5, store=store, sample=Sampler(0.5, seed=4), log=log)
         outputs.append((tokens_of(chunks, 30), log))
     assert outputs[0] == outputs[1] and len({r["accepted"] for r in log}) > 1
 
@@ -215,7 +214,8 @@ def test_an_answer_of_the_datastore_is_accepted_whole(sample, nodes, size):
     answer, log = random.Random(0).sample(range(20, 200), 110), []
     target = scripted(lambda text: (PROMPT + answer + [0] * 99)[len(text)], 200)
     store = store_of([7, 7, 7], PROMPT[-2:] + answer, [7, 7, 8])
-    got = tokens_of(rest(target, PROMPT, nodes=nodes, store=store, sample=sample, log=log), 110)
+    got = tokens_of(rest(target, PROMPT, nodes=nodes, store=store, grow=False, sample=sample,
+                         log=log), 110)
     assert got == answer and target.calls == 110 // size
     assert all(r["accepted"] == r["guessed"] == size - 1 for r in log[:-1])
 
@@ -228,31 +228,34 @@ def test_the_text_itself_is_looked_up():
         got = tokens_of(rest(target, [5, 6], nodes=10, store=Datastore(), log=log, **options), 111)
         assert got == [(7 + i) % 23 for i in range(111)]
         return [r["accepted"] for r in log]
-    assert calls() == [0] * 111
-    # 23 tokens, one by one: the suffix 5 6 is there for the second time; then 11 in a call
-    assert calls(grow=True) == [0] * 23 + [10] * 8
+    assert calls(grow=False) == [0] * 111
+    # 22 tokens, one by one: 5 is there for the second time; then 11 in a call
+    assert calls() == [0] * 22 + [10] * 9
 
 
-def test_text_and_datastore_are_counted_together():
-    """3 follows 1 2 once in the datastore, 4 twice in the text; 7 follows a longer suffix, where
+def test_the_text_comes_before_the_datastore_for_a_suffix():
+    """4 follows 1 2 once in the text, 3 twice in the datastore; 7 follows a longer suffix, where
     that is looked up."""
     def guessed(prompt, store, **options):
         lm, seen = scripted(lambda text: 0, 9), []
         forward = lm.forward
         lm.forward = lambda ids, parents: seen.append(ids) or forward(ids, parents)
-        next(rest(lm, prompt, nodes=1, store=store, grow=True, **options))
+        next(rest(lm, prompt, store=store, **{"nodes": 1} | options))
         return seen[0][1:]
-    assert guessed([1, 2, 4, 1, 2, 4, 1, 2], store_of([1, 2, 3], [1, 2, 5])) == [4]
-    assert guessed([1, 2, 4, 8, 1, 2], store_of([1, 2, 3], [1, 2, 3])) == [3]
-    assert guessed([1, 2, 4, 1, 2, 4, 6, 1, 2], store_of([6, 1, 2, 7])) == [7]
-    assert guessed([1, 2, 4, 1, 2, 4, 6, 1, 2], store_of([6, 1, 2, 7]), longest=2) == [4]
+    prompt, store = [1, 2, 4, 8, 1, 2], store_of([1, 2, 3], [1, 2, 3], [6, 1, 2, 7])
+    assert guessed(prompt, store) == [4]
+    assert guessed(prompt, store, grow=False) == [3]
+    assert guessed(prompt, store, nodes=9) == [4, 8, 1, 2, 3, 7]
+    assert guessed([1, 2, 4, 6, 1, 2], store) == [7]
+    assert guessed([1, 2, 4, 6, 1, 2], store, longest=2) == [4]
 
 
 @pytest.mark.parametrize("gain, nodes", [
     ((1, 1.9, 2.5, 2.6, 2.7, 2.8, 2.9), 3), ((1, 1.04, 1.1, 1.2, 1.3, 1.4, 1.5), 0),
     ((1, 2, 4, 8, 16, 32, 80), 63)])
 def test_as_many_guesses_as_pay(gain, nodes, monkeypatch):
-    """Tokens per call over seconds per call, both by the rows of a call."""
+    """Tokens per call over seconds per call, both by the rows of a call; those that belong to what
+    is looked through."""
     lm, rows, seen = CachedLM(tiny("llama"), CONTEXT), (1, 2, 4, 8, 16, 32, 64), []
     lm.costs = dict(zip(rows, (1, 1.05, 1.2, 2, 4, 8, 16)))
 
@@ -260,13 +263,17 @@ def test_as_many_guesses_as_pay(gain, nodes, monkeypatch):
         seen.append(n)
         return retrieve(stores, text, n, longest)
     monkeypatch.setattr(module, "retrieve", spy)
-    tokens_of(rest(lm, PROMPT, store=Datastore(PROMPT * 20, dict(zip(rows, gain)))), 5)
-    assert set(seen) == {nodes}
+    for grow in False, True:
+        kept = {m: [x, 1] if not grow else [1, x] for m, x in zip(rows, gain)}
+        tokens_of(rest(lm, PROMPT, store=Datastore(PROMPT * 20, kept), grow=grow), 5)
+        assert set(seen) == {nodes}
+        seen.clear()
 
 
 # ------------------------------------------------------------------------------- the datastore
 
-def test_tokens_per_call_are_those_of_decoding():
+@pytest.mark.parametrize("grow", [False, True])
+def test_tokens_per_call_are_those_of_decoding(grow):
     """Answers replayed without a model give what the method gives with it."""
     rng = random.Random(3)
     texts = [rng.choices(range(4), k=40) for _ in range(8)]
@@ -275,11 +282,11 @@ def test_tokens_per_call_are_those_of_decoding():
         calls = 0
         for prompt, answer in data:
             lm = scripted(lambda text: (prompt + answer + [0] * 99)[len(text)], 4)
-            assert tokens_of(rest(lm, prompt, nodes=n or 1, store=store if n else Datastore()),
-                             len(answer)) == answer
+            assert tokens_of(rest(lm, prompt, nodes=n or 1, store=store if n else Datastore(),
+                                  grow=grow and n > 0), len(answer)) == answer
             calls += lm.calls
-        assert tokens_per_call(store, data, n) == (35 + 38) / calls
-    assert tokens_per_call(store, data, 0) == 1 < 73 / calls
+        assert tokens_per_call(store, data, n, grow) == (35 + 38) / calls
+    assert tokens_per_call(store, data, 0, grow) == 1 < 73 / calls
 
 
 def test_a_datastore_is_made_and_used(tmp_path, capsys):
@@ -289,20 +296,21 @@ def test_a_datastore_is_made_and_used(tmp_path, capsys):
     eos = eos_ids(model, wordless)
     prompts = [[a, b, 9, 7] for a in range(20, 24) for b in range(30, 33)]
     file = tmp_path / "new" / "store.safetensors"
-    build(model, wordless, [*prompts, prompts[0], [5] * 150], out=file, max_new_tokens=20)
-    answers = [tokens_of(autoregressive(CachedLM(model, 40), p), 20, eos) for p in prompts]
+    build(model, wordless, [*prompts, prompts[0], [5] * 150], out=file, max_new_tokens=40)
+    answers = [tokens_of(autoregressive(CachedLM(model, 60), p), 40, eos) for p in prompts]
     text = [token for answer in answers for token in [9, 7, *answer, -1]]
     assert load_file(file)["tokens"].tolist() == text
     assert load_file(file)["tokens"].dtype == torch.int16
     store = load_datastore(str(file), model)
     assert as_tokens(store.text) == text and list(store.gain) == [1, 2, 4, 8, 16, 32, 64]
-    assert store.gain[1] == 1 and f"12 texts, {len(text)} tokens" in capsys.readouterr().out
+    assert store.gain[1] == [1, 1] and f"12 texts, {len(text)} tokens" in capsys.readouterr().out
     held_out = random.Random(0).sample(range(12), 1)[0]  # measured without it
     others = store_of(*([9, 7, *a] for i, a in enumerate(answers) if i != held_out))
-    expected = tokens_per_call(others, [(prompts[held_out], answers[held_out])], 15)
-    assert abs(store.gain[16] - expected) < 1e-6
+    expected = [tokens_per_call(others, [(prompts[held_out], answers[held_out])], 15, grow)
+                for grow in (False, True)]
+    assert store.gain[16] == pytest.approx(expected) and expected[0] != expected[1]
     lm, longest = CachedLM(model, 60), max(range(12), key=lambda i: len(answers[i]))
-    got = tokens_of(rest(lm, prompts[longest], nodes=40, datastore=str(file)), 20, eos)
+    got = tokens_of(rest(lm, prompts[longest], nodes=40, datastore=str(file)), 40, eos)
     assert got == answers[longest] and lm.calls < len(got) / 2
 
 
@@ -331,8 +339,8 @@ def test_what_is_no_datastore_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(nodes=-1), "nodes of 0 or more and longest of 2 to 16, got -1 and 16"),
-    (dict(longest=1), "got 0 and 1"), (dict(longest=17), "got 0 and 17")])
+    (dict(nodes=-1), "nodes of 0 or more and longest of 1 to 16, got -1 and 16"),
+    (dict(longest=0), "got 0 and 0"), (dict(longest=17), "got 0 and 17")])
 def test_bad_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         next(rest(ScriptedLM(markov(1)), [0, 1], store=Datastore(), **options))
@@ -398,7 +406,8 @@ def test_the_command_line(tmp_path, capsys):
     assert main([rest], report, argv, commands=[build]) == 0
     assert "8 texts" in capsys.readouterr().out
     argv = ["--prompt", "def double(x):", "--max-new-tokens", "12", "--compare", "--nodes", "3"]
-    assert main([rest], report, [*argv, "--datastore", str(file), "--grow"], commands=[build]) == 0
+    argv += ["--datastore", str(file)]
+    assert main([rest], report, [*argv, "--no-grow"], commands=[build]) == 0
     assert "output equals autoregressive" in capsys.readouterr().err
     argv += ["--target", str(ROOT / "models/draft")]
     assert main([rest], report, argv, commands=[build]) == 2
