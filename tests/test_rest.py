@@ -264,7 +264,7 @@ def test_as_many_guesses_as_pay(gain, nodes, monkeypatch):
         return retrieve(stores, text, n, longest)
     monkeypatch.setattr(module, "retrieve", spy)
     for grow in False, True:
-        kept = {m: [x, 1] if not grow else [1, x] for m, x in zip(rows, gain)}
+        kept = {m: [1, x] if grow else [x, 1] for m, x in zip(rows, gain)}
         tokens_of(rest(lm, PROMPT, store=Datastore(PROMPT * 20, kept), grow=grow), 5)
         assert set(seen) == {nodes}
         seen.clear()
