@@ -1,5 +1,5 @@
-"""Makes the embedded models: a tokenizer, a target (10M parameters), and a draft (1M) distilled \
-from the target.
+"""Makes the embedded models: a tokenizer, a target (9M parameters), and a draft (0.6M) \
+distilled from the target.
 
     python models/train.py                    # everything, about two hours on two CPU cores;
                                                 stopped, it goes on where it was

@@ -53,10 +53,10 @@ def paths_of(ids, parents):
     return paths[1:]
 
 
-@pytest.mark.parametrize("vocab", [2, 3, 8, 70000])
+@pytest.mark.parametrize("vocab", [2, 3, 8, 56322, 70000])
 def test_the_lookup_equals_a_scan_of_every_place(vocab):
     """On random texts that repeat parts of each other, with one store and with two; token ids
-    beyond the surrogates of Unicode too. Of equally frequent prefixes any may be taken."""
+    among and beyond the surrogates too. Of equally frequent prefixes any may be taken."""
     rng, sizes = random.Random(vocab), set()
     kinds = range(max(0, vocab - 6), vocab)  # few kinds, so that suffixes are found
     for _ in range(150):
@@ -312,6 +312,8 @@ def test_a_datastore_is_made_and_used(tmp_path, capsys):
     lm, longest = CachedLM(model, 60), max(range(12), key=lambda i: len(answers[i]))
     got = tokens_of(rest(lm, prompts[longest], nodes=40, datastore=str(file)), 40, eos)
     assert got == answers[longest] and lm.calls < len(got) / 2
+    build(model, wordless, prompts[:3], out=file, max_new_tokens=40)  # again: not the old one
+    assert len(load_datastore(str(file), model).text) < len(text) / 2
 
 
 def test_a_datastore_of_another_model_is_refused(tmp_path):
@@ -322,10 +324,10 @@ def test_a_datastore_of_another_model_is_refused(tmp_path):
     for own in near(model, 0.05), tiny("llama").bfloat16():
         assert as_tokens(load_datastore(str(file), own).text) == [1, 2, 3, -1, 1, 2, 4, 5, -1]
     for other in tiny("llama", seed=7), tiny("gpt2"), tiny("llama", hidden_size=16):
-        with pytest.raises(InputError, match="a datastore of this model, got .*store.*: other tok"):
+        with pytest.raises(InputError, match="a datastore of this model, got .*store.*: another"):
             next(rest(CachedLM(other, 90), PROMPT, datastore=str(file)))
     save_file(load_file(file) | {"tokens": torch.tensor([1, 2, 61, -1])}, file)  # 0 … 60 there are
-    with pytest.raises(InputError, match="other tokens"):
+    with pytest.raises(InputError, match="another model's"):
         load_datastore.__wrapped__(str(file), model)
 
 
@@ -340,10 +342,21 @@ def test_what_is_no_datastore_is_refused(tmp_path):
 
 @pytest.mark.parametrize("options, message", [
     (dict(nodes=-1), "nodes of 0 or more and longest of 1 to 16, got -1 and 16"),
-    (dict(longest=0), "got 0 and 0"), (dict(longest=17), "got 0 and 17")])
+    (dict(longest=0), "got 0 and 0"), (dict(longest=17), "got 0 and 17"),
+    ({}, "nodes of 1 or more where the store has no gain, got 0")])
 def test_bad_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         next(rest(ScriptedLM(markov(1)), [0, 1], store=Datastore(), **options))
+
+
+def test_of_long_texts_the_beginning_is_measured(tmp_path):
+    """Replaying all of a document could take hours; the file keeps all of it."""
+    texts, gains = [[*range(10, 30), *[8] * 40], [*range(30, 50), *[8] * 40]], []
+    for tokens in 19, 59:
+        build(tiny("llama"), None, texts, out=tmp_path / "x", text=True, max_new_tokens=tokens)
+        assert len(load_file(tmp_path / "x")["tokens"]) == 122
+        gains.append(load_file(tmp_path / "x")["tokens_per_call"][-1].tolist())
+    assert gains[0] == [1, 1] and min(gains[1]) > 2  # only the ends have something in common
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2], [1, 2]], [[1] * 150, [2] * 150, [3]]])
@@ -359,7 +372,7 @@ def test_the_report():
     log = [{"guessed": 8, "accepted": 3}, {"guessed": 0, "accepted": 0},
            {"guessed": 4, "accepted": 0}]
     assert report(SimpleNamespace(log=log)) == (
-        "a call: 4.0 guesses, 1.00 accepted; nothing was found in 1 of 3 calls")
+        "a call: 4.0 guesses, 1.00 accepted; no guess in 1 of 3 calls")
 
 
 # ----------------------------------------------------------------------------- the committed one
