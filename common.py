@@ -31,7 +31,7 @@ from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelF
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of a pass with `graphs`; the last are spare slots too
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of a `graphs` pass; buffers have 128 spare slots
 
 
 class InputError(ValueError):
@@ -65,8 +65,8 @@ def trie(root: int, sequences: Iterable[list[int]]) -> tuple[list[int], list[int
 def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], list[int]]:
     """(path, chunk): from node 0 step to the child with the token chosen after a node, while there
     is one; `chunk`: the tokens stepped to and the one chosen after the last. `chosen[i]`: the
-    target's argmax after node i, or ONE draw of it. Exact where the shape does not depend on the
-    draws and no two nodes have the same path: `trie` merges them."""
+    target's argmax after node i, or ONE draw of it: exact for any tree built before the draws.
+    Of nodes with the same path only one is found: `trie` merges them."""
     children = {edge: i for i, edge in enumerate(zip(parents, ids))}
     path = [0]
     while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
@@ -100,11 +100,12 @@ def windows_of(model) -> dict[str, int | None]:
 
 
 def context_length(model) -> int:
-    """The most tokens a model is made for, with LongRoPE before it turns all keys another way."""
+    """The most tokens a model is made for; with LongRoPE, until it turns all keys another way."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    least = rope.get("rope_type") == "longrope" and rope["original_max_position_embeddings"]
-    return least or getattr(config, "max_position_embeddings", None) or 10 ** 9
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or 10 ** 9
 
 
 def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
@@ -125,8 +126,8 @@ class Sampler:
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
         if not (temperature == 0 or 1e-6 <= temperature <= 1e6) or top_k < 0 or not 0 < top_p <= 1:
-            raise InputError("expected a temperature of 0 (greedy) or from 1e-6, top-k from 0 "
-                             f"and top-p up to 1, got {temperature}, {top_k} and {top_p}")
+            raise InputError("expected a temperature of 0 (greedy) or 1e-6 to 1e6, top-k from 0 "
+                             f"and top-p above 0 up to 1, got {temperature}, {top_k} and {top_p}")
         self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
         self.generator = functools.cache(lambda x: torch.Generator(x).manual_seed(seed % 2 ** 63))
 
@@ -200,7 +201,7 @@ def grouped_attention(module, query, key, value, attention_mask, **options):
 
 AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
-graph_memory = functools.cache(lambda: torch.cuda.graph_pool_handle())  # one pool for all graphs
+graph_memory = functools.cache(torch.cuda.graph_pool_handle)  # one pool for all graphs
 
 
 def capture(function, inputs: tuple[torch.Tensor, ...]):
@@ -246,12 +247,12 @@ class CachedLM:
         self.cache.start, self.cache.written = 0, None
         for layer, (keys, values) in enumerate(prefix):
             self.cache.update(keys[None], values[None], layer)
-        counted, features = (self.calls, self.rows, self.seconds), [self.weight[:0]]
+        counted, features = (self.calls, self.rows, self.seconds), []
         for i in range(0, len(ids), WIDTHS[-1]):  # a long prompt comes in parts
             self.forward(ids[i:i + WIDTHS[-1]], keep=1)
             self.commit(range(len(self.parents)))
             features.append(self.features)
-        self.features = torch.cat(features[len(ids) > 0:])
+        self.features = torch.cat(features) if features else self.weight[:0]
         self.prompt_seconds += self.seconds - counted[2]
         self.calls, self.rows, self.seconds = counted
 
@@ -309,13 +310,13 @@ class CachedLM:
         if inputs.shape not in self.captured and width <= WIDTHS[-1]:
             self.captured[inputs.shape] = capture(self._model, tuple(tensors))
         logits, features = self.captured.get(inputs.shape, self._model)(*tensors)
-        return logits[:, n - keep if keep else 0:n].clone(), features[:, :n].clone()
+        return logits[:, :n][:, -keep:].clone(), features[:, :n].clone()
 
     def _model(self, written, inputs, rows, *masks, keep: int = 0):
         """One pass of the model over ids [1, n] or embeddings [1, n, d]."""
         self.cache.written, features = written, []
-        # By index: for a slice of the rows, a CPU copies the whole LM head in bfloat16
-        kept = torch.arange(inputs.shape[1], device=inputs.device)[-keep:]
+        # On a CPU by index: for a slice of the rows it copies the whole LM head in bfloat16
+        kept = torch.arange(inputs.shape[1])[-keep:] if inputs.device.type == "cpu" else keep
         with self.model.get_decoder().register_forward_hook(lambda *x: features.append(x[2][0])):
             logits = self.model(
                 **{"input_ids" if inputs.ndim == 2 else "inputs_embeds": inputs},
@@ -353,7 +354,7 @@ def seconds_of(lm: CachedLM, name, act: Callable) -> float:
 
 
 def row_costs(lm: CachedLM, most: int) -> dict[int, float]:
-    """{n: seconds of a call of n rows} for the WIDTHS that `start` made room for, up to `most`."""
+    """{n: seconds of a call of n rows} for WIDTHS up to `most`, which `start` made room for."""
     return {n: seconds_of(lm, n, lambda: (lm.forward([0] * n), lm.truncate(lm.length)))
             for n in WIDTHS if n <= most}
 
@@ -390,7 +391,7 @@ def load(path: str, device: str | None = None, dtype: str | None = None, graphs:
     spread = {"device_map": "auto"} if device == "auto" else {}
     try:
         if not (Path(path).exists() or try_to_load_from_cache(path, "config.json")):
-            get_session().head(constants.ENDPOINT, timeout=9)  # without a hub they try for a minute
+            get_session().head(constants.ENDPOINT, timeout=9)  # offline, the rest tries a minute
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **spread)
         model = model if spread else model.to(device)
@@ -432,7 +433,7 @@ def eos_ids(model, tokenizer) -> set[int]:
 
 
 def encode(tokenizer, text: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt, with what the model begins with; `chat` puts it into the template."""
+    """Token ids of a prompt, after BOS if the tokenizer has it so; `chat`: in the chat template."""
     if set(tokenizer.encode(text, add_special_tokens=False)) <= set(tokenizer.all_special_ids):
         raise InputError(f"expected a prompt with some text, got {text!r}")
     if not chat:
@@ -444,7 +445,7 @@ def encode(tokenizer, text: str, chat: bool = False) -> list[int]:
 
 
 def digest(model, *settings) -> str:
-    """A name for what is kept of this model's weights and settings, for no other to go on with."""
+    """A name for files that belong to this model's weights and settings, and to no others."""
     of = hashlib.sha256(repr(settings).encode())
     for x in model.state_dict().values():
         of.update(x.flatten()[::1009].float().cpu().numpy().tobytes())
@@ -456,19 +457,18 @@ def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Pa
                 size: int = 64) -> list[list[int]]:
     """The model's own greedy answers, which drafters learn from; a file in `work` keeps them."""
     eos = eos_ids(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos, default=0)
     model.generation_config = GenerationConfig(  # no penalties, no sampling: greedy
-        max_new_tokens=limit, eos_token_id=sorted(eos) or None, pad_token_id=pad)
+        max_new_tokens=limit, eos_token_id=sorted(eos) or None, pad_token_id=0)  # masked or cut
     with open(work / f"answers-{digest(model, limit)}.jsonl", "a+") as kept:
         kept.seek(0)
-        rows = [line for line in kept if line.endswith("\n")]  # not one that was cut off
-        done = {tuple(row["prompt"]): row["answer"] for row in map(json.loads, rows)}
-        kept.truncate(sum(map(len, rows)))
+        lines = [line for line in kept if line.endswith("\n")]  # not one that was cut off
+        done = {tuple(row["prompt"]): row["answer"] for row in map(json.loads, lines)}
+        kept.truncate(sum(map(len, lines)))
         todo = sorted({tuple(p) for p in prompts} - done.keys(), key=lambda p: (len(p), p))
         for i in tqdm(range(0, len(todo), size), desc="answers"):
             some = todo[i:i + size]
             width = max(map(len, some))
-            ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in some])
+            ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in some])
             real = torch.arange(-width, 0) >= -torch.tensor([[len(p)] for p in some])
             rows = model.generate(ids.to(model.device), attention_mask=real.long().to(model.device))
             for prompt, row in zip(some, rows[:, width:].tolist()):

@@ -540,7 +540,8 @@ def odd(tmp_path_factory):
 
 
 MODEL = "model directory or hub id that"
-SAMPLER = "a temperature of 0 (greedy) or from 1e-6, top-k from 0 and top-p up to 1, got"
+SAMPLER = ("a temperature of 0 (greedy) or 1e-6 to 1e6, top-k from 0 and top-p above 0 up to 1, "
+           "got")
 WRONG = [
     (["--target", "no/such/model"], (MODEL, "got 'no/such/model'")),
     (["--target", "nope/model"], (MODEL, "got 'nope/model'")),

@@ -619,7 +619,7 @@ def test_wrong_values_of_a_sampler(wrong):
         Sampler(*wrong)
     temperature, top_k, top_p = wrong
     assert str(raised.value).endswith(f"got {temperature}, {top_k} and {top_p}")
-    assert str(raised.value).startswith("expected a temperature of 0 (greedy) or from 1e-6, top-k")
+    assert str(raised.value).startswith("expected a temperature of 0 (greedy) or 1e-6 to 1e6, top")
     assert Sampler(1e-6, 1, 1e-3).probs(torch.tensor([1.0, 2.0])).tolist() == [0, 1]
 
 
