@@ -125,9 +125,9 @@ def trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int,
         visible = (slots <= rows) & (slots >= padding[:, None]) | (slots == rows)  # [B, m, slots]
         mask = attention_mask(windows_of(model), visible, positions[:, start:], positions, like)
         kept = torch.arange(len(ids[0]))[-keep:]  # by index, as in CachedLM
-        return model(input_ids=torch.tensor(ids, device=like.device), attention_mask=mask,
-                     position_ids=positions[:, start:].to(like.device), past_key_values=cache,
-                     use_cache=True, logits_to_keep=kept).logits.argmax(-1).tolist()
+        return greedy(model(input_ids=torch.tensor(ids, device=like.device), attention_mask=mask,
+                            position_ids=positions[:, start:].to(like.device),
+                            past_key_values=cache, use_cache=True, logits_to_keep=kept).logits)
     padded = [[p[0]] * (width + 1 - len(p)) + p[:-1] for p in prompts]
     for i in range(0, width, 128):
         forward([row[i:i + 128] for row in padded], i, keep=1)

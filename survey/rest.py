@@ -83,14 +83,14 @@ class Datastore:
 def retrieve(stores: list[Datastore], text: str, n: int, longest: int = LONGEST):
     """(ids, parents) of up to n guesses below the last token of `text`: the most frequent prefixes
     of what follows its suffixes, the longest suffix first, and for each the first store."""
-    best = {}  # the best first
+    best, [root] = {}, as_tokens(text[-1])  # best: the best first
     for size, store in product(range(min(longest, len(text)), 0, -1), stores):
         if len(best) >= n:
             break
         found = store.following(text[-size:])
         counts = Counter(x[:end] for end in range(1, AFTER + 1) for x in found if len(x) >= end)
         best |= dict(counts.most_common())  # of equals the shorter first; what is there stays
-    return trie(ord(text[-1]) - 1, map(as_tokens, islice(best, n)))[:2]
+    return trie(root, map(as_tokens, islice(best, n)))[:2]
 
 
 def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
