@@ -19,13 +19,9 @@ Departures: the loss is a mean; many k of an answer are trained on at once, as i
 deep prompt rows have the model's key heads, not all of its query heads; shallow ones are run alone,
 so that real tokens do not see them; sampling (the paper is greedy). Left out: several GPUs.
 """
-import functools
 import json
-import math
-import os
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Iterator
 
@@ -33,15 +29,126 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from tqdm import tqdm
 
-from common import (CachedLM, InputError, Sampler, attention_mask, best_tree, context_length,
-                    digest, greedy, own_answers, row_costs, walk, windows_of)
+from common import (CachedLM, InputError, Node, Sampler, attention_mask, best_tree, fastest, greedy,
+                    row_costs, walk, windows_of)
 
 DESIGNS = ("deep", "shallow", "none")  # Table 3
 TREES = ("best", "efficient", "full", "chain")
 RANKS = 10  # guesses of a mask whose accuracies are measured
+MOST = 64  # rows of a call with a best tree
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+def efficient_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
+    """(ids, parents) below the root, node 0, whose id is left to the caller: level j has the k
+    likeliest tokens of mask j, and only a level's first has children (Fig. 5). 1 + M k nodes."""
+    ids, parents = [-1], [-1]
+    first = 0
+    for tokens in candidates:
+        parent, first = first, len(ids)
+        ids += tokens
+        parents += [parent] * len(tokens)
+    return ids, parents
+
+
+def full_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
+    """As `efficient_tree`, every node with children: 1 + k + … + k^M nodes."""
+    ids, parents = [-1], [-1]
+    level = [0]
+    for tokens in candidates:
+        first = len(ids)
+        parents += [parent for parent in level for _ in tokens]
+        ids += tokens * len(level)
+        level = range(first, len(ids))
+    return ids, parents
+
+
+def planned_tree(plan: list[Node], candidates: list[list[int]]) -> tuple[list[int], list[int]]:
+    """As `efficient_tree`, of the nodes that `best_tree` chose, as deep as there are candidates."""
+    ids, parents = [-1], [-1]
+    place = {0: 0}  # of a node of the plan in the tree
+    for i, node in enumerate(plan[1:], 1):
+        if node.depth <= len(candidates):
+            place[i] = len(ids)
+            ids.append(candidates[node.depth - 1][node.rank])
+            parents.append(place[node.parent])
+    return ids, parents
+
+
+def plans(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
+    """((the nodes of a best tree, M' masks below each of them), expected tokens, seconds): n nodes
+    are n (1 + M') rows; there are as many masks as the tree is deep."""
+    costs = row_costs(target, MOST)
+    for M in range(len(accept) + 1):
+        tree = best_tree(accept[:M], MOST // (1 + M))
+        for n in range(1, len(tree) + 1):
+            tokens = sum(node.chance for node in tree[:n])
+            yield (tree[:n], M), tokens, costs[n * (1 + M)]
+
+
+def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
+    """The parents of a tree with a chain of M mask tokens below each of the nodes `owners`."""
+    parents = list(parents)
+    for owner in owners if M else []:
+        parents += [owner, *range(len(parents), len(parents) + M - 1)]
+    return parents
+
+
+def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
+         adapter: str = ADAPTER, tuning: "Tuning | None" = None, sample: Sampler = greedy,
+         log: list | None = None) -> Iterator[list[int]]:
+    """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
+
+    tree:    best (the likeliest nodes, as many as pay on this machine), efficient (only the
+             likeliest candidate of a mask has children), full (all have), or chain
+             (straightforward: one group of masks, after the root)
+    k:       candidates of each mask token in efficient and full trees
+    adapter: file of prompt and mask tokens, made by `python bita.py train`
+    Yields chunks of 1 to M + 1 tokens; `tuning` replaces the file. Logs a record a call:
+    {"guessed", "accepted", "rows"}.
+    """
+    if tree not in TREES or k < 1:
+        raise InputError(f"expected a tree of {', '.join(TREES)} and k of 1 or more, "
+                         f"got {tree} and {k}")
+    tuning = tuning or target.once(("bita", adapter), lambda: load_tuning(adapter, target.model))
+    prefix, masks = tuning.inputs(target.model)
+    embed = target.model.get_input_embeddings()
+    target.start(prompt[:-1], prefix=prefix)
+    M = len(masks)
+    k = {"chain": 1, "best": RANKS}.get(tree, k)
+    root = prompt[-1]
+    candidates = []  # for each mask its k likeliest tokens
+    while True:
+        if tree == "best":
+            plan, M = fastest(target, tuning, lambda: plans(target, tuning.accept))
+            ids, real = planned_tree(plan, candidates)
+        else:
+            ids, real = full_tree(candidates) if tree == "full" else efficient_tree(candidates)
+        ids[0] = root
+        n = len(real)
+        owners = [0] if tree == "chain" else range(n)  # nodes with a group of masks below them
+        parents = attach_masks(real, owners, M)
+        with torch.inference_mode():
+            tokens = embed(torch.tensor(ids, device=masks.device))
+            rows = torch.cat([tokens, masks[:M].repeat(len(owners), 1)])
+        sees = [False] * n + [True] * (len(rows) - n)
+        logits = target.forward(rows, parents, sees_prefix=sees)
+        path, chunk = walk(ids, real, sample(logits[:n]))
+        target.commit(path)
+        root = chunk[-1]
+        groups = logits[n:].view(len(owners), M, logits.shape[1])
+        if tree == "chain":  # one group, behind the root: its first masks are stale by now
+            stale = len(path) - 1
+            group = groups[0, stale:]
+        else:
+            group = groups[path[-1]]
+        candidates = group.topk(min(k, group.shape[1])).indices.tolist()
+        if log is not None:
+            log.append({"guessed": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
+        yield chunk
 
 
 # ----------------------------------------------------------------------------- what is tuned
@@ -51,7 +158,8 @@ class Rows:
     `before`, lists of (keys, values) [B or 1, heads, n, d] for each layer; `new` keeps them."""
 
     def __init__(self, *before: list):
-        self.before, self.new = before, []
+        self.before = before
+        self.new = []
 
     def update(self, keys, values, layer, *_, **__):
         self.new.append((keys, values))
@@ -67,9 +175,10 @@ def forward(model, inputs, visible, positions, slots=None, before=(), head: bool
     """(logits [B, n, V], None without `head`; new (keys, values) of each layer) of ids [B, n] or
     embeddings [B, n, d] at `positions` [B, n]. `visible` [B, n, m]: what they see of the rows
     `before` and of themselves, at positions `slots` [B, m] (default: without `before`)."""
-    like, cache = model.get_input_embeddings().weight, Rows(*before)
-    mask = attention_mask(windows_of(model), visible, positions,
-                          positions if slots is None else slots, like)
+    like = model.get_input_embeddings().weight
+    cache = Rows(*before)
+    slots = positions if slots is None else slots
+    mask = attention_mask(windows_of(model), visible, positions, slots, like)
     name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
     run = model if head else model.get_decoder()
     output = run(**{name: inputs.to(like.device)}, position_ids=positions.to(like.device),
@@ -103,7 +212,9 @@ class Tuning(torch.nn.Module):
         if design not in DESIGNS or M < 1 or P < 1:
             raise InputError(f"expected a design of {', '.join(DESIGNS)}, P and M of 1 or more, "
                              f"got {design}, {P} and {M}")
-        self.shape, self.design, self.accept = shape, design, []
+        self.shape = shape
+        self.design = design
+        self.accept = []
         sizes = {"deep": (shape["layers"], 2, shape["heads"], P, shape["head_dim"]),
                  "shallow": (P, shape["width"]), "none": (0,)}
         rng = torch.Generator().manual_seed(seed)
@@ -121,146 +232,10 @@ class Tuning(torch.nn.Module):
         _, rows = forward(model, embeds, causal(n), torch.arange(n)[None], head=False)
         return [(keys[0], values[0]) for keys, values in rows]
 
-
-def some_embeddings(model) -> torch.Tensor:
-    """Enough of a model's embeddings [16, 16] to know it by, in whatever type it is loaded."""
-    return model.get_input_embeddings().weight[:16, :16].detach().float().cpu()
-
-
-def save_tuning(path: Path, tuning: Tuning, model) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {"prompts": tuning.prompts, "masks": tuning.masks, "model": some_embeddings(model)}
-    save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
-              {"bita": json.dumps(tuning.shape | {"design": tuning.design,
-                                                  "accept": tuning.accept})})
-
-
-def load_tuning(path: str, model) -> Tuning:
-    """InputError where the file was made for another model."""
-    try:
-        with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {}).get("bita", "null"))
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"expected a file made by `python bita.py train`, got {path!r}: "
-                         f"{error}") from error
-    if "accept" not in (header or ()) or tensors.keys() != {"prompts", "masks", "model"}:
-        raise InputError(f"expected a file made by `python bita.py train`, got {path!r} without "
-                         "its header")
-    design, accept, shape = header.pop("design"), header.pop("accept"), shape_of(model)
-    for name in shape:
-        if header[name] != shape[name]:
-            raise InputError(f"expected a tuning of this model, got one of another: {name} is "
-                             f"{header[name]} there and {shape[name]} here")
-    if not torch.allclose(tensors["model"], some_embeddings(model), atol=1e-4, rtol=1e-2):
-        raise InputError("expected a tuning of this model, got one of another: embeddings differ")
-    tuning = Tuning(shape, design)
-    tuning.accept = accept
-    for name in ("prompts", "masks"):
-        setattr(tuning, name, torch.nn.Parameter(tensors[name], requires_grad=False))
-    return tuning.to(model.device)
-
-
-# ---------------------------------------------------------------------------------- decoding
-
-def efficient_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
-    """(ids, parents) below the root, node 0, whose id is left to the caller: level j has the k
-    likeliest tokens of mask j, and only a level's first has children (Fig. 5). 1 + M k nodes."""
-    ids, parents, first = [-1], [-1], 0
-    for tokens in candidates:
-        parent, first = first, len(ids)
-        ids, parents = ids + tokens, parents + [parent] * len(tokens)
-    return ids, parents
-
-
-def full_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
-    """As `efficient_tree`, every node with children: 1 + k + … + k^M nodes."""
-    ids, parents, level = [-1], [-1], [0]
-    for tokens in candidates:
-        first = len(ids)
-        parents += [parent for parent in level for _ in tokens]
-        ids += tokens * len(level)
-        level = range(first, len(ids))
-    return ids, parents
-
-
-def placed_tree(tree: list, candidates: list[list[int]]) -> tuple[list[int], list[int]]:
-    """As `efficient_tree`, of the nodes that `best_tree` chose; the root alone while there are no
-    candidates."""
-    filled = [node for node in tree if node[2] < len(candidates)]
-    return [candidates[depth][rank] if depth >= 0 else -1 for _, _, depth, rank in filled], \
-        [parent for _, parent, _, _ in filled]
-
-
-def tree_that_pays(target: CachedLM, tuning: Tuning, most: int = 64) -> tuple[list, int]:
-    """(the tree of `best_tree`, M' masks below each node) of up to `most` rows with the most
-    expected tokens a second, by the measured cost of a call: n nodes, M' deep, are n (1 + M') rows,
-    and masks beyond the depth of the tree are left out."""
-    costs, found = row_costs(target, most), {}
-    for M in range(len(tuning.accept) + 1):
-        tree = best_tree(tuning.accept[:M], most)
-        for rows, seconds in costs.items():
-            some = tree[:rows // (1 + M)]
-            found[sum(chance for chance, *_ in some) / seconds] = some, M
-    return found[max(found)]
-
-
-def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
-    """The parents of a tree with a chain of M mask tokens below each of the nodes `owners`."""
-    parents = list(parents)
-    for owner in owners if M else []:
-        parents += [owner, *range(len(parents), len(parents) + M - 1)]
-    return parents
-
-
-def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
-         adapter: str = ADAPTER, tuning: Tuning | None = None, sample: Sampler = greedy,
-         log: list | None = None) -> Iterator[list[int]]:
-    """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
-
-    tree:    best (the likeliest nodes, as many as pay on this machine), efficient (only the
-             likeliest candidate of a mask has children), full (all have), or chain
-             (straightforward: one group of masks, after the root)
-    k:       candidates of each mask token in efficient and full trees
-    adapter: file of prompt and mask tokens, made by `python bita.py train`
-    Yields chunks of 1 to M + 1 tokens; `tuning` replaces the file. Logs a record a call:
-    {"guessed", "accepted", "rows"}.
-    """
-    if tree not in TREES or k < 1:
-        raise InputError(f"expected a tree of {', '.join(TREES)} and k of 1 or more, "
-                         f"got {tree} and {k}")
-    tuning = tuning or load_tuning(adapter, target.model)
-    table = target.model.get_input_embeddings()
-    with torch.inference_mode():
-        prefix, masks = tuning.rows(target.model), tuning.masks.to(target.model.dtype)
-    M, chain = len(masks), tree == "chain"
-    k = {"chain": 1, "best": RANKS}.get(tree, k)
-    nodes = sum(k ** i for i in range(M + 1)) if tree == "full" else 1 + M * k
-    target.start(prompt[:-1], width=max(64, nodes * (1 + M)), prefix=prefix)
-    grow = full_tree if tree == "full" else efficient_tree
-    if tree == "best":
-        places, M = tree_that_pays(target, tuning)
-        grow, masks = functools.partial(placed_tree, places), masks[:M]
-    root, candidates = prompt[-1], []  # for each mask its k likeliest tokens
-    while True:
-        ids, real = grow(candidates)
-        ids[0], n = root, len(real)
-        owners = [0] if chain else range(n)  # nodes with a group of masks below them
-        parents = attach_masks(real, owners, M)
-        with torch.inference_mode():
-            embeds = torch.cat([table(torch.tensor(ids, device=masks.device)),
-                                masks.repeat(len(owners), 1)])
-        sees = [False] * n + [True] * (len(parents) - n)
-        logits = target.forward(embeds, parents, sees_prefix=sees)
-        path, chunk = walk(ids, real, sample(logits[:n]))
-        target.commit(path)
-        # The group of the last accepted node; a chain has one, whose first masks are stale then
-        groups = logits[n:].view(len(owners), M, logits.shape[1])  # [owners, M, V]
-        group = groups[0, len(path) - 1:] if chain else groups[path[-1]]
-        root, candidates = chunk[-1], group.topk(min(k, group.shape[1])).indices.tolist()
-        if log is not None:
-            log.append({"guessed": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
-        yield chunk
+    @torch.inference_mode()
+    def inputs(self, model) -> tuple[list, torch.Tensor]:
+        """(`rows`, the mask tokens [M, width]), as the model takes them."""
+        return self.rows(model), self.masks.to(model.dtype)
 
 
 # ------------------------------------------------------------------------------------ tuning
@@ -297,11 +272,15 @@ def mask_logits(model, tuning: Tuning, ids: torch.Tensor, anchors: torch.Tensor)
     positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
     sees = context[:, None] <= anchors.repeat_interleave(M, 1)[:, :, None]  # [B, G · M, T]
     group = torch.block_diag(*[causal(M)[0]] * G).bool().expand(B, -1, -1)  # [B, G · M, G · M]
-    visible, slots, before = torch.cat([sees, group], 2), torch.cat([context, positions], 1), [rows]
-    if prompts := tuning.rows(model):
+    visible = torch.cat([sees, group], 2)
+    slots = torch.cat([context, positions], 1)
+    before = [rows]
+    prompts = tuning.rows(model)
+    if prompts:
         P = prompts[0][0].shape[1]
-        visible, slots = F.pad(visible, (P, 0), value=True), F.pad(slots, (P, 0), value=10 ** 9)
-        before = [[(keys[None], values[None]) for keys, values in prompts], rows]
+        visible = F.pad(visible, (P, 0), value=True)
+        slots = F.pad(slots, (P, 0), value=10 ** 9)
+        before.insert(0, [(keys[None], values[None]) for keys, values in prompts])
     embeds = tuning.masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
     return forward(model, embeds, visible, positions, slots, before)[0].unflatten(1, (G, M))
 
@@ -315,10 +294,13 @@ def sar_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def accuracy(model, tuning: Tuning, data: list, anchors: int,
              size: int = 16) -> tuple[float, list[list[float]]]:
     """(mean loss, how often each mask's guess of each rank is right) on (prompt, answer) pairs."""
-    rng, losses, hits, total = random.Random(0), [], 0, 0
-    for some in (data[i:i + size] for i in range(0, len(data), size)):
-        ids, at, labels = anchored(some, len(tuning.masks), anchors, rng)
-        logits, labels = mask_logits(model, tuning, ids, at), labels.to(tuning.masks.device)
+    rng = random.Random(0)
+    losses = []
+    hits, total = 0, 0
+    for i in range(0, len(data), size):
+        ids, at, labels = anchored(data[i:i + size], len(tuning.masks), anchors, rng)
+        labels = labels.to(tuning.masks.device)
+        logits = mask_logits(model, tuning, ids, at)
         losses.append(sar_loss(logits, labels).item())
         ranked = logits.topk(min(RANKS, logits.shape[-1])).indices  # [B, G, M, RANKS]
         hits = hits + (ranked == labels[..., None]).sum((0, 1))
@@ -327,64 +309,27 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
 
 
 def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch: int, anchors: int,
-        lr: float, accumulate: int = 1, seed: int = 0, work: Path | None = None,
-        say=print) -> list[tuple[int, float, list[float]]]:
+        lr: float, accumulate: int = 1, seed: int = 0, work: Path | None = None) -> dict:
     """Tune on (prompt, answer) pairs, the model frozen. Section 4.1: the rate a cosine from 3e-2,
-    128 answers a step. Released scripts: gradients cut to length 1, their trainer's AdamW without
-    decay. Returns [(step, held-out loss, accuracies)]. A file in `work` keeps what is done, also
-    when it is interrupted."""
-    settings = tuning.design, *tuning.masks.shape, *tuning.prompts.shape, batch, accumulate, anchors
-    file = work and work / f"tuning-{digest(model, settings, steps, lr, seed, data)}.pt"
-    optimizer = torch.optim.AdamW(tuning.parameters(), lr=lr, weight_decay=0.0)
-    done, curve, saved = 0, [], time.time()
-    if file and file.exists():
-        state = torch.load(file, weights_only=True, map_location="cpu")
-        tuning.load_state_dict(state["tuning"])
-        optimizer.load_state_dict(state["optimizer"])
-        done, curve, tuning.accept = state["done"], state["curve"], state["accept"]
-
-    def save() -> None:
-        if file:
-            torch.save({"tuning": tuning.state_dict(), "optimizer": optimizer.state_dict(),
-                        "done": done, "curve": curve, "accept": tuning.accept},
-                       file.with_suffix(".new"))
-            os.replace(file.with_suffix(".new"), file)
+    128 answers a step; released scripts: gradients cut to length 1, AdamW without decay. Returns
+    {step: {"loss", "accept"}} on `held_out`; sets `tuning.accept`."""
+    from models.training import Training, alike, digest, length_of
     model.requires_grad_(False)
-    whole = True  # no update is half made
-    try:
-        for done in tqdm(range(done, steps + 1), initial=done, total=steps, desc="tune"):
-            whole, due = True, done == steps or done and done % max(1, steps // 5) == 0
-            if due and all(point[0] != done for point in curve):
-                loss, tuning.accept = accuracy(model, tuning, held_out, anchors)
-                curve.append((done, loss, [ranks[0] for ranks in tuning.accept]))
-                right = " ".join(f"{x:.3f}" for x in curve[-1][2])
-                say(f"step {done}: held-out loss {loss:.3f}, accuracy by mask {right}")
-            if done == steps:
-                break
-            if time.time() - saved > 120:
-                save()
-                saved = time.time()
-            rng = random.Random(f"{seed} {done}")
-            for group in optimizer.param_groups:
-                group["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / steps))
-            for _ in range(accumulate):
-                pool = sorted(rng.sample(data, min(4 * batch, len(data))),
-                              key=lambda pair: sum(map(len, pair)))
-                first = min(rng.randrange(0, len(pool), batch), max(0, len(pool) - batch))
-                some = pool[first:first + batch]  # alike in length: little is padding
-                ids, at, labels = anchored(some, len(tuning.masks), anchors, rng)
-                with torch.autocast(model.device.type, dtype=torch.bfloat16):
-                    loss = sar_loss(mask_logits(model, tuning, ids, at), labels.to(model.device))
-                if not loss.isfinite():
-                    raise InputError(f"expected a learning rate below {lr}: the loss is {loss}")
-                (loss / accumulate).backward()
-            torch.nn.utils.clip_grad_norm_(tuning.parameters(), 1.0)
-            whole = False
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        if whole:
-            save()
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        some = alike(data, batch, rng, length_of)
+        ids, at, labels = anchored(some, len(tuning.masks), anchors, rng)
+        return sar_loss(mask_logits(model, tuning, ids, at), labels.to(model.device))
+
+    def evaluate() -> tuple[dict, str]:
+        loss, accept = accuracy(model, tuning, held_out, anchors)
+        right = " ".join(f"{ranks[0]:.3f}" for ranks in accept)
+        return ({"loss": loss, "accept": accept},
+                f"held-out loss {loss:.3f}, accuracy by mask {right}")
+    of = digest(model.state_dict()), tuning.design, data, held_out, batch, anchors
+    curve = Training(dict(tuning.named_parameters()), of, name="tuning", steps=steps, lr=lr,
+                     accumulate=accumulate, seed=seed, folder=work).run(loss_of, evaluate)
+    tuning.accept = curve[steps]["accept"]
     return curve
 
 
@@ -403,28 +348,60 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     anchors: mask groups of an answer, at most
     lr:     where the cosine begins
     """
+    from models.training import examples
     if min(steps, batch, accumulate, anchors, max_new_tokens) < 1 or not lr > 0:
         raise InputError("expected steps, batch, accumulate, anchors and max-new-tokens of 1 or "
                          "more and a learning rate above 0")
-    work, longest = work or Path(f"{out}.work"), context_length(model) - max_new_tokens
-    work.mkdir(parents=True, exist_ok=True)
-    fitting = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
-    if len(fitting) < 2:
-        raise InputError(f"expected 2 prompts or more of at most {longest} tokens, "
-                         f"got {len(fitting)}")
+    work = work or Path(f"{out}.work")
     tuning = Tuning(shape_of(model), design, P, M, seed).to(model.device)
-    answers = own_answers(model, tokenizer, fitting, max_new_tokens, work, size=4 * batch)
-    data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 1]
-    if len(data) < 2:
-        raise InputError(f"expected 2 answers or more of 2 tokens or more, got {len(data)}")
-    random.Random(seed).shuffle(data)
-    few = max(1, min(100, len(data) // 10))
-    print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters; {len(data) - few} answers "
-          f"of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held out, "
-          f"{len(prompts) - len(fitting)} prompts too long or repeated")
-    fit(model, tuning, data[few:], data[:few], steps=steps, batch=batch, anchors=anchors, lr=lr,
-        accumulate=accumulate, seed=seed, work=work, say=tqdm.write)
+    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
+                              size=4 * batch)
+    print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters")
+    fit(model, tuning, data, held_out, steps=steps, batch=batch, anchors=anchors, lr=lr,
+        accumulate=accumulate, seed=seed, work=work)
     save_tuning(out, tuning, model)
+
+
+# ---------------------------------------------------------------------------------- its file
+
+def some_embeddings(model) -> torch.Tensor:
+    """Enough of a model's embeddings [16, 16] to know it by, in whatever type it is."""
+    return model.get_input_embeddings().weight[:16, :16].detach().float().cpu()
+
+
+def save_tuning(path: Path, tuning: Tuning, model) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {"prompts": tuning.prompts, "masks": tuning.masks, "model": some_embeddings(model)}
+    save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
+              {"bita": json.dumps(tuning.shape | {"design": tuning.design,
+                                                  "accept": tuning.accept})})
+
+
+def load_tuning(path: str, model) -> Tuning:
+    """InputError where the file was made for another model."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = json.loads((file.metadata() or {}).get("bita", "null"))
+            tensors = {name: file.get_tensor(name).float() for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"expected a file made by `python bita.py train`, got {path!r}: "
+                         f"{error}") from error
+    if "accept" not in (header or ()) or tensors.keys() != {"prompts", "masks", "model"}:
+        raise InputError(f"expected a file made by `python bita.py train`, got {path!r} without "
+                         "its header")
+    design, accept, shape = header.pop("design"), header.pop("accept"), shape_of(model)
+    for name in shape:
+        if header[name] != shape[name]:
+            raise InputError(f"expected a tuning of this model, got one of another: {name} is "
+                             f"{header[name]} there and {shape[name]} here")
+    known, here = (x - x.mean(0) for x in (tensors["model"], some_embeddings(model)))
+    if F.cosine_similarity(known.flatten(), here.flatten(), 0) < 0.5:  # tuned or quantised: ~1
+        raise InputError("expected a tuning of this model, got one of another: embeddings differ")
+    tuning = Tuning(shape, design)
+    tuning.accept = accept
+    for name in ("prompts", "masks"):
+        setattr(tuning, name, torch.nn.Parameter(tensors[name], requires_grad=False))
+    return tuning.to(model.device)
 
 
 # ------------------------------------------------------------------------- the command line

@@ -22,14 +22,13 @@ Eqs. 4 and 6 sum, D over the positions after the first disagreement, as in the r
 takes several states of all blocks of an answer: one forward pass over a token tree evaluates them
 together with the answer itself. Left out: several GPUs.
 """
-import functools
+import itertools
 import json
 import math
 import os
 import random
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -39,7 +38,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
-                    context_length, digest, eos_ids, greedy, load, until, windows_of)
+                    context_length, eos_ids, greedy, load, until, windows_of)
 
 TRAINED = str(Path(__file__).resolve().parent / "models/cllm")
 DIVERGENCES = ("forward-kl", "reverse-kl", "jsd")
@@ -59,10 +58,12 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     """
     if n < 2:
         raise InputError(f"expected n of 2 or more, got {n}")
-    rng, root = random.Random(sample.seed), prompt[-1]
-    target.start(prompt[:-1], width=n)
+    rng = random.Random(sample.seed)
+    root = prompt[-1]
+    target.start(prompt[:-1])
     while True:
-        y, final = [root, *rng.choices(prompt, k=n - 1)], 1  # lines 2 and 5
+        y = [root, *rng.choices(prompt, k=n - 1)]  # lines 2 and 5
+        final = 1
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
@@ -92,16 +93,68 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
     blocks = [r for r in log if r["final"][-1] >= len(r["states"][0])
               and not eos & set(r["states"][-1][1:])]
     calls = sum(len(r["states"]) - 1 for r in blocks)
-    gained, stationary = sum(r["final"][-1] - 1 for r in blocks), 0
+    gained = sum(r["final"][-1] - 1 for r in blocks)
+    stationary = 0
     for states in (r["states"] for r in blocks):
         y_star = states[-1]
         for i, token in enumerate(y_star):
-            wrong = max(j for j, y in enumerate(states) if j == 0 or y[i] != token)  # y(0): guesses
-            stationary += any(y[:i] != y_star[:i] for y in states[wrong + 1:])
+            last_wrong = 0  # y(0) predicts nothing
+            for j, y in enumerate(states):
+                if y[i] != token:
+                    last_wrong = j
+            stationary += any(y[:i] != y_star[:i] for y in states[last_wrong + 1:])
     return len(blocks), gained / max(calls, 1), stationary / max(len(blocks), 1)
 
 
 # -------------------------------------------------------------- Alg. 1: collecting trajectories
+
+class SideBySide:
+    """Prompts without their last tokens, cached side by side and padded on the left to `width`
+    rows. What follows rewrites the same rows for all: no prompt is ever rolled back alone."""
+
+    def __init__(self, model, prompts: list[list[int]]):
+        self.model = model
+        self.cache = KVCache()
+        self.width = max(map(len, prompts)) - 1
+        self.padding = torch.tensor([self.width + 1 - len(p) for p in prompts])[:, None]  # [B, 1]
+        padded = [[p[0]] * (self.width + 1 - len(p)) + p[:-1] for p in prompts]
+        for i in range(0, self.width, 128):
+            self.forward([row[i:i + 128] for row in padded], i, keep=1)
+
+    def forward(self, ids: list[list[int]], start: int, keep: int = 0) -> list[list[int]]:
+        """The argmax after each of ids [B, m], which take the place of the rows from `start` on."""
+        m = len(ids[0])
+        like = self.model.get_input_embeddings().weight
+        slots = torch.arange(start + m)
+        rows = slots[start:, None]  # [m, 1]
+        earlier = slots <= rows
+        real = slots >= self.padding[:, None]
+        itself = slots == rows  # padding sees itself alone
+        visible = earlier & real | itself  # [B, m, slots]
+        positions = (slots - self.padding).clamp(0, context_length(self.model) - 1)  # [B, slots]
+        mask = attention_mask(windows_of(self.model), visible, positions[:, start:], positions,
+                              like)
+        self.cache.start = start
+        kept = torch.arange(m)[-keep:]  # by index, as in CachedLM
+        output = self.model(input_ids=torch.tensor(ids, device=like.device), attention_mask=mask,
+                            position_ids=positions[:, start:].to(like.device),
+                            past_key_values=self.cache, use_cache=True, logits_to_keep=kept)
+        return greedy(output.logits)
+
+    def solve(self, states: list[list[int]], start: int) -> tuple[list, list[int]]:
+        """(the states of each prompt's block y(0), y(1), …, y*, the token after each y*). Jacobi
+        iteration from `states`, in the rows from `start` on, until all are fixed points."""
+        history = [states]
+        for final in range(len(states[0])):  # tokens after the root that are y*'s, at least
+            chosen = self.forward([y[final:] for y in states], start + final)
+            new = [y[:final + 1] + row[:-1] for y, row in zip(states, chosen)]
+            if new == states:
+                break
+            states = new
+            history.append(states)
+        paths = [[y for y, _ in itertools.groupby(path)] for path in zip(*history)]
+        return paths, [row[-1] for row in chosen]
+
 
 @torch.inference_mode()
 def trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int, limit: int,
@@ -109,48 +162,25 @@ def trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int,
     """The Jacobi trajectories of each prompt's blocks until EOS or at least `limit` new tokens:
     [prompt][block][state][token of the block].
 
-    All blocks have n tokens but the last, whose states end where y* has its EOS. Prompts stand side
-    by side, padded on the left, and rewrite the same cache rows until every block is its fixed
-    point; then all go on to the next block, so no prompt is ever rolled back alone. A block's
-    guesses are seeded by `seed`, the prompt's number and the block's."""
-    width, blocks = max(map(len, prompts)) - 1, limit // n + 1  # the prompt's last token is a root
-    padding = torch.tensor([width + 1 - len(p) for p in prompts])[:, None]  # [B, 1]
-    cache, like = KVCache(width + blocks * n), model.get_input_embeddings().weight
-
-    def forward(ids: list[list[int]], start: int, keep: int = 0) -> list[list[int]]:
-        """The argmax after each of ids [B, m], which take the place of the rows from `start` on."""
-        cache.start, slots = start, torch.arange(start + len(ids[0]))
-        rows = slots[start:, None]  # [m, 1]
-        positions = (slots - padding).clamp(0, context_length(model) - 1)  # [B, slots]
-        visible = (slots <= rows) & (slots >= padding[:, None]) | (slots == rows)  # [B, m, slots]
-        mask = attention_mask(windows_of(model), visible, positions[:, start:], positions, like)
-        kept = torch.arange(len(ids[0]))[-keep:]  # by index, as in CachedLM
-        return greedy(model(input_ids=torch.tensor(ids, device=like.device), attention_mask=mask,
-                            position_ids=positions[:, start:].to(like.device),
-                            past_key_values=cache, use_cache=True, logits_to_keep=kept).logits)
-    padded = [[p[0]] * (width + 1 - len(p)) + p[:-1] for p in prompts]
-    for i in range(0, width, 128):
-        forward([row[i:i + 128] for row in padded], i, keep=1)
-    roots, found, ended = [p[-1] for p in prompts], [[] for _ in prompts], [False] * len(prompts)
-    for block in range(blocks):  # while <EOS> is not generated and length generated < N
+    All blocks have n tokens but the last, whose states end where y* has its EOS. All prompts go on
+    to the next block together. A block's guesses are seeded by `seed`, the prompt's number and the
+    block's."""
+    batch = SideBySide(model, prompts)
+    roots = [p[-1] for p in prompts]
+    found = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    for block in range(limit // n + 1):  # while <EOS> is not generated and length generated < N
         states = [[root, *random.Random(f"{seed} {i} {block}").choices(p, k=n - 1)]
                   for root, i, p in zip(roots, numbers, prompts)]
-        history = [states]
-        for final in range(n):  # final tokens after the root, at least; so are the rows before
-            chosen = forward([y[final:] for y in states], width + block * n + final)
-            new = [y[:final + 1] + row[:-1] for y, row in zip(states, chosen)]
-            if new == states:
-                break
-            states = new
-            history.append(states)
-        for b, path in enumerate(zip(*history)):
+        paths, roots = batch.solve(states, batch.width + block * n)
+        for b, path in enumerate(paths):
             if not ended[b]:
-                y_star = path[-1]  # a prompt may end in an EOS
-                end = next((i for i, x in enumerate(y_star) if x in eos and (i or block)), n)
-                path = [y[:end + 1] for y in path]
-                found[b].append([y for y, after in zip(path, [*path[1:], None]) if y != after])
-                ended[b] = end < n
-        roots = [row[-1] for row in chosen]
+                y_star = path[-1]
+                ends = [i for i, x in enumerate(y_star) if x in eos and (i or block)]  # no prompt's
+                if ends:
+                    path = [y for y, _ in itertools.groupby(y[:ends[0] + 1] for y in path)]
+                    ended[b] = True
+                found[b].append(path)
         if all(ended):
             break
     return found
@@ -186,6 +216,74 @@ def repeats(tokens: list[int], text: str) -> bool:
                 return True
     sentences = [s for s in map(str.strip, re.split(r"\n|(?<=[.!?])\s", text)) if len(s) >= 20]
     return any(sentences.count(s) >= 3 for s in sentences)
+
+
+def read_trajectories(path: Path) -> tuple[dict, list[dict]]:
+    """(settings, rows) of a file that `collect` made: its first line has the settings, every other
+    one a prompt, its answer and its blocks."""
+    try:
+        lines = path.read_text().split("\n")[:-1]  # what follows the last newline was cut off
+        settings, *rows = map(json.loads, lines)
+        if not settings.keys() >= {"model", "n"} or not all(
+                row.keys() == {"number", "prompt", "answer", "blocks"} for row in rows):
+            raise ValueError("not its lines")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"expected a file made by `python cllm.py collect`, got {str(path)!r}: "
+                         f"{error}") from error
+    return settings, rows
+
+
+def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 16,
+            max_new_tokens: int = 128, batch: int = 32, augment: float = 0.3,
+            seed: int = 0) -> None:
+    """Alg. 1: collect the Jacobi trajectories of a model's own answers. A stopped run goes on.
+
+    out:     the file to make, a line a prompt
+    n:       tokens of a block
+    max_new_tokens: of an answer (N), which may run on to the end of a block
+    batch:   prompts at a time
+    augment: probability of setting a wrong token right, in half of the states; 0 is off
+    """
+    from models.training import digest
+    if n < 2 or max_new_tokens < 1 or batch < 1 or not 0 <= augment <= 1:
+        raise InputError("expected n of 2 or more, max-new-tokens and batch of 1 or more and "
+                         f"augment of 0 to 1, got {n}, {max_new_tokens}, {batch} and {augment}")
+    settings = {"model": digest(model.state_dict()), "n": n, "max_new_tokens": max_new_tokens,
+                "augment": augment, "seed": seed}
+    before, rows = read_trajectories(out) if out.exists() else (settings, [])
+    if before != settings or any(prompts[row["number"]:][:1] != [row["prompt"]] for row in rows):
+        raise InputError(f"expected {str(out)!r} to hold trajectories of this model, these prompts "
+                         f"and {settings}, got {before}")
+    eos = eos_ids(model, tokenizer)
+    longest = context_length(model) - max_new_tokens - n
+    numbers = {i for i, prompt in enumerate(prompts) if len(prompt) <= longest}
+    todo = sorted(numbers - {row["number"] for row in rows}, key=lambda i: (len(prompts[i]), i))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = out.with_name(out.name + ".new")
+    fresh.write_text("".join(json.dumps(line) + "\n" for line in [settings, *rows]))
+    os.replace(fresh, out)  # without a line that was cut off
+    dropped = 0
+    with open(out, "a") as file, tqdm(total=len(todo), desc="trajectories") as bar:
+        for start in range(0, len(todo), batch):
+            some = todo[start:start + batch]
+            found = trajectories(model, [prompts[i] for i in some], some, n=n, limit=max_new_tokens,
+                                 eos=eos, seed=seed)
+            for i, paths in zip(some, found):
+                answer = [x for *_, y_star in paths for x in y_star][1:]  # without the first root
+                blocks = []
+                if repeats(answer, tokenizer.decode(answer)):
+                    dropped += 1
+                else:
+                    rng = random.Random(f"{seed} {i}")
+                    roots = itertools.count(len(prompts[i]) - 1, n)
+                    blocks = [(root, augmented(path, augment, rng))
+                              for root, path in zip(roots, paths)]
+                row = {"number": i, "prompt": prompts[i], "answer": answer, "blocks": blocks}
+                file.write(json.dumps(row) + "\n")
+            file.flush()
+            bar.update(len(some))
+    print(f"{len(todo)} prompts, {dropped} answers dropped for repetition, "
+          f"{len(prompts) - len(numbers)} prompts too long")
 
 
 # ----------------------------------------------------------------------- Alg. 2: the losses
@@ -245,19 +343,13 @@ def losses(model, rows: list[dict], pairs: list[list[Pair]],
     One forward pass gives all: the answer's own nodes are Eq. 6 and Eq. 4's teacher, the branches
     are the students."""
     trees = [training_tree(row, some) for row, some in zip(rows, pairs)]
+    ids, positions, visible = side_by_side([(ids, parents) for ids, parents, _ in trees])
     first = min(len(row["prompt"]) for row in rows) - 1  # no loss reads the logits before it
-    n = -(-max(len(ids) for ids, _, _ in trees) // 16) * 16  # few shapes: kernels are made for each
-    ids, positions = torch.zeros(2, len(rows), n, dtype=torch.long)
-    visible = torch.eye(n, dtype=torch.bool).repeat(len(rows), 1, 1)  # padding sees itself
-    for b, (tokens, parents, _) in enumerate(trees):
-        m, seen = len(tokens), ancestor_mask(parents)
-        ids[b, :m], visible[b, :m, :m], positions[b, :m] = torch.tensor(tokens), seen, seen.sum(-1)
-    positions = (positions - 1).clamp(min=0)  # a node's ancestors
     like = model.get_input_embeddings().weight
     mask = attention_mask(windows_of(model), visible, positions, positions, like)
     logits = model(input_ids=ids.to(like.device), position_ids=positions.to(like.device),
                    attention_mask=mask, use_cache=False,
-                   logits_to_keep=torch.arange(first, n)).logits
+                   logits_to_keep=torch.arange(first, ids.shape[1])).logits
     answers = torch.cat([x[len(row["prompt"]) - 1 - first:][:len(row["answer"])]
                          for x, row in zip(logits, rows)])
     labels = torch.tensor([x for row in rows for x in row["answer"]], device=logits.device)
@@ -266,8 +358,24 @@ def losses(model, rows: list[dict], pairs: list[list[Pair]],
     if not at:
         return logits[:0].sum(), ar
     b, teacher, student = torch.tensor(at, device=logits.device).T
-    p, q = logits[b, teacher - first].detach(), logits[b, student - first]
+    p = logits[b, teacher - first].detach()
+    q = logits[b, student - first]
     return divergence(kind, p, q).mean(), ar
+
+
+def side_by_side(trees: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, ...]:
+    """(ids [B, n], positions [B, n], visible [B, n, n]) of trees (ids, parents), padded behind."""
+    longest = max(len(ids) for ids, _ in trees)
+    n = math.ceil(longest / 16) * 16  # few shapes: kernels are made for each
+    ids, positions = torch.zeros(2, len(trees), n, dtype=torch.long)
+    visible = torch.eye(n, dtype=torch.bool).repeat(len(trees), 1, 1)  # padding sees itself
+    for b, (tokens, parents) in enumerate(trees):
+        m = len(tokens)
+        ancestors = ancestor_mask(parents)
+        ids[b, :m] = torch.tensor(tokens)
+        visible[b, :m, :m] = ancestors
+        positions[b, :m] = ancestors.sum(-1) - 1
+    return ids, positions, visible
 
 
 # --------------------------------------------------------------------- Alg. 2: the training
@@ -288,143 +396,58 @@ def drawn(rows: list[dict], batch: int, states: int, local: bool,
 
 def tokens_per_call(model, rows: list[dict], eos: set[int], n: int) -> float:
     """By Jacobi decoding of the rows' prompts, up to as many tokens as their answers have."""
-    lm = CachedLM(model, max(len(row["prompt"]) + len(row["answer"]) for row in rows))
-    tokens = [until(cllm(lm, row["prompt"], n=n), len(row["answer"]), eos) for row in rows]
-    return sum(len(chunk) for chunks in tokens for chunk in chunks) / lm.calls
+    lm = CachedLM(model)
+    decoded = [until(cllm(lm, row["prompt"], n=n), len(row["answer"]), eos) for row in rows]
+    return sum(len(chunk) for chunks in decoded for chunk in chunks) / lm.calls
 
 
 def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *, steps: int,
         batch: int, states: int = 1, accumulate: int = 1, lr: float, w: float,
         divergence: str = "forward-kl", local: bool = False, recompute: bool = False, seed: int = 0,
-        work: Path | None = None, say=print) -> list[tuple[int, float, float, float]]:
-    """Train all weights for `steps` updates of `accumulate` batches. The paper gives no recipe; the
-    released one is AdamW at 2e-5, warm-up, then a cosine; ours: warm-up over a twentieth, then
-    linearly to 0, gradients cut to length 1. Returns [(step, consistency loss, AR loss, Jacobi
-    tokens per call)] on `held_out`, for every tenth of the steps. A file in `work` keeps what is
-    done, also when it is interrupted."""
-    settings = (n, steps, batch, states, accumulate, lr, w, divergence, local, seed, rows)
-    file = work and work / f"training-{digest(model, settings)}.pt"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    autocast = functools.partial(torch.autocast, model.device.type, dtype=torch.bfloat16)
-    done, curve, saved = 0, [], time.time()
-    if file and file.exists():
-        state = torch.load(file, weights_only=True, map_location="cpu")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        done, curve = state["done"], state["curve"]
+        work: Path | None = None) -> dict:
+    """Train all weights. The paper gives no recipe; the released one is AdamW at 2e-5, warm-up,
+    then a cosine; ours: warm-up over a twentieth, then linearly to 0, gradients cut to length 1.
+    Returns {step: {"consistency", "ar", "per_call"}} on `held_out`: losses, and tokens per call of
+    Jacobi decoding."""
+    from models.training import Training, warm_linear
 
-    def save() -> None:
-        if file:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                        "done": done, "curve": curve}, file.with_suffix(".new"))
-            os.replace(file.with_suffix(".new"), file)
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        model.train(recompute)  # the mode in which layers recompute
+        consistency, ar = losses(model, *drawn(rows, batch, states, local, rng), divergence)
+        return consistency + w * ar  # Eq. 7
 
-    def evaluate() -> None:
+    def evaluate() -> tuple[dict, str]:
         model.eval()
         rng = random.Random(0)
-        with torch.inference_mode(), autocast():
-            some = [losses(model, *drawn(held_out, batch, states, local, rng), divergence)
-                    for _ in range(4)]
-        consistency, ar = (sum(x).item() / 4 for x in zip(*some))
-        curve.append((done, consistency, ar, tokens_per_call(model, held_out[:20], eos, n)))
-        say("step {}: held-out consistency loss {:.4f}, AR loss {:.4f}, {:.2f} Jacobi tokens per "
-            "call".format(*curve[-1]))
-    whole = True  # no update is half made
-    bar = tqdm(range(done, steps + 1), initial=done, total=steps, desc="train")
-    try:
-        for done in bar:  # until convergence
-            whole, due = True, done == steps or done % max(1, steps // 10) == 0
-            if due and all(point[0] != done for point in curve):
-                evaluate()
-            if done == steps:
-                break
-            if time.time() - saved > 120:
-                save()
-                saved = time.time()
-            rng = random.Random(f"{seed} {done}")
-            for group in optimizer.param_groups:
-                group["lr"] = lr * min((done + 1) / max(1, 0.05 * steps), 1 - done / steps)
-            for _ in range(accumulate):
-                model.train(recompute)  # the mode in which layers recompute
-                with autocast():
-                    some = drawn(rows, batch, states, local, rng)
-                    consistency, ar = losses(model, *some, divergence)
-                loss = consistency + w * ar  # Eq. 7
-                if not loss.isfinite():
-                    raise InputError(f"expected a learning rate below {lr}: the loss is {loss}")
-                (loss / accumulate).backward()
-            bar.set_postfix(consistency=f"{consistency.item():.3f}", ar=f"{ar.item():.4f}")
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            whole = False
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        if whole:
-            save()
-    return curve
+        with torch.inference_mode(), torch.autocast(model.device.type, dtype=torch.bfloat16):
+            pairs = [losses(model, *drawn(held_out, batch, states, local, rng), divergence)
+                     for _ in range(4)]
+        consistency, ar = (sum(x).item() / 4 for x in zip(*pairs))
+        per_call = tokens_per_call(model, held_out[:20], eos, n)
+        return ({"consistency": consistency, "ar": ar, "per_call": per_call},
+                f"held-out consistency loss {consistency:.4f}, AR loss {ar:.4f}, {per_call:.2f} "
+                "Jacobi tokens per call")
+    weights = dict(model.named_parameters())
+    adam = torch.optim.AdamW(weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    of = n, sorted(eos), rows, held_out, batch, states, w, divergence, local
+    return Training(weights, of, name="cllm", steps=steps, lr=lr, rate=warm_linear,
+                    accumulate=accumulate, optimizers=[adam], seed=seed,
+                    folder=work).run(loss_of, evaluate)
 
 
-# ------------------------------------------------------------------------- the command line
-
-def read_trajectories(path: Path) -> tuple[dict, list[dict]]:
-    """(settings, rows) of a file that `collect` made: its first line has the settings, every other
-    one a prompt, its answer and its blocks."""
-    try:
-        lines = path.read_text().split("\n")[:-1]  # what follows the last newline was cut off
-        settings, *rows = map(json.loads, lines)
-        if not settings.keys() >= {"model", "n"} or not all(
-                row.keys() == {"number", "prompt", "answer", "blocks"} for row in rows):
-            raise ValueError("not its lines")
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"expected a file made by `python cllm.py collect`, got {str(path)!r}: "
-                         f"{error}") from error
-    return settings, rows
-
-
-def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 16,
-            max_new_tokens: int = 128, batch: int = 32, augment: float = 0.3,
-            seed: int = 0) -> None:
-    """Alg. 1: collect the Jacobi trajectories of a model's own answers. A stopped run goes on.
-
-    out:     the file to make, a line a prompt
-    n:       tokens of a block
-    max_new_tokens: of an answer (N), which may run on to the end of a block
-    batch:   prompts at a time
-    augment: probability of setting a wrong token right, in half of the states; 0 is off
-    """
-    if n < 2 or max_new_tokens < 1 or batch < 1 or not 0 <= augment <= 1:
-        raise InputError("expected n of 2 or more, max-new-tokens and batch of 1 or more and "
-                         f"augment of 0 to 1, got {n}, {max_new_tokens}, {batch} and {augment}")
-    settings = {"model": digest(model), "n": n, "max_new_tokens": max_new_tokens,
-                "augment": augment, "seed": seed}
-    before, rows = read_trajectories(out) if out.exists() else (settings, [])
-    if before != settings or any(prompts[row["number"]:][:1] != [row["prompt"]] for row in rows):
-        raise InputError(f"expected {str(out)!r} to hold trajectories of this model, these prompts "
-                         f"and {settings}, got {before}")
-    eos, longest = eos_ids(model, tokenizer), context_length(model) - max_new_tokens - n
-    numbers = {i for i, prompt in enumerate(prompts) if len(prompt) <= longest}
-    todo = sorted(numbers - {row["number"] for row in rows}, key=lambda i: (len(prompts[i]), i))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh, dropped = out.with_name(out.name + ".new"), 0
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in [settings, *rows]))
-    os.replace(fresh, out)  # without a line that was cut off
-    with open(out, "a") as file, tqdm(total=len(todo), desc="trajectories") as bar:
-        for some in (todo[i:i + batch] for i in range(0, len(todo), batch)):
-            found = trajectories(model, [prompts[i] for i in some], some, n=n, limit=max_new_tokens,
-                                 eos=eos, seed=seed)
-            for i, paths in zip(some, found):
-                rng = random.Random(f"{seed} {i}")
-                answer = [x for *_, y_star in paths for x in y_star][1:]  # without the first root
-                blocks = [(len(prompts[i]) - 1 + j * n, augmented(path, augment, rng))
-                          for j, path in enumerate(paths)]
-                if repeats(answer, tokenizer.decode(answer)):
-                    blocks, dropped = [], dropped + 1
-                row = {"number": i, "prompt": prompts[i], "answer": answer, "blocks": blocks}
-                file.write(json.dumps(row) + "\n")
-            file.flush()
-            bar.update(len(some))
-    print(f"{len(todo)} prompts, {dropped} answers dropped for repetition, "
-          f"{len(prompts) - len(numbers)} prompts too long")
+def training_rows(path: Path, model, seed: int) -> tuple[int, list[dict], list[dict]]:
+    """(tokens of a block, rows to train on, rows held out) of a file that `collect` made."""
+    settings, rows = read_trajectories(path)
+    rows = [row for row in rows if row["blocks"]]
+    if len(rows) < 2:
+        raise InputError(f"expected trajectories of 2 prompts or more in {str(path)!r}, "
+                         f"got {len(rows)}")
+    vocabulary = len(model.get_input_embeddings().weight)
+    if max(max(row["prompt"] + row["answer"]) for row in rows) >= vocabulary:
+        raise InputError("expected trajectories of this model, got token ids beyond its vocabulary")
+    random.Random(seed).shuffle(rows)
+    few = max(1, min(100, len(rows) // 10))
+    return settings["n"], rows[few:], rows[:few]
 
 
 def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = None,
@@ -448,30 +471,24 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
                          "rate above 0 and w of 0 or more")
     if divergence not in DIVERGENCES:
         raise InputError(f"expected a divergence of {', '.join(DIVERGENCES)}, got {divergence}")
-    settings, rows = read_trajectories(data)
-    rows = [row for row in rows if row["blocks"]]
-    if len(rows) < 2:
-        raise InputError(f"expected trajectories of 2 prompts or more in {str(data)!r}, "
-                         f"got {len(rows)}")
-    vocabulary = len(model.get_input_embeddings().weight)
-    if max(max(row["prompt"] + row["answer"]) for row in rows) >= vocabulary:
-        raise InputError("expected trajectories of this model, got token ids beyond its vocabulary")
+    n, rows, held_out = training_rows(data, model, seed)
+    eos = eos_ids(model, tokenizer)
     work = work or Path(f"{out}.work")
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    random.Random(seed).shuffle(rows)
-    few, eos = max(1, min(100, len(rows) // 10)), eos_ids(model, tokenizer)
     if recompute:
         model.gradient_checkpointing_enable()
-    fit(model, rows[few:], rows[:few], eos, settings["n"], steps=steps, batch=batch, states=states,
+    fit(model, rows, held_out, eos, n, steps=steps, batch=batch, states=states,
         accumulate=accumulate, lr=lr, w=w, divergence=divergence, local=local, recompute=recompute,
-        seed=seed, work=work, say=tqdm.write)
+        seed=seed, work=work)
     model.generation_config = GenerationConfig(  # no sampling: one that does not fit is not saved
         bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(eos) or None,
         pad_token_id=tokenizer.pad_token_id)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
+
+# ------------------------------------------------------------------------- the command line
 
 def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED, n: int = 16,
             max_new_tokens: int = 128) -> None:
@@ -488,7 +505,7 @@ def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED,
     print("| model | complete blocks | n-token sequence length | fast-forward token count | "
           "stationary token count |\n| --- | --- | --- | --- | --- |")
     for name, lm in (model.name_or_path, model), (after, new):
-        target, log = CachedLM(lm, max(map(len, prompts)) + max_new_tokens), []
+        target, log = CachedLM(lm), []
         for prompt in tqdm(prompts, desc=f"profile {Path(name).name}"):
             limit = min(max_new_tokens, target.context - len(prompt))
             for _ in until(cllm(target, prompt, n=n, log=log), limit, eos):

@@ -38,10 +38,12 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
     """
     if n < 2:
         raise InputError(f"expected n of 2 or more, got {n}")
-    rng, root = random.Random(sample.seed), prompt[-1]
-    target.start(prompt[:-1], width=n)
+    rng = random.Random(sample.seed)
+    root = prompt[-1]
+    target.start(prompt[:-1])
     while True:
-        y, final = [root, *rng.choices(prompt, k=n - 1)], 1  # lines 2 and 5
+        y = [root, *rng.choices(prompt, k=n - 1)]  # lines 2 and 5
+        final = 1
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
@@ -59,35 +61,6 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)
             yield chosen[:agreed + 1]
-
-
-def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
-    """Print each block's trajectory when it is final, as CLLM's Fig. 2: a line a state, a column a
-    token, wrong ones red (in brackets where stdout is no terminal), and the text at the end."""
-    shown, text, terminal = len(log) - 1, [], sys.stdout.isatty()  # the last block has begun
-    for chunk in chunks:
-        text += chunk
-        while shown < len(log) and log[shown]["final"][-1] >= len(log[shown]["states"][0]):
-            print_states(log[shown]["states"], tokenizer, terminal)
-            shown += 1
-    for block in log[shown:]:  # of one that EOS or the limit cut what is final
-        final = block["final"][-1]
-        print_states([y[:final] for y in block["states"]], tokenizer, terminal)
-    print(tokenizer.decode(text, skip_special_tokens=True), flush=True)
-
-
-def print_states(states: list[list[int]], tokenizer, terminal: bool) -> None:
-    words = [[repr(tokenizer.decode([token]))[1:-1] for token in y] for y in states]
-    right = [[token == last for token, last in zip(y, states[-1])] for y in states]
-    if not terminal:
-        words = [[w if ok else f"[{w}]" for w, ok in zip(*row)] for row in zip(words, right)]
-    widths = [max(map(len, column)) for column in zip(*words)]
-    for number, (row, oks) in enumerate(zip(words, right)):
-        cells = [word.ljust(width) for word, width in zip(row, widths)]
-        if terminal:
-            cells = [f"\033[{32 if ok else 31}m{cell}\033[0m" for cell, ok in zip(cells, oks)]
-        print(f"{number:3}: {' '.join(cells)}".rstrip())
-    print(flush=True)
 
 
 # --------------------------------------------------------------------------------- lookahead
@@ -115,6 +88,20 @@ def lookahead_branch(levels: list[list[int]], ids: list[int], parents: list[int]
     return above
 
 
+def moved(levels: list[list[int]], new: list[int], root: int,
+          N: int) -> tuple[list[list[int]], list[tuple]]:
+    """(the window after a call, the n-grams that it found): `new` follows its last level, `root` is
+    the next root. It grows to N - 1 levels, each time by a level and less by a column; then every
+    column is an n-gram, and the levels move down."""
+    if len(levels) < N - 1:
+        levels, found = [level[1:] for level in levels] + [new[1:]], []
+    else:
+        found = list(zip(*levels, new))
+        levels = [*levels[1:], new]
+    levels[0] = [root, *levels[0][1:]]
+    return levels, found
+
+
 def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G: int = 15,
               prompt_ngrams: bool = True, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
@@ -134,9 +121,9 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     if W == 0 and not prompt_ngrams:
         raise InputError("expected W of 1 or more, or n-grams of the prompt: nothing is left to "
                          "guess from")
-    widest = max(n * (W + N - 1 - n) for n in range(1, N)) if W else 0
-    target.start(prompt[:-1], width=1 + G * (N - 1) + widest)
-    root, text, pool = prompt[-1], list(prompt), {}
+    target.start(prompt[:-1])
+    root = prompt[-1]
+    text, pool = list(prompt), {}
     # levels[l][i] guesses the token at position i + l after the root, which is levels[0][0]; after
     # a call that accepts tokens only roughly, for the window moves by one. One level at first
     levels = [[root, *random.Random(sample.seed).choices(prompt, k=W + N - 3)]] if W else []
@@ -151,15 +138,10 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
         logits = target.forward(ids, parents)  # [nodes, V]
         path, chunk = walk(ids[:size], parents[:size], sample(logits[:size]))
         target.commit(path)
-        root, found = chunk[-1], []
+        root = chunk[-1]
+        found = []
         if levels:
-            new = greedy(logits[last])  # what follows the last level
-            if len(levels) < N - 1:  # still growing: one level more, one column less
-                levels = [level[1:] for level in levels] + [new[1:]]
-            else:  # every column is an n-gram, and the levels move down
-                found = list(zip(*levels, new))
-                levels = [*levels[1:], new]
-            levels[0] = [root, *levels[0][1:]]
+            levels, found = moved(levels, greedy(logits[last]), root, N)
         text += chunk
         if prompt_ngrams:
             first = max(N, len(text) - len(chunk) + 1)
@@ -173,6 +155,39 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
 
 
 # ------------------------------------------------------------------------- the command line
+
+def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
+    """Print each block's trajectory when it is final, as CLLM's Fig. 2: a line a state, a column a
+    token, wrong ones red (in brackets where stdout is no terminal), and the text at the end."""
+    text, shown = [], len(log) - 1  # the last block has begun
+    for chunk in chunks:
+        text += chunk
+        while shown < len(log) and log[shown]["final"][-1] >= len(log[shown]["states"][0]):
+            print_states(log[shown]["states"], tokenizer)
+            shown += 1
+    for block in log[shown:]:  # of one that EOS or the limit cut what is final
+        final = block["final"][-1]
+        print_states([y[:final] for y in block["states"]], tokenizer)
+    print(tokenizer.decode(text, skip_special_tokens=True), flush=True)
+
+
+def print_states(states: list[list[int]], tokenizer) -> None:
+    terminal = sys.stdout.isatty()
+    y_star = states[-1]
+
+    def cell(i: int, token: int) -> str:
+        word = repr(tokenizer.decode([token]))[1:-1]
+        return word if terminal or token == y_star[i] else f"[{word}]"
+    rows = [[cell(i, token) for i, token in enumerate(y)] for y in states]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for number, (y, row) in enumerate(zip(states, rows)):
+        cells = [word.ljust(width) for word, width in zip(row, widths)]
+        if terminal:
+            colours = [32 if token == right else 31 for token, right in zip(y, y_star)]
+            cells = [f"\033[{colour}m{x}\033[0m" for colour, x in zip(colours, cells)]
+        print(f"{number:3}: {' '.join(cells)}".rstrip())
+    print(flush=True)
+
 
 def report(run) -> str:
     if run.method is jacobi:

@@ -18,7 +18,7 @@ step for q, and verifies all beams. Left out: batches.
 import itertools
 import math
 import sys
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[in
     own distribution: Eq. 1, pooled over all tokens of all outputs."""
     total = 0.0
     for prompt, output in zip(prompts, outputs):
-        target.start(prompt[:-1], width=len(output))
+        target.start(prompt[:-1])
         logp = log_probs(target.forward([prompt[-1], *output[:-1]]), greedy)  # [n, V]
         total -= logp[torch.arange(len(output)), torch.tensor(output)].sum().item()
     return math.exp(total / sum(map(len, outputs)))
@@ -57,33 +57,43 @@ def children(logits: torch.Tensor, beams: int, sample: Sampler) -> list[list[tup
     return [[(x, value) for x, value in zip(*row) if value > -math.inf] for row in rows]
 
 
-def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample: Sampler,
-                eos: set[int]) -> tuple[list[int], list[int], list[float], list[int]]:
-    """Grow up to `depth` levels below the root, the last of `unseen`, in the pending tree of `lm`.
-    The best `beams` leaves of a level stay; one that is an EOS has no children, and stays as likely
-    as it is.
+class Beams(NamedTuple):
+    """A tree of beams, node 0 being the root."""
+    ids: list[int]
+    parents: list[int]
+    logps: list[float]  # of a node's path from the root down: joint, nats
+    leaves: list[int]  # the best first
 
-    Returns ids, parents, logps (joint, nats), node 0 being the root, and the leaves, best first.
-    Node i is node len(unseen) - 1 + i of `lm`, where the last level has not been fed."""
-    base, ids, parents, logps = len(unseen) - 1, unseen[-1:], [-1], [0.0]
-    fresh, ended, logits = [0], [], lm.forward(unseen)[-1:]  # fresh: the nodes that logits are of
-    while True:
-        grown = [(logps[node] + logp, node, token)
-                 for node, row in zip(fresh, children(logits, beams, sample)) if node not in ended
-                 for token, logp in row]
-        grown += [(logps[node], node, None) for node in ended]
-        first, leaves = len(ids), []
+
+def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample: Sampler,
+                eos: set[int]) -> Beams:
+    """Grow up to `depth` levels below the root, the last of `unseen`, in the pending tree of `lm`:
+    node i is its node len(unseen) - 1 + i; the last level is not fed. The best `beams` leaves of a
+    level stay; one that is an EOS has no children, and stays as likely as it is."""
+    base = len(unseen) - 1
+    ids, parents, logps = unseen[-1:], [-1], [0.0]
+    fed = [0]  # the nodes that `logits` come after
+    ended = []
+    logits = lm.forward(unseen)[-1:]
+    for level in range(depth):
+        grown = [(logps[node], node, None) for node in ended]  # (log p, node, its child's token)
+        for node, row in zip(fed, children(logits, beams, sample)):
+            if node not in ended:
+                grown += [(logps[node] + logp, node, token) for token, logp in row]
+        leaves = []
+        fed = []
         for score, node, token in sorted(grown, key=lambda x: x[0], reverse=True)[:beams]:
             if token is not None:
-                ids, parents, logps = ids + [token], parents + [node], logps + [score]
+                ids.append(token)
+                parents.append(node)
+                logps.append(score)
                 node = len(ids) - 1
+                fed.append(node)
             leaves.append(node)
         ended = [node for node in leaves if ids[node] in eos]
-        depth -= 1
-        if depth == 0 or len(ended) == len(leaves):
-            return ids, parents, logps, leaves
-        fresh = list(range(first, len(ids)))
-        logits = lm.forward(ids[first:], [base + parent for parent in parents[first:]])
+        if level == depth - 1 or len(ended) == len(leaves):
+            return Beams(ids, parents, logps, leaves)
+        logits = lm.forward([ids[node] for node in fed], [base + parents[node] for node in fed])
 
 
 def path_to(leaf: int, parents: list[int]) -> list[int]:
@@ -110,16 +120,17 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     if sample.temperature > 0:
         raise InputError(f"expected temperature 0 for joint greedy decoding, got "
                          f"{sample.temperature}")
-    target.start(prompt[:-1], width=1 + (K - 1) * beams)
+    target.start(prompt[:-1])
     root = prompt[-1]
     while True:
-        ids, parents, logps, leaves = beam_search(target, [root], K, beams, sample, eos)
-        path = path_to(leaves[0], parents)
+        found = beam_search(target, [root], K, beams, sample, eos)
+        best = found.leaves[0]
+        path = path_to(best, found.parents)
         target.commit(path[:-1])  # the leaf is the next root
-        root = ids[leaves[0]]
+        root = found.ids[best]
         if log is not None:
-            log.append({"logp": logps[leaves[0]]})
-        yield [ids[node] for node in path[1:]]
+            log.append({"logp": found.logps[best]})
+        yield [found.ids[node] for node in path[1:]]
 
 
 def longest_prefix(target_logp: list[float], draft_logp: list[float], tau: float) -> int:
@@ -128,6 +139,20 @@ def longest_prefix(target_logp: list[float], draft_logp: list[float], tau: float
     threshold = math.log(tau) if tau > 0 else -math.inf
     return max((i for i, (p, q) in enumerate(zip(target_logp, draft_logp), 1)
                 if tau < 1 and p - q > threshold), default=0)
+
+
+class Verified(NamedTuple):
+    """A beam and its joint log-probabilities (nats, of its first token, first two, …)."""
+    path: list[int]  # nodes of the draft's tree, the root first
+    nodes: list[int]  # the same of the target's
+    target_logp: list[float]
+    draft_logp: list[float]
+    eta: int  # tokens of it that are accepted (η)
+
+    def merit(self, gamma: int) -> int:
+        """η; a beam that an EOS ends and that is accepted whole is as good as a whole draft."""
+        whole = self.eta == len(self.path) - 1
+        return gamma if whole else self.eta
 
 
 def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4, beams: int = 8,
@@ -147,36 +172,38 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     if gamma < 1 or beams < 1 or not 1 <= width <= beams or not tau >= 0:
         raise InputError("expected gamma and beams of 1 or more, tau of 0 or more and width of 1 "
                          f"to beams, got {gamma}, {beams}, {tau} and {width}")
-    target.start(prompt[:-1], width=1 + gamma * width)
-    draft.start(prompt[:-1], width=2 + (gamma - 1) * beams)
-    unseen = prompt[-1:]
+    target.start(prompt[:-1])
+    draft.start(prompt[:-1])
+    unseen = prompt[-1:]  # final tokens that the draft has not been fed
     while True:
-        # Line 3: x and q. The draft model's beams, and the same as a tree of the target's
-        tokens, parents, logps, leaves = beam_search(draft, unseen, gamma, beams, sample, eos)
-        paths = [path_to(leaf, parents) for leaf in leaves[:width]]
-        ids, tree, nodes_of = trie(unseen[-1], [[tokens[i] for i in path[1:]] for path in paths])
+        # Line 3: x and q. The draft model's beams, and the best of them as a tree of the target's
+        found = beam_search(draft, unseen, gamma, beams, sample, eos)
+        paths = [path_to(leaf, found.parents) for leaf in found.leaves[:width]]
+        texts = [[found.ids[node] for node in path[1:]] for path in paths]
+        ids, parents, nodes_of = trie(unseen[-1], texts)
         # Line 4: p in one call
-        logits = target.forward(ids, tree)  # [nodes, V]
-        node_logp = log_probs(logits, sample)[tree, ids].tolist()  # node 0, the root: nothing
+        logits = target.forward(ids, parents)  # [nodes, V]
+        node_logp = log_probs(logits, sample)[parents, ids].tolist()  # node 0, the root: nothing
         # Lines 6 to 13: of each beam the longest prefix that passes, and the longest of these
         verified = []
         for path, nodes in zip(paths, nodes_of):
-            target_logp = list(itertools.accumulate(node_logp[n] for n in nodes[1:]))  # line 9
-            draft_logp = [logps[node] for node in path[1:]]
+            target_logp = list(itertools.accumulate(node_logp[node] for node in nodes[1:]))
+            draft_logp = [found.logps[node] for node in path[1:]]
             eta = longest_prefix(target_logp, draft_logp, tau)
-            verified.append((eta, path, nodes, target_logp, draft_logp))
-        eta, path, nodes, target_logp, draft_logp = max(  # whole with an EOS: as good as gamma
-            verified, key=lambda beam: gamma if beam[0] == len(beam[1]) - 1 else beam[0])
+            verified.append(Verified(path, nodes, target_logp, draft_logp, eta))
+        best = max(verified, key=lambda beam: beam.merit(gamma))
         # Lines 15 and 16: one more token of the target's after the accepted prefix
-        [token] = sample(logits[nodes[eta]][None])
-        target.commit(nodes[:1 + eta])
-        base, guesses = len(unseen) - 1, [tokens[node] for node in path[1:1 + eta]]
-        fed = [node for node in path[:1 + eta] if base + node < len(draft.parents)]
+        [token] = sample(logits[best.nodes[best.eta]][None])
+        kept = best.path[:1 + best.eta]
+        guesses = [found.ids[node] for node in kept[1:]]
+        target.commit(best.nodes[:1 + best.eta])
+        base = len(unseen) - 1
+        fed = [node for node in kept if base + node < len(draft.parents)]  # not the last level
         draft.commit([*range(base), *(base + node for node in fed)])
         unseen = guesses[len(fed) - 1:] + [token]
         if log is not None:
-            log.append({"drafted": len(path) - 1, "accepted": eta,
-                        "target_logp": target_logp, "draft_logp": draft_logp})
+            log.append({"drafted": len(best.path) - 1, "accepted": best.eta,
+                        "target_logp": best.target_logp, "draft_logp": best.draft_logp})
         yield guesses + [token]
 
 
@@ -187,8 +214,8 @@ def report(run) -> str:
     text = f"perplexity of the output under the target: {perplexity(target, prompts, outputs):.3f}"
     if run.method is mjgd:
         return text
-    drafted, accepted = (sum(r[name] for r in run.log) / len(run.log)
-                         for name in ("drafted", "accepted"))
+    drafted = sum(r["drafted"] for r in run.log) / len(run.log)
+    accepted = sum(r["accepted"] for r in run.log) / len(run.log)
     return (f"a round: {drafted:.2f} tokens drafted, {accepted:.2f} accepted; "
             f"{run.models['draft'].calls} draft calls; {text}")
 

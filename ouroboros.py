@@ -28,8 +28,10 @@ class PhrasePool:
     one first token and beyond `size` in all."""
 
     def __init__(self, most: int = 16, size: int = 100_000):
-        self.most, self.size = most, size
-        self.phrases, self.rests = {}, {}  # {phrase: None}, {first token: {its rest: None}}
+        self.most = most
+        self.size = size
+        self.phrases = {}  # {phrase: None}, the oldest first
+        self.rests = {}  # {first token: {the rest of a phrase: None}}
 
     def add(self, phrase: tuple[int, ...]) -> None:
         self.remove(phrase)
@@ -55,7 +57,10 @@ class Drafter:
 
     def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, W: int, beta: int,
                  G: int, seed: int):
-        self.draft, self.pool, self.beta, self.G = draft, pool, beta, G
+        self.draft = draft
+        self.pool = pool
+        self.beta = beta
+        self.G = G
         # levels[l][i] guesses the token at position i + l after the root, roughly: the window moves
         # by one a call. levels[0][0] stands for the root. W = 0: no levels, one token a call
         rng = random.Random(seed)
@@ -64,13 +69,14 @@ class Drafter:
     def step(self, unseen: list[int]) -> list[int]:
         """One draft call: `unseen` are the tokens that are not cached yet, the root last; returns
         those that follow, and caches all but the last."""
-        root, base = unseen[-1], len(unseen) - 1  # the root is node `base` of the pending tree
+        root = unseen[-1]
+        base = len(unseen) - 1  # the root's node in the draft's pending tree
         rests = self.pool.newest(root, self.G) if self.levels else []
         ids, parents, _ = trie(root, [rest[:self.beta - 1] for rest in rests])
         size = len(ids)
         last = self.window(ids, parents)
-        logits = self.draft.forward(unseen[:-1] + ids,
-                                    [*range(-1, base - 1), *(base + p for p in parents)])[base:]
+        below = [base + parent for parent in parents]
+        logits = self.draft.forward(unseen[:-1] + ids, [*range(-1, base - 1), *below])[base:]
         path, tokens = walk(ids[:size], parents[:size], greedy(logits[:size]))
         self.draft.commit([*range(base), *(base + node for node in path)])
         if self.levels:
@@ -119,6 +125,20 @@ def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int,
     return found
 
 
+def learn(pool: PhrasePool, d: list[int], v: list[int], rests: list[tuple], tried: list[list[int]],
+          A: int, beta: int) -> list[tuple[int, ...]]:
+    """Put the tried suffixes into the pool as the target corrects them, and phrases of what it
+    discards: Section 3.3. Returns them, the newest last. `tried`: the nodes of each suffix, after
+    those of the root and of d."""
+    for rest in rests:
+        pool.remove((d[-1], *rest))
+    found = [(d[-1], *(v[node] for node in nodes[len(d):-1])) for nodes in reversed(tried)]
+    found += phrases_of(d, v, A, beta)
+    for phrase in found:
+        pool.add(phrase)
+    return found
+
+
 def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, W: int = 2,
               beta: int = 3, K: int = 3, G: int = 4, phrases: bool = True,
               lengthen: bool = True, verification: bool = True, history: bool = True,
@@ -145,35 +165,31 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
                          f"{gamma}, {W}, {K}, {G} and {beta}")
     pool = PhrasePool() if pool is None or not history else pool
     pool.most = max(pool.most, K, G)
-    target.start(prompt[:-1], width=gamma + beta + K * (beta - 1))  # d has γ to γ + β - 1 tokens
-    draft.start(prompt[:-1], width=1 + beta + (G + W + beta) * (beta - 1))
+    target.start(prompt[:-1])
+    draft.start(prompt[:-1])
     drafter = Drafter(draft, prompt, pool, W if phrases else 0, beta, G, sample.seed)
-    root, text = prompt[-1], list(prompt)
+    root = prompt[-1]
+    text = list(prompt)
     while True:
-        # Section 3.1: draft d_1 … d_γ; the draft model goes on from what it has cached
-        d, calls = [], draft.calls
+        # Section 3.1: draft d_1 … d_γ, or a few more; the draft goes on from what it has cached
+        d = []
+        calls = draft.calls
         while len(d) < gamma:
             d += drafter.step((text + d)[draft.length:])
         # Eq. 7: the K newest phrases that begin with d_γ lengthen it
         rests = pool.newest(d[-1], K) if lengthen else []
-        ids, parents, paths = trie(root, [d, *(d + list(rest[:beta - 1]) for rest in rests)])
+        lengthened = [d + list(rest[:beta - 1]) for rest in rests]
+        ids, parents, paths = trie(root, [d, *lengthened])
         # Eq. 2 and 8: v of all of it in one target call; Eq. 3 and 9: the longest accepted path
         logits = target.forward(ids, parents)
         v = greedy(logits)  # v[node]: the target's argmax after it; nodes 0 … γ: the root and d
         path, chunk = walk(ids, parents, v if sample.temperature == 0 else sample(logits))
         target.commit(path)
-        accepted, found = len(path) - 1, []
-        text, root = text + chunk, chunk[-1]
+        accepted = len(path) - 1
+        text += chunk
+        root = chunk[-1]
         draft.truncate(min(draft.length, len(text) - 1))  # d_γ was never cached
-        # Section 3.3: the tried suffixes as the target corrects them, and phrases of what it
-        # discards; the newest is added last
-        if verification:
-            for rest, nodes in reversed(list(zip(rests, paths[1:]))):
-                pool.remove((d[-1], *rest))
-                found.append((d[-1], *(v[node] for node in nodes[len(d):-1])))
-            found += phrases_of(d, v, accepted, beta)
-            for phrase in found:
-                pool.add(phrase)
+        found = learn(pool, d, v, rests, paths[1:], accepted, beta) if verification else []
         if log is not None:
             log.append({"drafted": len(d), "calls": draft.calls - calls, "accepted": accepted,
                         "matched": sum(x == y for x, y in zip(d, v)), "phrases": found})

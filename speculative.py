@@ -22,7 +22,7 @@ of SpecDec, an encoder-decoder model that writes a block of 25 tokens in one pas
 """
 import itertools
 import sys
-from typing import Callable, Iterator, Sequence
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import torch
 
@@ -65,16 +65,17 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     """
     if gamma < 1:
         raise InputError(f"expected gamma of 1 or more, got {gamma}")
-    target.start(prompt[:-1], width=gamma + 1)
-    draft.start(prompt[:-1], width=gamma + 1)
-    root, unseen = prompt[-1], prompt[-1:]  # unseen: final tokens that the draft has not been fed
+    target.start(prompt[:-1])
+    draft.start(prompt[:-1])
+    root = prompt[-1]
+    unseen = [root]  # final tokens that the draft has not been fed
     while True:
         # Step 1: draw gamma guesses x_i ~ q_i; fed to the draft: unseen, all guesses but the last
-        guesses, draft_probs, ids = [], [], unseen
+        guesses, draft_probs = [], []
         for _ in range(gamma):
-            draft_probs.append(sample.probs(draft.forward(ids)[-1:]))  # [1, V]
-            ids = sample.draw(draft_probs[-1])
-            guesses += ids
+            logits = draft.forward(guesses[-1:] or unseen)
+            draft_probs.append(sample.probs(logits[-1:]))  # [1, V]
+            guesses += sample.draw(draft_probs[-1])
         # Step 2: p_1 … p_{γ+1} in one call
         target_probs = sample.probs(target.forward([root, *guesses]))  # [γ+1, V]
         # Steps 3 and 4: accept or reject; one more token from the residual or from p_{γ+1}
@@ -82,7 +83,8 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         # Step 5: cache what became final; a last guess that was accepted is still unseen
         target.commit(range(1 + accepted))
         draft.commit(range(len(unseen) + min(accepted, gamma - 1)))
-        unseen, root = (guesses[-1:] if accepted == gamma else []) + [token], token
+        unseen = guesses[gamma - 1:accepted] + [token]
+        root = token
         if log is not None:
             log.append({"drafted": gamma, "accepted": accepted})
         yield guesses[:accepted] + [token]
@@ -126,60 +128,79 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
     return accept, (p / p.sum()).float()
 
 
-def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler):
-    """K drafts of one model, tuples of gamma tokens; {prefix: what its next token was drawn from};
-    {prefix: its node in the model's pending tree}. Drafts that begin alike share these nodes."""
-    drafts, nodes = [()] * K, {(): len(unseen) - 1}
-    draft_probs = {(): sample.probs(draft.forward(unseen)[-1:])[0]}  # [V]
+class Drafts(NamedTuple):
+    """Some drafts of one model; those that begin alike share what belongs to a prefix of them."""
+    texts: list[tuple[int, ...]]
+    probs: dict[tuple[int, ...], torch.Tensor]  # what the token after a prefix was drawn from [V]
+    nodes: dict[tuple[int, ...], int]  # a prefix' node in the model's pending tree
+
+
+def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler) -> Drafts:
+    """K drafts of gamma tokens, drawn independently; a call for each level of their tree."""
+    texts = [()] * K
+    nodes = {(): len(unseen) - 1}
+    probs = {(): sample.probs(draft.forward(unseen)[-1:])[0]}
     for depth in range(gamma):
         if depth > 0:  # the last tokens are never fed
-            fresh = list(dict.fromkeys(drafts))
+            fresh = list(dict.fromkeys(texts))
             nodes |= zip(fresh, itertools.count(len(draft.parents)))
             logits = draft.forward([x[-1] for x in fresh], [nodes[x[:-1]] for x in fresh])
-            draft_probs |= zip(fresh, sample.probs(logits))
-        tokens = sample.draw(torch.stack([draft_probs[x] for x in drafts]))
-        drafts = [(*x, token) for x, token in zip(drafts, tokens)]
-    return drafts, draft_probs, nodes
+            probs |= zip(fresh, sample.probs(logits))
+        tokens = sample.draw(torch.stack([probs[x] for x in texts]))
+        texts = [(*x, token) for x, token in zip(texts, tokens)]
+    return Drafts(texts, probs, nodes)
+
+
+def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[tuple[int, tuple]],
+                paths: list[list[int]], drawn: list[Drafts],
+                sample: Sampler) -> tuple[tuple[int, ...], list[int], torch.Tensor]:
+    """(the accepted guesses, the root's node and theirs, what the next token is drawn from [V]), by
+    `rule` from node to node. `drafts`: (model, text), with its nodes in `paths`. At a node all
+    drafts that begin with what was accepted have a draw, equal ones too: without them both rules
+    would be biased."""
+    guesses, path = (), [0]
+    for depth in range(len(drafts[0][1])):
+        here = [i for i, (_, text) in enumerate(drafts) if text[:depth] == guesses]
+        q = torch.stack([drawn[drafts[i][0]].probs[guesses] for i in here])  # [draws, V]
+        accept, rest = rule(target_probs[path[-1]], q, [drafts[i][1][depth] for i in here])
+        coins = sample.uniform(len(here), rest.device).tolist()
+        passed = [i for i, chance, coin in zip(here, accept, coins) if coin < chance]
+        if not passed:
+            return guesses, path, rest
+        guesses = drafts[passed[0]][1][:depth + 1]
+        path = paths[passed[0]][:depth + 2]
+    return guesses, path, target_probs[path[-1]]  # one whole draft: one more of the target's
 
 
 def several_drafts(rule: Callable, target: CachedLM, models: list[CachedLM], prompt: list[int],
                    gamma: int, K: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
-    """Draw K drafts, draft i from model i mod n; merge equal prefixes into one tree; verify it in
-    one target call, node by node by `rule`. At a node all drafts that begin with what was accepted
-    have a draw, equal ones too: without them both rules would be biased."""
+    """Draw K drafts, the models taking turns; merge equal prefixes into one tree; verify it in one
+    target call."""
+    n = len(models)
     if gamma < 1 or K < 1:
         raise InputError(f"expected gamma and K of 1 or more, got {gamma} and {K}")
-    if K < (n := len(models)):
+    if K < n:
         raise InputError(f"expected K of {n} or more, a draft of each model, got {K}")
-    target.start(prompt[:-1], width=1 + K * gamma)
-    for lm in models:
-        lm.start(prompt[:-1], width=2 + K * gamma)
-    root, unseen = prompt[-1], [prompt[-1:]] * n  # for each model final tokens it was not fed
+    for lm in (target, *models):
+        lm.start(prompt[:-1])
+    turns = [i % n for i in range(K)]  # the model of each draft
+    root = prompt[-1]
+    unseen = [[root]] * n  # for each model final tokens that it has not been fed
     while True:
-        own, draft_probs, nodes = zip(*(
-            draw_drafts(lm, unseen[m], gamma, len(range(m, K, n)), sample)
-            for m, lm in enumerate(models)))
-        drafts = [own[i % n][i // n] for i in range(K)]
-        ids, parents, paths = trie(root, drafts)
+        drawn = [draw_drafts(lm, unseen[m], gamma, turns.count(m), sample)
+                 for m, lm in enumerate(models)]
+        texts = [iter(some.texts) for some in drawn]
+        drafts = [(m, next(texts[m])) for m in turns]
+        ids, parents, paths = trie(root, [text for _, text in drafts])
         target_probs = sample.probs(target.forward(ids, parents))  # [nodes, V]
-        guesses, path = (), [0]  # what was accepted, and its nodes
-        for depth in range(gamma):
-            here = [i for i in range(K) if drafts[i][:depth] == guesses]
-            q = torch.stack([draft_probs[i % n][guesses] for i in here])  # [draws, V]
-            accept, rest = rule(target_probs[path[-1]], q, [drafts[i][depth] for i in here])
-            coins = sample.uniform(len(here), rest.device).tolist()
-            i = next((i for i, a, u in zip(here, accept, coins) if u < a), None)
-            if i is None:
-                break
-            guesses, path = drafts[i][:depth + 1], paths[i][:depth + 2]
-        else:  # a draft was accepted whole: one more token of the target's
-            rest = target_probs[path[-1]]
+        guesses, path, rest = verify_tree(rule, target_probs, drafts, paths, drawn, sample)
         [root] = sample.draw(rest[None])
         target.commit(path)
         prefixes = [guesses[:length] for length in range(len(path))]
-        for m, lm in enumerate(models):  # what became final of the nodes that it was fed
-            fed = [nodes[m][prefix] for prefix in prefixes if prefix in nodes[m]]
-            lm.commit([*range(fed[0]), *fed])  # with what was unseen before the root
+        for m, lm in enumerate(models):
+            nodes = drawn[m].nodes
+            fed = [nodes[prefix] for prefix in prefixes if prefix in nodes]  # of what is final
+            lm.commit([*range(fed[0]), *fed])  # fed[0]: the root, after what was unseen before it
             unseen[m] = [*guesses[len(fed) - 1:], root]
         if log is not None:
             log.append({"drafted": len(ids) - 1, "accepted": len(guesses)})
@@ -214,22 +235,23 @@ def relaxed(passes: Callable, target: CachedLM, draft: CachedLM, prompt: list[in
     """Draft gamma tokens, fewer where the draft's largest probability (at temperature 1) falls
     below `fallback`. The target's choice takes the place of the first guess that does not pass:
     passes(the target's logits [n, V], guesses [n, 1]) -> bool [n, 1]."""
-    target.start(prompt[:-1], width=gamma + 1)
-    draft.start(prompt[:-1], width=gamma + 2)
-    root, unseen = prompt[-1], prompt[-1:]
+    target.start(prompt[:-1])
+    draft.start(prompt[:-1])
+    root = prompt[-1]
+    unseen = [root]
     while True:
-        guesses, ids = [], unseen
+        guesses = []
         while len(guesses) < gamma:
-            logits = draft.forward(ids)[-1:]  # [1, V]
+            logits = draft.forward(guesses[-1:] or unseen)[-1:]  # [1, V]
             if logits.float().softmax(-1).max() < fallback:
                 break
-            ids = sample(logits)
-            guesses += ids
+            guesses += sample(logits)
         logits = target.forward([root, *guesses]).float()  # [n + 1, V]
         column = torch.tensor(guesses, dtype=torch.long, device=logits.device)[:, None]  # [n, 1]
         accepted = int(passes(logits[:-1], column).cumprod(0).sum())
         [root] = sample(logits[accepted:accepted + 1])
         target.commit(range(1 + accepted))
+        # What the draft was fed becomes final; a last guess that passed may still be unseen
         known = unseen + guesses[:accepted]
         fed = min(len(known), len(draft.parents))
         draft.commit(range(fed))
@@ -290,8 +312,10 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 def report(run) -> str:
     """Acceptance; with one draft also its rate α, and the speed-up to be expected (Leviathan,
     Theorem 3.8) where a draft call costs what it did in this run, as a share c of a target call."""
-    (target, *drafts), rounds = run.models.values(), len(run.log)
-    drafted, accepted = (sum(r[name] for r in run.log) for name in ("drafted", "accepted"))
+    target, *drafts = run.models.values()
+    rounds = len(run.log)
+    drafted = sum(r["drafted"] for r in run.log)
+    accepted = sum(r["accepted"] for r in run.log)
     text = (f"accepted {accepted} of {drafted} drafted tokens, {accepted / rounds:.2f} a round; "
             f"{sum(draft.calls for draft in drafts)} draft calls")
     if run.method is not speculative:

@@ -127,78 +127,125 @@ def person(rng):
             else (rng.choice(SHE), "she", "her", "her"))
 
 
+@dataclass
+class Story:
+    """Whose things, which, and how many there are now."""
+    name: str
+    he: str
+    him: str
+    his: str
+    items: str
+    n: int
+    friend: str
+
+    @property
+    def He(self) -> str:
+        return self.he.capitalize()
+
+
+# What can happen: three wordings, the steps that solve it, how many there are then
+
+def gain(rng, s: Story):
+    k = rng.randint(2, rng.choice((20, 150)))
+    return ((f"{s.He} buys {k} more {s.items}.", f"{s.friend} gives {s.him} {k} {s.items}.",
+             f"Then {s.he} finds {k} more."),
+            [f"{s.name} now has {s.n} + {k} = {s.n + k} {s.items}."], s.n + k)
+
+
+def lose(rng, s: Story):
+    k = rng.randint(2, s.n - 2)
+    return ((f"{s.He} gives {k} {s.items} to {s.friend}.", f"Then {s.he} loses {k} of them.",
+             f"{s.He} sells {k} of {s.his} {s.items}."),
+            [f"{s.name} has {s.n} - {k} = {s.n - k} {s.items} left."], s.n - k)
+
+
+def pack(rng, s: Story):
+    boxes, k, p = rng.choice(PACKS), rng.randint(2, 9), rng.randint(2, 12)
+    return ((f"{s.He} buys {k} {boxes} of {p} {s.items} each.",
+             f"{s.friend} brings {s.him} {k} {boxes} with {p} {s.items} in each.",
+             f"Then {s.he} gets {k} {boxes}, each with {p} {s.items}."),
+            [f"The {k} {boxes} hold {k} * {p} = {k * p} {s.items}.",
+             f"{s.name} now has {s.n} + {k * p} = {s.n + k * p} {s.items}."], s.n + k * p)
+
+
+def double(rng, s: Story):
+    if s.n > 80 or rng.random() < 0.5:
+        k, doubles, twice = 2, "doubles", "twice"
+    else:
+        k, doubles, twice = 3, "triples", "three times"
+    return ((f"{s.friend} {doubles} {s.his} {s.items}.",
+             f"A week later {s.he} has {twice} as many.",
+             f"Then the number of {s.his} {s.items} {doubles}."),
+            [f"{s.name} now has {s.n} * {k} = {s.n * k} {s.items}."], s.n * k)
+
+
+def half(rng, s: Story):
+    return ((f"{s.He} gives half of them to {s.friend}.",
+             f"Then {s.he} eats or breaks half of {s.his} {s.items}.",
+             f"{s.He} sells half of {s.his} {s.items}."),
+            [f"{s.name} has {s.n} / 2 = {s.n // 2} {s.items} left."], s.n // 2)
+
+
+EVENTS = {"gain": gain, "lose": lose, "pack": pack, "double": double, "half": half}
+
+
+# What can be asked in the end: two wordings, the steps of each, the answer
+
+def count(rng, s: Story):
+    return ((f"How many {s.items} does {s.name} have now?",
+             f"How many {s.items} does {s.he} have in the end?"), ([], []), s.n)
+
+
+def share(rng, s: Story):
+    k = rng.choice(shares_of(s.n))
+    return ((f"{s.He} shares all {s.items} equally among {k} friends. "
+             "How many does each friend get?",
+             f"{s.He} puts them into {k} equal groups. How many {s.items} are in each group?"),
+            ([f"Each friend gets {s.n} / {k} = {s.n // k} {s.items}."],
+             [f"Each group has {s.n} / {k} = {s.n // k} {s.items}."]), s.n // k)
+
+
+def sell(rng, s: Story):
+    k = rng.randint(2, 9)
+    return ((f"{s.He} sells all of them for {k} dollars each. "
+             f"How many dollars does {s.he} get?",
+             f"Each one is worth {k} dollars. How many dollars are they worth?"),
+            ([f"{s.name} gets {s.n} * {k} = {s.n * k} dollars."],
+             [f"They are worth {s.n} * {k} = {s.n * k} dollars."]), s.n * k)
+
+
+ENDS = {"count": count, "share": share, "sell": sell}
+
+
+def shares_of(n: int) -> list[int]:
+    return [k for k in range(2, 11) if n % k == 0 and n // k >= 2]
+
+
 def story(rng):
     """One person's things become more and fewer, one event after another."""
-    name, he, him, his = person(rng)
-    He, items, n = he.capitalize(), rng.choice(ITEMS), rng.randint(5, rng.choice((30, 200)))
-    friend = rng.choice([x for x in HE + SHE if x != name])
+    who = person(rng)
+    items, n = rng.choice(ITEMS), rng.randint(5, rng.choice((30, 200)))
+    friend = rng.choice([x for x in HE + SHE if x != who[0]])
+    s = Story(*who, items, n, friend)
     first = rng.randrange(2)
-    text = [(f"{name} has {n} {items}.", f"At first {name} has {n} {items}.")[first]]
+    text = [(f"{s.name} has {n} {items}.", f"At first {s.name} has {n} {items}.")[first]]
     steps, template = [], [f"story {first}"]
     for _ in range(rng.randint(1, 4)):
-        kinds = (["gain", "pack"] * (n <= 300) + ["lose"] * (n >= 5) + ["double"] * (n <= 150)
-                 + ["half"] * (n % 2 == 0 and n >= 8))
+        kinds = (["gain", "pack"] * (s.n <= 300) + ["lose"] * (s.n >= 5)
+                 + ["double"] * (s.n <= 150) + ["half"] * (s.n % 2 == 0 and s.n >= 8))
         kind, way = rng.choice(kinds), rng.randrange(3)
         template.append(f"{kind} {way}")
-        if kind == "gain":
-            k = rng.randint(2, rng.choice((20, 150)))
-            text.append((f"{He} buys {k} more {items}.", f"{friend} gives {him} {k} {items}.",
-                         f"Then {he} finds {k} more.")[way])
-            steps.append(f"{name} now has {n} + {k} = {n + k} {items}.")
-            n += k
-        elif kind == "lose":
-            k = rng.randint(2, n - 2)
-            text.append((f"{He} gives {k} {items} to {friend}.", f"Then {he} loses {k} of them.",
-                         f"{He} sells {k} of {his} {items}.")[way])
-            steps.append(f"{name} has {n} - {k} = {n - k} {items} left.")
-            n -= k
-        elif kind == "pack":
-            boxes, k, p = rng.choice(PACKS), rng.randint(2, 9), rng.randint(2, 12)
-            text.append((f"{He} buys {k} {boxes} of {p} {items} each.",
-                         f"{friend} brings {him} {k} {boxes} with {p} {items} in each.",
-                         f"Then {he} gets {k} {boxes}, each with {p} {items}.")[way])
-            steps += [f"The {k} {boxes} hold {k} * {p} = {k * p} {items}.",
-                      f"{name} now has {n} + {k * p} = {n + k * p} {items}."]
-            n += k * p
-        elif kind == "double":
-            k, word = ((2, ("doubles", "twice")) if n > 80 or rng.random() < 0.5
-                       else (3, ("triples", "three times")))
-            text.append((f"{friend} {word[0]} {his} {items}.",
-                         f"A week later {he} has {word[1]} as many.",
-                         f"Then the number of {his} {items} {word[0]}.")[way])
-            steps.append(f"{name} now has {n} * {k} = {n * k} {items}.")
-            n *= k
-        else:
-            text.append((f"{He} gives half of them to {friend}.",
-                         f"Then {he} eats or breaks half of {his} {items}.",
-                         f"{He} sells half of {his} {items}.")[way])
-            steps.append(f"{name} has {n} / 2 = {n // 2} {items} left.")
-            n //= 2
-    shares = [k for k in range(2, 11) if n % k == 0 and n // k >= 2]
-    end = rng.choice(["count", "count"] + ["share"] * bool(shares) + ["sell"] * (n <= 60))
+        wordings, solved, s.n = EVENTS[kind](rng, s)
+        text.append(wordings[way])
+        steps += solved
+    end = rng.choice(["count", "count"] + ["share"] * bool(shares_of(s.n))
+                     + ["sell"] * (s.n <= 60))
     way = rng.randrange(2)
     template.append(f"{end} {way}")
-    if end == "count":
-        text.append((f"How many {items} does {name} have now?",
-                     f"How many {items} does {he} have in the end?")[way])
-    elif end == "share":
-        k = rng.choice(shares)
-        text.append((f"{He} shares all {items} equally among {k} friends. "
-                     "How many does each friend get?",
-                     f"{He} puts them into {k} equal groups. "
-                     f"How many {items} are in each group?")[way])
-        steps.append((f"Each friend gets {n} / {k} = {n // k} {items}.",
-                      f"Each group has {n} / {k} = {n // k} {items}.")[way])
-        n //= k
-    else:
-        k = rng.randint(2, 9)
-        text.append((f"{He} sells all of them for {k} dollars each. "
-                     f"How many dollars does {he} get?",
-                     f"Each one is worth {k} dollars. How many dollars are they worth?")[way])
-        steps.append((f"{name} gets {n} * {k} = {n * k} dollars.",
-                      f"They are worth {n} * {k} = {n * k} dollars.")[way])
-        n *= k
-    return " ".join(text), steps, n, ", ".join(template)
+    wordings, solved, answer = ENDS[end](rng, s)
+    text.append(wordings[way])
+    steps += solved[way]
+    return " ".join(text), steps, answer, ", ".join(template)
 
 
 def shop(rng):
@@ -420,67 +467,108 @@ def where(rng, columns, table, schema):
             f" {link} ".join(template))
 
 
+@dataclass
+class Asked:
+    """A table, two of its columns, and which of its rows are asked about."""
+    table: str
+    plural: str
+    columns: dict
+    text: str
+    number: str
+    english: str
+    filtered: str
+
+
+# What can be asked: two wordings, their queries, what belongs to the template
+
+def list_columns(rng, q: Asked, n: int = 1):
+    chosen = rng.sample(list(q.columns), n)
+    query = f"SELECT {', '.join(chosen)} FROM {q.table}{q.filtered}"
+    return (f"Show the {' and '.join(chosen)} of all {q.plural}{q.english}.",
+            f"What are the {' and '.join(chosen)} of {q.plural}{q.english}?"), [query] * 2, ""
+
+
+def list_two(rng, q: Asked):
+    return list_columns(rng, q, 2)
+
+
+def count_rows(rng, q: Asked):
+    query = f"SELECT count(*) FROM {q.table}{q.filtered}"
+    return (f"How many {q.plural}{q.english} are there?",
+            f"Count the {q.plural}{q.english}."), [query] * 2, ""
+
+
+def aggregate(rng, q: Asked):
+    words, function = rng.choice(AGGREGATES)
+    query = f"SELECT {function}({q.number}) FROM {q.table}{q.filtered}"
+    return (f"What is the {words} {q.number} of {q.plural}{q.english}?",
+            f"Find the {words} {q.number} of all {q.plural}{q.english}."), [query] * 2, f" {words}"
+
+
+def order(rng, q: Asked):
+    down = rng.randrange(2)
+    end = (".", " from high to low.")[down]
+    query = (f"SELECT {q.text} FROM {q.table}{q.filtered} ORDER BY {q.number}"
+             f"{('', ' DESC')[down]}")
+    return (f"List the {q.text} of {q.plural}{q.english}, sorted by {q.number}{end}",
+            f"Order the {q.plural}{q.english} by {q.number} and show the {q.text}{end}"), \
+        [query] * 2, f" {down}"
+
+
+def top(rng, q: Asked):
+    down, n = rng.randrange(2), rng.randint(1, 9)
+    best = ("lowest", "highest")[down]
+    query = (f"SELECT {q.text} FROM {q.table}{q.filtered} "
+             f"ORDER BY {q.number}{('', ' DESC')[down]} LIMIT {n}")
+    return (f"Show the {q.text} of the {n} {q.plural}{q.english} that have the {best} {q.number}.",
+            f"Which {n} {q.plural}{q.english} have the {best} {q.number}? Give the {q.text}."), \
+        [query] * 2, f" {down}"
+
+
+def group(rng, q: Asked):
+    words, function = rng.choice([(f"number of {q.plural}", "count(*)")]
+                                 + [(f"{w} {q.number}", f"{f}({q.number})")
+                                    for w, f in AGGREGATES[:4]])
+    only = f", counting only {q.plural}{q.english}" if q.english else ""
+    among = f" among {q.plural}{q.english}" if q.english else ""
+    query = f"SELECT {q.text}, {function} FROM {q.table}{q.filtered} GROUP BY {q.text}"
+    return (f"For each {q.text}, show the {words}{only}.",
+            f"What is the {words} for every {q.text}{among}?"), [query] * 2, \
+        f" {function.partition('(')[0]}"
+
+
+def having(rng, q: Asked):
+    n = rng.randint(2, 9)
+    query = (f"SELECT {q.text} FROM {q.table}{q.filtered} GROUP BY {q.text} "
+             f"HAVING count(*) >= {n}")
+    return (f"Which {q.text} do at least {n} {q.plural}{q.english} have?",
+            f"Show every {q.text} that is shared by at least {n} {q.plural}{q.english}."), \
+        [query] * 2, ""
+
+
+def distinct(rng, q: Asked):
+    return (f"How many different {q.text} values do {q.plural}{q.english} have?",
+            f"List the different {q.text} values of {q.plural}{q.english}."), \
+        [f"SELECT count(DISTINCT {q.text}) FROM {q.table}{q.filtered}",
+         f"SELECT DISTINCT {q.text} FROM {q.table}{q.filtered}"], ""
+
+
+SINGLE = {"list": list_columns, "list2": list_two, "count": count_rows, "aggregate": aggregate,
+          "order": order, "top": top, "group": group, "having": having, "distinct": distinct}
+
+
 def sql_single(rng, schema):
     table = rng.choice(list(schema))
-    plural = TABLES[table][0]
     columns = {c: v for c, v in schema[table].items() if not c.endswith("_id")}
     texts = [c for c in columns if not isinstance(columns[c], int)]
     numbers = [c for c in columns if isinstance(columns[c], int)]
     text, number = rng.choice(texts), rng.choice(numbers)
     english, filtered, template = where(rng, columns, table, schema)
-    kind = rng.choice("list list2 count aggregate order top group having distinct".split())
+    asked = Asked(table, TABLES[table][0], columns, text, number, english, filtered)
+    kind = rng.choice(list(SINGLE))
     way = rng.randrange(2)
-    if kind in ("list", "list2"):
-        chosen = rng.sample(list(columns), 1 if kind == "list" else 2)
-        question = (f"Show the {' and '.join(chosen)} of all {plural}{english}.",
-                    f"What are the {' and '.join(chosen)} of {plural}{english}?")[way]
-        query = f"SELECT {', '.join(chosen)} FROM {table}{filtered}"
-    elif kind == "count":
-        question = (f"How many {plural}{english} are there?", f"Count the {plural}{english}.")[way]
-        query = f"SELECT count(*) FROM {table}{filtered}"
-    elif kind == "aggregate":
-        words, function = rng.choice(AGGREGATES)
-        template += f" {words}"
-        question = (f"What is the {words} {number} of {plural}{english}?",
-                    f"Find the {words} {number} of all {plural}{english}.")[way]
-        query = f"SELECT {function}({number}) FROM {table}{filtered}"
-    elif kind == "order":
-        down = rng.randrange(2)
-        question = (f"List the {text} of {plural}{english}, sorted by {number}",
-                    f"Order the {plural}{english} by {number} and show the {text}")[way]
-        question += (".", " from high to low.")[down]
-        query = f"SELECT {text} FROM {table}{filtered} ORDER BY {number}{('', ' DESC')[down]}"
-        template += f" {down}"
-    elif kind == "top":
-        down, n = rng.randrange(2), rng.randint(1, 9)
-        best = ("lowest", "highest")[down]
-        question = (f"Show the {text} of the {n} {plural}{english} that have the {best} {number}.",
-                    f"Which {n} {plural}{english} have the {best} {number}? Give the {text}.")[way]
-        query = (f"SELECT {text} FROM {table}{filtered} "
-                 f"ORDER BY {number}{('', ' DESC')[down]} LIMIT {n}")
-        template += f" {down}"
-    elif kind == "group":
-        words, function = rng.choice([(f"number of {plural}", "count(*)")]
-                                     + [(f"{w} {number}", f"{f}({number})")
-                                        for w, f in AGGREGATES[:4]])
-        question = (
-            f"For each {text}, show the {words}, counting only {plural}{english}." if english
-            else f"For each {text}, show the {words}.",
-            f"What is the {words} for every {text}"
-            + (f" among {plural}{english}?" if english else "?"))[way]
-        query = f"SELECT {text}, {function} FROM {table}{filtered} GROUP BY {text}"
-        template += f" {function.partition('(')[0]}"
-    elif kind == "having":
-        n = rng.randint(2, 9)
-        question = (f"Which {text} do at least {n} {plural}{english} have?",
-                    f"Show every {text} that is shared by at least {n} {plural}{english}.")[way]
-        query = f"SELECT {text} FROM {table}{filtered} GROUP BY {text} HAVING count(*) >= {n}"
-    else:
-        question = (f"How many different {text} values do {plural}{english} have?",
-                    f"List the different {text} values of {plural}{english}.")[way]
-        query = (f"SELECT count(DISTINCT {text}) FROM {table}{filtered}",
-                 f"SELECT DISTINCT {text} FROM {table}{filtered}")[way]
-    return question, query, f"{kind} {way} {template}"
+    questions, queries, more = SINGLE[kind](rng, asked)
+    return questions[way], queries[way], f"{kind} {way} {template}{more}"
 
 
 def sql_join(rng, schema):

@@ -22,25 +22,24 @@ import argparse
 import copy
 import itertools
 import json
-import os
 import random
 import re
 import sys
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig,
-                          LlamaForCausalLM, PreTrainedTokenizerFast)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
+                          PreTrainedTokenizerFast)
 
 import tasks
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
+from models.training import Training, answered, digest, examples, warm_linear  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
 # in the target's second phase: arithmetic takes longest
@@ -51,7 +50,13 @@ SIZES = {"target": dict(hidden_size=256, intermediate_size=704, num_hidden_layer
                        num_attention_heads=4, num_key_value_heads=2)}
 PROMPT_WEIGHT = 0.1  # prompts are mostly chance: their tokens count less than the answers'
 CONTEXT = 2048
+DIVERGENCES = ("forward-kl", "reverse-kl", "jsd", "tvd")
+POOL = 512  # examples that a batch of like length is chosen from
 
+Row = tuple[list[int], list[float]]  # token ids, and what each counts in the loss
+
+
+# ---------------------------------------------------------------------- tokenizer and models
 
 def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
     text = [e.prompt + e.answer for task in tasks.TASKS
@@ -80,14 +85,17 @@ def new_model(name: str, tokenizer) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id, **SIZES[name]))
 
 
+# ------------------------------------------------------------------------------------- batches
+
 def stream(split: str, seed: int, mix: dict[str, float] = MIX):
     """Endless examples of all tasks, mixed."""
-    sources, rng = {t: tasks.examples(t, split, seed) for t in tasks.TASKS}, random.Random(seed)
+    sources = {task: tasks.examples(task, split, seed) for task in tasks.TASKS}
+    rng = random.Random(seed)
     while True:
         yield next(sources[rng.choices(list(mix), mix.values())[0]])
 
 
-def pad(rows: list[tuple[list[int], list[float]]]):
+def pad(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [B, T], weights [B, T]), filled up on the right with any token: it weighs nothing, and
     in a causal model changes nothing."""
     width = max(len(ids) for ids, _ in rows)
@@ -95,137 +103,65 @@ def pad(rows: list[tuple[list[int], list[float]]]):
     return ids, torch.tensor([w + [0.0] * (width - len(w)) for _, w in rows])
 
 
-def encode(tokenizer, prompts: list[str], answers: list[str]):
-    """[(ids, weights)]: <s> prompt answer </s>."""
-    p, a = (tokenizer(prompts)["input_ids"],
-            tokenizer(answers, add_special_tokens=False)["input_ids"])
+def encode(tokenizer, prompts: list[str], answers: list[str]) -> list[Row]:
+    """<s> prompt answer </s>."""
+    p = tokenizer(prompts)["input_ids"]
+    a = tokenizer(answers, add_special_tokens=False)["input_ids"]
     return [(x + y + [tokenizer.eos_token_id], [PROMPT_WEIGHT] * len(x) + [1.0] * (len(y) + 1))
             for x, y in zip(p, a)]
 
 
-def batches(tokenizer, split: str, seed: int, size: int, mix: dict[str, float] = MIX,
-            pool: int = 512):
-    """Endless batches of about `size` tokens, of examples of similar length."""
-    source, rng = stream(split, seed, mix), random.Random(seed)
-    while True:
-        some = [next(source) for _ in range(pool)]
-        rows = sorted(encode(tokenizer, [e.prompt for e in some], [e.answer for e in some]),
-                      key=lambda r: len(r[0]))
-        groups, group = [], []
-        for row in rows:
-            if (len(group) + 1) * len(row[0]) > size and group:
-                groups.append(group)
-                group = []
-            group.append(row)
-        rng.shuffle(groups)  # the last, incomplete group is dropped
-        yield from map(pad, groups)
+def answer_rows(prompts: list[list[int]], answers: list[list[int]]) -> list[Row]:
+    """The answers' tokens alone count."""
+    return [(p + a, [0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers)]
 
 
-def next_token_loss(model, ids, weights):
-    """Weighted mean cross-entropy (nats) of token t + 1 given tokens up to t."""
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
-
-
-def optimizers(model, lr: float):
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
-
-
-def fit(name, model, loss_of, data, lr: float, total: int, work: Path):
-    """Train on `total` tokens of `data`, the rate falling linearly to 0 after a warm-up of a
-    twentieth of them; a checkpoint every five minutes and when it is interrupted."""
-    optims, checkpoint = optimizers(model, lr), work / f"{name}.pt"
-    seen = step = 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optims, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        seen, step = state["seen"], state["step"]
-    saved_at, whole = time.time(), True  # no update is half made
-
-    def save_state():
-        torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optims],
-                    "seen": seen, "step": step}, checkpoint.with_suffix(".new"))
-        os.replace(checkpoint.with_suffix(".new"), checkpoint)
-    bar = tqdm(total=total, initial=seen, unit="tok", desc=name, mininterval=5, dynamic_ncols=True)
-    average = None
-    try:
-        for ids, weights in data(step):  # a resumed run goes on with other examples
-            if seen >= total:
-                break
-            rate = lr * min(1.0, (seen + 1) / (0.05 * total)) * max(0.0, 1 - seen / total)
-            for group in (g for o in optims for g in o.param_groups):
-                group["lr"] = rate
-            loss = loss_of(ids, weights)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            whole = False
-            for optimizer in optims:
-                optimizer.step()
-                optimizer.zero_grad()
-            seen, step, whole = seen + ids.numel(), step + 1, True
-            average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
-            bar.update(ids.numel())
-            bar.set_postfix(loss=f"{average:.4f}", lr=f"{rate:.1e}")
-            if time.time() - saved_at > 300:
-                save_state()
-                saved_at = time.time()
-    finally:
-        if whole:
-            save_state()
-    bar.close()
-    return model
-
-
-def prompts_of(split: str, seed: int):
-    for example in stream(split, seed):
-        yield example.prompt
+def batch_of(tokenizer, split: str, size: int, mix: dict[str, float], rng: random.Random):
+    """(ids, weights) of about `size` tokens, of examples alike in length."""
+    some = list(itertools.islice(stream(split, rng.getrandbits(60), mix), POOL))
+    rows = encode(tokenizer, [e.prompt for e in some], [e.answer for e in some])
+    groups, group = [], []
+    for row in sorted(rows, key=lambda row: len(row[0])):
+        if (len(group) + 1) * len(row[0]) > size and group:
+            groups.append(group)
+            group = []
+        group.append(row)
+    return pad(rng.choice(groups or [group]))  # not the last group, which is incomplete
 
 
 @torch.inference_mode()
-def answer(model, tokenizer, prompts: list[str], temperature: float, limit: int = 200,
-           size: int = 128) -> list[list[int]]:
+def answers_of(model, tokenizer, prompts: list[str], temperature: float,
+               limit: int = 200) -> list[list[int]]:
     """Token ids of each prompt's answer, EOS included where one came within `limit` tokens;
     temperature 0 is greedy."""
-    tokenizer.padding_side, answers = "left", {}
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), size):
-        some = order[start:start + size]
-        inputs = tokenizer([prompts[i] for i in some], return_tensors="pt", padding=True,
-                           return_token_type_ids=False).to(model.device)
-        how = (dict(do_sample=True, temperature=temperature, top_k=0) if temperature
-               else dict(do_sample=False))
-        rows = model.generate(
-            **inputs, max_new_tokens=limit, **how)[:, inputs["input_ids"].shape[1]:].tolist()
-        for i, row in zip(some, rows):
-            answers[i] = (row[:row.index(tokenizer.eos_token_id) + 1]
-                          if tokenizer.eos_token_id in row else row)
-    return [answers[i] for i in range(len(prompts))]
+    ids = tokenizer(prompts)["input_ids"]
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    found = answered(model, {tokenizer.eos_token_id}, [ids[i] for i in order], limit, temperature,
+                     size=128)
+    by_number = dict(zip(order, itertools.chain.from_iterable(found)))
+    return [by_number[i] for i in range(len(ids))]
 
 
-def sampled_batches(source, tokenizer, split: str, seed: int, size: int, temperature: float = 1.0,
-                    pool: int = 512):
-    """Endless batches of held-in prompts with answers sampled from `source`, the model being
-    trained or its teacher."""
-    prompts = prompts_of(split, seed)
-    torch.manual_seed(seed)
-    while True:
-        some = [next(prompts) for _ in range(pool)]
-        rows = [(x + y, [0.0] * len(x) + [1.0] * len(y))
-                for x, y in zip(tokenizer(some)["input_ids"],
-                                answer(source, tokenizer, some, temperature))]
-        rows.sort(key=lambda r: len(r[0]))
-        width = max(1, size // len(rows[-1][0]))
-        groups = [rows[i:i + width] for i in range(0, len(rows), width)]
-        random.Random(seed).shuffle(groups)
-        yield from map(pad, groups)
+def sampled_batch(source, tokenizer, size: int, rng: random.Random):
+    """(ids, weights) of about `size` tokens: answers sampled from `source`, the model that is
+    trained or its teacher, to prompts alike in length."""
+    some = sorted(itertools.islice(stream("train", rng.getrandbits(60)), size // 24),
+                  key=lambda e: len(e.prompt))
+    few = size // 96  # prompts: with its answer each has about so many tokens
+    first = rng.randrange(0, len(some) - few + 1)
+    prompts = [e.prompt for e in some[first:first + few]]
+    torch.manual_seed(rng.getrandbits(60))
+    answers = answers_of(source, tokenizer, prompts, temperature=1.0)
+    return pad(answer_rows(tokenizer(prompts)["input_ids"], answers))
+
+
+# -------------------------------------------------------------------------------------- losses
+
+def next_token_loss(model, ids, weights):
+    """Weighted mean cross-entropy (nats) of token t + 1 given tokens up to t."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
 
 def divergence(kind: str, target_logits, draft_logits):
@@ -247,35 +183,76 @@ def divergence(kind: str, target_logits, draft_logits):
 
 def logits_before(model, ids, weights):
     """Logits [N, V] for the tokens ids[:, 1:] that have a weight."""
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-        hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
-        return model.get_output_embeddings()(hidden[weights[:, 1:] > 0])
+    hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
+    return model.get_output_embeddings()(hidden[weights[:, 1:] > 0])
 
 
-def distill(name, target, draft, kind, data, total, work, lr=2e-3):
-    """Move the draft towards the target on batches of data(step)."""
-    def loss_of(ids, weights):
+# ----------------------------------------------------------------------------------- training
+
+def optimizers(model, lr: float) -> list:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in trained if p.ndim != 2 or "embed" in n]
+    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def fit(name: str, model, loss_of, held_out, of: tuple, *, lr: float, steps: int,
+        work: Path) -> None:
+    """Train all weights that are not frozen: loss_of(rng) on what it draws, held_out(rng) on what
+    is held out; the rate falls linearly to 0 after a warm-up."""
+    @torch.no_grad()
+    def evaluate():
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            loss = sum(held_out(random.Random(i)).item() for i in range(4)) / 4
+        return {"loss": loss}, f"held-out loss {loss:.4f}"
+    part = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    Training(part, of, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
+             optimizers=optimizers(model, lr), folder=work).run(loss_of, evaluate)
+
+
+def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int, *, lr: float,
+                   tokens: int, work: Path) -> None:
+    def loss_on(split: str):
+        return lambda rng: next_token_loss(model, *batch_of(tokenizer, split, size, mix, rng))
+    fit(name, model, loss_on("train"), loss_on("test"), (mix, size), lr=lr, steps=tokens // size,
+        work=work)
+
+
+def distill(name: str, target, draft, kind: str, source, tokenizer, *, tokens: int, work: Path,
+            size: int = 4096) -> None:
+    """Move the draft towards the target on answers that `source` samples (DistillSpec)."""
+    def loss_of(rng):
+        batch = sampled_batch(source, tokenizer, size, rng)
         with torch.no_grad():
-            teacher = logits_before(target, ids, weights)
-        return divergence(kind, teacher, logits_before(draft, ids, weights)).mean()
-    fit(name, draft, loss_of, data, lr, total, work)
+            teacher = logits_before(target, *batch)
+        return divergence(kind, teacher, logits_before(draft, *batch)).mean()
+    of = (digest(target.state_dict()), kind, source is draft, size)
+    fit(name, draft, loss_of, loss_of, of, lr=2e-3, steps=tokens // size, work=work)
 
 
-@torch.inference_mode()
+# ----------------------------------------------------------------------------- for any target
+
+def new_parser(name: str, doc: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"train.py {name}", description=doc,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--target", required=True, help="model directory or hub id")
+    parser.add_argument("--device")
+    return parser
+
+
 def own_prompts(argv: list[str]) -> None:
     """Prompts that a chat model writes itself, in the user's place: it goes on with its template
     from where the user would speak (Magpie: Xu et al., arXiv 2406.08464)."""
-    parser = argparse.ArgumentParser(prog="train.py prompts", description=own_prompts.__doc__,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = new_parser("prompts", own_prompts.__doc__)
     add = parser.add_argument
-    add("--target", required=True, help="model directory or hub id")
     add("--out", type=Path, required=True, help="file of JSON lines to make")
     add("--count", type=int, default=1000, help="of prompts")
     add("--batch", type=int, default=64, help="written at once")
     add("--max-new-tokens", type=int, default=200, help="of a prompt; longer ones are dropped")
     add("--temperature", type=float, default=0.8)
     add("--seed", type=int, default=0)
-    add("--device")
     args = parser.parse_args(argv)
     if min(args.count, args.batch, args.max_new_tokens) < 1 or not args.temperature > 0:
         raise common.InputError("expected count, batch and max-new-tokens of 1 or more and a "
@@ -285,20 +262,13 @@ def own_prompts(argv: list[str]) -> None:
         raise common.InputError("expected a model with a chat template, got one without")
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "HERE"}], tokenize=False)
     before = tokenizer.encode(chat.partition("HERE")[0], add_special_tokens=False)
-    eos, found = common.eos_ids(model, tokenizer), set()
-    model.generation_config = GenerationConfig(
-        max_new_tokens=args.max_new_tokens, eos_token_id=sorted(eos), pad_token_id=min(eos),
-        do_sample=True, temperature=args.temperature, top_k=0)
     torch.manual_seed(args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with open(args.out, "w") as out, tqdm(total=args.count, desc="prompts") as bar:
+        found = set()
         while len(found) < args.count:
-            ids = torch.tensor([before] * args.batch, device=model.device)
-            rows = model.generate(ids, attention_mask=torch.ones_like(ids))
-            for row in rows[:, len(before):].tolist():
-                end = next((n for n, token in enumerate(row) if token in eos), None)
-                text = tokenizer.decode(row[:end], skip_special_tokens=True).strip()
-                if end and text and text not in found and len(found) < args.count:
+            for text in written(model, tokenizer, before, args):
+                if text not in found and len(found) < args.count:
                     found.add(text)
                     out.write(json.dumps({"prompt": text}) + "\n")
             out.flush()
@@ -306,6 +276,16 @@ def own_prompts(argv: list[str]) -> None:
                 raise common.InputError("expected a model that writes prompts and ends them, got "
                                         f"no new one of {args.batch}, {bar.n} before")
             bar.update(len(found) - bar.n)
+
+
+def written(model, tokenizer, before: list[int], args: argparse.Namespace) -> list[str]:
+    """What the model writes after these tokens and ends, in a batch."""
+    eos = common.eos_ids(model, tokenizer)
+    [rows] = answered(model, eos, [before] * args.batch, args.max_new_tokens, args.temperature,
+                      size=args.batch)
+    ended = [row[:-1] for row in rows if row[-1] in eos]
+    texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in ended]
+    return [text for text in texts if text]
 
 
 def some_layers(model, layers: list[int]):
@@ -326,81 +306,79 @@ def some_layers(model, layers: list[int]):
 
 def distil_layers(argv: list[str]) -> None:
     """A draft for any Llama-like model: some of its layers, which learn its distribution on its own
-    greedy answers."""
-    parser = argparse.ArgumentParser(prog="train.py distil", description=distil_layers.__doc__,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    greedy answers. A stopped run goes on."""
+    parser = new_parser("distil", distil_layers.__doc__)
     add = parser.add_argument
-    add("--target", required=True, help="model directory or hub id")
     add("--layers", type=int, nargs="+", required=True, help="of the target, from 0")
     add("--prompts", type=tasks.read_prompts, required=True, metavar="FILE")
     add("--chat", action="store_true", help="put prompts into the model's chat template")
     add("--out", type=Path, required=True, help="directory of the draft")
     add("--work", type=Path, default=HERE / "work", help="answers and checkpoints")
     add("--max-new-tokens", type=int, default=200, help="of an answer")
-    add("--tokens", type=int, default=2_000_000, help="to train on")
+    add("--steps", type=int, default=4000)
     add("--batch", type=int, default=2, help="answers a step")
     add("--lr", type=float, default=3e-3)
-    add("--device")
     args = parser.parse_args(argv)
-    if min(args.batch, args.tokens, args.max_new_tokens) < 1 or not args.lr > 0:
-        raise common.InputError("expected batch, tokens and max-new-tokens of 1 or more and a "
+    if min(args.batch, args.steps, args.max_new_tokens) < 1 or not args.lr > 0:
+        raise common.InputError("expected batch, steps and max-new-tokens of 1 or more and a "
                                 "learning rate above 0")
     target, tokenizer = common.load(args.target, args.device, "bfloat16")
     if not set(args.layers) <= {*range(target.config.num_hidden_layers)}:
         raise common.InputError(f"expected layers below {target.config.num_hidden_layers}, got "
                                 f"{args.layers}")
     torch.set_default_device(target.device)
-    args.work.mkdir(parents=True, exist_ok=True)
     prompts = [common.encode(tokenizer, text, args.chat) for text in args.prompts]
-    longest = common.context_length(target) - args.max_new_tokens
-    prompts = [p for p in prompts if len(p) <= longest]
-    if len(prompts) < 2:
-        raise common.InputError(f"expected 2 prompts or more of at most {longest} tokens, "
-                                f"got {len(prompts)}")
-    answers = common.own_answers(target, tokenizer, prompts, args.max_new_tokens, args.work)
-    rows = [(p + a, [0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers)]
-    random.Random(0).shuffle(rows)
-    held_out, rows = rows[:len(rows) // 20 + 1], rows[len(rows) // 20 + 1:]
-
-    def data(step):
-        rng = random.Random(step)
-        while True:
-            yield pad(rng.sample(rows, min(args.batch, len(rows))))
+    data, held_out = examples(target, tokenizer, prompts, args.max_new_tokens, args.work, seed=0)
+    rows, others = answer_rows(*zip(*data)), answer_rows(*zip(*held_out))
     draft = some_layers(target, args.layers)
-    settings = args.layers, args.tokens, args.batch, args.lr, rows
-    distill(f"distil-{common.digest(target, settings)}", target, draft, "forward-kl", data,
-            args.tokens, args.work, args.lr)
-    right = accepted = total = 0
-    for row in held_out:
-        ids, weights = pad([row])
+
+    def loss_on(some: list[Row], rng: random.Random) -> torch.Tensor:
+        batch = pad(rng.sample(some, min(args.batch, len(some))))
         with torch.no_grad():
-            p, q = logits_before(target, ids, weights), logits_before(draft, ids, weights)
-        right += (p.argmax(-1) == q.argmax(-1)).sum().item()
-        accepted += (1 - divergence("tvd", p, q)).sum().item()
-        total += len(p)
-    print(f"on {len(held_out)} held-out answers: {right / total:.3f} of the tokens guessed, "
-          f"1 - TVD {accepted / total:.3f}")
+            teacher = logits_before(target, *batch)
+        return divergence("forward-kl", teacher, logits_before(draft, *batch)).mean()
+    of = (digest(target.state_dict()), args.layers, args.batch, rows)
+    fit("distil", draft, lambda rng: loss_on(rows, rng), lambda rng: loss_on(others, rng), of,
+        lr=args.lr, steps=args.steps, work=args.work)
+    guessed, accepted = agreement(target, draft, others)
+    print(f"on {len(others)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
+          f"{accepted:.3f}")
     save(draft, tokenizer, args.out)
 
 
 @torch.inference_mode()
-def acceptance(target, draft, tokenizer, prompts: list[str]) -> dict:
+def agreement(target, draft, rows: list[Row]) -> tuple[float, float]:
+    """(share of tokens that both choose, mean of 1 - TVD) over the tokens that count."""
+    right = accepted = total = 0
+    for row in rows:
+        with torch.autocast(target.device.type, dtype=torch.bfloat16):
+            p, q = (logits_before(model, *pad([row])) for model in (target, draft))
+        right += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        accepted += (1 - divergence("tvd", p, q)).sum().item()
+        total += len(p)
+    return right / total, accepted / total
+
+
+# ------------------------------------------------------------------------------------ figures
+
+@torch.inference_mode()
+def acceptance(target, draft, tokenizer, prompts: list[str]) -> dict[str, float]:
     """Over the target's answers to these prompts: the share of greedy answer tokens that the draft
     would guess, and the mean 1 - TVD on sampled ones (temperature 1)."""
     figures = {}
-    for temperature in (0.0, 1.0):
+    for name, temperature in ("greedy", 0.0), ("sampled", 1.0):
         torch.manual_seed(0)
-        rows = [(x + y, [0.0] * len(x) + [1.0] * len(y))
-                for x, y in zip(tokenizer(prompts)["input_ids"],
-                                answer(target, tokenizer, prompts, temperature))]
+        answers = answers_of(target, tokenizer, prompts, temperature)
+        rows = answer_rows(tokenizer(prompts)["input_ids"], answers)
         good = total = 0.0
         for i in range(0, len(rows), 25):
             ids, weights = (x.to(target.device) for x in pad(rows[i:i + 25]))
-            p, q, weights = target(ids[:, :-1]).logits, draft(ids[:, :-1]).logits, weights[:, 1:]
+            p, q = (model(ids[:, :-1]).logits for model in (target, draft))
             right = (1 - divergence("tvd", p, q) if temperature
                      else (p.argmax(-1) == q.argmax(-1)).float())
-            good, total = good + (right * weights).sum().item(), total + weights.sum().item()
-        figures["sampled" if temperature else "greedy"] = round(good / total, 4)
+            good += (right * weights[:, 1:]).sum().item()
+            total += weights[:, 1:].sum().item()
+        figures[name] = round(good / total, 4)
     return figures
 
 
@@ -418,7 +396,7 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
             weights = (weights == 1.0).float()
             loss += next_token_loss(model, ids, weights).item() * weights[:, 1:].sum().item()
             total += weights[:, 1:].sum().item()
-        ids = answer(model, tokenizer, [e.prompt for e in held_out], 0.0)
+        ids = answers_of(model, tokenizer, [e.prompt for e in held_out], 0.0)
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         figures[task] = {"loss": round(loss / total, 4),
                          "accuracy": sum(map(tasks.grade, held_out, texts)) / n,
@@ -438,18 +416,73 @@ def load(folder: Path):
             AutoTokenizer.from_pretrained(folder))
 
 
-def main():
+# ------------------------------------------------------------------------------------- stages
+
+def make_target(tokenizer, args: argparse.Namespace) -> None:
+    """In two phases, of other examples."""
+    target = new_model("target", tokenizer)
+    train_on_tasks("target", target, tokenizer, MIX, 3072, lr=1.5e-3, tokens=args.target_tokens,
+                   work=args.work)
+    train_on_tasks("target-later", target, tokenizer, LATER, 3072, lr=5e-4,
+                   tokens=args.target_tokens // 2, work=args.work)
+    save(target, tokenizer, HERE / "target")
+
+
+def plain_draft(tokenizer, args: argparse.Namespace):
+    draft = new_model("draft", tokenizer)
+    train_on_tasks("draft", draft, tokenizer, MIX, 4096, lr=4e-3, tokens=args.draft_tokens,
+                   work=args.work)
+    return draft
+
+
+def held_out_prompts() -> list[str]:
+    return [e.prompt for e in itertools.islice(stream("test", 1), 150)]
+
+
+def compare_divergences(tokenizer, args: argparse.Namespace) -> None:
+    """Short runs of each divergence on each source of text, from the same plain draft."""
+    target, prompts = load(HERE / "target")[0], held_out_prompts()
+    plain = plain_draft(tokenizer, args)
+    print(f"{'before':24}", acceptance(target, plain, tokenizer, prompts))
+    for kind, source in itertools.product(DIVERGENCES, ("draft", "target")):
+        draft = copy.deepcopy(plain)
+        distill(f"compare-{kind}-{source}", target, draft, kind,
+                {"draft": draft, "target": target}[source], tokenizer, tokens=args.compare_tokens,
+                work=args.work)
+        print(f"{kind + ' on ' + source:24}", acceptance(target, draft, tokenizer, prompts),
+              flush=True)
+
+
+def make_draft(tokenizer, args: argparse.Namespace) -> None:
+    target, draft = load(HERE / "target")[0], plain_draft(tokenizer, args)
+    distill("distilled", target, draft, args.divergence,
+            {"draft": draft, "target": target}[args.source], tokenizer,
+            tokens=args.distill_tokens, work=args.work)
+    save(draft, tokenizer, HERE / "draft")
+
+
+def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
+    target, draft = load(HERE / "target")[0], load(HERE / "draft")[0]
+    figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
+               "acceptance": acceptance(target, draft, tokenizer, held_out_prompts())}
+    (HERE / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps(figures, indent=1))
+
+
+STAGES = {"target": make_target, "plain-draft": plain_draft, "compare": compare_divergences,
+          "draft": make_draft, "evaluate": write_evaluation}
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--stage", choices=["target", "plain-draft", "compare", "draft", "evaluate",
-                                            "all"], default="all")
+    parser.add_argument("--stage", choices=[*STAGES, "all"], default="all")
     parser.add_argument("--target-tokens", type=int, default=6_000_000,
                         help="and half as many in the second phase")
     parser.add_argument("--draft-tokens", type=int, default=1_500_000)
     parser.add_argument("--distill-tokens", type=int, default=800_000)
     parser.add_argument("--compare-tokens", type=int, default=250_000,
                         help="for each divergence and source of text that --stage compare tries")
-    parser.add_argument("--divergence", default="forward-kl",
-                        choices=["forward-kl", "reverse-kl", "jsd", "tvd"])
+    parser.add_argument("--divergence", default="forward-kl", choices=DIVERGENCES)
     parser.add_argument("--source", default="target", choices=["draft", "target"],
                         help="whose samples the draft is distilled on")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="checkpoints")
@@ -458,56 +491,9 @@ def main():
     args.work.mkdir(exist_ok=True)
     torch.set_default_device(args.device)
     tokenizer = make_tokenizer()
-
-    def wanted(stage):
-        return args.stage in (stage, "all")
-
-    if wanted("target"):
-        target = new_model("target", tokenizer)
-        for name, mix, lr, tokens in (("target", MIX, 1.5e-3, args.target_tokens),
-                                      ("target-later", LATER, 5e-4, args.target_tokens // 2)):
-            seed = 0 if name == "target" else 10 ** 6  # other examples
-            fit(name, target, lambda *batch: next_token_loss(target, *batch),
-                lambda step: batches(tokenizer, "train", seed + step, 3072, mix), lr, tokens,
-                args.work)
-        save(target, tokenizer, HERE / "target")
-
-    def plain_draft():
-        draft = new_model("draft", tokenizer)
-        return fit("draft", draft, lambda *batch: next_token_loss(draft, *batch),
-                   lambda seed: batches(tokenizer, "train", seed, 4096), 4e-3, args.draft_tokens,
-                   args.work)
-
-    if args.stage == "plain-draft":  # the draft before distillation needs no target
-        plain_draft()
-        return
-    target, tokenizer = load(HERE / "target")
-    held_out = [e.prompt for e in itertools.islice(stream("test", 1), 150)]
-
-    def sampled(source, draft):
-        model = {"draft": draft, "target": target}[source]
-        return lambda step: sampled_batches(model, tokenizer, "train", 1000 + step, 4096)
-    # short runs of each divergence on each source of text, from the same plain draft
-    if wanted("compare"):
-        print(f"{'before':24}", acceptance(target, plain_draft(), tokenizer, held_out))
-        for kind, source in itertools.product(("forward-kl", "reverse-kl", "jsd", "tvd"),
-                                              ("draft", "target")):
-            draft = plain_draft()
-            distill(f"compare-{kind}-{source}", target, draft, kind, sampled(source, draft),
-                    args.compare_tokens, args.work)
-            print(f"{kind + ' on ' + source:24}", acceptance(target, draft, tokenizer, held_out),
-                  flush=True)
-    if wanted("draft"):
-        draft = plain_draft()
-        distill("distilled", target, draft, args.divergence, sampled(args.source, draft),
-                args.distill_tokens, args.work)
-        save(draft, tokenizer, HERE / "draft")
-    if wanted("evaluate"):
-        draft, _ = load(HERE / "draft")
-        figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
-                   "acceptance": acceptance(target, draft, tokenizer, held_out)}
-        (HERE / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
-        print(json.dumps(figures, indent=1))
+    for stage, make in STAGES.items():
+        if args.stage in (stage, "all"):
+            make(tokenizer, args)
 
 
 if __name__ == "__main__":

@@ -17,43 +17,187 @@ The token is one AHEAD of the feature: f_i leaves open which token is drawn from
 f_{i+1} is (Section 3.1). Deeper guesses are made of guessed features. All are a tree, verified in
 one target call: lossless, greedily or by one draw of the target at each node.
 
-Departures: children are a node's likeliest tokens, never drawn; static trees have the shape that
-measured acceptance asks for (the paper's is made by hand), dynamic ones as many nodes a level, both
-the size that pays here; the layer is of the target's class and learns from the target's answers.
+Departures: children are a node's likeliest tokens, never drawn; a static tree has the shape that
+measured acceptance asks for (the paper's is made by hand); a dynamic one expands as many nodes at
+each level as the static one of its size (the paper: always 10); both have the size that is fastest
+here. The layer is of the target's class, its input norm included (the released code drops it), and
+learns from the target's own answers, at 1e-3 (the paper: a fixed data set, 3e-5). With --vocab the
+layer is trained with the few tokens that it can guess (FR-Spec drops the others after training).
 """
 import copy
-import json
+import functools
 import math
-import os
 import random
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import Iterator
-from weakref import WeakKeyDictionary
+from typing import Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from common import (CachedLM, InputError, Sampler, best_tree, context_length, digest, greedy,
-                    own_answers, prepare, row_costs, walk)
+from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
+                    prepare, row_costs, walk)
+from survey.parts import MODELS, fill, head_for, load_part, save_part
 
-ADAPTER = str(Path(__file__).resolve().parent.parent / "models/eagle.safetensors")
-DEPTH, RANKS, MOST = 8, 10, 64  # of a tree: levels of guesses, guesses of a node, nodes
-NOISE, SAMPLED = 0.1, 512  # in training: ± on features; rows of a step for the cross-entropy
-DRAFTS = WeakKeyDictionary()  # for a target what all its prompts use, with measured costs
+ADAPTER = f"{MODELS}/eagle.safetensors"
+DEPTH = 8  # levels of guesses of a tree
+RANKS = 10  # guesses of a node
+MOST = 64  # nodes of a tree
+NOISE = 0.1  # in training: added to features, uniform in ±
+SAMPLED = 512  # in training: rows of a step for the cross-entropy
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+class Pairs(NamedTuple):
+    """What rows of the draft layer read. Row i reads f_i and t_{i+1}, learns f_{i+1} and guesses
+    t_{i+2}. Lists of n tokens, or tensors."""
+    before: list[int]  # t_i
+    features: torch.Tensor  # f_i, [n, f]
+    tokens: list[int]  # t_{i+1}
+
+
+def levels_of(tree: list[Node]) -> list[int]:
+    """How many nodes of a tree have children, level by level from the root down."""
+    depth = max(node.depth for node in tree)
+    return [len({child.parent for child in tree if child.depth == d + 1}) for d in range(depth)]
+
+
+def plans(draft: "Draft", lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
+    """((nodes, levels) of a tree, expected tokens, seconds of its draft passes and of its target
+    call): acceptance is that of held-out answers, costs are measured on this machine."""
+    costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
+    for depth in range(len(draft.accept) + 1):
+        tree = best_tree(draft.accept[:depth], MOST)
+        for n in range(1, len(tree) + 1):
+            levels = levels_of(tree[:n])
+            tokens = sum(node.chance for node in tree[:n])
+            passes = []
+            if levels:  # the first pass feeds a pair for each token of the last chunk
+                passes = [math.ceil(tokens), *levels[1:]]
+            yield (n, levels), tokens, costs[n] + sum(draft_costs[rows] for rows in passes)
+
+
+@torch.inference_mode()
+def feed(draft: "Draft", lm: CachedLM, true: list[Pairs]) -> torch.Tensor | None:
+    """True pairs join the draft's context; the logits [1, V'] after the last. A prompt comes in
+    parts."""
+    logits = None
+    for pairs in true:
+        for i in range(0, len(pairs.before), WIDTHS[-1]):
+            part = Pairs(*(some[i:i + WIDTHS[-1]] for some in pairs))
+            logits = lm.forward(draft.rows(part), keep=1)
+            lm.commit(range(len(lm.parents)))
+    return logits
+
+
+@torch.inference_mode()
+def grow(draft: "Draft", lm: CachedLM, true: list[Pairs], root: int, n: int, levels: list[int],
+         dynamic: bool) -> tuple[list[int], list[int]]:
+    """(ids, parents) of a tree of n nodes below the root. `true`: all pairs since the last tree. At
+    each level as many of the likeliest nodes as `levels` says get children; the likeliest n of all
+    are kept. A chance is the product along a path of measured acceptance, or of the draft's own
+    probabilities (dynamic: EAGLE-2, Section 4)."""
+    ids, parents, chances = [root], [-1], [1.0]
+
+    def hang(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
+        """Their likeliest children, new nodes; a row of logits for each of `nodes`."""
+        first = len(ids)
+        likely, tokens = logits.float().softmax(-1).topk(len(accept))  # [nodes, ranks]
+        for node, some, own in zip(nodes, draft.vocab[tokens].tolist(), likely.tolist()):
+            ids.extend(some)
+            parents.extend([node] * len(some))
+            chances.extend(chances[node] * right for right in (own if dynamic else accept))
+        return range(first, len(ids))
+    leaves = hang([0], feed(draft, lm, true), draft.accept[0])
+    row_of = {0: -1}  # of a node in the draft's pending tree; the root's is the end of its context
+    feature_of = {0: lm.features[-1]}  # what that row guessed
+    for expanded, accept in zip(levels[1:], draft.accept[1:]):
+        nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
+        above = [parents[x] for x in nodes]
+        row_of |= {x: len(lm.parents) + i for i, x in enumerate(nodes)}
+        rows = draft.rows(Pairs([ids[x] for x in above],
+                                torch.stack([feature_of[x] for x in above]),
+                                [ids[x] for x in nodes]))
+        logits = lm.forward(rows, [row_of[x] for x in above])
+        feature_of |= zip(nodes, lm.features)
+        leaves = hang(nodes, logits, accept)
+    lm.truncate(lm.length)
+    kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]  # parents before children
+    place = {x: i for i, x in enumerate(kept)}
+    return [ids[x] for x in kept], [-1, *(place[parents[x]] for x in kept[1:])]
+
+
+def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
+          adapter: str = ADAPTER, trained: "Draft | None" = None, sample: Sampler = greedy,
+          log: list | None = None) -> Iterator[list[int]]:
+    """Grow a tree from guessed features, verify it in one target call, keep a path. Section 3.
+
+    nodes:   of the tree, the root among them, up to 64; 0: as many as pay on this machine
+    dynamic: the tree that the draft is surest of now (EAGLE-2), not the one right most often
+    adapter: file of a draft layer, made by `python -m survey.eagle train`
+    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call. `trained`: for the file.
+    """
+    if not 0 <= nodes <= MOST:
+        raise InputError(f"expected 0 to {MOST} nodes, got {nodes}")
+    draft = trained or target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
+    lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
+    target.start(prompt[:-1])
+    lm.start([])
+    root = prompt[-1]
+    # Of each final token but the root its feature, and the token after it; the last is fed later
+    pairs = Pairs(prompt[:-1], target.features, prompt[1:])
+    feed(draft, lm, [Pairs(*(some[:-1] for some in pairs))])
+    true = [Pairs(*(some[-1:] for some in pairs))] if prompt[1:] else []
+    asked = nodes, levels_of(best_tree(draft.accept, nodes or 1))
+    while True:
+        n, levels = asked if nodes else fastest(target, draft, lambda: plans(draft, lm, target))
+        ids, parents = [root], [-1]
+        if levels and true:
+            ids, parents = grow(draft, lm, true, root, n, levels, dynamic)
+            true = []
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        true.append(Pairs([ids[x] for x in path], target.features[path], chunk))
+        root = chunk[-1]
+        target.commit(path)
+        if log is not None:
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        yield chunk
 
 
 # ----------------------------------------------------------------------------------- the draft
 
+def one_layer(model, mlp: int) -> torch.nn.Module:
+    """A random model of the same class with one layer, float32; its vocabulary is 8, for the caller
+    puts the target's embeddings and LM head in."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = 1
+    text.vocab_size = 8
+    text.pad_token_id = None
+    if mlp:
+        text.intermediate_size = mlp
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[-1:]
+    return prepare(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def copy_last_layer(model, lm) -> None:
+    """Into the only layer of `lm`, where shapes are the same."""
+    last = f".{model.config.get_text_config().num_hidden_layers - 1}."
+    own = lm.state_dict()
+    for name, x in model.state_dict().items():
+        place = name.replace(last, ".0.", 1)
+        if last in name and place in own and own[place].shape == x.shape:
+            own[place].copy_(x)
+
+
 class Draft(torch.nn.Module):
-    """`fc` and `lm`, one layer with the target's embeddings and LM head, which freezes the target.
-    `accept[d][r]`: how often on held-out answers guess r is right, after d guessed features.
-    `vocab`: the tokens that the LM head's rows stand for, all or the few to `keep`."""
+    """`fc` and `lm`, a model of one layer with the target's embeddings and LM head; making one
+    freezes the target. `accept[n][r]`: how often on held-out answers guess r is right, after n
+    guessed features. `vocab`: the tokens that the LM head's rows stand for, all or those kept."""
 
     def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
                  seed: int = 0):
@@ -64,29 +208,23 @@ class Draft(torch.nn.Module):
         if inputs not in widths or begin not in ("random", "last"):
             raise InputError(f"expected inputs of {', '.join(widths)} and to begin with random or "
                              f"last, got {inputs} and {begin}")
-        self.inputs, self.begin, self.mlp, self.accept = inputs, begin, mlp, []
+        self.inputs = inputs
+        self.begin = begin
+        self.mlp = mlp
+        self.accept = []
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
-        config = copy.deepcopy(model.config)
-        text = config.get_text_config()
-        last, text.num_hidden_layers = f".{text.num_hidden_layers - 1}.", 1
-        if mlp:
-            text.intermediate_size = mlp
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[-1:]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            lm = prepare(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-            self.fc = torch.nn.Linear(widths[inputs], e).to(model.device)
+            lm = one_layer(model, mlp)
+            self.fc = torch.nn.Linear(widths[inputs], e)
         if begin == "last":
-            own = lm.state_dict()
-            for name, x in model.state_dict().items():  # of the last layer after that of the first
-                if (name := name.replace(last, ".0.", 1)) in own and own[name].shape == x.shape:
-                    own[name].copy_(x)
+            copy_last_layer(model, lm)
         for name, part in list(lm.get_decoder().named_children()):
-            if "Norm" in type(part).__name__:  # a feature is what comes after the final norm
+            if "Norm" in type(part).__name__:  # the final one: a feature is what comes after it
                 setattr(lm.get_decoder(), name, torch.nn.Identity())
         model.requires_grad_(False)
-        self.lm = lm.to(model.device)
+        self.lm = lm
+        self.to(model.device)
         lm.set_input_embeddings(table)
         lm.set_output_embeddings(head)
 
@@ -95,246 +233,121 @@ class Draft(torch.nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def keep(self, vocab: list[int]) -> None:
-        """Guess these tokens alone, with their rows of the LM head: a pass costs less (FR-Spec)."""
-        head = self.lm.get_output_embeddings()
-        few = torch.nn.Linear(head.weight.shape[1], len(vocab), "bias" in head.state_dict())
-        few.to(head.weight).load_state_dict({n: x[vocab] for n, x in head.state_dict().items()})
-        self.lm.set_output_embeddings(few.requires_grad_(False))
+        """Guess these tokens alone, of all."""
         self.vocab = self.vocab[vocab]
+        self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
-    def rows(self, before, tokens, features: torch.Tensor) -> torch.Tensor:
-        """The layer's input [..., e]: features [..., f] of tokens `before`, and `tokens` next."""
-        ids = torch.as_tensor(before if self.inputs == "unshifted" else tokens, dtype=torch.long)
-        e = self.lm.get_input_embeddings()(ids.to(features.device))
-        reads = {"feature": [features], "token": [e]}.get(self.inputs, [e, features])
+    def rows(self, pairs: Pairs) -> torch.Tensor:
+        """The layer's inputs [..., e]; tokens may be tensors [...], features [..., f]."""
+        ids = pairs.before if self.inputs == "unshifted" else pairs.tokens
+        ids = torch.as_tensor(ids, dtype=torch.long, device=pairs.features.device)
+        e = self.lm.get_input_embeddings()(ids)
+        reads = {"feature": [pairs.features], "token": [e]}.get(self.inputs, [e, pairs.features])
         return self.fc(torch.cat(reads, -1).to(self.fc.weight.dtype))
 
 
-def some_embeddings(model) -> torch.Tensor:
-    """Enough of a model's embeddings [16, 16] to know it by, in whatever type it is loaded."""
-    return model.get_input_embeddings().weight[:16, :16].detach().float().cpu()
-
-
 def save_draft(path: Path, draft: Draft, model) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = draft.own() | {"model": some_embeddings(model)}
     header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
     if len(draft.vocab) < len(model.get_output_embeddings().weight):
         header["vocab"] = draft.vocab.tolist()
-    save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
-              {"eagle": json.dumps(header)})
+    save_part(path, "an EAGLE layer", model, draft.own(), **header)
 
 
 def load_draft(path: str | Path, model) -> Draft:
     """InputError where the file was made for another model."""
-    try:
-        with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {})["eagle"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError, KeyError) as error:
-        raise InputError("expected a file made by `python -m survey.eagle train`, got "
-                         f"{str(path)!r}: {error!r}") from error
-    draft, here = Draft(model, header["inputs"], mlp=header.get("mlp", 0)), some_embeddings(model)
-    own, known, draft.accept = draft.own(), tensors.pop("model").float(), header["accept"]
-    if {name: x.shape for name, x in tensors.items()} != {n: x.shape for n, x in own.items()} or (
-            known.shape != here.shape or not torch.allclose(known, here, atol=1e-4, rtol=1e-2)):
-        raise InputError("expected a draft layer of this model, got one of another")
-    for name, p in own.items():
-        p.data = tensors[name].to(p.device, model.dtype)
+    header, tensors = load_part(path, "an EAGLE layer", model)
+    draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0))
+    fill(draft.own(), tensors, path)
+    for p in draft.own().values():
+        p.data = p.data.to(model.dtype)
+    draft.accept = header["accept"]
     if "vocab" in header:
         draft.keep(header["vocab"])
     return draft
 
 
-# ---------------------------------------------------------------------------------- decoding
-
-def levels_of(tree: list[tuple]) -> list[int]:
-    """How many nodes of a `best_tree` have children: at the root, at depth 0, at depth 1, …"""
-    parents = [{parent for _, parent, d, _ in tree if d == depth} for depth in range(DEPTH)]
-    return [len(some) for some in parents if some]
-
-
-def plan(draft: Draft, lm: CachedLM, target: CachedLM) -> tuple[int, list[int]]:
-    """(nodes, levels) of the tree with the most expected tokens a second: acceptance is that of
-    held-out answers, the costs of target calls and draft passes are measured on this machine."""
-    found, costs, own = {}, row_costs(target, MOST), row_costs(lm, MOST)
-    for depth in range(len(draft.accept) + 1):
-        tree = best_tree(draft.accept[:depth], MOST)
-        for n, seconds in costs.items():
-            levels, tokens = levels_of(tree[:n]), sum(chance for chance, *_ in tree[:n])
-            for rows in [tokens, *levels[1:]][:len(levels)]:  # first the last round's true pairs
-                seconds += min(cost for width, cost in own.items() if width >= rows)
-            found.setdefault(tokens / seconds, (n, levels))
-    return found[max(found)]
-
-
-@torch.inference_mode()
-def grow(draft: Draft, lm: CachedLM, pairs, root: int, n: int, levels: list[int], dynamic: bool):
-    """(ids, parents) of a tree of n nodes below the root. `pairs`: what `Draft.rows` takes, of all
-    true rows since the last tree. At each level as many of the likeliest nodes as `levels` says get
-    children; the likeliest n of all are kept. A chance is the product along a path of measured
-    acceptance, or of the draft's own probabilities (dynamic: EAGLE-2, Section 4)."""
-    ids, parents, chances, nodes = [root], [-1], [1.0], [0]
-    if not levels or not pairs[0]:  # before the second token there is no pair
-        return ids, parents
-    logits = lm.forward(draft.rows(*pairs), keep=1)
-    lm.commit(range(len(pairs[0])))  # true pairs stay, guessed ones will not
-    for depth, expanded in enumerate(levels):
-        if depth:
-            nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
-            at = [owners.index(parents[x]) - len(owners) for x in nodes]  # rows of the last pass
-            rows = draft.rows([ids[parents[x]] for x in nodes], [ids[x] for x in nodes],
-                              lm.features[at])
-            logits = lm.forward(rows, [len(lm.parents) + x for x in at])
-        likely, tokens = logits.float().softmax(-1).topk(len(draft.accept[depth]))  # [nodes, ranks]
-        likely = likely.tolist() if dynamic else [draft.accept[depth]] * len(nodes)
-        leaves, owners = range(len(ids), len(ids) + tokens.numel()), nodes
-        for node, some, right in zip(nodes, draft.vocab[tokens].tolist(), likely):
-            ids, parents = ids + some, parents + [node] * len(some)
-            chances += [chances[node] * chance for chance in right]
-    lm.truncate(lm.length)
-    kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]  # parents before children
-    place = {x: i for i, x in enumerate(kept)}
-    return [ids[x] for x in kept], [-1, *(place[parents[x]] for x in kept[1:])]
-
-
-def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
-          adapter: str = ADAPTER, trained: Draft | None = None, sample: Sampler = greedy,
-          log: list | None = None) -> Iterator[list[int]]:
-    """Grow a tree from guessed features, verify it in one target call, keep a path. Section 3.
-
-    nodes:   of the tree, the root among them, up to 64; 0: as many as pay on this machine
-    dynamic: the tree that the draft is surest of now (EAGLE-2), not the one right most often
-    adapter: file of a draft layer, made by `python -m survey.eagle train`
-    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call. `trained`: for a file.
-    """
-    if not 0 <= nodes <= MOST:
-        raise InputError(f"expected 0 to {MOST} nodes, got {nodes}")
-    drafts, key = DRAFTS.setdefault(target, {}), trained or adapter
-    if key not in drafts:
-        draft = trained or load_draft(adapter, target.model)
-        drafts[key] = draft, CachedLM(draft.lm, target.capacity, target.vocab, target.graphs)
-    draft, lm = drafts[key]
-    target.start(prompt[:-1], width=nodes or MOST)
-    lm.start([], width=2 * MOST)
-    n, levels = (nodes, levels_of(best_tree(draft.accept, nodes))) if nodes else plan(
-        draft, lm, target)
-    pairs, root = (prompt[:-1], prompt[1:], target.features), prompt[-1]
-    while True:
-        ids, parents = grow(draft, lm, pairs, root, n, levels, dynamic)
-        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-        # The true pairs: a node of the path with its feature, and the token chosen after it
-        pairs, root = ([ids[x] for x in path], chunk, target.features[path]), chunk[-1]
-        target.commit(path)
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
-        yield chunk
-
-
 # ------------------------------------------------------------------------------------ training
 
-def features_of(model, data: list[tuple[list[int], list[int]]]) -> Iterator[tuple]:
-    """(ids [T], features [T, f] on the CPU, length of the prompt) of (prompt, answer) pairs."""
-    lm = CachedLM(model, max(len(p) + len(a) for p, a in data))
+def features_of(model, data: list[tuple[list[int], list[int]]]) -> list[tuple]:
+    """(ids [T], features [T, f] in bfloat16 on the CPU, length of the prompt) of (prompt, answer)
+    pairs."""
+    lm, found = CachedLM(model), []
     for prompt, answer in tqdm(data, desc="features"):
         lm.start(prompt + answer)
-        yield torch.tensor(prompt + answer), lm.features.cpu().to(torch.bfloat16), len(prompt)
+        features = lm.features.cpu().to(torch.bfloat16)
+        found.append((torch.tensor(prompt + answer), features, len(prompt)))
+    return found
 
 
 def eagle_loss(draft: Draft, some: list[tuple], rng: torch.Generator) -> torch.Tensor:
     """Section 3.2 on some of `features_of`, a mean over the rows that guess a token of an answer;
     the cross-entropy, in nats, over a sample of them."""
     head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
-    ids, f = (torch.nn.utils.rnn.pad_sequence([row[i] for row in some], True) for i in (0, 1))
-    place = torch.arange(2, ids.shape[1])  # what row i guesses: the token of place i + 2
-    learns = torch.stack([(place >= n) & (place < len(text)) for text, _, n in some])
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    ids, f = pad([ids for ids, _, _ in some]), pad([f for _, f, _ in some])  # [B, T], [B, T, f]
+    place = torch.arange(2, ids.shape[1])  # of the token that row i guesses: i + 2
+    learns = torch.stack([(place >= length) & (place < len(text)) for text, _, length in some])
     noisy = f + NOISE * (2 * torch.rand(f.shape, generator=rng) - 1)
-    rows = draft.rows(ids[:, :-2], ids[:, 1:-1], noisy[:, :-2].to(device))  # [B, T - 2, e]
+    rows = draft.rows(Pairs(ids[:, :-2], noisy[:, :-2].to(device), ids[:, 1:-1]))  # [B, T - 2, e]
     guessed = draft.lm.get_decoder()(inputs_embeds=rows, use_cache=False)[0]  # [B, T - 2, f]
-    guessed, f = guessed[learns.to(device)].float(), f[:, 1:-1][learns].to(device).float()  # [N, f]
-    few = torch.randperm(len(f), generator=rng)[:SAMPLED].to(device)
-    p = head(f[few].to(head.weight.dtype)).float().softmax(-1)  # [n, V]
-    return F.smooth_l1_loss(guessed, f) + 0.1 * F.cross_entropy(head(guessed[few]).float(), p)
+    guessed = guessed[learns.to(device)].float()  # [N, f]
+    true = f[:, 1:-1][learns].to(device).float()
+    few = torch.randperm(len(true), generator=rng)[:SAMPLED].to(device)
+    p, q = (head(x[few].to(head.weight.dtype)).float() for x in (true, guessed))  # logits [n, V']
+    return F.smooth_l1_loss(guessed, true) + 0.1 * F.cross_entropy(q, p.softmax(-1))
 
 
 @torch.inference_mode()
 def acceptance(draft: Draft, held_out: list[tuple]) -> list[list[float]]:
-    """accept[d][r] on some of `features_of`: how often the guess of rank r is the next token, when
-    the last d features are guessed (the paper's d-α) and all tokens before it are right. A tree:
-    the true rows, and below each of them a chain of rows of guessed features."""
+    """accept[n][r] on some of `features_of`: how often the guess of rank r is the next token, when
+    the last n features are guessed (the paper's n-α) and all tokens before it are right. A tree:
+    the true rows, and below each of them a chain of rows of guessed features. In step n, row i
+    reads the guessed feature i + n and the token i + n + 1, and guesses the token i + n + 2."""
     ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
     right, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
-    for ids, f, n in held_out:
-        lm, T, first = CachedLM(draft.lm, 0), len(ids), max(0, n - 2)  # the first row that counts
-        lm.start([], width=T * (DEPTH + 1))
-        rows, parents = draft.rows(ids[:-2], ids[1:-1], f[:-2].to(draft.fc.weight.device)), None
-        for d in range(min(DEPTH, T - 2 - first)):
-            if d:
-                m = T - 2 - first - d  # all of the last rows but the last get a row below them
-                rows = draft.rows(ids[first + d:-2], ids[first + d + 1:-1], lm.features[-m - 1:-1])
-                parents = range(len(lm.parents) - m - 1, len(lm.parents) - 1)
-            logits, labels = lm.forward(rows, parents), ids[first + d + 2:].to(rows.device)
+    lm = CachedLM(draft.lm)
+    for ids, features, length in held_out:
+        first = max(0, length - 2)  # the first true row that counts
+        lm.start([])
+        pairs = Pairs(ids[:-2], features[:-2].to(draft.fc.weight.device), ids[1:-1])
+        above = None  # a chain
+        for n in range(min(DEPTH, len(ids) - 2 - first)):
+            logits = lm.forward(draft.rows(pairs), above)
+            labels = ids[first + n + 2:].to(logits.device)
             best = draft.vocab[logits[-len(labels):].topk(ranks).indices]
-            right[d] += (best == labels[:, None]).sum(0).cpu()
-            total[d] += len(labels)
+            right[n] += (best == labels[:, None]).sum(0).cpu()
+            total[n] += len(labels)
+            # Below all of these rows but the last: a row that reads the feature they guessed
+            above = range(len(lm.parents) - len(labels), len(lm.parents) - 1)
+            guessed = lm.features[-len(labels):-1]
+            pairs = Pairs(ids[first + n + 1:-2], guessed, ids[first + n + 2:-1])
     return (right / total.clamp(min=1)).tolist()
 
 
 def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        seed: int = 0, work: Path | None = None, say=tqdm.write) -> None:
+        seed: int = 0, work: Path | None = None) -> dict:
     """Train on (prompt, answer) pairs: AdamW, the rate a cosine, values of gradients clipped at
-    0.5; sets `draft.accept`. A file in `work` keeps what is done, also when it is interrupted."""
-    own, vocab = draft.own(), len(draft.vocab)
-    settings = draft.inputs, draft.begin, draft.mlp, vocab, steps, batch, lr, seed
-    file = work and work / f"draft-{digest(model, settings, data)}.pt"
-    optimizer = torch.optim.AdamW(own.values(), lr=lr, weight_decay=0.0)
-    done = 0
-    data, held_out = list(features_of(model, data)), list(features_of(model, held_out))
-    if draft.begin == "random" and "shifted" in draft.inputs:  # both inputs are as large at first
-        table = model.get_input_embeddings().weight.float()
-        draft.fc.weight.data[:, :table.shape[1]] *= data[0][1].float().std() / table.std()
-    if file and file.exists():
-        state = torch.load(file, weights_only=True, map_location="cpu")
-        draft.load_state_dict(state["draft"], strict=False)
-        optimizer.load_state_dict(state["optimizer"])
-        done = state["done"]
-    half = torch.autocast(model.device.type, dtype=torch.bfloat16)
+    0.5. Returns {step: {"accept"}} on `held_out`; sets `draft.accept`."""
+    from models.training import Training, alike, digest
+    known, others = features_of(model, data), features_of(model, held_out)
+    if draft.begin == "random" and draft.inputs in ("shifted", "unshifted"):
+        table = model.get_input_embeddings().weight.float()  # at first both inputs weigh the same
+        draft.fc.weight.data[:, :table.shape[1]] *= known[0][1].float().std() / table.std()
 
-    def save() -> None:
-        if file:
-            state = {"draft": own, "optimizer": optimizer.state_dict(), "done": done}
-            torch.save(state, file.with_suffix(".new"))
-            os.replace(file.with_suffix(".new"), file)
-    whole = True  # no update is half made
-    try:
-        for done in tqdm(range(done, steps + 1), initial=done, total=steps, desc="draft"):
-            whole = True
-            if done == steps or done and done % max(1, steps // 5) == 0:
-                with half:
-                    draft.accept = acceptance(draft, held_out)
-                say(f"step {done}: held-out d-α {[round(ranks[0], 3) for ranks in draft.accept]}")
-                save()
-            if done == steps:
-                break
-            optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * done / steps))
-            rng = torch.Generator().manual_seed(hash((seed, done)))
-            pool = [data[i] for i in torch.randperm(len(data), generator=rng)[:4 * batch]]
-            pool.sort(key=lambda row: len(row[0]))
-            first = random.Random(done).randrange(0, len(pool), batch)
-            first = min(first, max(0, len(pool) - batch))
-            some = pool[first:first + batch]  # alike in length: little is padding
-            with half:
-                loss = eagle_loss(draft, some, rng)
-            if not loss.isfinite():
-                raise InputError(f"expected a learning rate below {lr}: the loss is {loss}")
-            loss.backward()
-            torch.nn.utils.clip_grad_value_(own.values(), 0.5)
-            whole = False
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        if whole:
-            save()
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        some = alike(known, batch, rng, lambda row: len(row[0]))
+        return eagle_loss(draft, some, torch.Generator().manual_seed(rng.getrandbits(60)))
+
+    def evaluate() -> tuple[dict, str]:
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            accept = acceptance(draft, others)
+        return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
+    kept = draft.vocab.tolist()
+    of = digest(model.state_dict()), draft.inputs, draft.mlp, kept, data, held_out, batch
+    curve = Training(draft.own(), of, name="eagle", steps=steps, lr=lr, norm=math.inf, value=0.5,
+                     seed=seed, folder=work).run(loss_of, evaluate)
+    draft.accept = curve[steps]["accept"]
+    return curve
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -355,25 +368,17 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   answers a step
     lr:      where the cosine begins
     """
+    from models.training import examples, most_frequent
     if min(steps, batch, max_new_tokens) < 1 or min(mlp, vocab) < 0 or not lr > 0:
         raise InputError("expected steps, batch and max-new-tokens of 1 or more, mlp and vocab of "
                          "0 or more, lr above 0")
-    work, longest = work or Path(f"{out}.work"), context_length(model) - max_new_tokens
-    work.mkdir(parents=True, exist_ok=True)
-    fitting = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
+    work = work or Path(f"{out}.work")
     draft = Draft(model, inputs, begin, mlp, seed)
-    answers = own_answers(model, tokenizer, fitting, max_new_tokens, work)
-    data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 1]
-    if len(data) < 2:
-        raise InputError(f"expected 2 answers or more of 2 tokens or more, got {len(data)}")
-    random.Random(seed).shuffle(data)
-    few = max(1, min(50, len(data) // 10))
+    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed, most=50)
     if vocab:
-        seen = Counter(token for p, a in data[few:] for token in p + a)
-        draft.keep([token for token, _ in seen.most_common(vocab)])
-    print(f"{sum(x.numel() for x in draft.own().values()):,} parameters; {len(data) - few} answers "
-          f"of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held out")
-    fit(model, draft, data[few:], data[:few], steps=steps, batch=batch, lr=lr, seed=seed, work=work)
+        draft.keep(most_frequent(data, vocab))
+    print(f"{sum(x.numel() for x in draft.own().values()):,} parameters")
+    fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_draft(out, draft, model)
 
 

@@ -21,33 +21,30 @@ file serves the model that it was made for (released: all of that tokenizer).
 SuffixDecoding also keeps what was written before, takes the better of two trees and limits guesses
 by the length of s; here for each s what the text has comes before what the datastore has.
 """
-import functools
 import random
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from itertools import islice, product
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, greedy, own_answers,
+from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, fastest, greedy,
                     row_costs, trie, walk)
+from survey.parts import MODELS, load_part, save_part
 
-DATASTORE = str(Path(__file__).resolve().parent.parent / "models/rest.safetensors")
+DATASTORE = f"{MODELS}/rest.safetensors"
 LONGEST, AFTER = 16, 10  # tokens: of s at most, and of what follows it
 MATCHES = 100  # places that are counted
 BEGIN = 2  # tokens of its prompt before an answer
-MOST = 64  # rows of a call
-BOUNDARY = "\0"  # between texts; as a token -1
+CALLS = WIDTHS[:7]  # rows of the calls that it is measured for: 1 to 64
+BOUNDARY = "\0"  # between texts
 
 
 def as_text(tokens: list[int]) -> str:
-    """Tokens as a string: Python slices and compares strings fast."""
+    """Tokens as a string: Python slices and compares strings fast. -1 is a BOUNDARY."""
     return "".join(chr(token + 1) for token in tokens)
 
 
@@ -55,42 +52,69 @@ def as_tokens(text: str) -> list[int]:
     return [ord(x) - 1 for x in text]
 
 
+class Gain(NamedTuple):
+    """Tokens per call, measured on texts held out, of the datastore alone and with the text itself
+    searched as well."""
+    alone: float
+    with_text: float
+
+
 class Datastore:
-    """Texts and their suffix array: `order` has all positions, sorted by what stands there.
-    `gain[m][grow]`: tokens per call where a call has m rows at most, measured on texts held out;
-    grow 0: with the datastore alone, 1: with it and the text itself."""
+    """Texts, a string of tokens, and their suffix array: `order` has all positions, sorted by what
+    stands there. `gain[m]`: what it is worth where a call has m rows at most."""
 
-    def __init__(self, tokens: list[int] = (), gain: dict[int, list[float]] | None = None):
-        self.text, self.order, self.gain = "", [], gain
-        self.add(tokens)
+    def __init__(self, text: str = "", gain: dict[int, Gain] | None = None):
+        self.text = text
+        self.gain = gain
+        self.order = sorted(range(len(text)), key=self.here)
 
-    def add(self, tokens: list[int]) -> None:
-        self.order += range(len(self.text), len(self.text) + len(tokens))
-        self.text += as_text(tokens)
-        self.order.sort(key=lambda i: self.text[i:i + LONGEST + AFTER])  # few are out of order
+    def here(self, i: int) -> str:
+        return self.text[i:i + LONGEST + AFTER]
+
+    def add(self, text: str) -> None:
+        """What stands at the last positions goes on now: they get other places, and only they."""
+        old = len(self.text)
+        first = max(0, old - LONGEST - AFTER + 1)
+        for i in range(first, old):
+            del self.order[bisect_left(self.order, self.here(i), key=self.here)]
+        self.text += text
+        for i in range(first, len(self.text)):
+            insort(self.order, i, key=self.here)
 
     def following(self, s: str) -> list[str]:
         """What stands after s wherever it does, up to AFTER tokens and no BOUNDARY."""
-        def here(i: int) -> str:
+        def begin(i: int) -> str:
             return self.text[i:i + len(s)]
-        first = bisect_left(self.order, s, key=here)
-        end = bisect_right(self.order, s, first, key=here)
+        first = bisect_left(self.order, s, key=begin)
+        end = bisect_right(self.order, s, first, key=begin)
         places = self.order[first:end:1 + (end - first) // MATCHES]
-        texts = (self.text[i + len(s):i + len(s) + AFTER] for i in places)
-        return [text.partition(BOUNDARY)[0] for text in texts]
+        found = (self.text[i + len(s):i + len(s) + AFTER] for i in places)
+        return [text.partition(BOUNDARY)[0] for text in found]
 
 
-def retrieve(stores: list[Datastore], text: str, n: int, longest: int = LONGEST):
+# ---------------------------------------------------------------------------------- decoding
+
+def retrieve(stores: list[Datastore], text: str, n: int,
+             longest: int = LONGEST) -> tuple[list[int], list[int]]:
     """(ids, parents) of up to n guesses below the last token of `text`: the most frequent prefixes
     of what follows its suffixes, the longest suffix first, and for each the first store."""
-    best, [root] = {}, as_tokens(text[-1])  # best: the best first
+    best = {}  # prefix: None, the best first
     for size, store in product(range(min(longest, len(text)), 0, -1), stores):
         if len(best) >= n:
             break
         found = store.following(text[-size:])
         counts = Counter(x[:end] for end in range(1, AFTER + 1) for x in found if len(x) >= end)
-        best |= dict(counts.most_common())  # of equals the shorter first; what is there stays
+        for prefix, _ in counts.most_common():  # of equals the shorter first
+            best.setdefault(prefix)
+    [root] = as_tokens(text[-1])
     return trie(root, map(as_tokens, islice(best, n)))[:2]
+
+
+def plans(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple]:
+    """(guesses, expected tokens, seconds of a call)."""
+    costs = row_costs(target, CALLS[-1])
+    for m, gain in store.gain.items():
+        yield m - 1, gain.with_text if grow else gain.alone, costs[m]
 
 
 def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
@@ -108,44 +132,40 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     if nodes < 0 or not 1 <= longest <= LONGEST:
         raise InputError(f"expected nodes of 0 or more and longest of 1 to {LONGEST}, "
                          f"got {nodes} and {longest}")
-    store = store or load_datastore(datastore, target.model)
+    store = store or target.once(("rest", datastore),
+                                 lambda: load_datastore(datastore, target.model))
     if nodes == 0 and store.gain is None:
         raise InputError("expected nodes of 1 or more where the store has no gain, got 0")
-    target.start(prompt[:-1], width=nodes + 1 if nodes else MOST)
-    if nodes == 0:
-        costs = row_costs(target, MOST)
-        nodes = max(costs, key=lambda m: store.gain[m][grow] / costs[m]) - 1
-    text, own = as_text(prompt), Datastore(prompt if grow else ())
+    target.start(prompt[:-1])
+    text = as_text(prompt)
+    own = Datastore(text if grow else "")
     while True:
-        ids, parents = retrieve([own, store], text, nodes, longest)
+        n = nodes or fastest(target, (store, grow), lambda: plans(store, grow, target))
+        ids, parents = retrieve([own, store], text, n, longest)
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
         text += as_text(chunk)
-        own.add(chunk if grow else ())
+        if grow:
+            own.add(as_text(chunk))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
 
 
-def some_embeddings(model) -> torch.Tensor:
-    """[64, 64], less their mean: another model has others, a tuned one nearly these."""
-    some = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
-    return some - some.mean(0)
+# ----------------------------------------------------------------------------- the datastore
 
-
-@functools.lru_cache(maxsize=1)  # for many prompts it is sorted once
-def load_datastore(path: str, model) -> Datastore:
-    """InputError where the file was made for another model."""
+def load_datastore(path: str | Path, model) -> Datastore:
+    """InputError where the file was made for another model, or is damaged."""
+    header, tensors = load_part(path, "a REST datastore", model)
     try:
-        file = load_file(path)
-        tokens, kept, gain = file["tokens"], file["model"], file["tokens_per_call"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise InputError(f"expected a file made by `build`, got {str(path)!r}: {error}") from error
-    here, vocab = some_embeddings(model), len(model.get_input_embeddings().weight)
-    if (kept.shape != here.shape or F.cosine_similarity(kept.flatten(), here.flatten(), 0) < 0.5
-            or tokens.max() >= vocab):
-        raise InputError(f"expected a datastore of this model, got {str(path)!r}: another model's")
-    return Datastore(tokens.tolist(), dict(zip(WIDTHS, gain.tolist())))
+        text = "".join(map(chr, tensors["tokens"].tolist()))  # as in `as_text`
+        gain = {m: Gain(*map(float, header["tokens_per_call"][i])) for i, m in enumerate(CALLS)}
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(f"expected a REST datastore, got {str(path)!r}: {error!r}") from error
+    last = chr(len(model.get_input_embeddings().weight))
+    if not BOUNDARY < max(text, default=BOUNDARY) <= last:
+        raise InputError(f"expected tokens that the model has, got {str(path)!r} with others")
+    return Datastore(text, gain)
 
 
 def tokens_per_call(store: Datastore, data: list[tuple[list[int], list[int]]], n: int,
@@ -154,14 +174,19 @@ def tokens_per_call(store: Datastore, data: list[tuple[list[int], list[int]]], n
     (texts may not be), so it need not be asked."""
     calls = 0
     for prompt, answer in data:
-        text, own, at = as_text(prompt + answer), Datastore(prompt if grow else ()), 0
+        text = as_text(prompt + answer)
+        own = Datastore(as_text(prompt) if grow else "")
+        at = 0  # tokens of the answer that are final
         while at < len(answer):
             ids, parents = retrieve([own, store], text[:len(prompt) + at], n)
-            children = {edge: i for i, edge in enumerate(zip(parents, ids))}
-            node, calls, before = 0, calls + 1, at
+            node_of = {edge: node for node, edge in enumerate(zip(parents, ids))}
+            node, before = 0, at
             while node is not None and at < len(answer):
-                node, at = children.get((node, answer[at])), at + 1
-            own.add(answer[before:at] if grow else ())
+                node = node_of.get((node, answer[at]))
+                at += 1
+            calls += 1
+            if grow:
+                own.add(as_text(answer[before:at]))
     return sum(len(answer) for _, answer in data) / calls
 
 
@@ -175,35 +200,36 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     text: of the file's texts themselves, not of answers to them
     max_new_tokens: of an answer
     """
-    work, longest = work or Path(f"{out}.work"), context_length(model) - max_new_tokens
+    from models.training import own_answers
+    longest = context_length(model) - max_new_tokens
     prompts = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if text or len(p) <= longest]
-    data = [(p[:1], p[1:]) for p in prompts if text and len(p) > 1]
-    if not text:
-        work.mkdir(parents=True, exist_ok=True)
+    if text:
+        data = [(p[:1], p[1:]) for p in prompts if len(p) > 1]
+    else:
+        work = work or Path(f"{out}.work")
         data = list(zip(prompts, own_answers(model, tokenizer, prompts, max_new_tokens, work)))
     if len(data) < 2:
         raise InputError(f"expected 2 texts or more, or prompts of at most {longest} tokens, "
                          f"got {len(data)}")
-    texts = [p[-BEGIN:] + a + [-1] for p, a in data]
+    texts = [as_text(p[-BEGIN:] + a) + BOUNDARY for p, a in data]
     held_out = random.Random(0).sample(range(len(data)), max(1, min(50, len(data) // 10)))
-    some = Datastore([t for i, x in enumerate(texts) if i not in held_out for t in x])
-    asked = [(data[i][0], data[i][1][:max_new_tokens]) for i in held_out]
-    gain = [[tokens_per_call(some, asked, m - 1, grow) for grow in (False, True)]
-            for m in WIDTHS if m <= MOST]
-    tokens = torch.tensor([t for x in texts for t in x])
+    others = Datastore("".join(x for i, x in enumerate(texts) if i not in held_out))
+    replayed = [(data[i][0], data[i][1][:max_new_tokens]) for i in held_out]
+    gain = [Gain(*(tokens_per_call(others, replayed, m - 1, grow) for grow in (False, True)))
+            for m in CALLS]
+    tokens = torch.tensor([ord(x) for x in "".join(texts)])
     print(f"{len(texts)} texts, {len(tokens):,} tokens; tokens per call of {len(held_out)} held "
           "out, by rows, with the datastore alone and with the text itself as well: "
-          + ", ".join(f"{m}: {x:.2f}, {y:.2f}" for m, (x, y) in zip(WIDTHS, gain)))
-    kind = torch.int16 if tokens.max() < 2 ** 15 else torch.int32
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"tokens": tokens.to(kind), "model": some_embeddings(model),
-               "tokens_per_call": torch.tensor(gain)}, out)
-    load_datastore.cache_clear()
+          + ", ".join(f"{m}: {x.alone:.2f}, {x.with_text:.2f}" for m, x in zip(CALLS, gain)))
+    kind = torch.uint16 if tokens.max() < 2 ** 16 else torch.int32
+    save_part(out, "a REST datastore", model, {"tokens": tokens.to(kind)}, tokens_per_call=gain)
 
+
+# ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    guessed, accepted = (sum(r[name] for r in run.log) / len(run.log)
-                         for name in ("guessed", "accepted"))
+    guessed = sum(r["guessed"] for r in run.log) / len(run.log)
+    accepted = sum(r["accepted"] for r in run.log) / len(run.log)
     none = sum(r["guessed"] == 0 for r in run.log)
     return (f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted; no guess in {none} of "
             f"{len(run.log)} calls")

@@ -2,7 +2,7 @@
 
 Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", arXiv 2402.12374
 
-    python -m survey.sequoia calibrate --draft-model DIR --prompts FILE --out rates.json
+    python -m survey.sequoia calibrate --draft DIR --prompts FILE --out rates.json
     python -m survey.sequoia --draft DIR --rates rates.json --prompt "..." --temperature 0.6
 
 P_b, measured beforehand, is how often the b-th child of a node is the accepted one. G(n, d), the
@@ -31,71 +31,93 @@ import json
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, digest, eos_ids, greedy, load, row_costs,
-                    until, walk)
+from common import (WIDTHS, CachedLM, InputError, Sampler, eos_ids, fastest, greedy, load,
+                    row_costs, until, walk)
+from survey.parts import MODELS, belongs, some_embeddings
 
-MODELS = Path(__file__).resolve().parent.parent / "models"
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # that rates are measured at
 B, TOKENS = 16, 128  # children of a node; tokens of a text that rates are measured on
 RANGES = {"nodes": WIDTHS[1:7], "depth": tuple(range(1, 17))}  # 2 to 64 nodes, 1 to 16 levels
 
 
+# ---------------------------------------------------------------------------------- the tree
+
+class Best(NamedTuple):
+    """The best trees of up to n nodes, the root among them, and at most d levels below it."""
+    G: list[float]  # [n]: tokens a call
+    branches: list[int]  # [n]: children of the root
+    size_of_last: list[list[int]]  # [b][n]: nodes of the last of b branches
+
+
 @functools.cache
-def tables(P: tuple[float, ...], N: int, D: int) -> tuple[list[list[float]], list[tuple]]:
-    """Alg. 1 and 4, for trees of up to n <= N nodes, the root among them, and d <= D levels below
-    it: (G[d][n], how[d]), where how[d] is (branches of the root [n], size of the last [b][n])."""
-    left = (torch.arange(N + 1)[:, None] - torch.arange(1, N + 1)).clamp(min=0)  # [n, m]: n - m
+def tables(P: tuple[float, ...], N: int, D: int) -> list[Best]:
+    """For d = 0 … D and n = 0 … N, by a dynamic program: Alg. 1 and 4."""
+    rest_of = (torch.arange(N + 1)[:, None] - torch.arange(1, N + 1)).clamp(min=0)  # [n, m]: n - m
     root = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)  # one token, if n > 0
-    G, how = [root], [([0] * (N + 1), [])]
+    found = [Best(root.tolist(), [0] * (N + 1), [])]
+    G = root  # at most d - 1 levels
     for _ in range(D):
-        T, last = [root], [[]]
-        for rate in P:
-            row, m = (T[-1][left] + rate * G[-1][1:]).max(1)  # Alg. 1, line 9
-            T, last = T + [row], last + [(1 + m).tolist()]
-        most, branches = torch.stack(T).max(0)  # line 11
-        G, how = G + [most], how + [(branches.tolist(), last)]
-    return [row.tolist() for row in G], how
+        T = [root]  # T[b][n], b branches
+        size_of_last = [[]]
+        for P_b in P:
+            most, m = (T[-1][rest_of] + P_b * G[1:]).max(1)  # Alg. 1, line 9, over m from 1 on
+            T.append(most)
+            size_of_last.append((1 + m).tolist())
+        G, branches = torch.stack(T).max(0)  # line 11
+        found.append(Best(G.tolist(), branches.tolist(), size_of_last))
+    return found
 
 
-def shape(how: list[tuple], n: int, d: int) -> list[int]:
+def parents_of(best: list[Best], n: int, d: int) -> list[int]:
     """The parents of the best tree's nodes, level by level."""
-    parents, subtrees = [-1], [(n, d)]
+    parents = [-1]
+    subtrees = [(n, d)]  # of each node: how many nodes, in how many levels below it
     for node, (n, d) in enumerate(subtrees):  # which grow on the way
-        (branches, last), sizes = how[d], []
-        for b in range(branches[n], 0, -1):
-            sizes.insert(0, last[b][n])
+        sizes = []
+        for b in range(best[d].branches[n], 0, -1):
+            sizes.insert(0, best[d].size_of_last[b][n])
             n -= sizes[0]
         parents += [node] * len(sizes)
         subtrees += [(m, d - 1) for m in sizes]
     return parents
 
 
-def levels(parents: list[int]) -> list[list[int]]:
-    """The nodes that have children, level by level: the rows of each draft call."""
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    return [[i for i in sorted(set(parents[1:])) if depths[i] == d] for d in range(max(depths))]
+class Shape(NamedTuple):
+    """A tree's parents and what follows from them."""
+    parents: list[int]
+    children: list[list[int]]
+    levels: list[list[int]]  # the nodes that have children: the rows of each draft call
+    row: dict[int, int]  # of such a node among all these rows
 
 
-def fastest(P: tuple, sizes, depths, target: CachedLM, draft: CachedLM) -> list[int]:
-    """The parents of the tree of the most tokens a second here. Section 4.1."""
-    G, how = tables(P, max(sizes), max(depths))
-    if len(sizes) == len(depths) == 1:
-        return shape(how, *sizes, *depths)
-    speeds, costs = {}, {lm: row_costs(lm, 2 * max(sizes) - 1) for lm in (target, draft)}
+def shape_of(parents: list[int]) -> Shape:
+    nodes = range(len(parents))
+    children = [[child for child in nodes if parents[child] == node] for node in nodes]
+    levels = [[0]] if len(parents) > 1 else []
+    while levels and (level := [x for node in levels[-1] for x in children[node] if children[x]]):
+        levels.append(level)
+    row = {node: i for i, node in enumerate(node for level in levels for node in level)}
+    return Shape(parents, children, levels, row)
+
+
+def plans(P: tuple[float, ...], sizes, depths, target: CachedLM,
+          draft: CachedLM) -> Iterator[tuple]:
+    """(shape, expected tokens, seconds of the draft's calls and of the target's): Section 4.1."""
+    best = tables(P, max(sizes), max(depths))
+    target_costs, draft_costs = (row_costs(lm, max(sizes)) for lm in (target, draft))
     for n, d in product(sizes, depths):
-        parents = shape(how, n, d)
-        calls = [(target, len(parents)), *((draft, len(level)) for level in levels(parents))]
-        seconds = sum(next(costs[lm][w] for w in WIDTHS if w >= rows) for lm, rows in calls)
-        speeds[tuple(parents)] = G[d][n] / seconds
-    return list(max(speeds, key=speeds.get))
+        shape = shape_of(parents_of(best, n, d))
+        seconds = target_costs[len(shape.parents)]
+        seconds += sum(draft_costs[len(level)] for level in shape.levels)
+        yield shape, best[d].G[n], seconds
 
+
+# ---------------------------------------------------------------------------------- decoding
 
 def draw_children(log_q: torch.Tensor, k: int, sample: Sampler) -> list[list[int]]:
     """k tokens in draw order for each row of log q [n, V]: with Gumbel noise the largest is a draw
@@ -106,12 +128,36 @@ def draw_children(log_q: torch.Tensor, k: int, sample: Sampler) -> list[list[int
     return log_q.topk(k).indices.tolist()
 
 
+def grow(draft: CachedLM, unseen: list[int], shape: Shape,
+         sample: Sampler) -> tuple[list[int], dict[int, torch.Tensor]]:
+    """(ids of the tree, {node: log q [V] that its children were drawn from}): a draft call a level.
+    Below the root, the last of `unseen`, all that the draft has not been fed."""
+    ids = unseen[-1:] + [0] * (len(shape.parents) - 1)
+    log_q = {}
+
+    def draw(level: list[int], logits: torch.Tensor) -> None:
+        logits = logits.double() / (sample.temperature or 1)
+        logits = logits.clamp(min=-1e9)  # where q has no mass left: evenly (Alg. 2, line 14)
+        most = max(len(shape.children[node]) for node in level)
+        for node, draws in zip(level, draw_children(logits, most, sample)):
+            for child, token in zip(shape.children[node], draws):
+                ids[child] = token
+        log_q.update(zip(level, logits))
+    base = len(unseen) - 1  # the root's row in the draft's pending tree
+    draw([0], draft.forward(unseen)[-1:])
+    for level in shape.levels[1:]:
+        above = [base + shape.row[shape.parents[node]] for node in level]
+        draw(level, draft.forward([ids[node] for node in level], above))
+    return ids, log_q
+
+
 def verify(p: torch.Tensor, log_q: torch.Tensor, draws: list[int],
            sample: Sampler) -> tuple[int | None, torch.Tensor]:
-    """(which draw is accepted or None, what is then left of p [V]). Alg. 2; uses up log q [V]. In
-    draw order, and in no other, is each one a draw from what q is when it is tried."""
+    """(which draw is accepted or None, what is then left of p [V]). Alg. 2, whose norm of q (line
+    16) is at the loop's head here; uses up log q [V]. In draw order, and in no other, is each one a
+    draw from what q is when it is tried."""
     for i, r in enumerate(sample.uniform(len(draws), p.device)):
-        q = log_q.softmax(-1)  # line 16
+        q = log_q.softmax(-1)
         if r < p[draws[i]] / q[draws[i]]:  # line 6
             return i, p
         left = (p - q).clamp(min=0)  # line 9
@@ -120,45 +166,41 @@ def verify(p: torch.Tensor, log_q: torch.Tensor, draws: list[int],
     return None, p
 
 
-def decode(target: CachedLM, draft: CachedLM, root: int, parents: list[int], sample: Sampler,
-           log: list | None) -> Iterator[list[int]]:
-    """Rounds with trees of this shape, from a root that is not cached yet. Logs {"drafted",
-    "accepted", "ranks": which child of its parent each accepted node was, from 0}."""
-    children = [[c for c, parent in enumerate(parents) if parent == i] for i in range(len(parents))]
-    calls = levels(parents)
-    row = {node: i for i, node in enumerate(sum(calls, []))}  # of the draft, which is fed no leaf
-    unseen = [root]  # final tokens that the draft has not been fed; the root is the last
+def sampled_path(ids: list[int], shape: Shape, logits: torch.Tensor, log_q: dict,
+                 sample: Sampler) -> tuple[list[int], list[int]]:
+    """(path, chunk): from node to node as long as a child is accepted; then one more token."""
+    path = [0]
     while True:
-        # Step 1: grow, a draft call a level. Node i is row base + row[i] of the draft's tree
-        base, ids, log_q = len(unseen) - 1, unseen[-1:] + [0] * (len(parents) - 1), {}
-        for level in calls:
-            fed = unseen if level == [0] else [ids[i] for i in level]
-            under = None if level == [0] else [base + row[parents[i]] for i in level]
-            logits = draft.forward(fed, under)[-len(level):].double() / (sample.temperature or 1)
-            logits = logits.clamp(min=-1e9)  # where q has no mass left: evenly (Alg. 2, line 14)
-            most = max(len(children[i]) for i in level)
-            for i, draws in zip(level, draw_children(logits, most, sample)):
-                for child, token in zip(children[i], draws):
-                    ids[child] = token
-            log_q |= zip(level, logits)
-        # Step 2: verify, in one target call
-        logits = target.forward(ids, parents)  # [n, V]
+        p = sample.probs(logits[path[-1]])
+        tried = shape.children[path[-1]]
+        i = None
+        if tried:
+            i, p = verify(p, log_q[path[-1]], [ids[child] for child in tried], sample)
+        if i is None:
+            return path, [ids[node] for node in path[1:]] + sample.draw(p[None])
+        path.append(tried[i])
+
+
+def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Shape],
+           sample: Sampler, log: list | None) -> Iterator[list[int]]:
+    """Rounds with trees of the shape choose(), from a root that is not cached yet. Logs {"drafted",
+    "accepted", "ranks": which child of its parent each accepted node was, from 0}."""
+    unseen = [root]  # final tokens that the draft has not been fed
+    while True:
+        shape = choose()
+        ids, log_q = grow(draft, unseen, shape, sample)
+        logits = target.forward(ids, shape.parents)  # [n, V]
         if sample.temperature == 0:
-            path, chunk = walk(ids, parents, sample(logits))
+            path, chunk = walk(ids, shape.parents, sample(logits))
         else:
-            path, rest = [0], None
-            while rest is None:
-                tried = children[path[-1]]  # none at a leaf: there p stays whole
-                i, left = verify(sample.probs(logits[path[-1]]), log_q.get(path[-1]),
-                                 [ids[child] for child in tried], sample)
-                path, rest = (path, left) if i is None else (path + [tried[i]], None)
-            chunk = [ids[i] for i in path[1:]] + sample.draw(rest[None])
-        # Step 3: cache what became final; a leaf that was accepted is still unseen
+            path, chunk = sampled_path(ids, shape, logits, log_q, sample)
         target.commit(path)
-        draft.commit([*range(base), *(base + row[i] for i in path if i in row)])
-        unseen = [ids[i] for i in path if i not in row] + chunk[-1:]
+        base = len(unseen) - 1
+        fed = [node for node in path if node in shape.row]  # all but a leaf
+        draft.commit([*range(base), *(base + shape.row[node] for node in fed)])
+        unseen = [ids[node] for node in path[len(fed):]] + chunk[-1:]
         if log is not None:
-            ranks = [children[parent].index(i) for parent, i in zip(path, path[1:])]
+            ranks = [shape.children[above].index(node) for above, node in zip(path, path[1:])]
             log.append({"drafted": len(ids) - 1, "accepted": len(ranks), "ranks": ranks})
         yield chunk
 
@@ -176,49 +218,69 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
     """
     if nodes not in (0, *range(2, 129)) or not 0 <= depth < 128:
         raise InputError(f"expected 2 to 128 nodes, a depth up to 127, or 0, got {nodes}, {depth}")
-    measured = load_rates(rates, target.model, draft.model)
+    measured = target.once((rates, draft.model),
+                           lambda: load_rates(rates, target.model, draft.model))
     P = measured[min(measured, key=lambda t: abs(t - sample.temperature))]
     for lm in (target, draft):
-        lm.start(prompt[:-1], width=WIDTHS[-1])
-    sizes, depths = [nodes] if nodes else RANGES["nodes"], [depth] if depth else RANGES["depth"]
-    parents = fastest(P, sizes, depths, target, draft)
-    yield from decode(target, draft, prompt[-1], parents, sample, log)
+        lm.start(prompt[:-1])
 
+    asked = P, nodes, depth
+
+    def choose() -> Shape:
+        if nodes and depth:
+            best = tables(P, nodes, depth)
+            return target.once(asked, lambda: shape_of(parents_of(best, nodes, depth)))
+        sizes = [nodes] if nodes else RANGES["nodes"]
+        depths = [depth] if depth else RANGES["depth"]
+        return fastest(target, asked, lambda: plans(P, sizes, depths, target, draft))
+    yield from decode(target, draft, prompt[-1], choose, sample, log)
+
+
+# --------------------------------------------------------------------------------- the rates
 
 def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
-              draft_model: str = f"{MODELS}/draft") -> None:
+              draft: str = f"{MODELS}/draft") -> None:
     """Measure P_b at several temperatures: decode with one level, count which child is accepted.
 
-    out, draft_model: the JSON file to make; the small model
+    out:   the JSON file to make
+    draft: the small model
     """
-    draft, its_tokenizer = load(draft_model, str(model.device), model.dtype)
+    small, its_tokenizer = load(draft, str(model.device), model.dtype)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
-    lms = [CachedLM(x, max(map(len, prompts)) + TOKENS, len(tokenizer)) for x in (model, draft)]
-    rates = {}
+    lms = [CachedLM(x, len(tokenizer)) for x in (model, small)]
+    children = shape_of([-1] + [0] * B)
+    P = {}
     for t in TEMPERATURES:
         log, sample = [], Sampler(t)
         for prompt in tqdm(prompts, desc=f"temperature {t}"):
             for lm in lms:
-                lm.start(prompt[:-1], width=WIDTHS[-1])
-            chunks = decode(*lms, prompt[-1], [-1] + [0] * B, sample, log)
+                lm.start(prompt[:-1])
+            chunks = decode(*lms, prompt[-1], lambda: children, sample, log)
             list(until(chunks, TOKENS, eos_ids(model, tokenizer)))
-        rates[t] = [round(sum(r["ranks"] == [b] for r in log) / len(log), 4) for b in range(B)]
-    out.write_text(json.dumps({"pair": digest(model, digest(draft)), "rates": rates}) + "\n")
+        P[t] = [round(sum(r["ranks"] == [b] for r in log) / len(log), 4) for b in range(B)]
+    out.write_text(json.dumps({"target": known(model), "draft": known(small), "rates": P}) + "\n")
 
 
-@functools.lru_cache(maxsize=4)
+def known(model) -> list[list[float]]:
+    """Enough of a model's embeddings to know it by."""
+    return [[round(x, 4) for x in row] for row in some_embeddings(model)[:16, :16].tolist()]
+
+
 def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
-    """{temperature: P_1, P_2, …}. A child that was never accepted is better than none."""
+    """{temperature: P_1, P_2, …}. A rate of 0 becomes 1e-9: the tree still has its n nodes."""
     try:
         file = json.loads(Path(path).read_text())
-        if file["pair"] != digest(target, digest(draft)):
-            raise ValueError("those of another pair")
+        for model, name in (target, "target"), (draft, "draft"):
+            if not belongs(torch.tensor(file[name]), model):
+                raise ValueError(f"another {name}'s")
         return {float(t): tuple(max(x, 1e-9) for x in P) for t, P in file["rates"].items()}
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise InputError("expected rates that `python -m survey.sequoia calibrate` measured on "
                          f"this target and draft, got {path!r}: {error}") from error
 
+
+# ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
     drafted, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("drafted", "accepted"))

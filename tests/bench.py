@@ -31,12 +31,14 @@ EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
 from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli import Run  # noqa: E402
+from cli.graphs import GraphedLM  # noqa: E402
 from cllm import cllm  # noqa: E402
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length,  # noqa: E402
-                    encode, eos_ids, load, own_answers)
+                    encode, eos_ids, load, prepare)
 from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import mjsd  # noqa: E402
 from models import tasks  # noqa: E402
+from models.training import own_answers  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
 from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
@@ -148,7 +150,8 @@ class Bench:
             raise InputError("expected prompts, rounds and max-new-tokens of 1 or more, got "
                              f"{args.n}, {args.rounds} and {args.max_new_tokens}")
         self.args, self.sample = args, Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        self.target, self.tokenizer = load(args.target, args.device, args.dtype, args.graphs)
+        self.run_as = GraphedLM if args.graphs else CachedLM
+        self.target, self.tokenizer = self.prepared(args.target)
         if args.draft is None and args.target == EMBEDDED:
             args.draft = str(ROOT / "models/draft")
         self.draft = self.load(args.draft) if args.draft else None
@@ -164,11 +167,11 @@ class Bench:
                 prompts[task] = [encode(self.tokenizer, e.prompt, args.chat) for e in some]
                 self.examples |= zip(map(tuple, prompts[task]), some)
         every = [prompt for some in prompts.values() for prompt in some]
-        self.longest = max(map(len, every))
+        longest = max(map(len, every))
         context = min(context_length(model) for model in (self.target, self.draft) if model)
-        if self.longest + args.max_new_tokens > context:
+        if longest + args.max_new_tokens > context:
             raise InputError(f"expected prompts and {args.max_new_tokens} new tokens within the "
-                             f"context of {context}, got a prompt of {self.longest} tokens")
+                             f"context of {context}, got a prompt of {longest} tokens")
         with tempfile.TemporaryDirectory() as work:  # AR's output, many prompts at once
             answers = own_answers(self.target, self.tokenizer, every, args.max_new_tokens,
                                   Path(work))
@@ -180,18 +183,21 @@ class Bench:
             raise InputError(f"expected a prompt whose AR output does not loop, got {self.dropped} "
                              "that do")
 
+    def prepared(self, path: str) -> tuple:
+        """(model, tokenizer), checked as it will be run."""
+        model, tokenizer = load(path, self.args.device, self.args.dtype)
+        return prepare(model, self.run_as), tokenizer
+
     def load(self, path: str):
         """Another model, with the target's tokenizer."""
-        model, tokenizer = load(path, self.args.device, self.args.dtype, self.args.graphs)
+        model, tokenizer = self.prepared(path)
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(f"expected a model with the target's tokenizer, got {path!r}, which "
                              "has another vocabulary")
         return model
 
-    def cached(self, model, limit: int | None = None) -> CachedLM:
-        """With room for every prompt and for `limit` new tokens."""
-        capacity = self.longest + (limit or self.args.max_new_tokens)
-        return CachedLM(model, capacity, len(self.tokenizer), self.args.graphs)
+    def cached(self, model) -> CachedLM:
+        return self.run_as(model, len(self.tokenizer))
 
     def ours(self, method, sample: Sampler | None = None, limit: int | None = None, target=None,
              **options) -> Ours:
@@ -200,7 +206,7 @@ class Bench:
             if self.draft is None:
                 raise InputError("expected a --draft")
             models["draft"] = self.draft
-        return Ours(method, {name: self.cached(model, limit) for name, model in models.items()},
+        return Ours(method, {name: self.cached(model) for name, model in models.items()},
                     limit or self.args.max_new_tokens, self.eos, sample or self.sample, **options)
 
     def fitting(self, name: str, make) -> dict[str, Ours]:
@@ -222,8 +228,8 @@ class Bench:
     def heads(self, kind: str, **options) -> dict[str, Ours]:
         path = self.args.adapters / f"{kind}.safetensors"
         return self.fitting(kind, lambda: self.ours(
-            medusa, heads=kind, trained=load_heads(path, self.target), nodes=self.args.nodes,
-            **options))
+            medusa, heads=kind, trained=load_heads(path, kind, self.target),
+            nodes=self.args.nodes, **options))
 
     def eagle(self, name: str, **options) -> dict[str, Ours]:
         path = self.args.adapters / "eagle.safetensors"

@@ -57,7 +57,7 @@ MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
 }
 
 
-def tiny(family: str, seed: int = 0, graphs: bool = False, **changes):
+def tiny(family: str, seed: int = 0, run_as=CachedLM, **changes):
     """A random model of a family. Its weights are large, so that its output depends on the whole
     context and does not loop at once."""
     config = (FAMILIES | MORE_FAMILIES)[family]
@@ -69,7 +69,7 @@ def tiny(family: str, seed: int = 0, graphs: bool = False, **changes):
         for name, p in model.named_parameters():
             if p.ndim == 2:  # Gemma scales its embeddings up
                 p.normal_(0, 0.1 if family.startswith("gemma") and "embed" in name else 0.3)
-    return prepare(model, graphs)
+    return prepare(model, run_as)
 
 
 def near(model, noise: float):
@@ -82,9 +82,9 @@ def near(model, noise: float):
     return draft
 
 
-def prefill(lm, ids: list[int], width: int = 1) -> torch.Tensor:
+def prefill(lm, ids: list[int]) -> torch.Tensor:
     """Cache all of ids; the logits [1, V] after the last."""
-    lm.start(ids[:-1], width)
+    lm.start(ids[:-1])
     logits = lm.forward(ids[-1:])
     lm.commit([0])
     return logits
@@ -97,12 +97,16 @@ class ScriptedLM:
     def __init__(self, logits_of):
         self.logits_of, self.tokens, self.parents, self.ids = logits_of, [], [], []
         self.calls, self.rows = 0, 0
+        self.prepared = {}
+
+    once = CachedLM.once
+    setup_seconds = 0.0
 
     @property
     def length(self):
         return len(self.tokens)
 
-    def start(self, ids, width=1, prefix=()):
+    def start(self, ids, prefix=()):
         self.tokens, self.parents, self.ids = list(ids), [], []
 
     def forward(self, ids, parents=None):
@@ -236,13 +240,13 @@ def held_out(embedded) -> list[tuple[list[int], list[int]]]:
     model, _, tokenizer = embedded
     prompts = [encode(tokenizer, example.prompt) for task in tasks.TASKS
                for example in tasks.take(task, "test", 2, seed=40)]
-    target, eos = CachedLM(model, 500), {tokenizer.eos_token_id}
+    target, eos = CachedLM(model), {tokenizer.eos_token_id}
     return [(p, tokens_of(autoregressive(target, p), 100, eos)) for p in prompts]
 
 
 def per_call(method, model, held_out, **options) -> float:
     """Tokens per target call on held-out prompts, where the output is AR's."""
-    target = CachedLM(model, 500)
+    target = CachedLM(model)
     for prompt, expected in held_out:
         assert tokens_of(method(target, prompt, **options), len(expected)) == expected
     return sum(len(expected) for _, expected in held_out) / target.calls

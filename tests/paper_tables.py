@@ -100,7 +100,7 @@ def table_profile(bench: Bench) -> None:
         for _, prompt in bench.pairs():  # warm-up
             run(prompt)
         run.new_round()
-        passes = {model: [(lm, "_run")] for model, lm in run.models.items()}
+        passes = {model: [(lm, "run")] for model, lm in run.models.items()}
         with Stopwatch(passes | PARTS, lambda: clock(bench.target.device)) as watch:
             counts = [run(prompt) for _, prompt in bench.pairs()]
         calls, total = sum(c.calls for c in counts), sum(c.total for c in counts)
@@ -357,7 +357,7 @@ def rows_a_call(bench: Bench) -> None:
     """Table 1: what a call costs that has more rows."""
     rows = [["Table 1: rows a call", "ms a call", "ms a row", "J a call"]]
     (_, prompt), lm = bench.pairs()[0], bench.cached(bench.target)
-    lm.start(prompt, width=64)
+    lm.start(prompt)
     for n in (1, 2, 4, 8, 16, 32, 64):
         times = []
         lm.forward([prompt[-1]] * n)  # on a GPU the first one is captured

@@ -22,7 +22,7 @@ from jacobi import lookahead  # noqa: E402
 from speculative import k_seq, multi_step, specdec, specinfer, spectr  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
-from survey.rest import Datastore, as_tokens, load_datastore, rest  # noqa: E402
+from survey.rest import BOUNDARY, Datastore, load_datastore, rest  # noqa: E402
 from survey.sequoia import draw_children, load_rates, sequoia, tables, verify  # noqa: E402
 
 
@@ -39,8 +39,9 @@ def rates(bench: Bench, results, names, what: str = "rows") -> list[list[str]]:
 def costs(bench: Bench, most: int = 64) -> None:
     """What a call of more rows costs here."""
     lm = bench.cached(bench.target)
-    lm.start(bench.pairs()[0][1][:-1], width=most)
-    found = row_costs(lm, most)
+    lm.start(bench.pairs()[0][1][:-1])
+    measured = row_costs(lm, most)
+    found = {n: measured[n] for n in WIDTHS if n <= most}
     print(table([["rows of a call", *map(str, found)],
                  ["milliseconds", *(f"{1000 * x:.1f}" for x in found.values())],
                  ["of a call of one", *(f"{x / found[1]:.2f}" for x in found.values())]]))
@@ -63,7 +64,7 @@ def table_medusa(bench: Bench) -> None:
             "output as AR's"]
     runs, rows = {"AR": bench.ours(autoregressive)}, [["heads", "guess", *map(str, range(1, 5))]]
     for kind in ("medusa", "hydra"):
-        heads = load_heads(bench.args.adapters / f"{kind}.safetensors", bench.target)
+        heads = load_heads(bench.args.adapters / f"{kind}.safetensors", kind, bench.target)
         for rank in range(3):
             rows.append([kind, f"of rank {rank + 1}",
                          *(f"{accept[rank]:.2f}" for accept in heads.accept)])
@@ -192,7 +193,7 @@ def table_sequoia(bench: Bench) -> None:
         rows = [[f"temperature {t}: tokens per target call", *(f"{n} nodes" for n in TREES)]]
         sample = Sampler(t, seed=bench.args.seed)
         rows.append(["Sequoia, expected from the rates",
-                     *(f"{tables(measured[t], n, n - 1)[0][n - 1][n]:.2f}" for n in TREES)])
+                     *(f"{tables(measured[t], n, n - 1)[n - 1].G[n]:.2f}" for n in TREES)])
         cells = [per_call(bench, bench.ours(sequoia, sample, nodes=n, depth=n - 1, rates=path))
                  for n in TREES]
         rows.append(["Sequoia", *(f"{tokens:.2f}" for tokens, _ in cells)])
@@ -212,8 +213,8 @@ def table_rest(bench: Bench) -> None:
     """By the size of the datastore, the longest suffix and the guesses of a call, of the datastore
     alone; then the text itself beside it, and alone."""
     whole, nodes = load_datastore(bench.args.adapters / "rest.safetensors", bench.target), 15
-    texts = [as_tokens(text) + [-1] for text in whole.text.split("\0")[:-1]]
-    parts = {n: Datastore([t for x in texts[::n] for t in x]) for n in (8, 4, 2, 1)}
+    texts = [text + BOUNDARY for text in whole.text.split(BOUNDARY)[:-1]]
+    parts = {n: Datastore("".join(texts[::n])) for n in (8, 4, 2, 1)}
     alone = functools.partial(bench.ours, rest, grow=False)
     runs = {"AR": bench.ours(autoregressive), "lookahead, W = 0": bench.ours(lookahead, W=0)}
     runs |= {f"1/{n} of the datastore: {len(part.text):,} tokens":

@@ -15,6 +15,7 @@ import bench as module
 import paper_tables as papers
 from bita import Tuning, save_tuning, shape_of
 from bench import Bench, Count, Ours, Results, by_category, options, table
+from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive
 from conftest import CONTEXT, near, tiny
 from jacobi import jacobi
@@ -69,7 +70,7 @@ def ours(method, limit: int, eos=(), noise=0.0, **own) -> Ours:
     model = tiny("llama")
     models = {"target": model} if method in (autoregressive, jacobi) else {
         "target": model, "draft": near(model, noise)}
-    lms = {name: CachedLM(m, CONTEXT) for name, m in models.items()}
+    lms = {name: CachedLM(m) for name, m in models.items()}
     return Ours(method, lms, limit, set(eos), own.pop("sample", Sampler(0)), **own)
 
 
@@ -105,6 +106,23 @@ def test_a_count_is_of_one_prompt_and_its_seconds_hold_the_prompts_own_pass():
     alone = ours(autoregressive, 12)(PROMPT)
     assert alone.draft == 0 and alone.calls == alone.tokens == 12 and alone.log == []
     assert alone.output == count.output
+
+
+def test_the_seconds_of_a_count_are_those_of_decoding(monkeypatch):
+    """What is prepared once is not in them, and is still there in the next round."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def passes(seconds):
+        now[0] += seconds
+
+    def preparing(target, draft, prompt, *, sample=None, log=None):
+        target.once("it", lambda: passes(100))
+        passes(2)
+        yield from autoregressive(target, prompt)
+    run = ours(preparing, 4)
+    assert [run(PROMPT).total, run.new_round(), run(PROMPT).total] == [2, None, 2]
+    assert now == [104] and run.models["target"].setup_seconds == 100
 
 
 def test_methods_get_what_they_share_and_a_round_begins_without_it():
@@ -474,10 +492,16 @@ def test_nodes_are_those_of_every_tree():
         assert guessed == (5 if name == "rest" else 4)  # elsewhere the root counts as a node
 
 
-def test_graphs_reach_every_model(models):
+def test_graphs_reach_every_model(models, monkeypatch):
+    """Each is checked as it is run."""
+    checked, check = [], module.prepare
+    monkeypatch.setattr(module, "prepare",
+                        lambda model, run_as: checked.append(run_as) or check(model, run_as))
     bench = made(*models, "--max-new-tokens", "6", "--graphs")
-    runs = {"AR": bench.ours(autoregressive), "speculative": bench.ours(speculative)}
-    assert all(lm.graphs for run in runs.values() for lm in run.models.values())
+    runs = {"AR": bench.ours(autoregressive), "speculative": bench.ours(speculative),
+            **bench.cllm("cllm")}
+    assert {type(lm) for run in runs.values() for lm in run.models.values()} == {GraphedLM}
+    assert checked == [GraphedLM] * 3
     assert bench.measure(runs).same("speculative", "AR") == "3 of 3"
 
 
@@ -595,7 +619,8 @@ def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
 
 def test_the_tables_of_consistency_models(small, capsys, monkeypatch):
     monkeypatch.setattr(papers, "GRADED", 1)
-    monkeypatch.setattr(papers.recipe, "answer", functools.partial(papers.recipe.answer, limit=9))
+    answers_of = functools.partial(papers.recipe.answers_of, limit=9)
+    monkeypatch.setattr(papers.recipe, "answers_of", answers_of)
     monkeypatch.setattr(small.args, "cllms", [small.args.draft], raising=False)
     prompts = small.prompts
     papers.table_cllm(small)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import bita
 import cli
 from cli import Run
+from cli.graphs import GraphedLM
 from common import CachedLM, autoregressive, encode, eos_ids, greedy, load
 from conftest import ROOT, main, near, tiny, tokens_of
 from speculative import report, speculative
+from test_structure import METHODS
 
 EXAMPLES = ROOT / "models/examples.jsonl"
 PROMPTS = cli.read_prompts(EXAMPLES)
@@ -107,7 +110,7 @@ def test_text_on_stdout_and_figures_on_stderr(capsys, embedded):
     assert run("--prompt", PROMPT, "--compare") == 0
     out, err = capsys.readouterr()
     prompt, eos = encode(tokenizer, PROMPT), eos_ids(target, tokenizer)
-    expected = tokens_of(autoregressive(CachedLM(target, 400), prompt), 256, eos)
+    expected = tokens_of(autoregressive(CachedLM(target), prompt), 256, eos)
     assert out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
     assert "\033" not in out and PROMPT not in err
     for figure in ("tokens/s", "tokens per call", "target calls", "draft calls", "acceptance rate",
@@ -124,7 +127,7 @@ def costs(clock):
     for name, seconds in ("target", 4), ("draft", 1):
         def tick(*_, seconds=seconds):
             clock[0] += seconds
-        model, _ = loaded(str(ROOT / "models" / name), None, None, False)
+        model, _ = loaded(str(ROOT / "models" / name), None, None)
         hooks.append(model.register_forward_hook(tick))
     yield
     for hook in hooks:
@@ -148,16 +151,71 @@ def test_figures_add_up(capsys, costs):
 
 
 def test_only_the_method_is_timed_and_no_further_than_needed(clock):
-    def slow(prompt, *, sample=None, log=None):
+    """Its set-up is told apart, and is not what others prepare between its chunks."""
+    def slow(target, draft, prompt, *, sample=None, log=None):
         for i in range(9):
             clock[0] += 2
+            target.setup_seconds += 0.25
+            draft.setup_seconds += 0.5
             yield [i, i]
-    run = Run(slow, {}, {}, {3})
+    models = {name: SimpleNamespace(setup_seconds=7.0) for name in ("target", "draft")}
+    run = Run(slow, models, {}, {3})
     for prompt, limit in ([5] * 10, 5), ([5] * 46, 4), ([5] * 5, 100):
         for _ in run.chunks(prompt, limit, greedy):
             clock[0] += 1000
+            models["target"].setup_seconds += 1000
     assert run.outputs == [[0, 0, 1, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1, 2, 2, 3]]  # the last: EOS
-    assert run.tokens == 16 and run.seconds == 6 + 4 + 8
+    assert run.tokens == 16 and run.seconds == 9 * 1.25 and run.setup == 9 * 0.75
+
+
+def test_what_is_prepared_once_is_shown_and_is_no_decoding(capsys, clock, costs):
+    """Neither its time nor its passes are in the seconds, the shares or the speed-up. It is made
+    once for all prompts of a run, and again for the next run: tuning looks at decoding alone."""
+    made = []
+
+    def preparing(target, draft, prompt, *, width: int = 1, sample=greedy, log=None):
+        def make(lm, seconds):
+            made.append(seconds)
+            clock[0] += seconds
+            lm.forward([5], counts=False)
+            lm.truncate(lm.length)
+        target.once("before the first token", lambda: make(target, 100))
+        draft.start(prompt[:-1])
+        for i, chunk in enumerate(autoregressive(target, prompt)):
+            if i == 2:
+                draft.once("before the third", lambda: make(draft, 50.5))
+            yield chunk
+    special = {"method": preparing, "report": nothing, "ranges": {"width": (1, 2)}}
+    argv = ["--prompt", SHORT, "--prompt", PROMPT, "--max-new-tokens", "3"]
+    assert run(*argv, "--compare", **special) == 0
+    *_, figures, _, ar, end = capsys.readouterr().err.splitlines()
+    assert figures == ("preparing: 6 tokens in 34.00 s (0.2 tokens/s), 6 target calls (1.00 tokens "
+                       "per call); of the time target 94%, draft 6%; set-up 155.5 s")
+    assert ar == ("autoregressive: 6 tokens in 32.00 s (0.2 tokens/s), 6 target calls (1.00 tokens "
+                  "per call); of the time target 100%")
+    assert end == "speed-up 0.94x; output equals autoregressive output" and made == [100, 50.5]
+    assert run(*argv, "--tune", **special) == 0
+    out = capsys.readouterr().out
+    assert out == "--width 1: 0.2 tokens/s\n--width 2: 0.2 tokens/s\nfastest: --width 1\n"
+    assert made == [100, 50.5] * 8  # and 7 times: once to warm up, 3 times each
+
+
+@pytest.mark.parametrize("name, reads, argv", [
+    ("bita", "load_tuning", "--tree chain"), ("survey.medusa", "load_heads", "--nodes 3"),
+    ("survey.eagle", "load_draft", "--nodes 3"), ("survey.rest", "load_datastore", "--nodes 3"),
+    ("survey.sequoia", "load_rates", "--nodes 3 --depth 2")])
+def test_a_trained_file_is_read_once_for_all_prompts(capsys, monkeypatch, name, reads, argv):
+    module, read = importlib.import_module(name), []
+    load_file = getattr(module, reads)
+    monkeypatch.setattr(module, reads, lambda *x: read.append(x) or load_file(*x))
+    texts = ["--prompt", SHORT, "--prompt", PROMPT, "--max-new-tokens", "2"]
+    assert script(name, *texts, *argv.split()) == 0 and len(read) == 1
+    assert re.search(r" \d+%; set-up \d+\.\d s$", capsys.readouterr().err, re.M)
+
+
+def test_without_set_up_there_is_no_figure_of_it(capsys):
+    assert run("--prompt", SHORT, "--max-new-tokens", "2", "--compare") == 0
+    assert "set-up" not in capsys.readouterr().err
 
 
 def test_the_report_comes_last_and_its_own_calls_do_not_count(capsys):
@@ -348,8 +406,8 @@ def test_compare_reports_the_first_difference(capsys, dtype, status):
     capsys.readouterr()
     assert run(*argv, "--max-new-tokens", "8", method=other_from(3), report=nothing) == status
     err = capsys.readouterr().err
-    model, tokenizer = loaded(str(ROOT / "models/target"), None, dtype, False)
-    lm, prompt = CachedLM(model, 400), encode(tokenizer, PROMPT)
+    model, tokenizer = loaded(str(ROOT / "models/target"), None, dtype)
+    lm, prompt = CachedLM(model), encode(tokenizer, PROMPT)
     text = prompt + tokens_of(autoregressive(lm, prompt), 2)
     lm.start(text[:-1])
     first, second = lm.forward(text[-1:])[0].sort(descending=True).values[:2].tolist()
@@ -369,7 +427,7 @@ def test_compare_looks_at_every_prompt_and_at_the_end(capsys):
     assert run(*argv, method=second, report=nothing) == 1
     assert "differs at token 2" in capsys.readouterr().err
     model, _ = loaded(str(ROOT / "models/target"))
-    ar = Run(autoregressive, {"target": CachedLM(model, 9)}, {}, {})
+    ar = Run(autoregressive, {"target": CachedLM(model)}, {}, {})
     ours = Run(same, ar.models, {}, {})
     ours.prompts, ar.outputs = [[5, 6], [5, 6]], [[7, 8], [7, 8, 9]]
     for outputs, said in ([[7, 8], [7, 8, 9]], ""), ([[7, 8], [7, 8]], "differs at token 3"), (
@@ -408,7 +466,7 @@ def test_the_end_of_the_context(capsys, tmp_path):
     assert f"shorter than the context of {context} tokens" in wrong_line(capsys, status)
 
 
-def test_no_more_is_allocated_than_the_context(capsys):
+def test_a_limit_beyond_the_context_allocates_nothing(capsys):
     lms = []
 
     def stingy(target, prompt, *, sample=None, log=None):
@@ -418,9 +476,8 @@ def test_no_more_is_allocated_than_the_context(capsys):
     assert run("--prompt", SHORT, "--max-new-tokens", "9" * 20, method=stingy, report=nothing) == 0
     assert "stingy: 6 tokens" in capsys.readouterr().err
     [lm] = lms
-    assert lm.capacity == lm.context == 2048 and 2048 < lm.cache.slots < 2048 + 200
-    assert run("--prompt", SHORT, "--max-new-tokens", "7", method=stingy, report=nothing) == 0
-    assert lms[1].capacity == len(encode(loaded(str(ROOT / "models/target"))[1], SHORT)) + 7
+    slots = {buffer.shape[2] for pair in lm.cache.layers.values() for buffer in pair}
+    assert lm.context == 2048 and lm.length <= min(slots) and max(slots) <= 2 * lm.length + 1
 
 
 OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB"),
@@ -476,6 +533,9 @@ def test_methods_and_their_options(capsys):
         """width: a number"""
         given.append((width, name, share, local, file))
         yield from autoregressive(target, prompt)
+
+    def tunable(target, prompt, *, beta: int = 1, sample=None, log=None):
+        """beta: a number"""
     argv = ["--prompt", SHORT, "--max-new-tokens", "2", "--method", "other"]
     methods = [speculative, other]
     assert main(methods, nothing, [*argv, "--width", "4"]) == 0
@@ -487,6 +547,9 @@ def test_methods_and_their_options(capsys):
     capsys.readouterr()
     err = wrong_line(capsys, main(methods, nothing, [*argv, "--gamma", "4"]))
     assert err.endswith("expected options of other, got gamma\n")
+    err = wrong_line(capsys, main([speculative, tunable, other], nothing, [
+        *argv, "--width", "4", "--gamma", "4", "--beta", "2"]))
+    assert err.endswith("expected options of other, got beta, gamma\n")
     for argv in (["--help"], ["--method", "other", "-h"]):
         assert main(methods, nothing, argv) == 0
         out = capsys.readouterr().out
@@ -564,7 +627,7 @@ WRONG = [
     (["--gamma", "0"], ("gamma of 1 or more, got 0",)),
     (["--gamma", "-3"], ("gamma of 1 or more, got -3",)),
     (["--gamma", "many"], ("argument --gamma: invalid int value: 'many'",)),
-    (["--gamma", "1" + 12 * "0"], ("memory",)),
+    (["--gamma", "1" + 12 * "0"], ("gamma of at most the context of 2048 tokens, got 1000000",)),
     (["--temperature", "-0.1"], (SAMPLER, "got -0.1")),
     (["--temperature", "1e-9"], (SAMPLER, "got 1e-09")),
     (["--temperature", "nan"], (SAMPLER, "got nan")),
@@ -611,7 +674,7 @@ WRONG_OPTIONS = [
     ("speculative", "--draft a --draft b", "expected one draft for speculative, got 2"),
     ("speculative", "--method spectr --draft a --draft b", "expected one draft for spectr, got 2"),
     ("speculative", "--method specdec --draft a --draft a", "one draft for specdec, got 2"),
-    ("jacobi", "--draft a --draft b --draft c", "expected one draft for jacobi, got 3"),
+    ("jacobi", "--draft a --draft b --draft c", "expected no draft for jacobi, got 'a'"),
     ("ouroboros", "--draft a --draft b", "expected one draft for ouroboros, got 2"),
     ("jacobi", "--n 1", "n of 2 or more, got 1"),
     ("jacobi", "--W 4", "expected options of jacobi, got W"),
@@ -659,6 +722,47 @@ WRONG_OPTIONS = [
 def test_wrong_options_of_each_file(name, argv, said, capsys):
     """All before anything is printed, the three example prompts included."""
     assert said in wrong_line(capsys, script(name, *argv.split()))
+
+
+DRAFTLESS = [(name, method) for name, method in METHODS if "draft" not in
+             inspect.signature(getattr(importlib.import_module(name), method)).parameters]
+
+
+@pytest.mark.parametrize("name, method", DRAFTLESS)
+def test_a_draft_for_a_method_that_takes_none(name, method, capsys, monkeypatch):
+    """Also one that there is; before any model is loaded."""
+    monkeypatch.setattr(cli, "load", None)
+    for draft in "no/such/model", str(ROOT / "models/draft"):
+        err = wrong_line(capsys, script(name, "--method", method, "--draft", draft))
+        assert err == f"{name}.py: expected no draft for {method}, got {draft!r}\n"
+
+
+def test_a_hub_that_cannot_be_reached(capsys, monkeypatch):
+    """It is asked before anything is loaded, but not for what is a directory or cached."""
+    asked, loads = [], []
+
+    def away(url, timeout):
+        asked.append((url, timeout < 30))
+        raise OSError("no route\nto host")
+
+    def load_none(path, device, dtype):
+        loads.append((path, device, dtype))
+        raise cli.InputError("loaded")
+    monkeypatch.setattr(cli, "load", load_none)
+    monkeypatch.setattr(cli, "get_session", lambda: SimpleNamespace(head=away))
+    argv = ["--prompt", SHORT, "--device", "cpu", "--dtype", "bfloat16", "--target"]
+    err = wrong_line(capsys, run(*argv, "nope/model"))
+    assert "directory or hub id that can be reached, got 'nope/model': no route to host\n" in err
+    assert asked == [(cli.constants.ENDPOINT, True)] and loads == []
+    assert "loaded" in wrong_line(capsys, run(*argv, str(ROOT / "models/target")))
+    monkeypatch.setattr(cli, "try_to_load_from_cache", lambda path, file: f"/hub/{path}/{file}")
+    assert "loaded" in wrong_line(capsys, run(*argv, "nope/model")) and len(asked) == 1
+    monkeypatch.setattr(cli, "try_to_load_from_cache", lambda path, file: None)
+    there = SimpleNamespace(head=lambda url, timeout: None)
+    monkeypatch.setattr(cli, "get_session", lambda: there)
+    assert "loaded" in wrong_line(capsys, run(*argv, "nope/other"))
+    assert loads == [(path, "cpu", "bfloat16")
+                     for path in (str(ROOT / "models/target"), "nope/model", "nope/other")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -860,11 +964,12 @@ def test_tune_with_options_that_refuse_some_values(quick, capsys, name, argv):
 # ----------------------------------------------------------------------------- commands
 
 def test_commands(capsys, tmp_path):
-    """Functions (model, tokenizer, prompts, **options): their options alone are theirs."""
+    """Functions (model, tokenizer, **options): their options alone are theirs, and the prompts
+    where they take them."""
     given = []
 
-    def learn(model, tokenizer, prompts, *, out: Path, work: Path = None, name: str = "x",
-              rate: float = 0.5, local: bool = False, gamma: int = 3, other=None):
+    def learn(model, tokenizer, *, out: Path, work: Path = None, name: str = "x",
+              rate: float = 0.5, local: bool = False, gamma: int = 3, other=None, prompts):
         """out: what to make"""
         given.append((model, prompts, out, work, name, rate, local, gamma))
 
@@ -879,8 +984,8 @@ def test_commands(capsys, tmp_path):
     assert command("learn", "--out", "a/b", "--prompts", str(file)) == 0
     more = "--work w --name 5 --rate 2 --local --gamma -4 --dtype bfloat16".split()
     assert command("learn", "--out", "a/b", *more) == 0
-    model, tokenizer = loaded(str(ROOT / "models/target"), None, "float32", False)
-    half, _ = loaded(str(ROOT / "models/target"), None, "bfloat16", False)
+    model, tokenizer = loaded(str(ROOT / "models/target"), None, "float32")
+    half, _ = loaded(str(ROOT / "models/target"), None, "bfloat16")
     prompts = [[encode(tokenizer, text) for text in texts] for texts in ([SHORT, PROMPT], PROMPTS)]
     assert given == [(model, prompts[0], Path("a/b"), None, "x", 0.5, False, 3),
                      (half, prompts[1], Path("a/b"), Path("w"), "5", 2.0, True, -4)]
@@ -987,7 +1092,8 @@ def test_scripts_in_a_folder_with_an_odd_name(tmp_path):
     methods'; `python speculative.py` alone decodes the examples."""
     top = tmp_path / "100% %s %(prog)s {x}"
     (top / "models").mkdir(parents=True)
-    for name in ("cli.py", "common.py", "speculative.py", "bita.py", "models/tasks.py",
+    (top / "cli").mkdir()
+    for name in ("cli/__init__.py", "common.py", "speculative.py", "bita.py", "models/tasks.py",
                  "models/examples.jsonl"):
         shutil.copy(ROOT / name, top / name)
     for name in ("target", "draft"):
@@ -1044,17 +1150,22 @@ def test_each_prompt_has_its_own_room_in_the_context(capsys, embedded):
     assert f"said: {room} tokens" in capsys.readouterr().err
 
 
-def test_what_a_method_is_given(capsys, embedded):
-    """The tokenizer's size, for embeddings are often padded beyond it; --graphs."""
-    seen = []
+def test_what_a_method_is_given(capsys, embedded, monkeypatch):
+    """The tokenizer's size, for embeddings are often padded beyond it; with --graphs models that
+    run so and have been checked so."""
+    seen, checked = [], []
+    monkeypatch.setattr(cli, "prepare", lambda model, run_as: checked.append((model, run_as)))
 
-    def spying(target, prompt, *, sample=None, log=None):
-        seen.append((target.vocab, target.graphs))
+    def spying(target, draft, prompt, *, sample=None, log=None):
+        seen.extend((lm.model, lm.vocab, type(lm)) for lm in (target, draft))
         yield from saying([[7]])(target, prompt)
-    for more in ([], ["--graphs"]):
-        assert run("--prompt", SHORT, "--max-new-tokens", "1", *more, method=spying,
-                   report=nothing) == 0
-    assert seen == [(len(embedded[2]), False), (len(embedded[2]), True)]
+    argv = ["--prompt", SHORT, "--max-new-tokens", "1"]
+    assert run(*argv, method=spying, report=nothing) == 0 and checked == []
+    assert run(*argv, "--graphs", method=spying, report=nothing) == 0
+    models = [loaded(str(ROOT / "models" / name), None, None)[0] for name in ("target", "draft")]
+    assert checked == [(model, GraphedLM) for model in models]
+    assert seen == [(model, len(embedded[2]), run_as) for run_as in (CachedLM, GraphedLM)
+                    for model in models]
 
 
 def test_a_prompt_that_fills_the_context_is_refused(capsys, monkeypatch, embedded):

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import runpy
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from cllm import (Pair, augmented, cllm, collect, divergence, drawn, fit, losses
 from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
 from conftest import (CONTEXT, ROOT, ScriptedLM, chi_square_ok, interrupting, main, markov, path_to,
                       said_in_one_line, tiny, tokens_of)
+from models.training import digest
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]
 KINDS = module.DIVERGENCES
@@ -44,10 +44,10 @@ def collected(model, n=6, limit=20, eos=frozenset(), numbers=(0, 1, 2, 3), **opt
 
 def test_greedy_equals_autoregressive(family):
     """Up to the end of the context; in two families also other blocks, and cut by an EOS."""
-    model, target = tiny(family), CachedLM(tiny(family), CONTEXT)
+    model, target = tiny(family), CachedLM(tiny(family))
     cases = [(PROMPTS[2], 149, 16), ([5, 9, 3, 14, 7], 120, 8), ([7], 40, 2)]
     for prompt, limit, n in cases if family in ("llama", "gemma3") else cases[:1]:
-        expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), prompt), limit)
+        expected = tokens_of(autoregressive(CachedLM(model), prompt), limit)
         assert tokens_of(cllm(target, prompt, n=n), limit) == expected
         if family in ("llama", "gemma3"):
             eos = expected[limit // 2]
@@ -72,7 +72,7 @@ def test_guesses_are_seeded_by_the_sampler():
     model, first = tiny("llama"), []
     for seed in (0, 0, 1):
         log = []
-        method = cllm(CachedLM(model, CONTEXT), PROMPTS[2], sample=Sampler(0, seed=seed), log=log)
+        method = cllm(CachedLM(model), PROMPTS[2], sample=Sampler(0, seed=seed), log=log)
         tokens_of(method, 5)
         first.append(log[0]["states"][0])
     assert first[0] == first[1] != first[2]
@@ -118,14 +118,14 @@ def test_blocks_with_an_eos_are_not_profiled():
 def test_trajectories_follow_the_iteration_to_the_autoregressive_output(family):
     """Every state is the model's choice after the one before (Eq. 3) and has more final tokens, y*
     is what AR gives."""
-    model, lm = tiny(family), CachedLM(tiny(family), CONTEXT)
+    model, lm = tiny(family), CachedLM(tiny(family))
     for prompt, paths in zip(PROMPTS, collected(model)):
         expected, context = tokens_of(autoregressive(lm, prompt), 23), prompt[:-1]
         assert [token for *_, y_star in paths for token in y_star] == [prompt[-1], *expected]
         assert len(paths) == 4  # 20 tokens take 4 blocks of 6
         for path in paths:
             for before, after in itertools.pairwise(path):
-                lm.start(context, width=6)
+                lm.start(context)
                 assert lm.forward(before[:-1]).argmax(-1).tolist() == after[1:]
             final = [module.right_until(y, path[-1]) for y in path]
             assert final == sorted(set(final)) and final[-1] == 6
@@ -145,7 +145,7 @@ def test_answers_end_with_the_first_eos():
     """Wherever in a block it stands, as its root too, and whatever other prompts do; states end
     where y* does."""
     model = tiny("llama")
-    lm = CachedLM(model, CONTEXT)
+    lm = CachedLM(model)
     expected = [tokens_of(autoregressive(lm, prompt), 23) for prompt in PROMPTS]
     for where in (0, 3, 5, 11, 19):  # with the prompt's token 5 is the root of the second block
         eos = expected[2][where]
@@ -213,11 +213,11 @@ def test_a_little_less_repetition_stays(tokens, text):
 def test_collected_rows(tmp_path):
     """By hand: the answer is AR's, and every block stands where its root does."""
     model, out = tiny("llama"), tmp_path / "folder" / "o.jsonl"
-    lm, free = CachedLM(model, CONTEXT), collected(model, limit=20, eos={1})
+    lm, free = CachedLM(model), collected(model, limit=20, eos={1})
     collect(model, Wordless(), PROMPTS, out=out, n=6, max_new_tokens=20, augment=0)
     settings, rows = read_trajectories(out)
-    assert settings == {"model": module.digest(model), "n": 6, "max_new_tokens": 20, "augment": 0,
-                        "seed": 0}
+    assert settings == {"model": digest(model.state_dict()), "n": 6, "max_new_tokens": 20,
+                        "augment": 0, "seed": 0}
     assert sorted(row["number"] for row in rows) == [0, 1, 2, 3]
     for row in rows:
         assert row["prompt"] == PROMPTS[row["number"]]
@@ -417,23 +417,20 @@ def test_states_are_drawn_evenly_and_never_the_fixed_point():
 def test_training_raises_the_tokens_per_call():
     """A tiny model learns its own few trajectories."""
     model = tiny("llama")
-    rows, said = rows_of(model), []
-    curve = fit(model, rows, rows, {3}, 6, steps=120, batch=4, lr=3e-3, w=1.0, say=said.append)
-    assert [point[0] for point in curve] == list(range(0, 121, 12)) and len(said) == 11
-    (_, *first), (_, *last) = curve[0], curve[-1]
-    assert last[0] < 0.2 * first[0] and last[1] < first[1] and last[2] > 1.3 * first[2]
+    rows = rows_of(model)
+    curve = fit(model, rows, rows, {3}, 6, steps=120, batch=4, lr=3e-3, w=1.0)
+    assert list(curve) == list(range(0, 121, 12))
+    first, last = curve[0], curve[120]
+    assert last["consistency"] < 0.2 * first["consistency"] and last["ar"] < first["ar"]
+    assert last["per_call"] > 1.3 * first["per_call"]
+    assert last["per_call"] == module.tokens_per_call(model, rows, {3}, 6)
 
 
 class Plain(torch.optim.SGD):
     """In AdamW's place: a step as long as its gradient, so that the gradient's scale counts."""
-    rates = []
 
     def __init__(self, parameters, lr, **_):
         super().__init__(parameters, lr)
-
-    def step(self):
-        self.rates.append(self.param_groups[0]["lr"])
-        super().step()
 
 
 def softened():
@@ -446,13 +443,14 @@ def softened():
 
 
 @pytest.mark.parametrize("optimizer, clipped, options", [
-    (torch.optim.AdamW, True, {}), (torch.optim.AdamW, False, {}), (Plain, True, {}),
-    (Plain, False, {}), (Plain, True, dict(w=0.5)), (Plain, True, dict(w=0.0, local=True)),
-    (Plain, True, dict(divergence="reverse-kl", w=0.1, states=1)), (Plain, False, dict(batch=1)),
-    (Plain, True, dict(divergence="jsd", w=0.5)), (Plain, False, dict(accumulate=1))])
-def test_two_steps_by_hand(optimizer, clipped, options, monkeypatch):
+    (torch.optim.AdamW, True, {}), (Plain, True, {}), (Plain, False, {}),
+    (Plain, True, dict(w=0.5)), (Plain, True, dict(w=0.0, local=True)),
+    (Plain, True, dict(divergence="reverse-kl", w=0.1, states=1)),
+    (Plain, False, dict(batch=1, w=5.0)), (Plain, True, dict(divergence="jsd", w=0.5)),
+    (Plain, False, dict(accumulate=1))])
+def test_three_steps_by_hand(optimizer, clipped, options, monkeypatch):
     """Eq. 7, the mean of the accumulated batches, each of some rows and some states of theirs; a
-    gradient longer than 1 is cut to 1, a shorter one left alone; the second rate is the half."""
+    gradient longer than 1 is cut to 1, a shorter one left alone; the rate falls by thirds."""
     model, plain, start = (tiny("llama") if clipped else softened() for _ in range(3))
     rows, held_out, draws, decoded = ROWS[1:], ROWS[:1], [], []
     options = dict(batch=2, states=3, accumulate=2, w=10.0, divergence="forward-kl",
@@ -470,12 +468,12 @@ def test_two_steps_by_hand(optimizer, clipped, options, monkeypatch):
     monkeypatch.setattr(module, "tokens_per_call",
                         lambda model, some, *_: decoded.append(some) or 1)
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)
-    fit(model, rows, held_out, {3}, 6, steps=2, lr=lr, **options, say=lambda _: None)
-    assert len(draws) == 2 * options["accumulate"] and decoded == [held_out] * 3
+    fit(model, rows, held_out, {3}, 6, steps=3, lr=lr, **options)
+    assert len(draws) == 3 * options["accumulate"] and decoded == [held_out] * 4
     assert all(len(some) == options["batch"] for some, _ in draws)
 
     steps = optimizer(plain.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    for factor in (1, 0.5):
+    for factor in (1, 2 / 3, 1 / 3):
         for _ in range(options["accumulate"]):
             with torch.autocast("cpu", torch.bfloat16):
                 consistency, ar = losses(plain, *draws.pop(0), options["divergence"])
@@ -492,31 +490,20 @@ def test_two_steps_by_hand(optimizer, clipped, options, monkeypatch):
     assert 0 < moved and apart < 1e-4 * moved  # squares: bfloat16 rounds a little differently
 
 
-def test_the_rate_rises_for_a_twentieth_of_the_steps_and_falls_to_0(monkeypatch):
-    model, Plain.rates = tiny("llama"), []
-
-    def nothing(*_):
-        return (model.lm_head.weight * 0).sum(), torch.tensor(0.0)
-    monkeypatch.setattr(torch.optim, "AdamW", Plain)
-    monkeypatch.setattr(module, "losses", nothing)
-    monkeypatch.setattr(module, "tokens_per_call", lambda *_: 1)
-    fit(model, ROWS, ROWS, {3}, 6, steps=40, batch=1, lr=0.8, w=1.0, say=lambda _: None)
-    assert Plain.rates == pytest.approx([0.4, *(0.8 * (1 - s / 40) for s in range(1, 40))])
-
-
 # ------------------------------------------------------------------ what is kept, and for whom
 
-FIT = dict(steps=4, batch=2, states=2, accumulate=2, lr=1e-3, w=10.0, say=lambda _: None)
+FIT = dict(steps=4, batch=2, states=2, accumulate=2, lr=1e-3, w=10.0)
 
 
-def fitted(work=None, model=0, rows=ROWS[1:], n=6, **options):
+def fitted(work=None, model=0, rows=ROWS[1:], held_out=ROWS[:1], eos=frozenset({3}), n=6,
+           **options):
     """(weights, curve) of a training."""
     model = tiny("llama", seed=model)
-    curve = fit(model, rows, ROWS[:1], {3}, n, work=work, **FIT | options)
+    curve = fit(model, rows, held_out, {*eos}, n, work=work, **FIT | options)
     return torch.nn.utils.parameters_to_vector(model.parameters()), curve
 
 
-whole = functools.cache(fitted)
+unchanged = functools.cache(lambda: fitted(steps=2))
 
 
 def equal(a, b) -> bool:
@@ -524,80 +511,43 @@ def equal(a, b) -> bool:
 
 
 @pytest.mark.parametrize("change", [
-    dict(model=1), dict(rows=ROWS[:0:-1]), dict(n=5), dict(steps=3), dict(batch=1), dict(states=1),
-    dict(accumulate=1), dict(lr=2e-3), dict(w=3.0), dict(divergence="jsd"), dict(local=True),
+    dict(model=1), dict(rows=ROWS[:0:-1]), dict(held_out=ROWS[1:]), dict(eos=ROWS[0]["answer"][:3]),
+    dict(n=3), dict(batch=1), dict(states=1), dict(w=3.0), dict(divergence="jsd"), dict(local=True),
     dict(seed=1)], ids=lambda change: next(iter(change)))
-def test_another_training_in_the_same_folder_starts_over(change, worked):
+def test_another_training_in_the_same_folder_starts_over(change, worked, monkeypatch):
     """And the same one is only loaded."""
-    options, said = {"steps": 2} | change, []
+    options = {"steps": 2} | change
     alone = fitted(**options)
+    assert equal(fitted(worked, **options), alone) and not equal(alone, unchanged())
+    monkeypatch.setattr(module, "losses", None)
     assert equal(fitted(worked, **options), alone)
-    assert equal(fitted(worked, **options, say=said.append), alone) and not said
 
 
 @contextlib.contextmanager
-def interrupted(place):
-    """Ctrl-C in the third step: in its second pass, before its update, or once it is reported."""
+def interrupted():
+    """Ctrl-C in the third step, before its update."""
     with pytest.MonkeyPatch.context() as patch:
-        if place == "pass":  # 2 a step, 4 a report, of which there is one at the start
-            patch.setattr(module, "losses", interrupting(losses, 4 + 6 + 6 + 2))
-        if place == "update":
-            clip = torch.nn.utils.clip_grad_norm_
-            patch.setattr(torch.nn.utils, "clip_grad_norm_", interrupting(clip, 3))
-        yield dict(say=interrupting(lambda _: None, 4)) if place == "report" else {}
-
-
-@pytest.mark.parametrize("place, done", [("pass", 2), ("update", 2), ("report", 3)])
-def test_an_interrupted_training_goes_on_where_it_was(place, done, tmp_path):
-    """And ends where a whole run does, with the same curve."""
-    with interrupted(place) as options, pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, **options)
-    [file], said = tmp_path.iterdir(), []
-    assert torch.load(file)["done"] == done
-    assert equal(fitted(tmp_path, say=said.append), whole())
-    assert [text.split(":")[0] for text in said] == [f"step {n}" for n in range(done + 1, 5)]
-
-
-@pytest.mark.parametrize("place", ["update", "evaluation"])
-def test_interrupted_where_the_work_is_not_whole(place, tmp_path, monkeypatch):
-    """In the middle of an update, which is then made neither by half nor twice, and in the middle
-    of an evaluation, which is then made."""
-    owner, name = (torch.optim.AdamW, "step") if place == "update" else (module, "tokens_per_call")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, name, interrupting(getattr(owner, name), 3, after=True))
-        fitted(tmp_path)
-    assert len(list(tmp_path.iterdir())) == (place == "evaluation")
-    assert equal(fitted(tmp_path), whole())
+        clip = torch.nn.utils.clip_grad_norm_
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", interrupting(clip, 3))
+        yield
 
 
 def test_recomputed_activations_are_the_same():
-    """Each layer runs once more for a step, in the backward pass, and not where it is evaluated."""
-    models, calls = [tiny("llama"), tiny("llama")], [0, 0]
+    """Each layer runs once more for a step, in the backward pass, and not where it is evaluated;
+    there alone a model is in the mode of training."""
+    models, calls = [tiny("llama"), tiny("llama")], [[], []]
     models[1].gradient_checkpointing_enable()
     for i, model in enumerate(models):
-        def count(*_, i=i):
-            calls[i] += 1
+        def count(layer, *_, i=i):
+            calls[i].append(layer.training)
         model.model.layers[0].self_attn.register_forward_pre_hook(count)
         fit(model, ROWS, ROWS, {3}, 6, **FIT, recompute=i == 1)
         assert not model.training
-    assert calls[1] == calls[0] + FIT["steps"] * FIT["accumulate"]
+    passes = FIT["steps"] * FIT["accumulate"]
+    assert len(calls[1]) == len(calls[0]) + passes
+    assert sum(calls[0]) == 0 and sum(calls[1]) == 2 * passes
     for a, b in zip(*(model.parameters() for model in models)):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-
-
-def test_a_killed_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
-    """One is written every two minutes: here after every step."""
-    files, (work, copy) = [], (tmp_path / "work", tmp_path / "copy")
-    work.mkdir()
-    copy.mkdir()
-
-    def say(text):
-        if text.startswith("step 3"):
-            files.extend(shutil.copy(file, copy) for file in work.iterdir())
-    with monkeypatch.context() as patch:
-        patch.setattr(module.time, "time", itertools.count(0, 1000).__next__)
-        fitted(work, say=say)
-    assert torch.load(files[0])["done"] == 2 and equal(fitted(copy), whole())
 
 
 # ------------------------------------------------------------------------- the command `train`
@@ -651,8 +601,8 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch):
                    local=True, recompute=True, seed=4)
     rows = [*ROWS, ROWS[0] | {"blocks": []}]  # the last repeats itself
     *parts, given = given_to_fit(monkeypatch, tmp_path, rows, **options, work=tmp_path / "here")
-    given.pop("say")
     assert given == options | {"work": tmp_path / "here"}
+    assert LLAMA.model.layers[0].gradient_checkpointing
     assert sorted(row["number"] for row in parts[0] + parts[1]) == [0, 1, 2, 3]
     given = given_to_fit(monkeypatch, tmp_path, rows)[-1]
     assert given["work"] == tmp_path / "out.work"  # the default
@@ -784,7 +734,7 @@ def test_interrupted_from_the_command_line(small, tmp_path, capfd):
     data, out, whole = (tmp_path / name for name in ("data", "out", "whole"))
     assert command("collect", "--target", small / "llama", "--prompts", small / "good", "--out",
                    data, "--max-new-tokens", "20") == 0
-    with interrupted("update"):
+    with interrupted():
         assert command(*training(out)) == 130
     assert command(*training(out)) == command(*training(whole)) == 0
     for name in ("model.safetensors", "generation_config.json"):
@@ -844,7 +794,7 @@ def test_the_embedded_cllm():
     """Held-out prompts: Jacobi decoding gives its own AR output, in less than half of the calls."""
     import tasks
     model, tokenizer = load(ROOT / "models/cllm", "cpu", "float32")
-    ar, lm, eos, tokens, right = CachedLM(model, 500), CachedLM(model, 500), {1}, 0, 0
+    ar, lm, eos, tokens, right = CachedLM(model), CachedLM(model), {1}, 0, 0
     assert tokenizer.eos_token_id == 1
     for example in (e for task in tasks.TASKS for e in tasks.take(task, "test", 2, seed=40)):
         prompt = tokenizer(example.prompt)["input_ids"]
@@ -893,5 +843,5 @@ def test_held_out_rows_are_measured_as_the_others_are_trained_on(monkeypatch):
 def test_the_settings_of_the_optimizer(tmp_path):
     fitted(tmp_path, steps=1)
     [file] = tmp_path.iterdir()
-    [group] = torch.load(file)["optimizer"]["param_groups"]
+    [[group]] = (state["param_groups"] for state in torch.load(file)["optimizers"])
     assert group["betas"] == (0.9, 0.95) and group["weight_decay"] == 0

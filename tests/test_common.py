@@ -1,4 +1,5 @@
 """Trees, cache, masks, sampling and loading."""
+import argparse
 import collections
 import gc
 import itertools
@@ -12,14 +13,16 @@ from transformers import (AutoModelForCausalLM, BloomConfig, DynamicCache, Falco
 from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
                                                     TopPLogitsWarper)
 
-from common import (WIDTHS, CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
-                    autoregressive, best_tree, capture, context_length, greedy, load, prepare,
-                    row_costs, seconds_of, trie, until, walk, windows_of)
+import cli
+from cli.graphs import GraphedLM
+from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
+                    autoregressive, best_tree, context_length, fastest, greedy, load, prepare,
+                    row_costs, trie, until, walk, windows_of)
 from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, VOCAB, chi_square_ok, path_to,
                       prefill, tiny, tokens_of)
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
-BOTH = pytest.mark.parametrize("graphs", [False, True])
+BOTH = pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])
 
 
 def random_tree(rng, n: int, start: int = 0, deep: float = 0.5) -> list[int]:
@@ -74,21 +77,61 @@ def test_the_best_tree_is_the_best_of_all():
         paths = []
         for chance, parent, depth, rank in tree:
             paths.append(paths[parent] + (rank,) if paths else ())
-            assert len(paths[-1]) == depth + 1 and chance == pytest.approx(chances[paths[-1]])
-    assert best_tree([], 4) == [(1.0, -1, -1, 0)] and len(best_tree([[0.5, 0.1]], 9)) == 3
+            assert len(paths[-1]) == depth and chance == pytest.approx(chances[paths[-1]])
+    assert best_tree([], 4) == [(1.0, -1, 0, 0)] and len(best_tree([[0.5, 0.1]], 9)) == 3
 
 
-def test_costs_are_measured_once_and_counted_nowhere():
-    lm, ran = CachedLM(tiny("llama"), 20), []
-    lm.start([3, 4, 5], width=8)
-    counted, features = (lm.calls, lm.rows, lm.seconds, lm.parents, lm.length), lm.features
+def test_costs_are_measured_and_counted_nowhere(monkeypatch):
+    """No call is cheaper than one of fewer rows: it costs the least of all that have as many."""
+    lm = CachedLM(tiny("llama"))
+    lm.start([3, 4, 5])
+    counted = lm.calls, lm.rows, lm.seconds, lm.prompt_seconds, lm.parents, lm.length
     costs = row_costs(lm, 8)
-    assert list(costs) == [1, 2, 4, 8] and min(costs.values()) > 0
-    assert row_costs(lm, 5) == {n: costs[n] for n in (1, 2, 4)}
-    assert (lm.calls, lm.rows, lm.seconds, lm.parents, lm.length) == counted
-    assert lm.features is features
-    assert seconds_of(lm, "x", lambda: ran.append(1)) == seconds_of(lm, "x", lambda: ran.append(2))
-    assert ran == [1, 1, 1]
+    assert min(costs[1:9]) > 0 and costs[1:9] == sorted(costs[1:9])
+    assert (lm.calls, lm.rows, lm.seconds, lm.prompt_seconds, lm.parents, lm.length) == counted
+    seconds, ran = {1: 5, 2: 7, 4: 6, 8: 3, 16: 8}, []
+
+    def timed(act, number, repeat):
+        before = lm.rows
+        lm.counted = True
+        act()
+        n = ran.pop()
+        assert lm.rows == before
+        return [seconds[n] + 2, seconds[n], seconds[n] + 1]
+    forward = lm.forward
+    monkeypatch.setattr(lm, "forward", lambda ids, **how: ran.append(len(ids)) or forward(
+        ids, **how))
+    monkeypatch.setattr("timeit.repeat", timed)
+    assert row_costs(lm, 9)[1:10] == [3] * 8 + [8] and row_costs(lm, 2)[1:3] == [5, 7]
+    assert row_costs(lm, 4)[1:5] == [5, 6, 6, 6]
+
+
+def test_the_fastest_choice_is_asked_for_again_when_the_context_has_doubled():
+    """The most tokens a second; the time of choosing is set-up."""
+    lm, asked = CachedLM(tiny("llama", max_position_embeddings=2000)), []
+
+    def choices():
+        asked.append(lm.length)
+        yield from [("a", 1.0, 2.0), ("b", 3.0, 4.0), ("c", 5.0, 7.0)]
+    for length in (0, 3, 200, 255, 256, 511, 512, 100, 300, 1100):
+        lm.start([5] * length)
+        assert fastest(lm, "x", choices) == "b"
+    assert asked == [0, 256, 512, 1100]
+    assert fastest(lm, "y", lambda: [("d", 1, 1)]) == "d"
+
+
+def test_what_is_prepared_once_is_set_up(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    lm, other, made = CachedLM(tiny("llama")), CachedLM(tiny("llama")), []
+
+    def make():
+        now[0] += 3
+        made.append(len(made))
+        return made[-1]
+    assert [lm.once("x", make), lm.once("x", make), lm.once("y", make)] == [0, 0, 1]
+    assert (lm.setup_seconds, lm.seconds, other.setup_seconds) == (6, 0, 0)
+    assert other.once("x", make) == 2
 
 
 def test_trie_merges_equal_prefixes():
@@ -107,7 +150,7 @@ def test_walk_follows_what_the_target_chose():
 
 # ------------------------------------------------------------------------- the model's passes
 
-def check_trees(model, graphs: bool) -> CachedLM:
+def check_trees(model, run_as=CachedLM) -> CachedLM:
     """Every node of random trees gives the logits of its path alone, and after each commit and
     truncation the cache holds what a fresh one does.
 
@@ -115,14 +158,14 @@ def check_trees(model, graphs: bool) -> CachedLM:
     by ids or embeddings, chains by default; commits of any path, the empty one included;
     truncations, with or without a commit before. All with one CachedLM: what earlier trials left in
     its buffers must reach nothing."""
-    rng, lm = random.Random(1), CachedLM(model, CONTEXT, graphs=graphs)
+    rng, lm = random.Random(1), run_as(model)
     embed = model.get_input_embeddings()
     for trial in range(6):
         context = [rng.randrange(VOCAB) for _ in range([0, 4, 30][trial % 3])]
         if trial % 2 and context:
-            torch.testing.assert_close(prefill(lm, context, 40), alone(model, context), **CLOSE)
+            torch.testing.assert_close(prefill(lm, context), alone(model, context), **CLOSE)
         else:
-            lm.start(context + [7, 7], width=40)
+            lm.start(context + [7, 7])
             lm.truncate(len(context))
         for _ in range(3):
             ids, parents, rows = [], [], []
@@ -154,7 +197,7 @@ def check_trees(model, graphs: bool) -> CachedLM:
                 context = context[:rng.randint(len(context) // 2, len(context))]
                 lm.truncate(len(context))
             assert lm.length == len(context) and lm.parents == []
-            fresh = CachedLM(model, CONTEXT)
+            fresh = CachedLM(model)
             fresh.start(context)
             for ours, theirs in zip(buffers_of(lm), buffers_of(fresh)):
                 torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length],
@@ -164,18 +207,18 @@ def check_trees(model, graphs: bool) -> CachedLM:
 
 @BOTH
 @pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
-def test_a_tree_equals_its_paths_and_the_cache_a_fresh_one(name, graphs):
-    check_trees(tiny(name), graphs)
+def test_a_tree_equals_its_paths_and_the_cache_a_fresh_one(name, run_as):
+    check_trees(tiny(name), run_as)
 
 
 @BOTH
 @pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
-def test_features_are_what_the_head_reads(name, graphs):
+def test_features_are_what_the_head_reads(name, run_as):
     """For all tokens of a prompt of two parts, and for each node of a tree as on its path alone."""
     model, rng, read = tiny(name), random.Random(2), []
-    lm, context = CachedLM(model, CONTEXT, graphs=graphs), rng.choices(range(VOCAB), k=135)
+    lm, context = run_as(model), rng.choices(range(VOCAB), k=135)
     ids, parents = [4, 2, 0, 3, 1], [-1, 0, 0, 1, 2]
-    lm.start(context, width=5)
+    lm.start(context)
     prompt = lm.features
     lm.forward(ids, parents, keep=1)
     model.get_output_embeddings().register_forward_pre_hook(lambda _, x: read.append(x[0]))
@@ -188,10 +231,10 @@ def test_features_are_what_the_head_reads(name, graphs):
 
 
 @BOTH
-def test_embeddings_stand_in_for_ids(family, graphs):
+def test_embeddings_stand_in_for_ids(family, run_as):
     model = tiny(family)
-    lm = CachedLM(model, capacity=20, graphs=graphs)
-    prefill(lm, [3, 4, 5], width=8)
+    lm = run_as(model)
+    prefill(lm, [3, 4, 5])
     by_ids = lm.forward([6, 7, 8], [-1, 0, 0])
     lm.truncate(3)
     by_embeds = lm.forward(model.get_input_embeddings()(torch.tensor([6, 7, 8])), [-1, 0, 0])
@@ -200,24 +243,25 @@ def test_embeddings_stand_in_for_ids(family, graphs):
 
 @BOTH
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "qwen3", "neox", "gemma3"])
-def test_prefix_rows_are_seen_only_by_the_nodes_that_ask(name, graphs):
+def test_prefix_rows_are_seen_only_by_the_nodes_that_ask(name, run_as):
     model, rng = tiny(name), random.Random(2)
     context, ids, parents = [5, 9, 2, 7], [8, 3, 4, 6], [-1, 0, 0, 1]
     sees = [False, True, False, True]
-    plain = CachedLM(model, capacity=10)
-    plain.start(context, width=8)
+    plain = CachedLM(model)
+    plain.start(context)
     without = plain.forward(ids, parents)
-    donor = CachedLM(model, capacity=10)
+    donor = CachedLM(model)
     donor.start([11, 12, 13])
     rows = [tuple(x[0, :, :3].clone() for x in pair) for pair in donor.cache.layers.values()]
-    lm = CachedLM(model, capacity=10, graphs=graphs)
-    lm.start(context, width=8, prefix=rows)
+    lm = run_as(model)
+    lm.start(context, prefix=rows)
     seen = lm.forward(ids, parents, sees_prefix=sees)
     torch.testing.assert_close(seen[[0, 2]], without[[0, 2]], **CLOSE)
     assert lm.length == 4
-    lm.start(context, width=8, prefix=rows)
+    lm.start(context, prefix=rows)
     embeds = model.get_input_embeddings()(torch.tensor(ids))
-    assert torch.equal(lm.forward(embeds, parents, sees_prefix=sees), seen)
+    by_ids, seen = seen, lm.forward(embeds, parents, sees_prefix=sees)  # in buffers of full size
+    torch.testing.assert_close(seen, by_ids, **CLOSE)
     assert not torch.allclose(seen[[1, 3]], without[[1, 3]], atol=1e-2)
     # node 1 alone: prefix, context and node 0 as one past of transformers' own cache
     past = DynamicCache()
@@ -231,24 +275,24 @@ def test_prefix_rows_are_seen_only_by_the_nodes_that_ask(name, graphs):
     torch.testing.assert_close(seen[1:2], expected, **CLOSE)
     # other rows: not one bit of the nodes and of the context that did not ask changes
     before = [buffer[:, :, 3:7].clone() for buffer in buffers_of(lm)]
-    lm.start(context, width=8, prefix=[(k + rng.random(), v - 1) for k, v in rows])
+    lm.start(context, prefix=[(k + rng.random(), v - 1) for k, v in rows])
     assert all(torch.equal(buffer[:, :, 3:7], old) for buffer, old in zip(buffers_of(lm), before))
     again = lm.forward(ids, parents, sees_prefix=sees)
     assert torch.equal(again[[0, 2]], seen[[0, 2]]) and not torch.equal(again[[1, 3]], seen[[1, 3]])
     # without sees_prefix no node does, and without a prefix all is as before
     torch.testing.assert_close(lm.forward([3], [0]), without[1:2], **CLOSE)
-    lm.start(context, width=8)
+    lm.start(context)
     assert lm.prefix == 0
     torch.testing.assert_close(lm.forward(ids, parents), without, **CLOSE)
 
 
 @BOTH
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_guesses_beyond_the_end_of_the_context(name, graphs):
+def test_guesses_beyond_the_end_of_the_context(name, run_as):
     """They are cut later, but the model must bear them, and those before them are right."""
     model, text = tiny(name), [i * 7 % VOCAB for i in range(CONTEXT + 5)]
-    lm = CachedLM(model, CONTEXT, graphs=graphs)
-    lm.start(text[:CONTEXT - 2], width=8)
+    lm = run_as(model)
+    lm.start(text[:CONTEXT - 2])
     logits = lm.forward(text[CONTEXT - 2:])
     assert logits.shape == (7, VOCAB)
     expected = alone(model, text[:CONTEXT - 1], text[:CONTEXT])
@@ -256,17 +300,18 @@ def test_guesses_beyond_the_end_of_the_context(name, graphs):
 
 
 @BOTH
-def test_long_prompts_are_cached_in_chunks(graphs):
+def test_long_prompts_are_cached_in_chunks(run_as):
     model = tiny("qwen2-window", max_position_embeddings=2000)
     ids = random.Random(3).choices(range(VOCAB), k=1300)
     widths = []
     model.register_forward_pre_hook(
         lambda _, args, options: widths.append(options["input_ids"].shape[1]), with_kwargs=True)
-    lm = CachedLM(model, capacity=1300, graphs=graphs)
+    lm = run_as(model)
     torch.testing.assert_close(prefill(lm, ids), alone(model, ids), **CLOSE)
-    assert widths == [*[128] * 10, 32 if graphs else 19, 1, 1300]  # the last is not ours
+    end = 32 if run_as is GraphedLM else 19
+    assert widths == [*[128] * 10, end, 1, 1300]  # the last is not ours
     assert (lm.length, lm.calls, lm.rows) == (1300, 1, 1)
-    lm.start(ids[:-2], width=3)
+    lm.start(ids[:-2])
     assert (lm.length, lm.calls, lm.rows) == (1298, 1, 1)
     rows = lm.forward([ids[-2], ids[-1], 5], [-1, 0, 0])
     expected = alone(model, ids[:-1], ids, ids[:-1] + [5])
@@ -279,20 +324,20 @@ def test_autoregressive_equals_generate(name):
     model = tiny(name)
     expected = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=CONTEXT - 3,
                               do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
-    assert tokens_of(autoregressive(CachedLM(model, CONTEXT), [3, 4, 5]), CONTEXT - 3) == expected
+    assert tokens_of(autoregressive(CachedLM(model), [3, 4, 5]), CONTEXT - 3) == expected
     assert len(set(expected)) > 3
 
 
 def test_only_the_first_so_many_logits_count():
     model = tiny("llama")
-    lm, cut = CachedLM(model, 20), CachedLM(model, 20, vocab=50)
+    lm, cut = CachedLM(model), CachedLM(model, vocab=50)
     assert torch.equal(prefill(cut, [3, 4, 5]), prefill(lm, [3, 4, 5])[:, :50])
 
 
 def test_the_head_reads_rows_that_lie_together():
     """For a slice of more rows, a CPU in bfloat16 copies the whole LM head."""
     model, seen = tiny("llama"), []
-    lm = CachedLM(model, 10)
+    lm = CachedLM(model)
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, x: seen.append(x[0]))
     for keep in 0, 1, 2:
         lm.start([3, 1, 4])
@@ -307,20 +352,20 @@ def test_eager_attention_too():
     model = tiny("gemma3", attn_implementation="eager")
     assert model.config._attn_implementation == "eager"
     expected = alone(tiny("gemma3"), [*range(60)])
-    torch.testing.assert_close(prefill(CachedLM(model, 60), [*range(60)]), expected, **CLOSE)
+    torch.testing.assert_close(prefill(CachedLM(model), [*range(60)]), expected, **CLOSE)
 
 
 def test_attention_reads_the_buffers_themselves(monkeypatch):
     """Grouped-query attention under a mask gets views of the cache, with a head for each key head:
     no copy for each query head."""
-    lm, seen, functional = CachedLM(tiny("llama"), capacity=20), [], torch.nn.functional
+    lm, seen, functional = CachedLM(tiny("llama")), [], torch.nn.functional
     attention = functional.scaled_dot_product_attention
 
     def spy(query, keys, values, *mask, **options):
         seen.append((keys, values))
         return attention(query, keys, values, *mask, **options)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    prefill(lm, [3, 4, 5], width=4)
+    prefill(lm, [3, 4, 5])
     lm.forward([6, 7, 8, 9], [-1, 0, 0, 1])
     assert len(seen) == 3 * 2  # passes and layers
     for pair, buffers in zip(seen[-2:], lm.cache.layers.values()):
@@ -330,81 +375,102 @@ def test_attention_reads_the_buffers_themselves(monkeypatch):
 # ------------------------------------------------------------------------ buffers and counters
 
 @BOTH
-def test_buffers_are_made_once_and_nothing_else_grows(graphs):
-    """2,000 tokens in 500 calls: the same memory from the first to the last, as many bytes as slots
-    x heads x size say, and as many tensors, lists and whatever else."""
-    lm = CachedLM(tiny("llama", max_position_embeddings=2100), capacity=2000, graphs=graphs)
-    lm.start([3, 4], width=6)
-    places, before = [b.data_ptr() for b in buffers_of(lm)], None
-    for buffer in buffers_of(lm):  # capacity, width, spare slots; key heads, head size, float32
-        assert buffer.untyped_storage().nbytes() == (2000 + 6 + 128) * 2 * 8 * 4
+def test_buffers_double_and_nothing_else_grows(run_as):
+    """2,000 tokens in 500 calls: buffers are renewed a few times, and never have more than twice
+    the slots that were used; tensors, lists and whatever else do not become more."""
+    lm = run_as(tiny("llama", max_position_embeddings=2100))
+    lm.start([3, 4])
+    sizes, before = [], None
     while lm.length < 1998:
         lm.forward([5, 6, 7, 8, 9, 10], [-1, 0, 0, 2, 3, 1])
+        used = lm.length + 6
+        for buffer in buffers_of(lm):  # of the first slot on; key heads, head size, float32
+            assert buffer.untyped_storage().nbytes() == buffer.shape[2] * 2 * 8 * 4
+        sizes.append(buffers_of(lm)[0].shape[2])
+        assert used <= sizes[-1] <= (2 * used if run_as is CachedLM else 3 * used + 300)
         lm.commit([0, 2, 3, 4])
-        before = before or collections.Counter(map(type, gc.get_objects()))
+        if lm.length == 1602:
+            before = collections.Counter(map(type, gc.get_objects()))
     gc.collect()
     grown = collections.Counter(map(type, gc.get_objects())) - before
     assert max(grown.values(), default=0) < 100, grown
-    assert [b.data_ptr() for b in buffers_of(lm)] == places and lm.cache.slots == 2134
-    assert len(lm.captured) == 2 * graphs  # of the prompt and of the tree
+    assert len({*sizes}) < 12 and sizes == sorted(sizes)
 
 
-def test_when_buffers_are_renewed():
-    """Again with the same width or a smaller one, and as many prefix rows: the same ones."""
-    lm = CachedLM(tiny("llama"), capacity=20)
-    rows = [(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8))] * 2
-    slots, places, kept = [], [], []
-    for width, prefix in [(8, ()), (8, ()), (3, ()), (5, rows), (8, ()), (8, rows), (8, rows),
-                          (1, ()), (9, rows)]:
-        lm.start([5, 9, 3], width, prefix)
-        slots.append(lm.cache.slots)
-        kept.append(buffers_of(lm))  # so that no other gets its place
-        places.append([b.data_ptr() for b in kept[-1]])
-        assert all(b.shape[2] == lm.cache.slots for b in buffers_of(lm))
-    spare = WIDTHS[-1]
-    assert slots == [28 + spare] * 5 + [31 + spare] * 3 + [32 + spare]
-    assert places[:5] == [places[0]] * 5 and places[5:8] == [places[5]] * 3
-    assert len({places[0][0], places[5][0], places[8][0]}) == 3
+@BOTH
+def test_what_is_cached_stays_when_buffers_grow(run_as):
+    """Also the pending tree, and the prefix; a longer prompt, and then a short one again."""
+    model, rng = tiny("llama", max_position_embeddings=900), random.Random(0)
+    lm = run_as(model)
+    for length in (3, 130, 700, 20):
+        ids = rng.choices(range(VOCAB), k=length)
+        lm.start(ids, prefix=ROWS)
+        first = lm.forward([7, 8], [-1, -1])
+        second = lm.forward([9] * 140, [0] * 140, keep=1)
+        expected = alone(model, ids + [7], ids + [8], ids + [7, 9])
+        torch.testing.assert_close(torch.cat([first, second]), expected, **CLOSE)
+        lm.commit([1])
+        torch.testing.assert_close(lm.forward([5]), alone(model, ids + [8, 5]), **CLOSE)
+        for keys, values in lm.cache.layers.values():
+            assert torch.equal(keys[0, :, :3], ROWS[0][0]) and torch.equal(values[0, :, :3],
+                                                                           ROWS[0][1])
 
 
-def test_capacity_is_cut_to_the_context():
+def test_a_prompt_longer_than_the_context_is_refused():
     model = tiny("llama")
-    lm = CachedLM(model, capacity=10 ** 12)
-    assert lm.capacity == lm.context == context_length(model) == CONTEXT
-    lm.start([5] * CONTEXT, width=4)
-    assert lm.length == CONTEXT and lm.cache.slots == CONTEXT + 4 + 128
+    lm = CachedLM(model)
+    assert lm.context == context_length(model) == CONTEXT
+    lm.start([5] * CONTEXT)
+    assert lm.length == CONTEXT
     with pytest.raises(InputError, match=f"at most {CONTEXT} tokens, got {CONTEXT + 1}"):
         lm.start([5] * (CONTEXT + 1))
     endless = AutoModelForCausalLM.from_config(REFUSED[0][0])  # BLOOM has no limit
-    assert context_length(endless) > 10 ** 6 and CachedLM(endless, 10 ** 6).capacity == 10 ** 6
+    assert context_length(endless) > 10 ** 6
+
+
+def test_memory_that_is_used_up_leaves_the_cache_as_it_was(monkeypatch):
+    lm, fresh = CachedLM(tiny("llama")), CachedLM(tiny("llama"))
+    for each in (lm, fresh):
+        each.start([3, 4, 5])
+    pad = torch.nn.functional.pad
+
+    def full(x, *how, **more):
+        if x.ndim == 4:
+            raise RuntimeError("can't allocate memory: you tried to allocate 9 GiB")
+        return pad(x, *how, **more)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="allocate memory"):
+        patch.setattr("torch.nn.functional.pad", full)
+        lm.forward([7] * 40)
+    assert torch.equal(lm.forward([6, 7]), fresh.forward([6, 7]))
 
 
 def test_each_layer_has_its_buffers_where_its_keys_are():
     """A model that is spread over devices; batches of prompts; values of another size."""
-    cache = KVCache(10)
+    cache = KVCache()
     for layer, device in enumerate(("cpu", "meta")):
         new = [torch.ones(3, 2, 4, size, device=device) for size in (8, 6)]
         keys, values = cache.update(*new, layer)
-        assert keys.device.type == device and cache.layers[layer][0].shape[2] == 10
+        assert keys.device.type == device == cache.layers[layer][0].device.type
         assert (keys.shape, values.shape) == ((3, 2, 4, 8), (3, 2, 4, 6))
 
 
-def test_the_cache_writes_where_it_is_told():
-    """From `start` on, and all up to there is read; or at the slots `written`, and all is read."""
-    cache, new = KVCache(6), torch.arange(1.0, 4).view(1, 1, 3, 1)
+def test_the_cache_writes_from_its_start_on():
+    """And all up to there is read."""
+    cache, new = KVCache(), torch.arange(1.0, 4).view(1, 1, 3, 1)
+    cache.update(new, -new, 0)
     cache.start = 2
     keys, values = cache.update(new, -new, 0)
-    assert keys.flatten().tolist() == [0, 0, 1, 2, 3] and torch.equal(values, -keys)
+    assert keys.flatten().tolist() == [1, 2, 1, 2, 3] and torch.equal(values, -keys)
     assert cache.get_seq_length() == 2
-    cache.written = torch.tensor([1, 2, 5])
+    cache.start = 1
     keys, _ = cache.update(10 * new, new, 0)
-    assert keys.flatten().tolist() == [0, 10, 20, 2, 3, 30]
+    assert keys.flatten().tolist() == [1, 10, 20, 30]
 
 
 @BOTH
-def test_counters(graphs):
+def test_counters(run_as):
     """A prompt is no call, its time is its own, and what fills a pass up is no row."""
-    lm = CachedLM(tiny("llama"), capacity=40, graphs=graphs)
+    lm = run_as(tiny("llama"))
     lm.start([3, 4, 5])
     assert (lm.calls, lm.rows, lm.seconds) == (0, 0, 0) and lm.prompt_seconds > 0
     prompt_seconds = lm.prompt_seconds
@@ -414,7 +480,7 @@ def test_counters(graphs):
     lm.start([3, 4, 5])
     assert (lm.calls, lm.rows, lm.seconds) == (1, 3, seconds)
     assert lm.prompt_seconds > prompt_seconds
-    lm = CachedLM(lm.model, capacity=40, graphs=graphs)
+    lm = run_as(lm.model)
     tokens_of(autoregressive(lm, [3, 4, 5]), 8)
     assert (lm.calls, lm.rows) == (8, 8) and lm.seconds > 0 and lm.prompt_seconds > 0
 
@@ -422,18 +488,12 @@ def test_counters(graphs):
 # -------------------------------------------------------------------------------------- misuse
 
 @BOTH
-def test_misuse_of_the_cache_is_an_error(graphs):
-    lm = CachedLM(tiny("llama"), capacity=4, graphs=graphs)
-    with pytest.raises(InputError, match="at most 4 tokens, got 5"):
-        lm.start([1] * 5)
-    lm.start([1, 2, 3, 4], width=2)
-    with pytest.raises(ValueError, match="6 rows and 7 are needed"):
-        lm.forward([1, 2, 3])
+def test_misuse_of_the_cache_is_an_error(run_as):
+    lm = run_as(tiny("llama"))
+    lm.start([1, 2, 3, 4])
     with pytest.raises(ValueError, match="2 parents, earlier nodes or -1"):
         lm.forward([1, 2], [-1, 1])
     lm.forward([1, 2], [-1, -1])
-    with pytest.raises(ValueError, match="6 rows and 7 are needed"):
-        lm.forward([3])
     with pytest.raises(ValueError, match="path from the context"):
         lm.commit([0, 1])
     with pytest.raises(ValueError, match="length of 0 to 4"):
@@ -444,7 +504,6 @@ def test_misuse_of_the_cache_is_an_error(graphs):
 
 ROWS = [(torch.ones(2, 3, 8), torch.ones(2, 3, 8))] * 2
 WRONG = {
-    "too many nodes": dict(ids=[4, 5, 6, 7, 8, 9]),
     "no node": dict(ids=[]),
     "a parent too few": dict(ids=[4, 5], parents=[-1]),
     "a parent too many": dict(ids=[4], parents=[-1, 0]),
@@ -460,12 +519,12 @@ WRONG = {
 @BOTH
 @pytest.mark.parametrize("pending", [[], [4, 5]])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_forward_checks_before_it_changes_anything(wrong, pending, graphs):
+def test_forward_checks_before_it_changes_anything(wrong, pending, run_as):
     """After the error the next calls give what they would have given, to the last bit."""
     model = tiny("llama")
-    lm, fresh = (CachedLM(model, capacity=3, graphs=graphs) for _ in range(2))
+    lm, fresh = (run_as(model) for _ in range(2))
     for each in (lm, fresh):
-        each.start([1, 2, 3], width=5, prefix=ROWS)
+        each.start([1, 2, 3], prefix=ROWS)
         if pending:
             each.forward(pending, [-1, -1])
     counters = lm.calls, lm.rows, lm.seconds
@@ -481,11 +540,11 @@ def test_forward_checks_before_it_changes_anything(wrong, pending, graphs):
 
 
 @BOTH
-def test_nothing_is_lost_where_a_model_raises_in_the_middle_of_a_pass(graphs):
+def test_nothing_is_lost_where_a_model_raises_in_the_middle_of_a_pass(run_as):
     model = tiny("llama")
-    lm, fresh = (CachedLM(model, capacity=3, graphs=graphs) for _ in range(2))
+    lm, fresh = (run_as(model) for _ in range(2))
     for each in (lm, fresh):
-        each.start([1, 2, 3], width=4)
+        each.start([1, 2, 3])
         each.forward([7])
 
     def interrupt(*_):
@@ -500,11 +559,11 @@ def test_nothing_is_lost_where_a_model_raises_in_the_middle_of_a_pass(graphs):
 
 def test_a_prompt_too_long_leaves_the_context_as_it_is():
     model = tiny("llama")
-    lm, fresh = CachedLM(model, capacity=3), CachedLM(model, capacity=3)
+    lm, fresh = CachedLM(model), CachedLM(model)
     for each in (lm, fresh):
         each.start([1, 2, 3])
     with pytest.raises(InputError):
-        lm.start([9] * 4)
+        lm.start([9] * (CONTEXT + 1))
     assert torch.equal(lm.forward([4]), fresh.forward([4]))
 
 
@@ -670,20 +729,16 @@ def test_rotary_embeddings_that_change_with_the_length(kind):
         rope["original_max_position_embeddings"] = 64
     model = tiny("llama", rope_parameters=rope)
     length = 64 if kind == "longrope" else CONTEXT
-    lm = CachedLM(model, 10 ** 6)
-    assert context_length(model) == lm.context == lm.capacity == length
+    lm = CachedLM(model)
+    assert context_length(model) == lm.context == length
     ids = torch.tensor([[3, 4, 5]])
     expected = model.generate(ids, max_new_tokens=CONTEXT - 3, do_sample=False, use_cache=False,
                               eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
     found = tokens_of(autoregressive(lm, [3, 4, 5]), length - 3)
     assert found == expected[:length - 3]
-    more = tokens_of(autoregressive(CachedLM(tiny("llama", rope_parameters=rope), CONTEXT),
+    more = tokens_of(autoregressive(CachedLM(tiny("llama", rope_parameters=rope)),
                                     [3, 4, 5]), 10)
     assert more == expected[:10]
-
-
-def test_capture_on_a_cpu_is_the_function_itself():
-    assert capture(len, (torch.ones(3),)) is len
 
 
 SMALL = dict(vocab_size=61, hidden_size=32)
@@ -702,11 +757,11 @@ REFUSED = [
 
 @BOTH
 @pytest.mark.parametrize("config, said", REFUSED, ids=lambda x: getattr(x, "model_type", ""))
-def test_models_that_a_tree_would_get_wrong_are_refused(config, said, graphs):
+def test_models_that_a_tree_would_get_wrong_are_refused(config, said, run_as):
     """In one line, also where the forward pass of the model itself raises."""
     torch.manual_seed(0)
     with pytest.raises(InputError, match=said) as raised:
-        prepare(AutoModelForCausalLM.from_config(config), graphs)
+        prepare(AutoModelForCausalLM.from_config(config), run_as)
     assert str(raised.value).startswith("expected ") and "\n" not in str(raised.value)
 
 
@@ -726,7 +781,7 @@ def test_a_model_that_raises_is_refused_in_one_line(error):
 @pytest.mark.parametrize("ignored, said", [
     ("position_ids", "trees equal their paths"), ("attention_mask", "trees equal their paths"),
     ("past_key_values", "takes positions, a mask and a cache")])
-def test_a_model_that_ignores_what_it_is_given_is_refused(ignored, said, graphs):
+def test_a_model_that_ignores_what_it_is_given_is_refused(ignored, said, run_as):
     """A mask of zeros lets every row look at all others."""
     def ignore(_, args, options):
         given = options.get(ignored)
@@ -735,15 +790,15 @@ def test_a_model_that_ignores_what_it_is_given_is_refused(ignored, said, graphs)
     model = tiny("gpt2")
     model.transformer.register_forward_pre_hook(ignore, with_kwargs=True)
     with pytest.raises(InputError, match=said):
-        prepare(model, graphs)
+        prepare(model, run_as)
 
 
-@pytest.mark.parametrize("dtype, graphs", [("bfloat16", False), ("bfloat16", True),
-                                           ("float16", False)])
-def test_load_in_half_precision(dtype, graphs):
-    model, tokenizer = load(ROOT / "models/target", "cpu", dtype, graphs)
+@pytest.mark.parametrize("dtype, run_as", [("bfloat16", CachedLM), ("bfloat16", GraphedLM),
+                                           ("float16", CachedLM)])
+def test_load_in_half_precision(dtype, run_as):
+    model, tokenizer = load(ROOT / "models/target", "cpu", dtype)
     assert model.dtype == getattr(torch, dtype) and not model.training
-    lm = CachedLM(model, 30, graphs=graphs)
+    lm = run_as(model)
     ids = tokenizer("Mia has 3 apples and 4 pears.")["input_ids"]
     assert prefill(lm, ids).dtype == model.dtype
     assert {b.dtype for b in buffers_of(lm)} == {model.dtype}
@@ -761,22 +816,23 @@ def test_a_hub_that_is_asked_and_cannot_be_reached(monkeypatch):
     def reader(path, **_):
         read.append(path)
         raise OSError("not here")
-    monkeypatch.setattr("common.get_session", Session)
+    asked_of = argparse.Namespace(device=None, dtype=None)
+    monkeypatch.setattr(cli, "get_session", Session)
     monkeypatch.setattr("common.AutoTokenizer.from_pretrained", reader)
     with pytest.raises(InputError, match="got 'nope/model': no network$"):
-        load("nope/model")
+        cli.loaded("nope/model", asked_of)
     assert len(asked) == 1 and asked[0][0].startswith("https://") and asked[0][1] < 10 and not read
-    monkeypatch.setattr("common.try_to_load_from_cache", lambda path, name: "config.json")
-    for path in ("nope/model", ROOT / "tests"):
+    monkeypatch.setattr(cli, "try_to_load_from_cache", lambda path, name: "config.json")
+    for path in ("nope/model", str(ROOT / "tests")):
         with pytest.raises(InputError, match="not here$"):
-            load(path)
-    assert read == ["nope/model", ROOT / "tests"] and len(asked) == 1
+            cli.loaded(path, asked_of)
+    assert read == ["nope/model", str(ROOT / "tests")] and len(asked) == 1
 
 
 def test_load_by_default_in_float32_on_a_cpu():
     model, tokenizer = load(ROOT / "models/draft", "cpu")
     assert model.dtype == torch.float32 and model.config._attn_implementation == "grouped"
-    assert len(tokenizer.decode(tokens_of(autoregressive(CachedLM(model, 60), [5, 9, 3]), 9))) > 3
+    assert len(tokenizer.decode(tokens_of(autoregressive(CachedLM(model), [5, 9, 3]), 9))) > 3
 
 
 @pytest.mark.parametrize("path, device, dtype, said", [
@@ -805,7 +861,7 @@ def test_a_broken_checkpoint_is_an_error_of_one_line(tmp_path):
 
 @BOTH
 @pytest.mark.parametrize("node", [3, 4])
-def test_every_leaf_of_the_checked_tree_counts(node, graphs):
+def test_every_leaf_of_the_checked_tree_counts(node, run_as):
     """A model that is wrong about one of them is refused."""
     def shift(_, args, options):
         rows = options.get("position_ids")
@@ -816,7 +872,7 @@ def test_every_leaf_of_the_checked_tree_counts(node, graphs):
     model = tiny("gpt2")
     model.transformer.register_forward_pre_hook(shift, with_kwargs=True)
     with pytest.raises(InputError, match="trees equal their paths"):
-        prepare(model, graphs)
+        prepare(model, run_as)
 
 
 def test_any_integer_is_a_seed():

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import random
 import runpy
 import sys
@@ -14,18 +15,20 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree, encode, walk
-from conftest import (CONTEXT, ROOT, interrupting, main, path_to, prefill, said_in_one_line, tiny,
+from conftest import (ROOT, interrupting, main, path_to, prefill, said_in_one_line, tiny,
                       tokens_of)
+from models import training
 from survey import eagle as module
-from survey.eagle import (DEPTH, RANKS, Draft, acceptance, eagle, eagle_loss, features_of,
-                          fit, levels_of, load_draft, plan, save_draft, train)
+from survey.eagle import (DEPTH, RANKS, Draft, Pairs, acceptance, eagle, eagle_loss, features_of,
+                          feed, fit, levels_of, load_draft, plans, save_draft, train)
 
 PROMPT = [3, 14, 15]
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
 INPUTS = ("shifted", "unshifted", "feature", "token")
 CHAIN = [[1.0]] * 4
-WORDLESS = SimpleNamespace(eos_token_id=None, pad_token_id=None)  # a tokenizer, as far as needed
+WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
 
 
 def random_draft(model, inputs="shifted", accept=ACCEPT, mlp=0) -> Draft:
@@ -63,7 +66,7 @@ def test_greedy_equals_autoregressive(family):
     token of the context, and from a first token without any feature before it."""
     whole = family == "gpt2"
     model = tiny(family, n_positions=30) if whole else tiny(family)
-    target, n = CachedLM(model, 30), 30 - len(PROMPT) if whole else 12
+    target, n = CachedLM(model), 30 - len(PROMPT) if whole else 12
     expected = tokens_of(autoregressive(target, PROMPT), n)
     for inputs, dynamic in zip(INPUTS if whole else INPUTS[:2], (False, True, False, True)):
         log, draft = [], random_draft(model, inputs)
@@ -78,20 +81,19 @@ def test_greedy_equals_autoregressive(family):
 @pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "deepseek-v3", "cohere2"])
 def test_peculiar_families(family):
     model = tiny(family)
-    target, draft = CachedLM(model, CONTEXT), random_draft(model)
+    target, draft = CachedLM(model), random_draft(model)
     expected = tokens_of(autoregressive(target, PROMPT), 8)
     assert tokens_of(eagle(target, PROMPT, nodes=8, trained=draft), 8) == expected
 
 
 def test_static_shapes():
-    """With `graphs` both models run at a few widths: the same trees."""
-    model, seen = tiny("llama", vocab_size=20), []
-    for graphs in (False, True):
-        log, draft = [], random_draft(model)
-        target = CachedLM(model, CONTEXT, graphs=graphs)
+    """The draft runs as the target does: with graphs at a few widths, and makes the same trees."""
+    seen = []
+    for run_as in (CachedLM, GraphedLM):
+        model = tiny("llama", vocab_size=20, run_as=run_as)
+        target, log, draft = run_as(model), [], random_draft(model)
         seen.append((tokens_of(eagle(target, PROMPT, nodes=12, trained=draft, log=log), 16), log))
-        [(_, lm)] = module.DRAFTS[target].values()
-        assert lm.graphs is graphs
+        assert type(target.prepared[draft, "cached"]) is run_as
     assert seen[0] == seen[1]
 
 
@@ -111,7 +113,7 @@ def test_a_perfect_draft_is_accepted_whole():
     """Greedy and sampled from nearly one token: 5 of a chain of 4 and one more. A token that were
     not one ahead of its feature would guess what is known already."""
     model = tiny("mistral", max_position_embeddings=400)
-    target, draft = CachedLM(model, 400), perfect(model)
+    target, draft = CachedLM(model), perfect(model)
     draft.accept, expected = CHAIN, tokens_of(autoregressive(target, LONG), 60)
     for dynamic, sample in ((False, Sampler(0)), (True, Sampler(0)), (False, Sampler(1e-3))):
         log = []
@@ -125,7 +127,7 @@ def test_a_draft_of_few_tokens_guesses_those():
     """A perfect one that knows the answer's tokens, in an order of its own, is accepted whole; one
     that lacks a token is wrong there, and the text is the model's all the same."""
     model = tiny("mistral", max_position_embeddings=400)
-    target, accepted = CachedLM(model, 400), []
+    target, accepted = CachedLM(model), []
     expected = tokens_of(autoregressive(target, LONG), 60)
     known = sorted({*expected}, reverse=True)
     for vocab, dynamic in ((known, False), (known, True), (known[:-1], True)):
@@ -191,7 +193,7 @@ def dynamic(model, draft, text, n) -> list[tuple[list[int], float]]:
 def test_trees_are_those_without_caches(family, inputs, reference, n, monkeypatch):
     """Round by round: a stale row, one of a guess that was kept, or a shifted pair shows here."""
     model, trees, text, log = tiny(family, vocab_size=5), [], [3, 1, 4], []
-    draft, target = random_draft(model, inputs), CachedLM(model, CONTEXT)
+    draft, target = random_draft(model, inputs), CachedLM(model)
     if inputs == "token":
         draft.keep([4, 0, 3])
     forward = target.forward
@@ -216,8 +218,8 @@ def test_sampled_output_has_the_targets_distribution():
     """By enumeration of the draws at all nodes of the second round's tree, which is made after some
     guesses were kept: the chance of each chunk, and with it that of all texts of three tokens."""
     model, V, n, sample = tiny("llama", vocab_size=5), 5, 6, Sampler(1.7)
-    target, draft, law, seen = CachedLM(model, 40), random_draft(model), torch.zeros(5, 5, 5), []
-    after = functools.cache(lambda *text: sample.probs(prefill(CachedLM(model, 40), [*text]))[0])
+    target, draft, law, seen = CachedLM(model), random_draft(model), torch.zeros(5, 5, 5), []
+    after = functools.cache(lambda *text: sample.probs(prefill(CachedLM(model), [*text]))[0])
     forward = target.forward
 
     def spy(ids, parents=None, **options):
@@ -256,8 +258,8 @@ def test_sampled_output_has_the_targets_distribution():
 
 def test_levels_of():
     tree = best_tree([[0.9, 0.5], [0.8, 0.1], [0.5]], 6)
-    assert [(parent, depth) for _, parent, depth, _ in tree] == [
-        (-1, -1), (0, 0), (1, 1), (0, 0), (3, 1), (2, 2)]
+    assert [(node.parent, node.depth) for node in tree] == [
+        (-1, 0), (0, 1), (1, 2), (0, 1), (3, 2), (2, 3)]
     assert levels_of(tree) == [1, 2, 1] and levels_of(tree[:4]) == [1, 1]
     assert levels_of(tree[:1]) == []
 
@@ -266,41 +268,59 @@ def test_the_tree_that_pays(monkeypatch):
     """Against all trees, by hand, at costs that make rows of the target or passes dear."""
     costs, draft = {}, SimpleNamespace(accept=ACCEPT)
     monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[lm])
+
+    def plan():
+        return max(plans(draft, "draft", "target"), key=lambda x: x[1] / x[2])[0]
     cases = [(1, 0, 1, 0), (1, 1, 0, 0), (1, 0.01, 0.2, 0), (1, 0.05, 0.01, 0.02),
              (1, 0.01, 0.01, 0.1), (1, 0, 0.05, 0.05), (1, 0.02, 0, 0.2), (1, 0, 0, 0)]
     for target, target_row, own, own_row in cases:
-        costs["target"] = {n: target + n * target_row for n in (1, 2, 4, 8, 16)}
-        costs["draft"] = {n: own + n * own_row for n in (1, 2, 4, 8, 16)}
+        costs["target"] = [target + n * target_row for n in range(65)]
+        costs["draft"] = [own + n * own_row for n in range(65)]
         speeds = {}
-        for depth, n in itertools.product(range(5), (1, 2, 4, 8, 16)):
+        for depth, n in itertools.product(range(5), range(1, 65)):
             tree = best_tree(ACCEPT[:depth], n)
-            tokens, levels = sum(x[0] for x in tree), levels_of(tree)
-            passes = [1 if tokens <= 1 else 2 if tokens <= 2 else 4, *levels[1:]]
-            seconds = costs["target"][n] + sum(
-                next(cost for width, cost in costs["draft"].items() if width >= rows)
-                for rows in passes if levels)
-            speeds[n, tuple(levels)] = tokens / seconds
-        n, levels = plan(draft, "draft", "target")
-        assert speeds[n, tuple(levels)] >= max(speeds.values()) - 1e-9
-    assert (n, levels) == (16, levels_of(best_tree(ACCEPT, 16)))  # all is free
-    assert plan(SimpleNamespace(accept=[]), "draft", "target") == (1, [])
+            tokens, levels = sum(node.chance for node in tree), levels_of(tree)
+            passes = [math.ceil(tokens), *levels[1:]] if levels else []
+            seconds = costs["target"][len(tree)] + sum(costs["draft"][rows] for rows in passes)
+            speeds[len(tree), tuple(levels)] = tokens / seconds
+        n, levels = plan()
+        assert speeds[n, tuple(levels)] == max(speeds.values())
+    assert (n, levels) == (64, levels_of(best_tree(ACCEPT, 64)))  # all is free
+    draft.accept = []
+    assert plan() == (1, [])
 
 
 def test_costs_are_measured_once_for_all_prompts(monkeypatch):
     """And the draft is loaded once; another target has its own."""
     model = tiny("llama")
-    draft, target = random_draft(model), CachedLM(model, CONTEXT)
-    loads = []
+    draft, target = random_draft(model), CachedLM(model)
+    loads, measured = [], []
     monkeypatch.setattr(module, "load_draft", lambda *given: loads.append(given) or draft)
+    costs = module.row_costs
+    monkeypatch.setattr(module, "row_costs", lambda lm, n: measured.append(n) or costs(lm, n))
     for prompt in (PROMPT, [9, 9, 9, 4]):
         chunks = eagle(target, prompt, adapter="file")
-        expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), prompt), 20)
+        expected = tokens_of(autoregressive(CachedLM(model), prompt), 20)
         assert tokens_of(chunks, 20) == expected
-    assert loads == [("file", model)]
-    [(_, lm)] = module.DRAFTS[target].values()
-    assert set(lm.costs) == set(target.costs) == {1, 2, 4, 8, 16, 32, 64}
-    next(eagle(CachedLM(model, CONTEXT), PROMPT, adapter="file"))
-    assert len(loads) == 2
+    assert loads == [("file", model)] and measured == [64, 64]
+    assert target.setup_seconds > 0
+    next(eagle(CachedLM(model), PROMPT, adapter="file"))
+    assert len(loads) == 2 and len(measured) == 4
+
+
+def test_a_prompt_comes_in_parts():
+    """The pairs of a long prompt, and of many chunks at once: as one pass over all of them."""
+    model = tiny("mistral", max_position_embeddings=400)
+    draft, n = random_draft(model), 300
+    ids = [3 + i * 7 % 50 for i in range(n + 1)]
+    features = torch.randn(n, 32, generator=torch.Generator().manual_seed(0))
+    pairs = Pairs(ids[:-1], features, ids[1:])
+    lm = CachedLM(draft.lm)
+    logits = feed(draft, lm, [Pairs(*(x[:130] for x in pairs)), Pairs(*(x[130:] for x in pairs))])
+    with torch.inference_mode():
+        [expected] = draft.lm(inputs_embeds=draft.rows(pairs)[None], use_cache=False).logits
+    assert lm.length == n and lm.parents == []
+    torch.testing.assert_close(logits, expected[-1:], atol=1e-4, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -341,7 +361,7 @@ def test_noise_on_input_features_alone(monkeypatch):
     """Uniform, at most 0.1."""
     model, seen = tiny("llama"), []
     draft, texts, rows = Draft(model), [*features_of(model, DATA[:1])], Draft.rows
-    monkeypatch.setattr(Draft, "rows", lambda *given: seen.append(given[3]) or rows(*given))
+    monkeypatch.setattr(Draft, "rows", lambda self, x: seen.append(x.features) or rows(self, x))
     eagle_loss(draft, texts, torch.Generator())
     noise = seen[0][0] - texts[0][1][:-2]
     assert 0.095 < noise.max() <= 0.1 and -0.1 <= noise.min() < -0.095 and abs(noise.mean()) < 0.02
@@ -367,7 +387,7 @@ def test_the_loss_by_hand(family, monkeypatch):
 
 
 def test_acceptance_by_hand():
-    """d-α from its definition: true rows up to a place, then d rows of guessed features and true
+    """n-α from its definition: true rows up to a place, then n rows of guessed features and true
     tokens, all computed anew."""
     model, rng = tiny("llama", vocab_size=11), random.Random(0)
     data = [([rng.randrange(11) for _ in range(n)], [rng.randrange(11) for _ in range(m)])
@@ -392,7 +412,7 @@ def test_acceptance_by_hand():
 # ------------------------------------------------------------------ what is kept, and for whom
 
 HELD_OUT = [([50, 51], [52, 53, 54])]
-FIT = dict(steps=5, batch=2, lr=1e-2, seed=0, say=lambda _: None)
+FIT = dict(steps=5, batch=2, lr=1e-2, seed=0)
 
 
 llama = functools.cache(lambda seed: tiny("llama", seed=seed))
@@ -426,7 +446,7 @@ def test_training_lowers_the_loss_and_reaches_nothing_else():
         with torch.no_grad():
             return eagle_loss(draft, texts, torch.Generator()).item()
     start = loss()
-    fit(model, draft, data, data[:1], steps=20, batch=4, lr=1e-2, say=lambda _: None)
+    fit(model, draft, data, data[:1], steps=20, batch=4, lr=1e-2)
     assert loss() < 0.6 * start
     assert all(torch.equal(p, before[name]) and p.grad is None
                for name, p in model.named_parameters())
@@ -461,20 +481,13 @@ def test_the_same_training_is_not_done_again(worked, monkeypatch):
     assert same(fitted(worked, steps=2), expected)
 
 
-@pytest.mark.parametrize("place", ["loss", "clip", "step", "report"])
-def test_an_interrupted_training_goes_on_where_it_was(place, tmp_path, monkeypatch):
-    """Ctrl-C in the third step: before or after its gradients, in the middle of its update, which
-    is then not made by half, or once it is reported; it ends where a whole run does."""
-    owner, name = {"loss": (module, "eagle_loss"), "step": (torch.optim.AdamW, "step"),
-                   "clip": (torch.nn.utils, "clip_grad_value_"), "report": (None, "say")}[place]
-    options = {"say": interrupting(lambda _: None, 3)} if owner is None else {}
+def test_an_interrupted_training_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Ctrl-C in the third step: it ends where a whole run does."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        if owner:
-            stopped = interrupting(getattr(owner, name), 3, after=place == "step")
-            patch.setattr(owner, name, stopped)
-        fitted(tmp_path, **options)
-    [file] = tmp_path.iterdir()  # what was half made was not saved: the second step's is there
-    assert torch.load(file)["done"] == {"report": 3, "step": 2}.get(place, 2)
+        patch.setattr(module, "eagle_loss", interrupting(eagle_loss, 3))
+        fitted(tmp_path)
+    [file] = tmp_path.iterdir()
+    assert torch.load(file)["done"] == 2
     assert same(fitted(tmp_path), whole())
 
 
@@ -529,21 +542,21 @@ def test_a_file_belongs_to_its_model(tmp_path):
         for name, p in draft.own().items():
             assert loaded.own()[name].dtype == later
             torch.testing.assert_close(loaded.own()[name].float(), p, atol=1e-3, rtol=1e-2)
-        assert next(eagle(CachedLM(model, 20), PROMPT, nodes=5, adapter=str(path)))
-        with pytest.raises(InputError, match="of this model, got one of another"):
+        assert next(eagle(CachedLM(model), PROMPT, nodes=5, adapter=str(path)))
+        with pytest.raises(InputError, match="an EAGLE layer for this model, got .* another's"):
             load_draft(str(path), other.to(later))
     for family, options in (("qwen2", {}), ("llama", dict(head_dim=16)), ("gpt2", {}),
                             ("llama", dict(intermediate_size=40))):
         like = tiny(family, **options)  # another layer on the same embeddings
         like.get_input_embeddings().weight.data.copy_(model.get_input_embeddings().weight)
-        with pytest.raises(InputError, match="of this model, got one of another"):
+        with pytest.raises(InputError, match="expected tensors"):
             load_draft(str(path), like)
 
 
 def test_other_files_are_refused(tmp_path):
     (tmp_path / "bad").write_text("x" * 100)
     for bad in ("bad", "none", ROOT / "models/draft/model.safetensors"):
-        with pytest.raises(InputError, match="made by `python -m survey.eagle train`"):
+        with pytest.raises(InputError, match="expected a file of an EAGLE layer, got"):
             load_draft(str(tmp_path / bad), tiny("llama"))
 
 
@@ -563,9 +576,9 @@ def test_bad_options_are_refused(tmp_path):
 
 def test_the_most_frequent_tokens_are_kept(tmp_path, monkeypatch):
     """Of prompts and answers."""
-    monkeypatch.setattr(module, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
     train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4, 9]], out=tmp_path / "o", steps=1, vocab=2,
-          max_new_tokens=9)
+          max_new_tokens=9, work=tmp_path)
     assert load_draft(tmp_path / "o", tiny("llama")).vocab.tolist() == [7, 9]
 
 
@@ -575,7 +588,7 @@ def test_the_embedded_draft_layer(embedded):
     """Held-out prompts: AR's output, and many tokens a call."""
     import tasks
     model, _, tokenizer = embedded
-    target, eos, tokens, calls = CachedLM(model, 500), {tokenizer.eos_token_id}, 0, 0
+    target, eos, tokens, calls = CachedLM(model), {tokenizer.eos_token_id}, 0, 0
     for i, task in enumerate(tasks.TASKS):
         [example] = tasks.take(task, "test", 1, seed=40)
         prompt = encode(tokenizer, example.prompt)
@@ -620,7 +633,7 @@ def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
     assert command(*options, out) == command(*options, whole) == 0
     assert out.read_bytes() == whole.read_bytes()
     text = capfd.readouterr().out
-    assert "step 3: held-out d-α" in text and "parameters; 1 answers of" in text
+    assert "step 3: held-out n-α" in text and "parameters" in text and "1 answers of" in text
     assert command(*target, "--prompts", small / "two", "--adapter", out, "--nodes", "6",
                    "--max-new-tokens", "12", "--compare") == 0
     err = capfd.readouterr().err
@@ -635,7 +648,7 @@ def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
 
 def header(path) -> str:
     with safe_open(path, "pt") as file:
-        return file.metadata()["eagle"]
+        return file.metadata()["part"]
 
 
 def test_the_file_itself_decodes(small, monkeypatch, capfd):
@@ -643,16 +656,17 @@ def test_the_file_itself_decodes(small, monkeypatch, capfd):
                                       str(small / "llama"), "--device", "cpu"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "survey/eagle.py"), run_name="__main__")
-    assert end.value.code == 2 and "of this model, got one of another" in capfd.readouterr().err
+    assert end.value.code == 2
+    assert "a file of an EAGLE layer for this model, got" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("argv, said", [
     (["train"], "the following arguments are required: --out"),
-    (["train", "--out", "o", "--prompts", "one"], "2 answers or more of 2 tokens or more, got 1"),
+    (["train", "--out", "o", "--prompts", "one"], "prompts or more of at most 120 tokens, got 1"),
     (["train", "--out", "o", "--steps", "0"], "expected steps"),
     (["train", "--out", "o", "--inputs", "wide"], "inputs of shifted, unshifted"),
-    (["--prompt", "x", "--adapter", "none"], "made by `python -m survey.eagle train`"),
-    (["--prompt", "x", "--target", "qwen2"], "of this model, got one of another"),
+    (["--prompt", "x", "--adapter", "none"], "expected a file of an EAGLE layer, got 'none'"),
+    (["--prompt", "x", "--target", "qwen2"], "a file of an EAGLE layer for this model, got"),
     (["--prompt", "x", "--nodes", "65"], "expected 0 to 64 nodes, got 65")])
 def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):
     monkeypatch.chdir(small)

@@ -1,6 +1,5 @@
-"""Passes of few widths over the whole buffer (`graphs`): as they are, as on a CPU; captured by a
+"""Passes of few shapes over whole buffers (cli/graphs.py): as they are, as on a CPU; captured by a
 stand-in for CUDA graphs; and captured by CUDA where there is a GPU."""
-import functools
 import random
 
 import pytest
@@ -8,10 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import common
 from bita import Tuning, bita, shape_of
+from cli import graphs
+from cli.graphs import GraphedLM, capture
 from cllm import cllm
-from common import WIDTHS, CachedLM, InputError, autoregressive, capture, load, prepare
+from common import WIDTHS, CachedLM, InputError, autoregressive, load, prepare
 from conftest import CONTEXT, ROOT, main, near, prefill, tiny, tokens_of
 from jacobi import jacobi, lookahead
 from mjsd import mjgd, mjsd
@@ -21,7 +21,6 @@ from test_common import CLOSE, alone, buffers_of, check_trees
 
 PROMPT = [5, 9, 3, 14, 7] * 24
 LONGER = [*PROMPT, *PROMPT[:15]]  # too long for a pass of few widths
-WITH_GRAPHS = functools.partial(CachedLM, capacity=CONTEXT, graphs=True)
 
 
 def random_tuning(model, design: str = "deep", M: int = 3, seed: int = 0) -> Tuning:
@@ -66,11 +65,11 @@ def decoded(name: str, target: CachedLM, draft: CachedLM, prompt: list[int], n: 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2-window", "gemma3"])
 def test_every_method_equals_autoregressive(name):
     """Up to the end of the context: there the passes that are filled up reach furthest beyond."""
-    model, left = tiny(name, graphs=True), CONTEXT - len(LONGER)
+    model, left = tiny(name, run_as=GraphedLM), CONTEXT - len(LONGER)
     draft = near(model, 0.02)
-    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), LONGER), left)
+    expected = tokens_of(autoregressive(CachedLM(model), LONGER), left)
     for method in METHODS:
-        output = decoded(method, WITH_GRAPHS(model), WITH_GRAPHS(draft), LONGER, left)
+        output = decoded(method, GraphedLM(model), GraphedLM(draft), LONGER, left)
         assert output == expected, method
 
 
@@ -87,35 +86,34 @@ def test_shapes_are_few():
     """A pass of up to 128 rows has a width of the list and all slots; a wider one has its own, and
     is not captured. What fills a pass up is not counted."""
     model, rng = tiny("llama", max_position_embeddings=900), random.Random(0)
-    lm, seen = CachedLM(model, capacity=600, graphs=True), shapes_of(model)
-    lm.start([5] * 300, width=140)
-    assert seen == [(128, 868), (128, 868), (64, 868)]
-    lm.start([5] * 100, width=140)
-    assert seen[3:] == [(128, 600 + 140 + 128)]
-    lm.start([5] * 300, width=140)
+    lm, seen = GraphedLM(model), shapes_of(model)
+    lm.start([5] * 300)
+    assert [rows for rows, _ in seen] == [128, 128, 64]
+    assert [slots for _, slots in seen] == [256, 640, 640]  # twice 128; 3 x 128 and 256 more
+    lm.forward([5] * 140)
     del seen[:]
     widths = (1, 2, 3, 5, 8, 9, 31, 64, 100, 128, 129)
     for n in widths:
         lm.truncate(250)
         assert len(lm.forward([rng.randrange(60) for _ in range(n)])) == n
     assert [rows for rows, _ in seen] == [1, 2, 4, 8, 8, 16, 32, 64, 128, 128, 129]
-    assert {slots for _, slots in seen} == {868}
-    assert lm.rows == sum(widths) and lm.calls == len(widths)
-    assert {shape[0] for shape in lm.captured} <= set(WIDTHS)
-    plain = CachedLM(model, capacity=600)
+    assert {slots for _, slots in seen} == {lm.cache.slots} == {640}
+    assert lm.rows == sum(widths) + 140 and lm.calls == len(widths) + 1
+    assert {shape[1] for shape in lm.captured} <= set(WIDTHS)
+    plain = CachedLM(model)
     del seen[:]
-    plain.start([5] * 30, width=9)
+    plain.start([5] * 30)
     plain.forward([1, 2, 3])
-    assert seen == [(30, 30), (3, 33)] and not plain.captured
+    assert seen == [(30, 30), (3, 33)]
 
 
 @torch.inference_mode()
 def test_padding_reaches_nothing():
     """What a pass leaves behind the pending tree is never seen: garbage there changes no logit."""
     model = tiny("llama")
-    lm, plain = WITH_GRAPHS(model), CachedLM(model, CONTEXT)
+    lm, plain = GraphedLM(model), CachedLM(model)
     for each in (lm, plain):
-        each.start([3, 14, 15], width=20)
+        each.start([3, 14, 15])
         each.forward([9])
         each.commit([0])
     for buffer in buffers_of(lm):
@@ -126,15 +124,17 @@ def test_padding_reaches_nothing():
 
 @pytest.mark.parametrize("n", [1, 33, 65, 127])
 def test_the_last_slots(n):
-    """A full context and a full tree: what fills the pass up goes into the spare slots."""
-    model = tiny("llama")
-    lm, plain = (CachedLM(model, capacity=20, graphs=graphs) for graphs in (True, False))
-    for each in (lm, plain):
-        each.start([*range(20)], width=n)
-    ids, parents = [i % 50 for i in range(n)], [-1] + [i // 2 for i in range(n - 1)]
-    torch.testing.assert_close(lm.forward(ids, parents), plain.forward(ids, parents), **CLOSE)
-    for ours, theirs in zip(buffers_of(lm), buffers_of(plain)):
-        torch.testing.assert_close(ours[:, :, :20 + n], theirs[:, :, :20 + n], **CLOSE)
+    """Trees that need larger buffers, or just do not: what fills the pass up has slots, too."""
+    model = tiny("llama", max_position_embeddings=900)
+    lm, plain = GraphedLM(model), CachedLM(model)
+    for length in range(20, 24):
+        for each in (lm, plain):
+            each.start([*range(length)])
+        ids, parents = [i % 50 for i in range(n)], [-1] + [i // 2 for i in range(n - 1)]
+        torch.testing.assert_close(lm.forward(ids, parents), plain.forward(ids, parents), **CLOSE)
+        for ours, theirs in zip(buffers_of(lm), buffers_of(plain)):
+            end = length + n
+            torch.testing.assert_close(ours[:, :, :end], theirs[:, :, :end], **CLOSE)
 
 
 # ---------------------------------------------------------------------------------- infinities
@@ -160,9 +160,9 @@ def test_an_infinity_of_a_rejected_node_reaches_nothing(n, part, value):
     """Unseen rows are multiplied by 0, so one that is not finite would make all others nan: in the
     pass that writes it the nodes beside it, and then all that follows."""
     model = tiny("llama")
-    lm, plain = (CachedLM(model, CONTEXT, graphs=graphs) for graphs in (True, False))
+    lm, plain = GraphedLM(model), CachedLM(model)
     for each in (lm, plain):
-        each.start([5, 9, 3], width=n)
+        each.start([5, 9, 3])
     ids, parents = [7, 8, 9] + [6] * (n - 3), [-1, 0, 0] + [2] * (n - 3)
     hook = overflow(model, part, 1, value)
     logits = lm.forward(ids, parents)
@@ -181,11 +181,11 @@ def test_an_infinity_of_a_rejected_node_reaches_nothing(n, part, value):
 @pytest.mark.parametrize("n", [40, 150])
 def test_an_infinity_does_not_outlive_its_prompt(n, part, value):
     model = tiny("llama")
-    lm, expected = WITH_GRAPHS(model), alone(model, [5, 9, 3])
+    lm, expected = GraphedLM(model), alone(model, [5, 9, 3])
     hook = overflow(model, part, n - 10, value)
-    lm.start([5] * n, width=4)
+    lm.start([5] * n)
     hook.remove()
-    torch.testing.assert_close(prefill(lm, [5, 9, 3], width=4), expected, **CLOSE)
+    torch.testing.assert_close(prefill(lm, [5, 9, 3]), expected, **CLOSE)
 
 
 # ------------------------------------------------------------------------------------ captured
@@ -231,21 +231,23 @@ class Tape(TorchDispatchMode):
 def tapes(monkeypatch) -> list[Tape]:
     """Passes are captured by tapes: those made so far."""
     made = []
-    monkeypatch.setattr(common, "capture",
+    monkeypatch.setattr(graphs, "capture",
                         lambda function, inputs: made.append(Tape(function, inputs)) or made[-1])
     return made
 
 
 def check_captured(method: str, model) -> tuple[CachedLM, CachedLM]:
-    """AR's output, and again with the same models, and then every pass is a captured one: Python
-    does not run the models. Target and draft, after all of it."""
-    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 30)
-    target, draft = WITH_GRAPHS(model), WITH_GRAPHS(near(model, 0.01))
-    assert decoded(method, target, draft, PROMPT, 30) == expected
+    """AR's output; then, when the buffers have grown and all shapes were met, again, and every pass
+    is a captured one: Python does not run the models. Target and draft, after all of it."""
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+    target, draft = GraphedLM(model), GraphedLM(near(model, 0.01))
+    for _ in range(2):
+        assert decoded(method, target, draft, PROMPT, 30) == expected
     captured, ran = [dict(lm.captured) for lm in (target, draft)], []
     for lm in (target, draft):
         lm.model.register_forward_pre_hook(
             lambda _, args, options: ran.append(options.get("past_key_values")), with_kwargs=True)
+        lm.calls = 0
     assert decoded(method, target, draft, PROMPT, 30) == expected
     assert not {target.cache, draft.cache} & set(ran)
     assert [lm.captured for lm in (target, draft)] == captured and captured[0]
@@ -255,26 +257,24 @@ def check_captured(method: str, model) -> tuple[CachedLM, CachedLM]:
 @pytest.mark.parametrize("method", ["speculative", "ouroboros"])
 def test_captured_methods_equal_autoregressive(method, family, tapes):
     """Everything that changes from pass to pass goes through the inputs of the graphs: replays give
-    what fresh passes do."""
-    model = tiny(family, graphs=True)
-    del tapes[:]  # those of the check on loading
+    what fresh passes do. One for each pass of the last run, at least."""
+    model = tiny(family, run_as=GraphedLM)
     target, draft = check_captured(method, model)
-    assert len(tapes) == len(target.captured) + len(draft.captured)
-    for lm in (target, draft):  # 2 prompts are no calls
-        assert sum(tape.replays for tape in lm.captured.values()) == lm.calls + 2
+    for lm in (target, draft):
+        assert sum(tape.replays for tape in lm.captured.values()) >= lm.calls + 1
     if method == "speculative":  # the prompt; then 6 rows, or 1 and 2
-        assert {shape[0] for shape in target.captured} == {128, 8}
-        assert {128, 1} <= {shape[0] for shape in draft.captured} <= {128, 1, 2}
+        assert {shape[1] for shape in target.captured} == {128, 8}
+        assert {128, 1} <= {shape[1] for shape in draft.captured} <= {128, 1, 2}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 def test_captured_embeddings_and_prefix_rows(name, tapes):
     """BiTA: also the graphs stay when as many prefix rows are given again, as for every prompt."""
-    model = tiny(name, graphs=True)
+    model = tiny(name, run_as=GraphedLM)
     del tapes[:]
     target, _ = check_captured("bita, full", model)
-    assert {len(shape) for shape in target.captured} == {1, 2} and target.prefix == 4
-    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 20)
+    assert {len(shape) for shape in target.captured} == {2, 3} and target.prefix == 4
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
     made = len(tapes)
     for seed in (1, 2):  # other rows
         tuning = random_tuning(model, seed=seed)
@@ -284,36 +284,39 @@ def test_captured_embeddings_and_prefix_rows(name, tapes):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-window"])
 def test_captured_trees(name, tapes):
-    lm = check_trees(tiny(name, graphs=True), graphs=True)
+    lm = check_trees(tiny(name, run_as=GraphedLM), run_as=GraphedLM)
     assert sum(tape.replays for tape in lm.captured.values()) > 2 * len(lm.captured) > 6
 
 
 def check_new_buffers(model) -> CachedLM:
-    """Trees of other widths on the same model, which take larger buffers or not."""
-    lm, plain = WITH_GRAPHS(model), CachedLM(model, CONTEXT)
-    for width in (1, 40, 2):
+    """Longer texts take larger buffers, shorter ones the same."""
+    lm, plain = GraphedLM(model), CachedLM(model)
+    for length in (3, 100, 40, 3):
         before = list(lm.captured.values())
         for each in (lm, plain):
-            each.start([5, 9, 3], width=width)
+            each.start([5, 9, 3, 7] * (length // 4) + [8])
         for token in (7, 8, 9):
             torch.testing.assert_close(lm.forward([token]), plain.forward([token]), **CLOSE)
             for each in (lm, plain):
                 each.commit([0])
         kept = [made for made in lm.captured.values() if any(made is old for old in before)]
-        assert kept == (before if width == 2 else []) and len(lm.captured) == 2
+        assert kept == (before if length == 40 else kept) and bool(kept) == (length < 100
+                                                                            and bool(before))
     return lm
 
 
 def test_new_buffers_need_new_captures(tapes):
-    """A wider tree than before takes larger buffers: what was captured over the old is dropped."""
-    lm = check_new_buffers(tiny("llama", graphs=True))
+    """What was captured over the old is dropped."""
+    lm = check_new_buffers(tiny("llama", run_as=GraphedLM))
     assert all(tape.inputs[-1].shape[3] == lm.cache.slots for tape in lm.captured.values())
 
 
 def check_logits_stay(model) -> None:
     """The next replay overwrites what the last one gave: `forward` hands out a copy."""
-    lm = WITH_GRAPHS(model)
-    lm.start([5, 9, 3], width=8)
+    lm = GraphedLM(model)
+    lm.start([5, 9, 3])
+    lm.forward([6] * 8)  # the buffers grow
+    lm.truncate(3)
     first = lm.forward([7])
     before = first.clone()
     second = lm.forward([8])
@@ -321,15 +324,15 @@ def check_logits_stay(model) -> None:
 
 
 def test_logits_are_not_overwritten(tapes):
-    check_logits_stay(tiny("llama", graphs=True))
+    check_logits_stay(tiny("llama", run_as=GraphedLM))
 
 
 def test_infinities_are_captured_too(tapes):
     """The hook of `overflow` is on the tape of 4 rows; a pass of 1 row is a tape without it."""
-    model = tiny("llama", graphs=True)
-    lm, plain = WITH_GRAPHS(model), CachedLM(model, CONTEXT)
+    model = tiny("llama", run_as=GraphedLM)
+    lm, plain = GraphedLM(model), CachedLM(model)
     for each in (lm, plain):
-        each.start([5, 9], width=4)
+        each.start([5, 9])
         each.forward([3])
         each.commit([0])
     expected = plain.forward([7, 8, 9], [-1, 0, 0])
@@ -372,13 +375,13 @@ def test_what_is_baked_in_at_capture_is_refused(name, tapes):
     prepare(model)
     assert not tapes
     with pytest.raises(InputError, match="token trees equal their paths"):
-        prepare(model, graphs=True)
+        prepare(model, run_as=GraphedLM)
 
 
 def test_what_is_not_captured_may_be_baked_in():
     model = tiny("llama")
     bake_in(model)
-    prepare(model, graphs=True)
+    prepare(model, run_as=GraphedLM)
 
 
 def test_a_pass_that_waits_is_refused(tapes):
@@ -389,14 +392,15 @@ def test_a_pass_that_waits_is_refused(tapes):
         model = tiny(name, **changes) if name else model
         prepare(model)
         with pytest.raises(InputError, match="got LlamaForCausalLM: called a synchronizing") as no:
-            prepare(model, graphs=True)
+            prepare(model, run_as=GraphedLM)
         assert "\n" not in str(no.value)
 
 
-def test_load_hands_graphs_on(tapes):
-    for graphs in (False, True):
-        load(ROOT / "models/draft", "cpu", graphs=graphs)
-        assert bool(tapes) == graphs
+def test_only_what_is_asked_for_is_captured(tapes):
+    model, _ = load(ROOT / "models/draft", "cpu")
+    assert not tapes
+    prepare(model, GraphedLM)
+    assert tapes
 
 
 def test_command_line(capfd):
@@ -413,7 +417,7 @@ def test_command_line(capfd):
 # --------------------------------------------------------------------------------------- a GPU
 
 def on_gpu(name: str, **changes):
-    return prepare(tiny(name, **changes).cuda(), graphs=True)
+    return prepare(tiny(name, **changes).cuda(), run_as=GraphedLM)
 
 
 @pytest.mark.cuda
@@ -426,16 +430,15 @@ def test_gpu_methods_equal_autoregressive(name, method, monkeypatch):
     def counted(function, inputs):
         made.append(capture(function, inputs))
         return made[-1]
-    monkeypatch.setattr(common, "capture", counted)
-    target, draft = check_captured(method, model)
-    assert len(made) == len(target.captured) + len(draft.captured) > 1
-    assert target._model not in made and target.captured.keys() >= {torch.Size([128])}
+    monkeypatch.setattr(graphs, "capture", counted)
+    target, _ = check_captured(method, model)
+    assert target.whole_pass not in made and any(x in made for x in target.captured.values())
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-window", "gemma3"])
 def test_gpu_trees(name):
-    check_trees(on_gpu(name), graphs=True)
+    check_trees(on_gpu(name), run_as=GraphedLM)
 
 
 @pytest.mark.cuda
@@ -450,10 +453,10 @@ def test_gpu_logits_are_not_overwritten():
 
 @pytest.mark.cuda
 def test_gpu_embedded_pair():
-    target, draft = (load(ROOT / "models" / name, "cuda", "float32", graphs=True)[0]
+    target, draft = (prepare(load(ROOT / "models" / name, "cuda", "float32")[0], GraphedLM)
                      for name in ("target", "draft"))
-    expected = tokens_of(autoregressive(CachedLM(target, 200), PROMPT), 60)
-    lms = [CachedLM(lm, 200, graphs=True) for lm in (target, draft)]
+    expected = tokens_of(autoregressive(CachedLM(target), PROMPT), 60)
+    lms = [GraphedLM(lm) for lm in (target, draft)]
     assert tokens_of(speculative(*lms, PROMPT), 60) == expected
     assert tokens_of(ouroboros(*lms, PROMPT), 60) == expected
 
@@ -462,11 +465,11 @@ def test_gpu_embedded_pair():
 @pytest.mark.parametrize("changes", [None, DYNAMIC])
 def test_gpu_a_pass_that_cannot_be_captured_is_refused(changes, monkeypatch):
     """A capture that fails can leave its stream current and its pool in use: here of its own."""
-    monkeypatch.setattr(common, "graph_memory", torch.cuda.graph_pool_handle)
+    monkeypatch.setattr(graphs, "graph_memory", torch.cuda.graph_pool_handle)
     model = tiny("llama", **changes or {}).cuda()
     if changes is None:
         wait(model)
     prepare(model)
     with torch.cuda.stream(torch.cuda.current_stream()):
         with pytest.raises(InputError, match="a mask and a cache, got LlamaForCausalLM"):
-            prepare(model, graphs=True)
+            prepare(model, run_as=GraphedLM)

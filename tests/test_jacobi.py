@@ -28,17 +28,17 @@ def scripted(following, vocab):
 def test_greedy_jacobi_equals_autoregressive(family):
     """To the end of the context, which the last blocks reach past; and never with more calls."""
     model = tiny(family)
-    ar = CachedLM(model, CONTEXT)
+    ar = CachedLM(model)
     expected = tokens_of(autoregressive(ar, PROMPT), ROOM)
     for n in (2, 3, 8, 16, 45) if family == "gpt2" else (16,):
-        target = CachedLM(model, CONTEXT)
+        target = CachedLM(model)
         assert tokens_of(jacobi(target, PROMPT, n=n), ROOM) == expected, n
         assert target.calls <= ar.calls
 
 
 def test_greedy_lookahead_equals_autoregressive(family):
     model = tiny(family)
-    target = CachedLM(model, CONTEXT)
+    target = CachedLM(model)
     expected = tokens_of(autoregressive(target, PROMPT), ROOM)
     for W, N, G, prompt_ngrams in [
             (15, 5, 15, True), (5, 4, 2, False), (1, 2, 1, False), (2, 7, 3, True), (3, 6, 4, True),
@@ -66,7 +66,7 @@ def test_held_out_prompts_of_the_embedded_target(embedded):
     wrong window or mask would cost them)."""
     import tasks
     model, _, tokenizer = embedded
-    eos, target, tokens, calls = {tokenizer.eos_token_id}, CachedLM(model, 500), 0, 0
+    eos, target, tokens, calls = {tokenizer.eos_token_id}, CachedLM(model), 0, 0
     for task in tasks.TASKS:
         for number, example in enumerate(tasks.take(task, "test", 1, seed=30)):
             prompt = tokenizer(example.prompt)["input_ids"]
@@ -99,14 +99,14 @@ def test_states_follow_the_iteration(temperature):
     """y(j+1)_i is the model's argmax after y(j)_<i (CLLM, Eq. 3) for every state and position; with
     sampling all but the tokens that become final, which are draws. Each state has more of those."""
     model, log, drawn = tiny("llama"), [], 0
-    chunks = jacobi(CachedLM(model, 90), PROMPT, n=6, log=log, sample=Sampler(temperature, seed=1))
+    chunks = jacobi(CachedLM(model), PROMPT, n=6, log=log, sample=Sampler(temperature, seed=1))
     text = PROMPT + tokens_of(chunks, 60)
-    lm, start = CachedLM(model, 90), len(PROMPT) - 1
+    lm, start = CachedLM(model), len(PROMPT) - 1
     for record in log[:6]:
         states, finals = record["states"], record["final"]
         assert finals[0] == 1 and finals == sorted(set(finals)) and finals[-1] in (6, 7)
         for before, after, old, new in zip(states, states[1:], finals, finals[1:]):
-            prefill(lm, text[:start], width=6)
+            prefill(lm, text[:start])
             argmaxes = lm.forward(before[:-1]).argmax(-1).tolist()
             kept = old if temperature == 0 else new  # draws may be anything, guesses may not
             assert after[:new] == text[start:start + new][:6] and after[:old] == before[:old]
@@ -188,8 +188,8 @@ def test_the_trajectory_on_a_terminal(capsys, monkeypatch):
 class Recorder(ScriptedLM):
     """Keeps every call's token tree."""
 
-    def start(self, ids, width=1, prefix=()):
-        super().start(ids, width, prefix)
+    def start(self, ids, prefix=()):
+        super().start(ids, prefix)
         self.trees = []
 
     def forward(self, ids, parents=None):

@@ -141,9 +141,9 @@ def leaves_of(logits_of, unseen, depth, beams, sample, eos) -> list[tuple]:
     """What `beam_search` finds after the text 0 and `unseen`: as `search` gives it."""
     lm = ScriptedLM(logits_of)
     lm.start([0])
-    ids, parents, logps, leaves = beam_search(lm, unseen, depth, beams, sample, eos)
-    return [(tuple(ids[node] for node in path_to(leaf, parents)[1:]), logps[leaf])
-            for leaf in leaves]
+    found = beam_search(lm, unseen, depth, beams, sample, eos)
+    return [(tuple(found.ids[node] for node in path_to(leaf, found.parents)[1:]), found.logps[leaf])
+            for leaf in found.leaves]
 
 
 def same(found: list[tuple], expected: list[tuple]) -> bool:
@@ -182,8 +182,8 @@ def test_a_wide_beam_search_at_a_temperature_finds_all_texts(sample, eos):
 @few_families
 def test_mjgd_of_one_token_is_greedy_decoding(family):
     model = tiny(family)
-    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 100)
-    assert tokens_of(mjgd(CachedLM(model, CONTEXT), PROMPT, K=1, beams=3), 100) == expected
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 100)
+    assert tokens_of(mjgd(CachedLM(model), PROMPT, K=1, beams=3), 100) == expected
 
 
 @pytest.mark.parametrize("eos", [set(), {4}, {1, 3}])
@@ -228,7 +228,7 @@ def test_mjgd_on_a_real_cache(name):
     model = tiny(name)
     for eos in (set(), set(range(0, 61, 4))):
         context, logits_of, lengths = PROMPT, recomputed(model), set()
-        chunks = mjgd(CachedLM(model, CONTEXT), PROMPT, K=3, beams=4, eos=eos)
+        chunks = mjgd(CachedLM(model), PROMPT, K=3, beams=4, eos=eos)
         for chunk in itertools.islice(chunks, 14):
             assert tuple(chunk) == search(logits_of, context, 3, 4, eos)[0][0]
             context = context + chunk
@@ -241,9 +241,9 @@ def test_mjgd_on_a_real_cache(name):
 @few_families
 def test_tau_1_is_greedy_decoding(family):
     model = tiny(family)
-    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 60)
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 60)
     for tau in (1.0, 2.0) if family == "llama" else (1.0,):
-        models = CachedLM(model, CONTEXT), CachedLM(near(model, 0.02), CONTEXT)
+        models = CachedLM(model), CachedLM(near(model, 0.02))
         assert tokens_of(mjsd(*models, PROMPT, gamma=3, beams=4, tau=tau), 60) == expected
 
 
@@ -256,7 +256,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(family):
     same, in whatever tree they stand. The whole product for one family, a third for the others."""
     model = tiny(family)
     for (tau, width), sample in OWN_DRAFT if family == "llama" else OWN_DRAFT[::4]:
-        log, models = [], [CachedLM(model, CONTEXT), CachedLM(model, CONTEXT)]
+        log, models = [], [CachedLM(model), CachedLM(model)]
         tokens_of(mjsd(*models, PROMPT, gamma=3, beams=4, tau=tau, width=width, sample=sample,
                        log=log), CONTEXT - len(PROMPT))
         assert len(log) >= 39 and all(r["accepted"] == r["drafted"] == 3 for r in log)
@@ -272,7 +272,7 @@ def test_drafts_on_real_caches_equal_those_without_a_cache(family):
     references, drafted = (recomputed(model), recomputed(draft)), []
     for width, eos in ((1, set()), (3, set(range(0, 61, 4))), (1, set(range(0, 61, 4)))):
         options = dict(gamma=3, beams=4, width=width, tau=0.3, eos=eos)
-        models = CachedLM(model, CONTEXT), CachedLM(draft, CONTEXT)
+        models = CachedLM(model), CachedLM(draft)
         log = check_rounds(models, references, 12, **options)
         drafted += [(r["drafted"], r["accepted"]) for r in log]
     assert {1, 2, 3} == {n for n, _ in drafted} and {0, 3} <= {n for _, n in drafted}
@@ -303,18 +303,17 @@ def test_accepted_length_equals_an_independent_computation(sample, width, eos, m
     prefix that passes, whatever stands before it; of the longest ones the first beam's. One that
     ends in an EOS is as long as any."""
     def spy(*args):
-        found[:] = beam_search(*args)
-        return tuple(found)
+        found.append(beam_search(*args))
+        return found[-1]
     found, target, draft, sample = [], drifting(1), drifting(2), Sampler(**sample, seed=3)
     monkeypatch.setattr(module, "beam_search", spy)
     context, log, skipped, other = [0, 1], [], 0, 0
     chunks = mjsd(ScriptedLM(target), ScriptedLM(draft), context, gamma=4, beams=4, tau=0.6,
                   width=width, sample=sample, eos=eos, log=log)
     for chunk in itertools.islice(chunks, 120):
-        ids, parents, _, leaves = found
-        verified = []
-        for leaf in leaves[:width]:
-            tokens = [ids[node] for node in path_to(leaf, parents)[1:]]
+        beams, verified = found[-1], []
+        for leaf in beams.leaves[:width]:
+            tokens = [beams.ids[node] for node in path_to(leaf, beams.parents)[1:]]
             p, q = (joints(m, context, tokens, sample) for m in (target, draft))
             passes = [math.exp(x - y) > 0.6 for x, y in zip(p, q)]
             eta = max((i for i, well in enumerate(passes, 1) if well), default=0)
@@ -398,11 +397,8 @@ def test_sampled_tokens_have_the_distribution_of_their_model(tau):
 
 
 class Measured(ScriptedLM):
-    """Keeps the width asked for and the widest pending tree."""
-
-    def start(self, ids, width=1, prefix=()):
-        super().start(ids, width, prefix)
-        self.width, self.widest = width, 0
+    """Keeps the widest pending tree."""
+    widest = 0
 
     def forward(self, ids, parents=None):
         logits = super().forward(ids, parents)
@@ -410,18 +406,19 @@ class Measured(ScriptedLM):
         return logits
 
 
-def test_the_widths_suffice_and_are_needed():
+def test_the_last_level_is_never_fed():
     """With τ = 0 every draft is accepted whole, so that its last token is unseen."""
     for K, beams in ((1, 3), (2, 5), (4, 5)):
         target = Measured(drifting(1))
         tokens_of(mjgd(target, [0, 1], K=K, beams=beams), 20)
-        assert target.widest == target.width
+        assert target.widest == 1 + (K - 1) * beams
     for gamma, beams in ((1, 3), (2, 5), (4, 5)):
         target, draft = Measured(drifting(1)), Measured(drifting(2))
         options = dict(gamma=gamma, beams=beams, width=beams, tau=0.0)
         tokens_of(mjsd(target, draft, [0, 1], **options), 40)
-        assert draft.widest == draft.width and target.widest <= target.width
-        assert target.widest == target.width or gamma > 1  # beams share their first tokens
+        assert draft.widest == 2 + (gamma - 1) * beams
+        assert target.widest <= 1 + gamma * beams
+        assert target.widest == 1 + beams or gamma > 1  # beams share their first tokens
 
 
 @pytest.mark.parametrize("method, options, message", [
@@ -441,7 +438,7 @@ def test_perplexity_is_that_of_the_model_itself():
     model, prompts, outputs = tiny("llama"), [[3, 4, 5], [7]], [[8, 9, 10, 11], [2]]
     logits_of = recomputed(model)
     nll = -sum(joints(logits_of, p, o)[-1] for p, o in zip(prompts, outputs))
-    found = perplexity(CachedLM(model, 20), prompts, outputs)
+    found = perplexity(CachedLM(model), prompts, outputs)
     assert found == pytest.approx(math.exp(nll / 5), rel=1e-4)
 
 

@@ -44,14 +44,14 @@ def test_greedy_equals_autoregressive(family):
     of them, each switch on and off, for the others, and the most extreme trees for all."""
     model, other = tiny(family), tiny("llama" if family == "gpt2" else "gpt2")
     n, rng, pool = CONTEXT - len(PROMPT), random.Random(2), warm_pool()
-    expected = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), n)
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), n)
     drafts = itertools.cycle([near(model, 0.02), tiny(family, seed=7), other])
     chosen = range(16) if family == "llama" else (6, 9)
     trials = [dict(gamma=rng.randint(1, 9), W=rng.randint(1, 8), beta=rng.randint(2, 6),
                    K=rng.randint(1, 5), G=rng.randint(1, 5), **SWITCHES[i]) for i in chosen]
     trials.insert(1, dict(gamma=1, W=1, beta=7, K=9, G=12))
     for number, options in enumerate(trials):
-        target, draft = CachedLM(model, CONTEXT), CachedLM(next(drafts), CONTEXT)
+        target, draft = CachedLM(model), CachedLM(next(drafts))
         limit = n if number == 1 else 30
         got = tokens_of(ouroboros(target, draft, PROMPT, pool=pool, **options), limit)
         assert got == expected[:limit], (draft.model.config.model_type, options)
@@ -62,9 +62,9 @@ def test_eos_and_limits_inside_drafts_and_suffixes(embedded):
     length and at every token. The target as its own draft is accepted up to the suffixes."""
     model, draft, tokenizer = embedded
     prompt = tokenizer(APPLES)["input_ids"]
-    target, pool, log = CachedLM(model, 300), PhrasePool(), []
+    target, pool, log = CachedLM(model), PhrasePool(), []
     expected = tokens_of(autoregressive(target, prompt), 50)
-    for helper in (CachedLM(draft, 300), CachedLM(model, 300)) * 3:
+    for helper in (CachedLM(draft), CachedLM(model)) * 3:
         chunks, source = [], ouroboros(target, helper, prompt, pool=pool, log=log)
         while sum(map(len, chunks)) < 50:
             chunks.append(next(source))
@@ -79,7 +79,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(family):
     """A cache of the draft that misses a row, or a wrong mask or position, shows here."""
     model, log, pool = tiny(family), [], PhrasePool()
     for off in ({}, {"lengthen"}, {"phrases"}, {"phrases", "lengthen"}):
-        target, draft = CachedLM(model, CONTEXT), CachedLM(model, CONTEXT)
+        target, draft = CachedLM(model), CachedLM(model)
         options = dict(gamma=5, beta=3, pool=pool, log=log) | dict.fromkeys(off, False)
         tokens_of(ouroboros(target, draft, PROMPT, **options), 90)
     assert len(log) > 24 and all(r["accepted"] >= r["drafted"] >= 5 for r in log)
@@ -92,7 +92,7 @@ def test_phrases_save_draft_calls(embedded):
     for phrases in (True, False):
         log, pool = [], PhrasePool()
         for _ in range(3):
-            chunks = ouroboros(CachedLM(model, 300), CachedLM(draft, 300), prompt, pool=pool,
+            chunks = ouroboros(CachedLM(model), CachedLM(draft), prompt, pool=pool,
                                phrases=phrases, log=log)
             tokens_of(chunks, 60, {tokenizer.eos_token_id})
         calls = sum(r["calls"] for r in log) / sum(r["drafted"] for r in log)
@@ -123,21 +123,15 @@ def test_sampled_output_has_the_targets_distribution():
 # -------------------------------------------------------------------------------- the mechanisms
 
 class Recorder(ScriptedLM):
-    """Keeps the (ids, parents) of every call, the width asked for and the widest pending tree."""
+    """Keeps the (ids, parents) of every call."""
 
     def __init__(self, logits_of):
         super().__init__(logits_of)
-        self.trees, self.width, self.widest = [], 0, 0
-
-    def start(self, ids, width=1, prefix=()):
-        super().start(ids, width, prefix)
-        self.width = width
+        self.trees = []
 
     def forward(self, ids, parents=None):
         self.trees.append((list(ids), None if parents is None else list(parents)))
-        logits = super().forward(ids, parents)
-        self.widest = max(self.widest, len(self.parents))
-        return logits
+        return super().forward(ids, parents)
 
 
 def counting(vocab: int = 20, exceptions: dict = {}) -> Recorder:
@@ -288,11 +282,11 @@ def test_the_argmax_is_taken_once_and_of_the_rows_that_need_it(monkeypatch):
     8."""
     rows, models = [], [counting(), counting()]
 
-    def draw(self, probs):
-        rows.append((self is greedy, len(probs)))
-        return drawn(self, probs)
-    drawn = Sampler.draw
-    monkeypatch.setattr(Sampler, "draw", draw)
+    def choose(self, logits):
+        rows.append((self is greedy, len(logits)))
+        return chosen(self, logits)
+    chosen = Sampler.__call__
+    monkeypatch.setattr(Sampler, "__call__", choose)
     pool = pool_of((4, 9, 9), (4, 5, 9), (6, 7, 8))
     chunks = ouroboros(*models, [2, 3], gamma=3, beta=3, W=8, pool=pool, sample=Sampler(0))
     assert next(chunks) == [4, 5, 6, 7, 8, 9]
@@ -300,7 +294,7 @@ def test_the_argmax_is_taken_once_and_of_the_rows_that_need_it(monkeypatch):
     assert rows == [(True, 1), (True, 9), (True, 5), (True, 8), (True, 6)]
 
 
-def test_the_widths_suffice_and_are_not_far_too_large():
+def test_the_widest_trees():
     """W = 1, phrases of 7, 12 guesses and 9 suffixes that share no node, 6 of a suffix accepted: 8
     tokens are unseen, and the window is at its widest of 12 nodes in the third and fourth call."""
     def wide_pool():
@@ -311,13 +305,8 @@ def test_the_widths_suffice_and_are_not_far_too_large():
     options = dict(gamma=1, beta=7, W=1, K=9, G=12, verification=False, pool=wide_pool())
     first(ouroboros(target, draft, [2, 3], log=log, **options), 12)
     assert all((r["drafted"], r["accepted"], r["calls"]) == (7, 13, 1) for r in log[:4])
-    assert target.widest == target.width == 1 + 7 + 9 * 6
-    assert 8 + 12 * 6 + 11 == draft.widest <= draft.width < 1.5 * draft.widest
-    for W, beta in itertools.product((1, 2, 9), range(2, 8)):  # until the window is full
-        draft = counting(30)
-        options = dict(gamma=1, beta=beta, W=W, K=1, G=1)
-        first(ouroboros(counting(30), draft, [2, 3], **options), 20)
-        assert draft.widest <= draft.width < 5 * draft.widest, options
+    assert max(len(ids) for ids, _ in target.trees) == 1 + 7 + 9 * 6
+    assert max(len(ids) for ids, _ in draft.trees) == 8 + 12 * 6 + 11
 
 
 def test_the_pool_is_bounded_and_keeps_the_newest():

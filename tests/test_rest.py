@@ -12,7 +12,8 @@ import tasks
 from common import CachedLM, InputError, Sampler, autoregressive, encode, eos_ids, greedy
 from conftest import CONTEXT, ROOT, ScriptedLM, main, markov, near, tiny, tokens_of
 from survey import rest as module
-from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, as_text, as_tokens, build,
+from survey.parts import load_part, save_part
+from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, Gain, as_text, as_tokens, build,
                          load_datastore, report, rest, retrieve, tokens_per_call)
 from test_speculative import choices
 
@@ -21,7 +22,7 @@ ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
 
 
 def store_of(*texts):
-    return Datastore([token for text in texts for token in [*text, -1]])
+    return Datastore("".join(as_text(text) + BOUNDARY for text in texts))
 
 
 def scripted(following, vocab):
@@ -65,7 +66,7 @@ def test_the_lookup_equals_a_scan_of_every_place(vocab):
         query, n = rng.choice(texts)[:rng.randint(1, 40)], rng.choice([0, 1, 2, 5, 20, 500])
         longest, own, grow = rng.choice([1, 3, LONGEST]), Datastore(), rng.random() < 0.5
         for i in range(0, len(query), 3) if grow else ():
-            own.add(query[i:i + 3])
+            own.add(as_text(query[i:i + 3]))
         ids, parents = retrieve([own, store_of(*texts)], as_text(query), n, longest)
         found, seen, taken = set(paths_of(ids, parents)), set(), 0
         assert ids[0] == query[-1] and parents[0] == -1 and len(found) == len(ids) - 1 <= n
@@ -101,16 +102,41 @@ def test_of_many_matches_an_even_sample_counts(monkeypatch):
     assert sorted(retrieve([store], as_text([1, 2]), 9)[0]) == [2, 3, 4, 5, 6]
 
 
-def test_a_store_that_grew_is_sorted():
-    rng = random.Random(0)
-    block, grown = [1, *rng.choices(range(3), k=59)], Datastore()
-    tokens = block + [2] * 30 + block * 2 + [0] * 30 + block
-    for i in range(0, 300, 7):
-        grown.add(tokens[i:i + 7])
-        text = as_text(tokens[:i + 7])
-        keys = [text[j:j + LONGEST + AFTER] for j in grown.order]
-        assert grown.text == text and keys == sorted(keys) and len({*grown.order}) == len(text)
-    assert as_tokens(grown.text) == tokens
+def same(grown: Datastore, fresh: Datastore) -> bool:
+    """Equal but for the order of positions where the same stands."""
+    return (grown.text == fresh.text and sorted(grown.order) == sorted(fresh.order)
+            and [*map(grown.here, grown.order)] == [*map(fresh.here, fresh.order)])
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 50])
+def test_a_store_that_grew_is_that_of_its_whole_text(vocab):
+    """By nothing, by a token, by more than what is compared; in texts of few tokens, with the same
+    parts over and over, many places are alike."""
+    rng = random.Random(vocab)
+    for begin in (0, 1, 7, 40):
+        text = as_text(rng.choices(range(vocab), k=begin))
+        grown = Datastore(text)
+        for _ in range(60):
+            more = as_text(rng.choices(range(vocab), k=rng.choice([0, 1, 1, 2, 5, 11, 40])))
+            more += text[rng.randrange(len(text) + 1):][:rng.choice([0, 0, 30])]
+            grown.add(more)
+            text += more
+            assert same(grown, Datastore(text))
+            if text:
+                s = text[(at := rng.randrange(len(text))):at + rng.randint(1, LONGEST)]
+                assert sorted(grown.following(s)) == sorted(Datastore(text).following(s))
+    assert as_text(as_tokens(text)) == text
+
+
+def test_a_store_that_grows_moves_its_last_places_alone():
+    """However long it is: 25 stand before the end of what is compared."""
+    text, asked = as_text(random.Random(0).choices(range(9), k=3000)), []
+    store = Datastore(text)
+    here = store.here
+    store.here = lambda i: asked.append(i) or here(i)
+    store.add(as_text([1, 2]))
+    assert len(asked) < (25 + 27) * 15  # 12 comparisons find one of 3,000
+    assert same(store, Datastore(text + as_text([1, 2])))
 
 
 # ----------------------------------------------------------------------------------- exactness
@@ -119,7 +145,7 @@ def test_greedy_equals_autoregressive(family):
     """To the end of the context for one family, where guesses reach past it; with a datastore of
     the model's own outputs, the right one with mistakes in it among them."""
     model, whole = tiny(family), family == "gpt2"
-    target, room, rng = CachedLM(model, CONTEXT), ROOM if whole else 40, random.Random(1)
+    target, room, rng = CachedLM(model), ROOM if whole else 40, random.Random(1)
     expected = tokens_of(autoregressive(target, PROMPT), room)
     wrong = [token if rng.random() < 0.8 else rng.randrange(61) for token in PROMPT + expected]
     other = tokens_of(autoregressive(target, [5, 6, 7]), 20)
@@ -177,12 +203,12 @@ def test_sampling_is_exact_by_enumeration(vocab, n, options):
 def test_sampled_output_of_real_caches_is_that_of_scripted_ones():
     """With the same seed: a row out of place would change some draws."""
     model, outputs = tiny("llama"), []
-    store = store_of(tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 60))
+    store = store_of(tokens_of(autoregressive(CachedLM(model), PROMPT), 60))
 
     @torch.inference_mode()
     def logits_of(tokens):
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-    for lm in CachedLM(model, CONTEXT), ScriptedLM(logits_of):
+    for lm in CachedLM(model), ScriptedLM(logits_of):
         log = []
         chunks = rest(lm, PROMPT, nodes=5, store=store, sample=Sampler(0.5, seed=4), log=log)
         outputs.append((tokens_of(chunks, 30), log))
@@ -254,20 +280,36 @@ def test_the_text_comes_before_the_datastore_for_a_suffix():
     ((1, 1.9, 2.5, 2.6, 2.7, 2.8, 2.9), 3), ((1, 1.04, 1.1, 1.2, 1.3, 1.4, 1.5), 0),
     ((1, 2, 4, 8, 16, 32, 80), 63)])
 def test_as_many_guesses_as_pay(gain, nodes, monkeypatch):
-    """Tokens per call over seconds per call, both by the rows of a call; those that belong to what
-    is looked through."""
-    lm, rows, seen = CachedLM(tiny("llama"), CONTEXT), (1, 2, 4, 8, 16, 32, 64), []
-    lm.costs = dict(zip(rows, (1, 1.05, 1.2, 2, 4, 8, 16)))
+    """Tokens per call over seconds per call, both by the rows of a call; the gains of what is
+    searched, for the same target."""
+    lm, rows, seen = CachedLM(tiny("llama")), (1, 2, 4, 8, 16, 32, 64), []
+    seconds = dict(zip(rows, (1, 1.05, 1.2, 2, 4, 8, 16)))
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: [
+        seconds.get(n, 0.001) for n in range(most + 1)] if most == 64 else None)
 
     def spy(stores, text, n, longest):
         seen.append(n)
         return retrieve(stores, text, n, longest)
     monkeypatch.setattr(module, "retrieve", spy)
-    for grow in False, True:
-        kept = {m: [1, x] if grow else [x, 1] for m, x in zip(rows, gain)}
-        tokens_of(rest(lm, PROMPT, store=Datastore(PROMPT * 20, kept), grow=grow), 5)
-        assert set(seen) == {nodes}
+    stores = [Datastore(as_text(PROMPT * 20), {m: kept(x) for m, x in zip(rows, gain)})
+              for kept in (lambda x: Gain(x, 1), lambda x: Gain(1, x))]
+    for grow, searched in itertools.product((False, True), repeat=2):
+        tokens_of(rest(lm, PROMPT, store=stores[searched], grow=grow), 5)
+        assert set(seen) == {nodes if grow == searched else 0}
         seen.clear()
+
+
+def test_guesses_are_chosen_again_when_the_context_has_doubled(monkeypatch):
+    """Rows cost nothing until it has 256 tokens, then each as much as the first."""
+    lm, log = CachedLM(tiny("llama", max_position_embeddings=400)), []
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: [
+        1.0 if lm.length < 256 else float(n) for n in range(most + 1)])
+    store = Datastore(as_text([*range(61)] * 20), {1: Gain(1, 1), 2: Gain(1.5, 1.6)})
+    prompt = [n % 61 for n in range(252)]
+    chunks = rest(lm, prompt, store=store, grow=False, log=log)
+    lengths = [*itertools.accumulate((len(next(chunks)) for _ in range(12)), initial=251)]
+    guessed = [r["guessed"] for r in log]
+    assert guessed == [int(length < 256) for length in lengths[:12]] and {*guessed} == {0, 1}
 
 
 # ------------------------------------------------------------------------------- the datastore
@@ -297,19 +339,19 @@ def test_a_datastore_is_made_and_used(tmp_path, capsys):
     prompts = [[a, b, 9, 7] for a in range(20, 24) for b in range(30, 33)]
     file = tmp_path / "new" / "store.safetensors"
     build(model, wordless, [*prompts, prompts[0], [5] * 150], out=file, max_new_tokens=40)
-    answers = [tokens_of(autoregressive(CachedLM(model, 60), p), 40, eos) for p in prompts]
+    answers = [tokens_of(autoregressive(CachedLM(model), p), 40, eos) for p in prompts]
     text = [token for answer in answers for token in [9, 7, *answer, -1]]
-    assert load_file(file)["tokens"].tolist() == text
-    assert load_file(file)["tokens"].dtype == torch.int16
+    assert load_file(file)["tokens"].tolist() == [token + 1 for token in text]
     store = load_datastore(str(file), model)
     assert as_tokens(store.text) == text and list(store.gain) == [1, 2, 4, 8, 16, 32, 64]
-    assert store.gain[1] == [1, 1] and f"12 texts, {len(text)} tokens" in capsys.readouterr().out
+    assert store.gain[1] == (1, 1) and f"12 texts, {len(text)} tokens" in capsys.readouterr().out
     held_out = random.Random(0).sample(range(12), 1)[0]  # measured without it
     others = store_of(*([9, 7, *a] for i, a in enumerate(answers) if i != held_out))
     expected = [tokens_per_call(others, [(prompts[held_out], answers[held_out])], 15, grow)
                 for grow in (False, True)]
-    assert store.gain[16] == pytest.approx(expected) and expected[0] != expected[1]
-    lm, longest = CachedLM(model, 60), max(range(12), key=lambda i: len(answers[i]))
+    assert [store.gain[16].alone, store.gain[16].with_text] == pytest.approx(expected)
+    assert expected[0] != expected[1]
+    lm, longest = CachedLM(model), max(range(12), key=lambda i: len(answers[i]))
     got = tokens_of(rest(lm, prompts[longest], nodes=40, datastore=str(file)), 40, eos)
     assert got == answers[longest] and lm.calls < len(got) / 2
     build(model, wordless, prompts[:3], out=file, max_new_tokens=40)  # again: not the old one
@@ -324,20 +366,71 @@ def test_a_datastore_of_another_model_is_refused(tmp_path):
     for own in near(model, 0.05), tiny("llama").bfloat16():
         assert as_tokens(load_datastore(str(file), own).text) == [1, 2, 3, -1, 1, 2, 4, 5, -1]
     for other in tiny("llama", seed=7), tiny("gpt2"), tiny("llama", hidden_size=16):
-        with pytest.raises(InputError, match="a datastore of this model, got .*store.*: another"):
-            next(rest(CachedLM(other, 90), PROMPT, datastore=str(file)))
-    save_file(load_file(file) | {"tokens": torch.tensor([1, 2, 61, -1])}, file)  # 0 … 60 there are
-    with pytest.raises(InputError, match="another model's"):
-        load_datastore.__wrapped__(str(file), model)
+        with pytest.raises(InputError, match="datastore for this model, got .*store.*: another"):
+            next(rest(CachedLM(other), PROMPT, datastore=str(file)))
+
+
+def test_tokens_that_the_model_has_not_are_refused(tmp_path):
+    """Of 61 tokens the first 50 were kept."""
+    model, file = tiny("llama"), tmp_path / "store"
+    build(model, None, [[14, 15, 60], [14, 15, 60, 3]], out=file, text=True)
+    assert next(rest(CachedLM(model), PROMPT[:3], nodes=2, datastore=str(file)))
+    model.resize_token_embeddings(50)
+    with pytest.raises(InputError, match="tokens that the model has, got .*store"):
+        next(rest(CachedLM(model), PROMPT[:3], nodes=2, datastore=str(file)))
+
+
+@pytest.mark.parametrize("largest, kind", [(65534, torch.uint16), (65535, torch.int32)])
+def test_tokens_of_any_size_are_kept(largest, kind, tmp_path):
+    """In two bytes where they fit."""
+    model, texts = tiny("llama", vocab_size=65536), [[3, largest, 0], [55296, 57343]]
+    build(model, None, texts, out=tmp_path / "x", text=True)
+    assert load_file(tmp_path / "x")["tokens"].dtype == kind
+    store = load_datastore(tmp_path / "x", model)
+    assert as_tokens(store.text) == [3, largest, 0, -1, 55296, 57343, -1]
 
 
 def test_what_is_no_datastore_is_refused(tmp_path):
+    model = tiny("llama")
     save_file({"masks": torch.zeros(2)}, tmp_path / "other")
+    save_part(tmp_path / "heads", "Medusa heads", model, {"tokens": torch.zeros(2)})
     (tmp_path / "text").write_text("no tensors")
     for path in tmp_path / "none", tmp_path, tmp_path / "other", tmp_path / "text":
-        with pytest.raises(InputError, match="expected a file made by .*, got") as error:
-            load_datastore(str(path), tiny("llama"))
+        with pytest.raises(InputError, match="expected a file of a REST .*, got") as error:
+            load_datastore(str(path), model)
         assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="expected a file of a REST .*, one of Medusa heads"):
+        load_datastore(str(tmp_path / "heads"), model)
+
+
+@pytest.mark.parametrize("tensors, gain, said", [
+    ({}, [[1, 1]] * 7, "'tokens'"), ({"tokens": torch.tensor([4.0, 0.0])}, [[1, 1]] * 7, "float"),
+    ({"tokens": torch.tensor([[4, 0]])}, [[1, 1]] * 7, "list"),
+    ({"tokens": torch.tensor([-4, 0])}, [[1, 1]] * 7, "range"),
+    ({"tokens": torch.tensor([4, 0])}, [[1, 1]] * 6, "IndexError"),
+    ({"tokens": torch.tensor([4, 0])}, [[1]] * 7, "with_text"),
+    ({"tokens": torch.tensor([4, 0])}, [[1, None]] * 7, "NoneType"),
+    ({"tokens": torch.tensor([4, 0])}, None, "NoneType"),
+    ({"tokens": torch.zeros(0, dtype=torch.int32)}, [[1, 1]] * 7, "tokens that the model has"),
+    ({"tokens": torch.zeros(3, dtype=torch.int32)}, [[1, 1]] * 7, "tokens that the model has"),
+    ({"tokens": torch.tensor([62, 0])}, [[1, 1]] * 7, "tokens that the model has")])
+def test_a_damaged_datastore_is_refused(tensors, gain, said, tmp_path):
+    model = tiny("llama")
+    save_part(tmp_path / "store", "a REST datastore", model, tensors, tokens_per_call=gain)
+    with pytest.raises(InputError, match=f"expected .*store.*{said}|expected {said}") as error:
+        load_datastore(tmp_path / "store", model)
+    assert "\n" not in str(error.value)
+
+
+def test_a_datastore_is_loaded_once(monkeypatch):
+    """Of each file, for each target."""
+    model, loads = tiny("llama"), []
+    monkeypatch.setattr(module, "load_datastore",
+                        lambda path, model: loads.append(path) or store_of(PROMPT))
+    targets = CachedLM(model), CachedLM(model)
+    for target, file in ((0, "a"), (0, "b"), (0, "a"), (0, "b"), (1, "a")):
+        next(rest(targets[target], PROMPT, nodes=2, datastore=file))
+    assert loads == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("options, message", [
@@ -354,8 +447,9 @@ def test_of_long_texts_the_beginning_is_measured(tmp_path):
     texts, gains = [[*range(10, 30), *[8] * 40], [*range(30, 50), *[8] * 40]], []
     for tokens in 19, 59:
         build(tiny("llama"), None, texts, out=tmp_path / "x", text=True, max_new_tokens=tokens)
-        assert len(load_file(tmp_path / "x")["tokens"]) == 122
-        gains.append(load_file(tmp_path / "x")["tokens_per_call"][-1].tolist())
+        header, tensors = load_part(tmp_path / "x", "a REST datastore", tiny("llama"))
+        assert len(tensors["tokens"]) == 122
+        gains.append(header["tokens_per_call"][-1])
     assert gains[0] == [1, 1] and min(gains[1]) > 2  # only the ends have something in common
 
 
@@ -400,7 +494,7 @@ def test_the_committed_datastore_has_answers_to_training_prompts_alone(embedded)
 def test_held_out_prompts_of_the_embedded_target(embedded):
     """Greedy output up to EOS, a prompt of each task, with at least 1.6 tokens a call."""
     model, _, tokenizer = embedded
-    eos, target, tokens = {tokenizer.eos_token_id}, CachedLM(model, 500), 0
+    eos, target, tokens = {tokenizer.eos_token_id}, CachedLM(model), 0
     for task in tasks.TASKS:
         for example in tasks.take(task, "test", 1, seed=50):
             prompt = encode(tokenizer, example.prompt)
@@ -424,4 +518,4 @@ def test_the_command_line(tmp_path, capsys):
     assert "output equals autoregressive" in capsys.readouterr().err
     argv += ["--target", str(ROOT / "models/draft")]
     assert main([rest], report, argv, commands=[build]) == 2
-    assert "expected a datastore of this model, got" in capsys.readouterr().err
+    assert "expected a file of a REST datastore for this model, got" in capsys.readouterr().err

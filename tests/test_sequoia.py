@@ -7,31 +7,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import common
 import survey.sequoia as module
-from common import CachedLM, InputError, Sampler, autoregressive, best_tree, digest, greedy
+from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy
 from conftest import (CONTEXT, ROOT, VOCAB, ScriptedLM, chi_square_ok, main, markov, near, tiny,
                       tokens_of)
-from survey.sequoia import (calibrate, decode, draw_children, fastest, levels, load_rates, report,
-                            sequoia, shape, tables, verify)
+from survey.sequoia import (calibrate, decode, draw_children, known, load_rates, parents_of, plans,
+                            report, sequoia, shape_of, tables, verify)
 
 PROMPT = [3, 14, 15]
 ROOM = CONTEXT - len(PROMPT)
 BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are leaves
 
 
-def rates_file(folder, target, draft, P=(0.6, 0.3, 0.1), name="rates.json") -> str:
+def rates_file(folder, target, draft, P=(0.6, 0.3, 0.1), name="rates.json", **rates) -> str:
     """What `calibrate` would write for this pair."""
     file = folder / name
-    file.write_text(json.dumps({"pair": digest(target, digest(draft)), "rates": {"0.0": P}}))
+    file.write_text(json.dumps({"target": known(target), "draft": known(draft),
+                                "rates": rates or {"0.0": P}}))
     return str(file)
 
 
 def decoding(target, draft, prompt, parents, sample=greedy, log=None):
     """`decode` as `sequoia` begins it."""
     for lm in (target, draft):
-        lm.start(prompt[:-1], width=32)
-    return decode(target, draft, prompt[-1], parents, sample, log)
+        lm.start(prompt[:-1])
+    shape = shape_of(parents)
+    return decode(target, draft, prompt[-1], lambda: shape, sample, log)
 
 
 # -------------------------------------------------------------------------------------- the tree
@@ -71,29 +72,34 @@ def test_the_dynamic_program_equals_brute_force():
     assert [len([*ordered_trees(n, 9)]) for n in range(1, 8)] == [1, 1, 2, 5, 14, 42, 132]
     trees = {(n, d): [*ordered_trees(n, d)] for n in range(1, 8) for d in range(7)}
     for P in some_rates():
-        G, how = tables(P, 7, 6)
+        best = tables(P, 7, 6)
         for n, d in trees:
             possible = [tokens_a_call(tree, P) for m in range(1, n + 1) for tree in trees[m, d]
                         if len(tree) <= len(P)]
-            assert math.isclose(G[d][n], max(possible), rel_tol=1e-12), (P, n, d)
-            parents = shape(how, n, d)
-            assert math.isclose(tokens_a_call(nested(parents), P), G[d][n], rel_tol=1e-12)
-            assert len(parents) <= n and len(levels(parents)) <= d
+            assert math.isclose(best[d].G[n], max(possible), rel_tol=1e-12), (P, n, d)
+            parents = parents_of(best, n, d)
+            assert math.isclose(tokens_a_call(nested(parents), P), best[d].G[n], rel_tol=1e-12)
+            assert len(parents) <= n and len(shape_of(parents).levels) <= d
             assert parents == sorted(parents)  # level by level, siblings side by side
 
 
 def test_best_first_gives_the_same_trees_where_rates_fall():
     """On trees too large for brute force; to choose greedily is right there, and only there."""
     for P in [(0.7, 0.15, 0.06, 0.03), (0.88, 0.04, 0.02, 0.01), (0.3, 0.25, 0.2)]:
-        G, _ = tables(P, 64, 12)
+        best = tables(P, 64, 12)
         for n, d in itertools.product((2, 9, 33, 64), (1, 3, 12)):
-            greedily = sum(chance for chance, *_ in best_tree([list(P)] * d, n))
-            assert math.isclose(G[d][n], greedily, rel_tol=1e-12), (P, n, d)
+            greedily = sum(node.chance for node in best_tree([list(P)] * d, n))
+            assert math.isclose(best[d].G[n], greedily, rel_tol=1e-12), (P, n, d)
 
 
 def test_the_levels_are_the_draft_calls():
-    assert levels(BUSHY) == [[0], [1, 2], [4]]
-    assert levels([-1, 0, 1, 2]) == [[0], [1], [2]] and levels([-1, 0, 0]) == [[0]]
+    """And their nodes the rows of these calls; nodes without children are never fed."""
+    shape = shape_of(BUSHY)
+    assert shape.parents == BUSHY and shape.levels == [[0], [1, 2], [4]]
+    assert shape.children == [[1, 2, 3], [4, 5], [6], [], [7, 8], [], [], [], []]
+    assert shape.row == {0: 0, 1: 1, 2: 2, 4: 3}
+    assert shape_of([-1, 0, 1, 2]).levels == [[0], [1], [2]]
+    assert shape_of([-1, 0, 0]).levels == [[0]] and shape_of([-1]).levels == []
 
 
 @pytest.mark.parametrize("t_target, t_draft, expected", [
@@ -103,28 +109,25 @@ def test_the_levels_are_the_draft_calls():
     (lambda n: 1, lambda n: 0.05 * n, "thin"), (lambda n: 1 + n / 64, lambda n: 0.05, "any")])
 def test_measured_costs_choose_the_tree(monkeypatch, t_target, t_draft, expected):
     """The most tokens a second of all sizes and depths, where a draft call is paid by its rows."""
-    costs = {"target": {w: t_target(w) for w in common.WIDTHS},
-             "draft": {w: t_draft(w) for w in common.WIDTHS}}
-    monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[lm])
+    costs = {"target": t_target, "draft": t_draft}
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: [costs[lm](n) for n in range(65)]
+                        if most == 64 else None)
     P, (sizes, depths) = (0.6, 0.2, 0.1), module.RANGES.values()
-    parents = fastest(P, sizes, depths, "target", "draft")
-    _, how = tables(P, 64, 16)
-
-    def wide(n):
-        return min(w for w in common.WIDTHS if w >= n)
-
-    def speed(parents):
-        rows = [sum(i in level for i in range(len(parents))) for level in levels(parents)]
-        seconds = t_target(wide(len(parents))) + sum(t_draft(wide(n)) for n in rows)
-        return tokens_a_call(nested(parents), P) / seconds
-    best = max(speed(shape(how, n, d)) for n in sizes for d in depths)
-    assert math.isclose(speed(parents), best, rel_tol=1e-9)
+    found, best = [*plans(P, sizes, depths, "target", "draft")], tables(P, 64, 16)
+    pairs = [*itertools.product(sizes, depths)]
+    assert len(found) == len(pairs)
+    for (n, d), (shape, tokens, seconds) in zip(pairs, found):
+        assert shape == shape_of(parents_of(best, n, d))
+        assert math.isclose(tokens, tokens_a_call(nested(shape.parents), P), rel_tol=1e-12)
+        rows = [len(level) for level in shape.levels]
+        assert math.isclose(seconds, t_target(len(shape.parents)) + sum(map(t_draft, rows)))
+    shape, *_ = max(found, key=lambda x: x[1] / x[2])
     if isinstance(expected, int):
-        assert len(parents) == expected
+        assert len(shape.parents) == expected
     if expected == "one level":
-        assert len(levels(parents)) == 1 and len(parents) > 2
+        assert len(shape.levels) == 1 and len(shape.parents) > 2
     if expected == "thin":  # with a call of 4 rows at the price of one it is another tree
-        assert max(map(len, levels(parents))) <= 2
+        assert max(map(len, shape.levels)) <= 2
 
 
 # --------------------------------------------------------------------- sampling, by enumeration
@@ -306,7 +309,7 @@ def test_a_round_is_exact_by_enumeration(monkeypatch, parents, sampling, missing
         logits[missing] = -torch.inf
         return logits
     law = joint(lambda tokens: p_of[tuple(tokens[-2:])], prompt, 3)
-    found, total, inner = torch.zeros_like(law), 0.0, sum(levels(parents), [])
+    found, total, inner = torch.zeros_like(law), 0.0, [*shape_of(parents).row]
     every = [[*itertools.permutations(range(3), parents.count(i))] for i in inner]
     for draws in itertools.product(*every):
         def run(script):
@@ -346,8 +349,7 @@ def test_greedy_equals_autoregressive(family, tmp_path):
     right, and with one that is not; tree, chain and one level."""
     model, whole = tiny(family), family == "gpt2"
     n = ROOM if whole else 30
-    target, close, far = (CachedLM(m, CONTEXT)
-                          for m in (model, near(model, 0.02), tiny(family, seed=7)))
+    target, close, far = (CachedLM(m) for m in (model, near(model, 0.02), tiny(family, seed=7)))
     expected = tokens_of(autoregressive(target, PROMPT), n)
     more = [(close, 2, 1), (close, 4, 1), (close, 6, 5), (far, 12, 3)]
     for draft, nodes, depth in [(close, 12, 4), *(more if whole else [])]:
@@ -367,7 +369,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(family, tmp_path):
     """Greedy and sampled: the first child is accepted at once, all the way down, so that only a
     chain makes sense; a draft cache that misses a row shows here. One draft call a level."""
     model = tiny(family)
-    target, draft = CachedLM(model, CONTEXT), CachedLM(model, CONTEXT)
+    target, draft = CachedLM(model), CachedLM(model)
     rates = rates_file(tmp_path, model, model, (0.9, 0.1))
     for sample, nodes in [(greedy, 5), (Sampler(1.3, seed=1), 5), (Sampler(0.6, seed=1), 12)]:
         log, before = [], (target.calls, draft.calls)
@@ -397,7 +399,7 @@ def test_sampled_output_of_real_caches_is_that_without_caches(family):
     distribution that the enumerations find."""
     model, outputs, logs = tiny(family), [], []
     draft = near(model, 0.04)
-    for make in (lambda model: CachedLM(model, CONTEXT), uncached):
+    for make in (CachedLM, uncached):
         log = []
         outputs.append(tokens_of(decoding(make(model), make(draft), PROMPT, BUSHY,
                                           Sampler(0.9, top_p=0.95, seed=4), log), 40))
@@ -412,7 +414,7 @@ def test_a_low_temperature_comes_down_to_temperature_0():
     others are still the next children."""
     model, found = tiny("llama"), []
     for sample in (greedy, Sampler(1e-4, seed=1)):
-        log, lms = [], [CachedLM(m, CONTEXT) for m in (model, near(model, 0.05))]
+        log, lms = [], [CachedLM(m) for m in (model, near(model, 0.05))]
         found.append((tokens_of(decoding(*lms, PROMPT, BUSHY, sample, log), 40), log))
     assert found[0] == found[1] and {rank for r in log for rank in r["ranks"]} >= {0, 1}
 
@@ -431,51 +433,84 @@ def test_eos_and_limits_inside_a_tree():
 def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch):
     """What is timed counts as no call, and the output stays the target's."""
     model = tiny("llama")
-    target, draft = CachedLM(model, CONTEXT), CachedLM(near(model, 0.02), CONTEXT)
-    expected, seen = tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 30), []
+    target, draft = CachedLM(model), CachedLM(near(model, 0.02))
+    expected, seen = tokens_of(autoregressive(CachedLM(model), PROMPT), 30), []
     rates = rates_file(tmp_path, model, draft.model)
 
     def spy(P, sizes, depths, *lms):
         seen.append((sizes, depths))
-        return fastest(P, sizes, depths, *lms)
-    monkeypatch.setattr(module, "fastest", spy)
+        return plans(P, sizes, depths, *lms)
+    monkeypatch.setattr(module, "plans", spy)
+    monkeypatch.setattr(module, "row_costs", lambda lm, most, costs=module.row_costs:
+                        seen.append((lm, most)) or costs(lm, most))
     sizes, depths = module.RANGES["nodes"], module.RANGES["depth"]
-    for options, given in [({}, (sizes, depths)), (dict(nodes=8), ([8], depths)),
-                           (dict(depth=2), (sizes, [2]))]:
+    for options, given, most in [({}, (sizes, depths), 64), (dict(nodes=8), ([8], depths), 8),
+                                 (dict(depth=2), (sizes, [2]), 64)]:
         log, seen[:], target.calls = [], [], 0
         chunks = sequoia(target, draft, PROMPT, rates=rates, log=log, **options)
         assert tokens_of(chunks, 30) == expected and target.calls == len(log)
-        assert seen == [given] and 1 <= log[0]["drafted"] < options.get("nodes", 65)
-    assert [*target.costs] == [*common.WIDTHS[:7]] == [*draft.costs]  # the largest tree has 64
-    target.costs = draft.costs = {}  # where both are given nothing is timed
+        assert seen == [given, (target, most), (draft, most)]
+        assert 1 <= log[0]["drafted"] < options.get("nodes", 65)
+    seen.clear()  # where both are given nothing is timed
     assert next(sequoia(target, draft, PROMPT, rates=rates, nodes=8, depth=2)) == expected[:3]
-    assert target.costs == {}
+    assert seen == []
+
+
+def test_trees_are_those_of_their_rates_and_options(tmp_path):
+    """Also where the same models decode one text after another."""
+    model, seen = tiny("llama"), []
+    lms = CachedLM(model), CachedLM(model)
+    rates = rates_file(tmp_path, model, model, **{"0.0": (0.9, 0.05), "1.0": (0.4, 0.3, 0.2)})
+    forward = lms[0].forward
+    lms[0].forward = lambda *args, **how: seen.append(args[-1]) or forward(*args, **how)
+    for (t, P), nodes, depth in [*itertools.product(
+            ((0, (0.9, 0.05)), (1, (0.4, 0.3, 0.2))), (4, 6), (1, 3))] * 2:
+        next(sequoia(*lms, PROMPT, nodes=nodes, depth=depth, rates=rates, sample=Sampler(t)))
+        assert seen[-1] == parents_of(tables(P, nodes, depth), nodes, depth)
+    assert len({tuple(x) for x in seen if x[0] < 0}) == 5
+
+
+def test_the_tree_is_chosen_again_when_the_context_has_doubled(tmp_path, monkeypatch):
+    """Rows cost nothing until it has 256 tokens, then each as much as the first."""
+    model = tiny("llama", max_position_embeddings=400)
+    lms, log = [CachedLM(model), CachedLM(near(model, 0.02))], []
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: [
+        1.0 if lms[0].length < 256 else float(n) for n in range(most + 1)])
+    rates = rates_file(tmp_path, model, lms[1].model)
+    prompt = [n * 7 % 61 for n in range(241)]
+    chunks = sequoia(*lms, prompt, rates=rates, log=log)
+    lengths = [*itertools.accumulate((len(next(chunks)) for _ in range(20)), initial=240)]
+    drafted = [(length < 256, r["drafted"]) for length, r in zip(lengths, log)]
+    assert len({*drafted}) == 2 and drafted[0][1] > 8 and drafted[-1] == (False, 1)
 
 
 # --------------------------------------------------------------------------------- calibration
 
 def test_rates_are_those_of_the_nearest_temperature(tmp_path, monkeypatch):
     model, seen = tiny("llama"), []
-    file = tmp_path / "rates.json"
-    file.write_text(json.dumps({"pair": digest(model, digest(model)),
-                                "rates": {"0.0": [0.5], "0.6": [0.6, 0], "1.0": [0.7]}}))
+    rates = rates_file(tmp_path, model, model, **{"0.0": [0.5], "0.6": [0.6, 0], "1.0": [0.7]})
     monkeypatch.setattr(module, "tables", lambda P, *_: seen.append(P) or tables(P, 2, 1))
     for t in (0, 0.2, 0.4, 0.75, 0.9, 3.0):
-        lms = CachedLM(model, 60), CachedLM(model, 60)
-        next(sequoia(*lms, PROMPT, nodes=2, depth=1, rates=str(file), sample=Sampler(t)))
+        lms = CachedLM(model), CachedLM(model)
+        next(sequoia(*lms, PROMPT, nodes=2, depth=1, rates=rates, sample=Sampler(t)))
     assert seen == [(0.5,), (0.5,), (0.6, 1e-9), (0.6, 1e-9), (0.7,), (0.7,)]
 
 
 @pytest.mark.parametrize("text, message", [
     (None, "No such file"), ("{", "Expecting property name"), ("[]", "list indices"),
-    ('{"rates": {}}', "'pair'"), ('{"pair": "0", "rates": {"0": [0.9]}}', "those of another pair"),
-    ("same pair: 3", "'int' object is not iterable"), ("same pair: [null]", "not supported")])
+    ('{"rates": {}}', "'target'"), ('{"target": [[0.5]], "rates": {"0": [0.9]}}', "another target"),
+    ('{"target": 5}', "out of range"), ('{"target": "x"}', "type 'str'"),
+    ('{"target": [[1, 2], [3]]}', "expected sequence of length"),
+    ('{"target": [[null]]}', "NoneType"),
+    ("draft: [[0.5]]", "another draft's"), ("rates: 3", "has no attribute 'items'"),
+    ('rates: {"0": 3}', "'int' object is not iterable"), ('rates: {"0": [null]}', "not supported")])
 def test_rates_of_another_pair_and_broken_files_are_refused(tmp_path, text, message):
     """In one line that says how to make a file."""
     model, file = tiny("llama"), tmp_path / "rates.json"
-    if text and text.startswith("same pair"):
-        pair = json.dumps(digest(model, digest(model)))
-        text = f'{{"pair": {pair}, "rates": {{"0": {text.split(": ")[1]}}}}}'
+    if text and text[0] in "dr":
+        name, _, wrong = text.partition(": ")
+        text = json.dumps({"target": known(model), "draft": known(model), "rates": {"0": [0.9]},
+                           name: json.loads(wrong)})
     if text is not None:
         file.write_text(text)
     with pytest.raises(InputError, match=message) as error:
@@ -484,13 +519,37 @@ def test_rates_of_another_pair_and_broken_files_are_refused(tmp_path, text, mess
 
 
 def test_swapped_and_other_models_are_refused(tmp_path):
+    """Not tuned ones, and not what they are cast to."""
     target, draft = tiny("llama"), tiny("llama", seed=7)
     rates = rates_file(tmp_path, target, draft)
-    assert load_rates(rates, target, draft) == {0.0: (0.6, 0.3, 0.1)}
-    for pair in [(draft, target), (target, target), (near(target, 1e-3), draft),
-                 (target, near(draft, 1e-3))]:
-        with pytest.raises(InputError, match="another pair"):
+    for pair in [(target, draft), (near(target, 0.05), draft), (target, near(draft, 0.05)),
+                 (tiny("llama").bfloat16(), tiny("llama", seed=7).half())]:
+        assert load_rates(rates, *pair) == {0.0: (0.6, 0.3, 0.1)}
+    for pair, whose in [((draft, target), "target's"), ((target, target), "draft's"),
+                        ((tiny("llama", hidden_size=8), draft), "target's"),
+                        ((target, tiny("gpt2")), "draft's")]:
+        with pytest.raises(InputError, match=f"another {whose}"):
             load_rates(rates, *pair)
+
+
+def test_rates_are_loaded_once(tmp_path, monkeypatch):
+    """Of each file."""
+    model, loads = tiny("llama"), []
+    target, draft = CachedLM(model), CachedLM(near(model, 0.02))
+    files = [rates_file(tmp_path, model, draft.model, name=name) for name in "ab"]
+    monkeypatch.setattr(module, "load_rates", lambda *args: loads.append(args) or load_rates(*args))
+    for rates in files * 2:
+        next(sequoia(target, draft, PROMPT, nodes=2, depth=1, rates=rates))
+    assert loads == [(rates, model, draft.model) for rates in files]
+
+
+def test_another_draft_is_refused_after_the_right_one(tmp_path):
+    model = tiny("llama")
+    target, draft, other = (CachedLM(x) for x in (model, near(model, 0.02), tiny("llama", seed=7)))
+    options = dict(nodes=2, depth=1, rates=rates_file(tmp_path, model, draft.model))
+    next(sequoia(target, draft, PROMPT, **options))
+    with pytest.raises(InputError, match="another draft's"):
+        next(sequoia(target, other, PROMPT, **options))
 
 
 def test_calibration_and_decoding_on_the_command_line(tmp_path, monkeypatch, capsys):
@@ -502,11 +561,11 @@ def test_calibration_and_decoding_on_the_command_line(tmp_path, monkeypatch, cap
     examples.write_text((ROOT / "models/examples.jsonl").read_text().splitlines()[0])
     for name in ("draft", "target"):
         out = tmp_path / f"{name}.json"
-        argv = ["calibrate", "--draft-model", ROOT / "models" / name, "--prompts", examples,
+        argv = ["calibrate", "--draft", ROOT / "models" / name, "--prompts", examples,
                 "--out", out]
         assert main([sequoia], report, [*map(str, argv)], commands=[calibrate]) == 0
         pairs[name] = json.loads(out.read_text())
-    assert pairs["draft"]["pair"] != pairs["target"]["pair"]
+    assert pairs["draft"]["draft"] != pairs["target"]["draft"] == pairs["draft"]["target"]
     for rates in pairs["target"]["rates"].values():
         assert rates == [1.0] + [0.0] * 15
     for rates in pairs["draft"]["rates"].values():
@@ -520,7 +579,7 @@ def test_calibration_and_decoding_on_the_command_line(tmp_path, monkeypatch, cap
     bad = [*argv, "--rates", str(tmp_path / "target.json")]
     assert main([sequoia], report, bad, commands=[calibrate]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "those of another pair" in error
+    assert error.count("\n") == 1 and "another draft's" in error
 
 
 class Vocabulary(SimpleNamespace):
@@ -553,7 +612,7 @@ def test_calibration_counts_the_children_of_one_level(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "load", lambda *_: (small, tokenizer))
     monkeypatch.setattr(module, "eos_ids", lambda *_: set())
     calibrate(model, tokenizer, [PROMPT], out=tmp_path / "rates.json")
-    text = PROMPT + tokens_of(autoregressive(CachedLM(model, CONTEXT), PROMPT), 61)
+    text = PROMPT + tokens_of(autoregressive(CachedLM(model), PROMPT), 61)
     with torch.inference_mode():
         order = small(input_ids=torch.tensor([text]), use_cache=False).logits[0].argsort(
             -1, descending=True)

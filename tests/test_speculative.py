@@ -25,8 +25,7 @@ def test_greedy_equals_autoregressive(family):
     """To the last token of the context, where drafts reach past it; with a draft that is often
     right, but neither always nor never, and with one that is not."""
     model, whole = tiny(family), family == "gpt2"
-    target, close, far = (CachedLM(m, CONTEXT)
-                          for m in (model, near(model, 0.02), tiny(family, seed=7)))
+    target, close, far = (CachedLM(m) for m in (model, near(model, 0.02), tiny(family, seed=7)))
     expected = tokens_of(autoregressive(target, PROMPT), ROOM)
     for draft, gamma in [*((close, gamma) for gamma in ((1, 4, 12) if whole else (4,))),
                          *((far, gamma) for gamma in ((5,) if whole else (1,)))]:
@@ -40,7 +39,7 @@ def test_greedy_equals_autoregressive(family):
 
 def test_a_draft_of_another_family():
     model = tiny("llama")
-    target, draft = CachedLM(model, CONTEXT), CachedLM(tiny("gpt2"), CONTEXT)
+    target, draft = CachedLM(model), CachedLM(tiny("gpt2"))
     expected = tokens_of(autoregressive(target, PROMPT), 100)
     assert tokens_of(speculative(target, draft, PROMPT, gamma=3), 100) == expected
 
@@ -68,7 +67,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(family):
     model = tiny(family, **{"n_positions" if whole else "max_position_embeddings": 400})
     n = 300 if whole else 60
     for gamma, sampling in [*((1, x) for x in samplings), *runs] if whole else runs:
-        log, target, draft = [], CachedLM(model, 400), CachedLM(model, 400)
+        log, target, draft = [], CachedLM(model), CachedLM(model)
         chunks = speculative(target, draft, PROMPT, gamma=gamma, sample=Sampler(*sampling, seed=1),
                              log=log)
         assert len(tokens_of(chunks, n)) == n
@@ -222,7 +221,7 @@ def test_sampled_output_of_real_caches_is_that_without_caches(family, method, op
     distribution that the tests on scripted models find."""
     model, outputs, logs = tiny(family), [], []
     draft = near(model, 0.04)
-    for make in (lambda model: CachedLM(model, CONTEXT), uncached):
+    for make in (CachedLM, uncached):
         log, sample = [], Sampler(0.7, seed=4)
         chunks = method(make(model), make(draft), PROMPT, sample=sample, log=log, **options)
         outputs.append(tokens_of(chunks, 40))
@@ -233,7 +232,7 @@ def test_sampled_output_of_real_caches_is_that_without_caches(family, method, op
 
 def test_sampling_is_seeded():
     model, draft = tiny("llama"), near(tiny("llama"), 0.05)
-    runs = [tokens_of(speculative(CachedLM(model, 90), CachedLM(draft, 90), PROMPT,
+    runs = [tokens_of(speculative(CachedLM(model), CachedLM(draft), PROMPT,
                                   sample=Sampler(seed=seed)), 30) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
@@ -241,9 +240,9 @@ def test_sampling_is_seeded():
 def test_models_with_different_padding_of_the_vocabulary():
     """A target with 61 rows and a draft with 70: `vocab` cuts both to the tokens that exist."""
     model = tiny("llama")
-    target = CachedLM(model, 90, vocab=61)
-    draft = CachedLM(tiny("llama", seed=2, vocab_size=70), 90, vocab=61)
-    expected = tokens_of(autoregressive(CachedLM(model, 90), PROMPT), 80)
+    target = CachedLM(model, vocab=61)
+    draft = CachedLM(tiny("llama", seed=2, vocab_size=70), vocab=61)
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 80)
     assert tokens_of(speculative(target, draft, PROMPT, gamma=2), 80) == expected
 
 
@@ -258,7 +257,7 @@ def test_held_out_prompts_of_the_embedded_pair(embedded):
     """160 tokens each, past EOS, where the models are out of their world."""
     import tasks
     model, draft, tokenizer = embedded
-    target, draft, rng = CachedLM(model, 600), CachedLM(draft, 600), random.Random(0)
+    target, draft, rng = CachedLM(model), CachedLM(draft), random.Random(0)
     for task in tasks.TASKS:
         for example in tasks.take(task, "test", 1, seed=20):
             prompt = tokenizer(example.prompt)["input_ids"]
@@ -357,7 +356,7 @@ def test_several_drafts_on_real_caches(method, family):
     """Greedy equals AR; the target as its own draft is always accepted, sampled and greedy: a row
     of a cache out of place shows there."""
     model, whole = tiny(family), family == "gpt2"
-    target, own, close = (CachedLM(m, CONTEXT) for m in (model, model, near(model, 0.02)))
+    target, own, close = (CachedLM(m) for m in (model, model, near(model, 0.02)))
     if whole or method is specinfer:  # the rules differ, the trees do not
         n = ROOM if whole else 40
         expected = tokens_of(autoregressive(target, PROMPT), n)
@@ -379,7 +378,7 @@ def test_equal_draws_on_real_caches(rule):
     def spy(p, q, draws):
         seen.append(draws)
         return rule(p, q, draws)
-    for make in (lambda model: CachedLM(model, CONTEXT), uncached):
+    for make in (CachedLM, uncached):
         log, sample = [], Sampler(seed=3)
         drafts = [make(near(model, 0.1))]
         chunks = several_drafts(spy, make(model), drafts, [3, 4], 3, 4, sample, log)
@@ -481,7 +480,7 @@ def test_several_models_on_real_caches(family):
     """Greedy equals AR, however good the drafts, and accepts all where one of them is the target.
     Sampled too, where that one is asked first."""
     model, n = tiny(family), ROOM if family == "gpt2" else 20
-    target, own, close, far = (CachedLM(m, CONTEXT) for m in (
+    target, own, close, far = (CachedLM(m) for m in (
         model, model, near(model, 0.02), tiny(family, seed=7)))
     expected = tokens_of(autoregressive(target, PROMPT), n)
     chunks = specinfer(target, far, PROMPT, gamma=4, K=3, more_drafts=[close])
@@ -499,9 +498,9 @@ def test_a_model_is_fed_its_own_drafts_and_keeps_what_became_final(sample):
     """After each round its cache is that of a fresh one. A round feeds it what it has not seen and
     its own draft but for the last token; a draft that fails early leaves more unseen."""
     model = tiny("llama")
-    target = CachedLM(model, CONTEXT)
-    drafts = [CachedLM(near(model, noise), CONTEXT) for noise in (0.02, 0.04)]
-    fresh = [CachedLM(draft.model, CONTEXT) for draft in drafts]
+    target = CachedLM(model)
+    drafts = [CachedLM(near(model, noise)) for noise in (0.02, 0.04)]
+    fresh = [CachedLM(draft.model) for draft in drafts]
     text, gamma, unseen, seen = list(PROMPT), 4, [1, 1], set()
     chunks = specinfer(target, drafts[0], PROMPT, gamma=gamma, more_drafts=drafts[1:],
                        sample=sample)
@@ -567,7 +566,7 @@ def test_bild_follows_its_two_thresholds():
 def test_bild_is_exact_in_its_limits(family):
     """No guess passes, none is drafted, or the draft is the target."""
     model, n = tiny(family), 80 if family == "gpt2" else 40
-    target, own, close = (CachedLM(m, CONTEXT) for m in (model, model, near(model, 0.02)))
+    target, own, close = (CachedLM(m) for m in (model, model, near(model, 0.02)))
     expected = tokens_of(autoregressive(target, PROMPT), n)
     for draft, options in ((close, dict(rollback=0.0, fallback=0.1)), (close, dict(fallback=1.1)),
                            (own, dict(fallback=0.1, rollback=9.0))):
@@ -620,7 +619,7 @@ def test_specdec_draws_at_a_temperature():
 def test_specdec_is_exact_in_its_limits(family):
     """Only the best token passes, or the draft is the target."""
     model, n = tiny(family), 80 if family == "gpt2" else 20
-    target, own, close = (CachedLM(m, CONTEXT) for m in (model, model, near(model, 0.02)))
+    target, own, close = (CachedLM(m) for m in (model, model, near(model, 0.02)))
     expected = tokens_of(autoregressive(target, PROMPT), n)
     for draft, options in ((close, dict(beta=1)), (close, dict(tau=0.0)), (own, {})):
         log = []

@@ -1,5 +1,5 @@
-"""What the files promise to their readers: each method file can be copied out beside common.py, the
-files stay short and narrow, and --help explains every option."""
+"""What the files promise to their readers: each method file can be copied out beside common.py, its
+functions are short and its lines narrow, and --help explains every option."""
 import ast
 import importlib
 import inspect
@@ -50,18 +50,30 @@ def imported(nodes: list) -> set[str]:
             for x in found if isinstance(x, (ast.Import, ast.ImportFrom)) for alias in x.names}
 
 
-@pytest.mark.parametrize("name", [*FILES, "common"])
+@pytest.mark.parametrize("name", [*FILES, "common", "survey.parts"])
 def test_a_method_file_needs_common_alone(name):
-    """Besides packages; the command line is imported where the file is run."""
+    """Besides packages, and in survey/ the files of trained parts. The training is imported where
+    something is trained, the command line where the file is run."""
     *body, last = ast.parse(path_of(name).read_text()).body
-    own = {"common"} if name in FILES else {"huggingface_hub"}  # which transformers needs itself
-    assert imported(body) <= {*sys.stdlib_module_names} | PACKAGES | own
+    own = {"common"} if name != "common" else set()
+    if name.startswith("survey") and name != "survey.parts":
+        own.add("survey")
+    inner = [x for x in ast.walk(ast.Module(body, [])) if isinstance(x, ast.FunctionDef)]
+    outer = [x for x in body if isinstance(x, (ast.Import, ast.ImportFrom))]
+    assert imported(outer) <= {*sys.stdlib_module_names} | PACKAGES | own
+    assert imported(body) - imported(outer) <= {"models"}
+    trains = {x.name for x in inner if "models" in imported(x.body)}
+    assert trains <= {"fit", "train", "collect", "build"}
+    if own & {"survey"}:
+        assert "survey.parts" in {x.module for x in outer if isinstance(x, ast.ImportFrom)}
+        assert {x.module for x in outer if isinstance(x, ast.ImportFrom)
+                and x.module.startswith("survey")} == {"survey.parts"}
     if name in FILES:
         assert ast.unparse(last.test) == "__name__ == '__main__'" and imported([last]) == {"cli"}
 
 
 ALONE = """
-import json, sys, torch
+import importlib, json, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 here, root, packages, texts = Path(sys.argv[1]), sys.argv[2], sys.path[1:], json.loads(sys.argv[3])
@@ -74,9 +86,9 @@ exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd
 loaded = {}  # by the first common.py: all are the same
 for name, method in json.loads(sys.argv[4]):
     sys.path = [str(here / name), *packages]
-    for module in {name, "common"} & sys.modules.keys():
+    for module in {name, "common", "survey", "survey.parts"} & sys.modules.keys():
         del sys.modules[module]
-    module, common = __import__(name), __import__("common")
+    module, common = importlib.import_module(name), importlib.import_module("common")
     assert module.__file__.startswith(str(here / name)) and module.Sampler is common.Sampler
     assert common.__file__.startswith(str(here / name))
     function = getattr(module, method)
@@ -87,45 +99,38 @@ for name, method in json.loads(sys.argv[4]):
     outputs, model = [], models[0]
     for text in texts:
         prompt = common.encode(tokenizer, text)
-        lms = [common.CachedLM(x, len(prompt) + 24) for x in models]
+        lms = [common.CachedLM(x) for x in models]
         chunks = function(*lms, prompt, **exact.get(method, {}))
         chunks = common.until(chunks, 24, common.eos_ids(model, tokenizer))
         outputs.append([token for chunk in chunks for token in chunk])
     print(json.dumps([method, outputs]))
-others = {Path(x.__file__).parent for x in sys.modules.values() if getattr(x, "__file__", None)}
-assert not others & {Path(root), Path(root).parent}, others
+files = [getattr(x, "__file__", None) or "" for x in sys.modules.values()]
+assert not {Path(root), Path(root).parent} & {Path(x).parent for x in files}
 """
 
 
 def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
     """A folder for each file: there all of its methods decode as autoregressive decoding does, the
-    lossy ones at their lossless ends."""
+    lossy ones at their lossless ends. In survey/ the files of trained parts lie beside it."""
     for name in FILES:
-        folder = tmp_path / name.split(".")[-1]
-        folder.mkdir()
-        for file in (name, "common"):
-            (folder / path_of(file).name).write_text(path_of(file).read_text())
+        folder = tmp_path / name
+        (folder / "survey").mkdir(parents=True)
+        for file in (name, "common", *["survey.parts"] * name.startswith("survey")):
+            (folder / path_of(file).relative_to(ROOT)).write_text(path_of(file).read_text())
     texts = cli.read_prompts(ROOT / "models/examples.jsonl")[:1]
-    methods = [(name.split(".")[-1], method) for name, method in METHODS]
-    argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(methods)]
+    argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(METHODS)]
     (tmp_path / "empty").mkdir()
     done = subprocess.run([sys.executable, "-c", ALONE, *argv], capture_output=True, text=True,
                           timeout=240, cwd=tmp_path / "empty")
     assert done.returncode == 0, done.stderr
     target, _, tokenizer = embedded
     prompts, eos = [encode(tokenizer, text) for text in texts], eos_ids(target, tokenizer)
-    expected = [tokens_of(autoregressive(CachedLM(target, 400), prompt), 24, eos)
-                for prompt in prompts]
+    expected = [tokens_of(autoregressive(CachedLM(target), prompt), 24, eos) for prompt in prompts]
     found = dict(map(json.loads, done.stdout.splitlines()))
     assert found == {method: expected for _, method in METHODS} and len(found) == len(METHODS)
 
 
 # -------------------------------------------------------------------------------- short, narrow
-
-@pytest.mark.parametrize("name, most", [("common.py", 480), ("cli.py", 200), ("README.md", 180)])
-def test_what_is_read_first_is_short(name, most):
-    assert len((ROOT / name).read_text().splitlines()) <= most
-
 
 def written() -> list[str]:
     """The project's own texts; a checkout may have no git, but environments and work beside it."""
@@ -135,6 +140,38 @@ def written() -> list[str]:
         found += [os.path.relpath(os.path.join(folder, name), ROOT) for name in names
                   if name.endswith((".py", ".md")) or name == "Makefile"]
     return sorted(found)
+
+
+PRODUCT = [name for name in written() if not name.startswith("tests")]
+
+
+@pytest.mark.parametrize("name, most", [("common.py", 420), ("README.md", 150)])
+def test_what_is_read_first_is_short(name, most):
+    assert len((ROOT / name).read_text().splitlines()) <= most
+
+
+def length(function: ast.FunctionDef) -> int:
+    """Lines, without those of the docstring."""
+    doc = function.body[0] if ast.get_docstring(function) is not None else None
+    return function.end_lineno - function.lineno + 1 - (
+        doc.end_lineno - doc.lineno + 1 if doc else 0)
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    """How many blocks of statements stand in one another; an elif stands beside its if."""
+    deepest = depth
+    for child in ast.iter_child_nodes(node):
+        block = isinstance(child, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+        beside = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        deepest = max(deepest, nesting(child, depth + (block and not beside)))
+    return deepest
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCT if name.endswith(".py")])
+def test_functions_are_short_and_shallow(name):
+    tree = ast.parse((ROOT / name).read_text())
+    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+    assert [x.name for x in functions if length(x) > 45 or nesting(x) > 4] == []
 
 
 def wide(path) -> list[str]:
@@ -162,14 +199,34 @@ def test_which_lines_count(tmp_path):
     assert wide(file) == [f"a.md:{n}: 101 columns" for n in (1, 6, 8, 10)]
     (tmp_path / "Makefile").write_text(f"{'é' * 100}\n| {long}\n")
     assert wide(tmp_path / "Makefile") == ["Makefile:2: 103 columns"]
-    assert {"common.py", "cli.py", "README.md", "Makefile", "models/README.md", "models/tasks.py",
-            "tests/conftest.py", *(f"{x.replace('.', '/')}.py" for x in FILES)} <= {*written()}
+    assert {"common.py", "cli/__init__.py", "cli/graphs.py", "models/training.py", "README.md",
+            "Makefile", "models/README.md", "models/tasks.py", "tests/conftest.py",
+            *(f"{x.replace('.', '/')}.py" for x in FILES)} <= {*written()}
     assert not any("site-packages" in name for name in written())
     assert imported(ast.parse("import a.b, c\ndef f():\n    from d.e import g").body) == {*"acd"}
+    [function] = ast.parse(BLOCKS).body
+    assert (length(function), nesting(function)) == (10, 3)
+
+
+BLOCKS = """
+def f():
+    '''Two
+    lines.'''
+    if 1:
+        for x in y:
+            pass
+    elif 2:
+        with z:
+            try:
+                pass
+            finally:
+                pass
+"""
 
 
 TRAINED = [os.path.relpath(path, ROOT) for path in sorted((ROOT / "models").rglob("*.safetensors"))
-           if path.stem in ("bita", "medusa", "hydra", "eagle") and "work" not in path.parts]
+           if path.stem in ("bita", "medusa", "hydra", "eagle")
+           and path.parent.name in ("models", "smollm2")]
 
 
 @pytest.mark.parametrize("name", TRAINED)

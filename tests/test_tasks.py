@@ -73,10 +73,10 @@ def test_unknown_tasks_are_refused():
 def test_the_embedded_target_knows_its_tasks(task, embedded):
     """15 held-out prompts in batches; at a true accuracy of 80% fewer than 6 right ones have a
     probability of 1.1e-4."""
-    from train import answer
+    from train import answers_of
     target, _, tokenizer = embedded
     held_out = tasks.take(task, "test", 15, seed=30)
-    answers = answer(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
+    answers = answers_of(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     assert sum(map(tasks.grade, held_out, texts)) >= 6
     assert not any(map(tasks.loops, answers))

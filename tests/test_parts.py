@@ -1,0 +1,96 @@
+"""Files of trained parts: what is kept, whose they are, and an LM head of fewer rows."""
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from common import InputError
+from conftest import ROOT, tiny
+from survey.parts import (belongs, fill, head_for, load_part, save_part, some_embeddings)
+
+LLAMA = tiny("llama")
+
+
+def part() -> dict[str, torch.nn.Parameter]:
+    return {"w": torch.nn.Parameter(torch.tensor([[0.5, -2.0], [3.0, 0.25]])),
+            "b": torch.nn.Parameter(torch.tensor([1.0, 0.0]))}
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    """Floating-point numbers in bfloat16, others as they are, and any header; in a new folder."""
+    path = tmp_path / "new" / "part.safetensors"
+    tokens = torch.tensor([0, 65535], dtype=torch.uint16)
+    save_part(path, "a thing", LLAMA, part() | {"tokens": tokens}, size=3, accept=[[0.1, 0.2]])
+    header, tensors = load_part(path, "a thing", LLAMA)
+    assert header == {"size": 3, "accept": [[0.1, 0.2]]}
+    assert tensors.keys() == {"w", "b", "tokens"}
+    assert torch.equal(tensors["tokens"], tokens) and tensors["tokens"].dtype == torch.uint16
+    assert tensors["w"].dtype == torch.bfloat16
+    own = {name: torch.nn.Parameter(torch.zeros_like(p)) for name, p in part().items()}
+    fill(own, {name: tensors[name] for name in own}, path)
+    assert all(torch.equal(own[name], p) for name, p in part().items())
+    with safe_open(path, "pt") as file:
+        assert json.loads(file.metadata()["part"])["kind"] == "a thing"
+
+
+@pytest.mark.parametrize("tensors", [
+    {"w": torch.zeros(2, 2)}, {"w": torch.zeros(2, 2), "b": torch.zeros(3)},
+    {"w": torch.zeros(2, 2), "b": torch.zeros(2), "c": torch.zeros(1)},
+    {"w": torch.zeros(2, 2), "c": torch.zeros(2)}])
+def test_other_tensors_are_refused_and_nothing_is_set(tensors):
+    own = part()
+    with pytest.raises(InputError, match=r"expected tensors .*'b': \(2,\).*, got 'file' with"):
+        fill(own, tensors, "file")
+    assert all(torch.equal(own[name], p) for name, p in part().items())
+
+
+def test_a_part_belongs_to_its_model_in_any_type_and_to_no_other(tmp_path):
+    """Also to one that was tuned, or whose embeddings were quantised; not to one of other sizes,
+    nor to one whose embeddings are alike only in their mean."""
+    known, model = some_embeddings(LLAMA), tiny("llama")
+    table = model.get_input_embeddings().weight.data
+    assert known.shape == (4, 32)  # tokens 0, 16, 32 and 48
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert belongs(known, tiny("llama").to(dtype)) and belongs(known.to(dtype), model)
+    table.add_(0.3 * table.std() * torch.randn(table.shape, generator=torch.Generator()))
+    assert belongs(known, model)
+    table.copy_((LLAMA.get_input_embeddings().weight * 4).round() / 4)
+    assert belongs(known, model)
+    for other in (tiny("llama", seed=1), tiny("qwen2", seed=2), tiny("llama", hidden_size=64),
+                  tiny("llama", vocab_size=33)):
+        assert not belongs(known, other)
+    two = [tiny("llama", seed=seed) for seed in (3, 4)]
+    for x in two:
+        x.get_input_embeddings().weight.data += 5
+    assert not belongs(some_embeddings(two[0]), two[1])
+    path = tmp_path / "part"
+    save_part(path, "a thing", LLAMA, part())
+    with pytest.raises(InputError, match="a file of a thing for this model, got .* another's"):
+        load_part(path, "a thing", tiny("llama", seed=1))
+
+
+def test_what_is_no_part_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "part"
+    save_part(path, "a thing", LLAMA, part())
+    with pytest.raises(InputError, match="expected a file of another, got .*, one of a thing"):
+        load_part(path, "another", LLAMA)
+    whole = path.read_bytes()
+    for i, bad in enumerate((b"", b"x" * 100, whole[:50], whole[:-9])):
+        path.write_bytes(bad)
+        with pytest.raises(InputError, match="expected a file of a thing, got") as error:
+            load_part(path, "a thing", LLAMA)
+        assert "\n" not in str(error.value), i
+    for other in (tmp_path, tmp_path / "none", ROOT / "models/draft/model.safetensors"):
+        with pytest.raises(InputError, match="expected a file of a thing, got"):
+            load_part(other, "a thing", LLAMA)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_for_few_tokens_has_their_rows_in_their_order(bias, dtype):
+    head = torch.nn.Linear(6, 9, bias).to(dtype)
+    few, vocab, x = head_for(head, torch.tensor([7, 0, 3])), [7, 0, 3], torch.randn(4, 6).to(dtype)
+    assert few.weight.dtype == dtype and few.weight.shape == (3, 6)
+    torch.testing.assert_close(few(x), head(x)[:, vocab])
+    assert not any(p.requires_grad for p in few.parameters()) and head.weight.requires_grad
