@@ -383,7 +383,7 @@ def load_tuning(path: str, model) -> Tuning:
         with safe_open(path, "pt") as file:
             header = json.loads((file.metadata() or {}).get("bita", "null"))
             tensors = {name: file.get_tensor(name).float() for name in file.keys()}
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise InputError(f"expected a file made by `python bita.py train`, got {path!r}: "
                          f"{error}") from error
     if "accept" not in (header or ()) or tensors.keys() != {"prompts", "masks", "model"}:
@@ -397,6 +397,8 @@ def load_tuning(path: str, model) -> Tuning:
     known, here = (x - x.mean(0) for x in (tensors["model"], some_embeddings(model)))
     if F.cosine_similarity(known.flatten(), here.flatten(), 0) < 0.5:  # tuned or quantised: ~1
         raise InputError("expected a tuning of this model, got one of another: embeddings differ")
+    if not all(x.isfinite().all() for x in tensors.values()):
+        raise InputError(f"expected finite numbers, got {path!r} with others")
     tuning = Tuning(shape, design)
     tuning.accept = accept
     for name in ("prompts", "masks"):

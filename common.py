@@ -196,7 +196,7 @@ class CachedLM:
             self.forward(ids[i:i + WIDTHS[-1]], keep=1, counts=False)
             self.commit(range(len(self.parents)))
             features.append(self.features)
-        self.features = torch.cat(features or [self.weight[:0]])
+        self.features = torch.cat(features) if features else self.weight[:0]
         self.prompt_seconds += time.perf_counter() - began
 
     @torch.inference_mode()
@@ -288,7 +288,7 @@ def grouped_attention(module, query, key, value, attention_mask, **options):
         return sdpa_attention_forward(module, query, key, value, None, **options)
     B, heads, n, d = query.shape
     rows = query.reshape(B, key.shape[1], -1, d)
-    mask = attention_mask if n == 1 else torch.cat([attention_mask] * (heads // key.shape[1]), 2)
+    mask = attention_mask.expand(-1, heads // key.shape[1], -1, -1).reshape(B, 1, -1, key.shape[2])
     out = F.scaled_dot_product_attention(rows, key, value, mask, scale=options.get("scaling"))
     return out.reshape(B, heads, n, -1).transpose(1, 2).contiguous(), None
 

@@ -73,13 +73,15 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
     base = len(unseen) - 1
     ids, parents, logps = unseen[-1:], [-1], [0.0]
     fed = [0]  # the nodes that `logits` come after
-    ended = []
+    leaves, ended = [0], []
     logits = lm.forward(unseen)[-1:]
     for level in range(depth):
         grown = [(logps[node], node, None) for node in ended]  # (log p, node, its child's token)
         for node, row in zip(fed, children(logits, beams, sample)):
             if node not in ended:
                 grown += [(logps[node] + logp, node, token) for token, logp in row]
+        if not grown:  # logits of a model that overflows: the level before ends the beams
+            return Beams(ids, parents, logps, leaves)
         leaves = []
         fed = []
         for score, node, token in sorted(grown, key=lambda x: x[0], reverse=True)[:beams]:
@@ -125,6 +127,8 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     while True:
         found = beam_search(target, [root], K, beams, sample, eos)
         best = found.leaves[0]
+        if best == 0:
+            raise InputError("expected a target with finite logits, got none")
         path = path_to(best, found.parents)
         target.commit(path[:-1])  # the leaf is the next root
         root = found.ids[best]

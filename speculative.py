@@ -100,7 +100,7 @@ def multi_step(p: torch.Tensor, q: torch.Tensor,
     Miao et al., Alg. 2."""
     accept = []
     for x, q_x in zip(draws, q):
-        accept.append(min(1.0, (p[x] / q_x[x]).item()))
+        accept.append(min((p[x] / q_x[x]).item(), 1.0))  # of nan nan, which no coin is below
         p = residual(p, q_x)
     return accept, p
 
@@ -120,7 +120,7 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
             rho = middle
         else:
             low = middle
-    accept = [min(1.0, (p[x] / (rho * q[x])).item()) for x in draws]
+    accept = [min((p[x] / (rho * q[x])).item(), 1.0) for x in draws]
     p_acc = 1 - (1 - beta(rho)) ** K
     if 0 < p_acc < 1:
         taken = torch.minimum(q, p / rho) * (p_acc / beta(rho))
@@ -287,9 +287,9 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
             tau: float = 3.0, sample: Sampler = greedy, log: list | None = None):
     """A guess passes if it is among the target's beta likeliest tokens and nearly as likely as the
     best of them, an end of the text like any other; the target replaces the first that does not.
-    Xia et al., "Spec-Verification". Lossy: greedy output is the target's with beta 1 or tau 0 (what
-    ties with the best passes). The paper is greedy; at a temperature guesses and replacements are
-    drawn, and the test stays what it is.
+    Xia et al., "Spec-Verification". Lossy: greedy output is the target's with beta 1 or tau 0,
+    where the argmax alone passes and nothing that ties with it. The paper is greedy; at a
+    temperature guesses and replacements are drawn, and the test stays what it is.
 
     gamma: tokens drafted a round (the paper's block)
     beta:  a guess must be among so many tokens (β)
@@ -301,6 +301,8 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
                          f"got {gamma}, {beta} and {tau}")
 
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
+        if beta == 1 or tau == 0:
+            return guesses == logits.argmax(-1, keepdim=True)
         guessed = logits.gather(-1, guesses)  # log p but for a constant of each row
         better = (logits > guessed).sum(-1, keepdim=True)
         return (better < beta) & (logits.amax(-1, keepdim=True) - guessed <= tau)

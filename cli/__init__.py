@@ -186,6 +186,11 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
     vocabulary = models["target"][1].get_vocab()
     if any(tokenizer.get_vocab() != vocabulary for _, tokenizer in models.values()):
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
+    sizes = [min(len(model.get_output_embeddings().weight), len(vocabulary))
+             for model, _ in models.values()]
+    if len({*sizes}) > 1:
+        raise InputError(f"expected a draft with logits of the target's {sizes[0]} tokens, got "
+                         f"{min(sizes[1:])}")
     return models
 
 

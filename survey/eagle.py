@@ -30,7 +30,7 @@ import math
 import random
 import sys
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 
 from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
                     prepare, row_costs, walk)
-from survey.parts import MODELS, fill, head_for, load_part, save_part
+from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
 DEPTH = 8  # levels of guesses of a tree
@@ -105,7 +105,8 @@ def grow(draft: "Draft", lm: CachedLM, true: list[Pairs], root: int, n: int, lev
     def hang(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
         """Their likeliest children, new nodes; a row of logits for each of `nodes`."""
         first = len(ids)
-        likely, tokens = logits.float().softmax(-1).topk(len(accept))  # [nodes, ranks]
+        probs = logits.float().softmax(-1).nan_to_num(0.0)  # of a draft that overflows
+        likely, tokens = probs.topk(len(accept))  # [nodes, ranks]
         for node, some, own in zip(nodes, draft.vocab[tokens].tolist(), likely.tolist()):
             ids.extend(some)
             parents.extend([node] * len(some))
@@ -174,24 +175,37 @@ def one_layer(model, mlp: int) -> torch.nn.Module:
     puts the target's embeddings and LM head in."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[-1:])  # of each layer its kind: the last one's
+    if hasattr(text, "first_k_dense_replace"):  # DeepSeek's first layers have no experts
+        text.first_k_dense_replace = int(text.first_k_dense_replace >= text.num_hidden_layers)
     text.num_hidden_layers = 1
     text.vocab_size = 8
     text.pad_token_id = None
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if mlp:
         text.intermediate_size = mlp
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[-1:]
-    return prepare(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        plain, lm = lm, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if [p.shape for p in plain.parameters()] == [p.shape for p in lm.parameters()]:
+            raise InputError(f"expected 0, or a width that changes the MLP of {type(lm).__name__}, "
+                             f"for --mlp, got {mlp}")
+    return prepare(lm)
 
 
-def copy_last_layer(model, lm) -> None:
-    """Into the only layer of `lm`, where shapes are the same."""
+def copy_last_layer(model, lm, mlp: int) -> None:
+    """Into the only layer of `lm`, but for an MLP of another width; and what is no layer, as
+    positions that were learned."""
     last = f".{model.config.get_text_config().num_hidden_layers - 1}."
     own = lm.state_dict()
     for name, x in model.state_dict().items():
         place = name.replace(last, ".0.", 1)
-        if last in name and place in own and own[place].shape == x.shape:
+        fits = place in own and own[place].shape == x.shape
+        if fits and (last in name or ".0." not in name):  # of this layer or of none
             own[place].copy_(x)
+        elif last in name and not mlp:
+            raise InputError("expected a model whose last layer can be made alone, got "
+                             f"{type(model).__name__} with {name}")
 
 
 class Draft(torch.nn.Module):
@@ -218,7 +232,7 @@ class Draft(torch.nn.Module):
             lm = one_layer(model, mlp)
             self.fc = torch.nn.Linear(widths[inputs], e)
         if begin == "last":
-            copy_last_layer(model, lm)
+            copy_last_layer(model, lm, mlp)
         for name, part in list(lm.get_decoder().named_children()):
             if "Norm" in type(part).__name__:  # the final one: a feature is what comes after it
                 setattr(lm.get_decoder(), name, torch.nn.Identity())
@@ -243,7 +257,7 @@ class Draft(torch.nn.Module):
         ids = torch.as_tensor(ids, dtype=torch.long, device=pairs.features.device)
         e = self.lm.get_input_embeddings()(ids)
         reads = {"feature": [pairs.features], "token": [e]}.get(self.inputs, [e, pairs.features])
-        return self.fc(torch.cat(reads, -1).to(self.fc.weight.dtype))
+        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in reads], -1))
 
 
 def save_draft(path: Path, draft: Draft, model) -> None:
@@ -279,9 +293,11 @@ def features_of(model, data: list[tuple[list[int], list[int]]]) -> list[tuple]:
     return found
 
 
-def eagle_loss(draft: Draft, some: list[tuple], rng: torch.Generator) -> torch.Tensor:
+def eagle_loss(draft: Draft, own: Callable, some: list[tuple],
+               rng: torch.Generator) -> torch.Tensor:
     """Section 3.2 on some of `features_of`, a mean over the rows that guess a token of an answer;
-    the cross-entropy, in nats, over a sample of them."""
+    the cross-entropy, in nats, over a sample of them. `own`: what the target makes of its LM head's
+    output."""
     head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids, f = pad([ids for ids, _, _ in some]), pad([f for _, f, _ in some])  # [B, T], [B, T, f]
@@ -293,7 +309,7 @@ def eagle_loss(draft: Draft, some: list[tuple], rng: torch.Generator) -> torch.T
     guessed = guessed[learns.to(device)].float()  # [N, f]
     true = f[:, 1:-1][learns].to(device).float()
     few = torch.randperm(len(true), generator=rng)[:SAMPLED].to(device)
-    p, q = (head(x[few].to(head.weight.dtype)).float() for x in (true, guessed))  # logits [n, V']
+    p, q = (own(head(x[few].to(head.weight.dtype)).float()) for x in (true, guessed))  # [n, V']
     return F.smooth_l1_loss(guessed, true) + 0.1 * F.cross_entropy(q, p.softmax(-1))
 
 
@@ -329,14 +345,16 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     """Train on (prompt, answer) pairs: AdamW, the rate a cosine, values of gradients clipped at
     0.5. Returns {step: {"accept"}} on `held_out`; sets `draft.accept`."""
     from models.training import Training, alike, digest
+    own = logits_of(model)
     known, others = features_of(model, data), features_of(model, held_out)
     if draft.begin == "random" and draft.inputs in ("shifted", "unshifted"):
-        table = model.get_input_embeddings().weight.float()  # at first both inputs weigh the same
-        draft.fc.weight.data[:, :table.shape[1]] *= known[0][1].float().std() / table.std()
+        ids, features, _ = known[0]  # at first both inputs weigh the same
+        e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
+        draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         some = alike(known, batch, rng, lambda row: len(row[0]))
-        return eagle_loss(draft, some, torch.Generator().manual_seed(rng.getrandbits(60)))
+        return eagle_loss(draft, own, some, torch.Generator().manual_seed(rng.getrandbits(60)))
 
     def evaluate() -> tuple[dict, str]:
         with torch.autocast(model.device.type, dtype=torch.bfloat16):

@@ -29,7 +29,7 @@ import random
 import sys
 import timeit
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +37,9 @@ from tqdm import tqdm
 
 from common import (CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy, row_costs,
                     walk)
-from survey.parts import MODELS, fill, head_for, load_part, save_part
+from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 
-MOST, RANKS = 64, 10  # nodes of a tree; guesses of a node
+MOST, RANKS = 64, 10  # nodes of a tree that is chosen here; guesses of a node
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -96,7 +96,10 @@ def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sampl
     for node in range(1, len(ids)):
         if typical[node] and parents[node] in paths:
             paths[node] = paths[parents[node]] + [node]
-    path = max(paths.values(), key=len)  # of equally long ones the first, which is likeliest
+    def likely(path: list[int]) -> tuple[int, float]:
+        """Of equally long ones the target's likeliest."""
+        return len(path), sum(p[parents[node], ids[node]].log().item() for node in path[1:])
+    path = max(paths.values(), key=likely)
     return path, [ids[n] for n in path[1:]] + [logits[path[-1]].argmax().item()]
 
 
@@ -108,7 +111,7 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
     read the feature of its last node.
 
     heads:   medusa or hydra
-    nodes:   of the tree, the root among them; 0: as many as pay on this machine
+    nodes:   of the tree, the root among them, up to 128; 0: as many as pay on this machine
     typical: accept what is typical of the target (lossy), not only what it chooses
     epsilon: of typical acceptance: a probability that always is enough (ε)
     delta:   of typical acceptance: times exp(-entropy), where that is less (δ)
@@ -116,9 +119,9 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
     Yields chunks of 1 to K + 1 tokens; `trained` replaces the file. Logs {"guessed", "accepted",
     "rows"} a call.
     """
-    if heads not in ("medusa", "hydra") or nodes < 0 or not (epsilon > 0 and delta > 0):
-        raise InputError("expected medusa or hydra heads, nodes of 0 or more, epsilon and delta "
-                         f"above 0, got {heads}, {nodes}, {epsilon} and {delta}")
+    if heads not in ("medusa", "hydra") or not (0 <= nodes <= 128 and epsilon > 0 and delta > 0):
+        raise InputError("expected medusa or hydra heads, 0 to 128 nodes, epsilon and delta above "
+                         f"0, got {heads}, {nodes}, {epsilon} and {delta}")
     path = adapter or f"{MODELS}/{heads}.safetensors"
     trained = trained or target.once((heads, path), lambda: load_heads(path, heads, target.model))
     target.start(prompt[:-1])
@@ -149,7 +152,7 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
 class Heads(torch.nn.Module):
     """K heads for the features, of width d, and if `kind` is hydra the token embeddings, of width
     e, of a model, which they freeze. `accept[k - 1][r]`: how often the guess of rank r of head k is
-    right on held-out answers. `vocab`: the tokens of the LM head's rows, all or those to `keep`."""
+    right on held-out answers, where the heads before it are. `vocab`: the tokens of the LM head's rows, all or those to `keep`."""
 
     def __init__(self, model, kind: str, K: int):
         super().__init__()
@@ -236,38 +239,46 @@ def positions(model, data: list[tuple[list[int], list[int]]], K: int):
     return torch.cat(features), torch.cat(tokens)
 
 
-def head_logits(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
+def head_logits(trained: Heads, model, own: Callable, f: torch.Tensor, tokens: torch.Tensor):
     """For each head its logits [N, V'] of features f [N, d] and the tokens after them, and the
-    labels [N] among them."""
+    labels [N] among them. `own`: what the model makes of its LM head's output."""
     between = model.get_input_embeddings()(tokens.clamp(min=0))
     labels = trained.labels(tokens)
     for k in range(1, trained.K + 1):
         x = trained(k, f, between[:, :k]).to(model.dtype)
-        yield trained.lm_head(x).float(), labels[:, k]
+        yield own(trained.lm_head(x).float()), labels[:, k]
 
 
 @torch.inference_mode()
-def accuracy(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor, size: int = 512):
-    """(loss of each head in nats, accept[k - 1][rank]) on held-out positions."""
+def accuracy(trained: Heads, model, own: Callable, f: torch.Tensor, tokens: torch.Tensor,
+             size: int = 512):
+    """(loss of each head in nats, accept[k - 1][rank]) on held-out positions: `accept` counts those
+    where the heads before guess right with one of their RANKS, as the tree wants it."""
     K = trained.K
     losses, known, total = torch.zeros(K), torch.zeros(K), torch.zeros(K)
     right = torch.zeros(K, RANKS)
     for some, after in zip(f.split(size), tokens.to(trained.vocab.device).split(size)):
-        said = head_logits(trained, model, some.to(trained.W[0].weight), after)
+        said = head_logits(trained, model, own, some.to(trained.W[0].weight), after)
+        above = torch.ones(len(some), dtype=torch.bool, device=after.device)
         for k, (logits, labels) in enumerate(said):
             loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
             losses[k] += loss.cpu()
             known[k] += (labels >= 0).sum().cpu()
-            total[k] += (after[:, k + 1] >= 0).sum().cpu()
-            best = logits.topk(min(RANKS, logits.shape[1])).indices
-            right[k, :best.shape[1]] += (best == labels[:, None]).sum(0).cpu()
-    return (losses / known.clamp(min=1)).tolist(), (right / total.clamp(min=1)[:, None]).tolist()
+            hits = logits.topk(min(RANKS, logits.shape[1])).indices == labels[:, None]  # [n, ranks]
+            counted = above & (after[:, k + 1] >= 0)
+            right[k, :hits.shape[1]] += hits[counted].sum(0).cpu()
+            total[k] += counted.sum().cpu()
+            above &= hits.any(1)
+    ranks = min(RANKS, len(trained.vocab))
+    accept = right[:, :ranks] / total.clamp(min=1)[:, None]
+    return (losses / known.clamp(min=1)).tolist(), accept.tolist()
 
 
-def heads_loss(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def heads_loss(trained: Heads, model, own: Callable, f: torch.Tensor,
+               tokens: torch.Tensor) -> torch.Tensor:
     """Σ_k 0.8^k (mean of -log p_k), in nats: Section 2.2.1."""
     loss = 0.0
-    for k, (logits, labels) in enumerate(head_logits(trained, model, f, tokens), 1):
+    for k, (logits, labels) in enumerate(head_logits(trained, model, own, f, tokens), 1):
         total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
         loss = loss + 0.8 ** k * total / (labels >= 0).sum().clamp(min=1)
     return loss
@@ -278,16 +289,17 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
     """Train on (prompt, answer) pairs, the model frozen: AdamW, the rate a cosine. Returns {step:
     {"loss", "accept"}, of each head} on `held_out`; sets `trained.accept`."""
     from models.training import Training, digest
+    own = logits_of(model)
     f, tokens = positions(model, data, trained.K)
     others = positions(model, held_out, trained.K)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         some = rng.choices(range(len(f)), k=batch)
-        return heads_loss(trained, model, f[some].to(trained.W[0].weight),
+        return heads_loss(trained, model, own, f[some].to(trained.W[0].weight),
                           tokens[some].to(model.device))
 
     def evaluate() -> tuple[dict, str]:
-        losses, accept = accuracy(trained, model, *others)
+        losses, accept = accuracy(trained, model, own, *others)
         first = [round(ranks[0], 3) for ranks in accept]
         return ({"loss": losses, "accept": accept},
                 f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")

@@ -1,14 +1,16 @@
 """The file of a trained part: safetensors with a header that says what it is, and some embeddings
-of the model that it is for, which it is refused without. Also an LM head for fewer tokens."""
+of the model that it is for, which it is refused without. Also an LM head for fewer tokens, and what
+a model makes of its LM head's output."""
 import json
 from pathlib import Path
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import InputError
+from common import CachedLM, InputError
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -58,8 +60,29 @@ def fill(own: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor], p
     expected = {name: tuple(p.shape) for name, p in own.items()}
     if (shapes := {name: tuple(x.shape) for name, x in tensors.items()}) != expected:
         raise InputError(f"expected tensors {expected}, got {str(path)!r} with {shapes}")
+    if not all(x.isfinite().all() for x in tensors.values()):
+        raise InputError(f"expected finite numbers, got {str(path)!r} with others")
     for name, p in own.items():
         p.data.copy_(tensors[name])
+
+
+@torch.inference_mode()
+def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What the model makes of its LM head's output x, as one pass shows: logits are x itself, c x
+    (Granite, Cohere), or these under a soft cap (Gemma 2)."""
+    lm = CachedLM(model)
+    lm.start([])
+    logits = lm.forward(range(4)).float()
+    x = model.get_output_embeddings()(lm.features).float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 1e9
+    before = cap * (logits / cap).clamp(-0.999, 0.999).atanh()
+    c = ((before * x).sum() / x.square().sum()).item()
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return cap * (c * x / cap).tanh() if cap < 1e9 else c * x
+    if (own(x) - logits).norm() > 0.02 * logits.norm():
+        raise InputError(f"expected logits that are scaled or capped, got {type(model).__name__}")
+    return own
 
 
 def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:

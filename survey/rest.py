@@ -21,6 +21,7 @@ file serves the model that it was made for (released: all of that tokenizer).
 SuffixDecoding also keeps what was written before, takes the better of two trees and limits guesses
 by the length of s; here for each s what the text has comes before what the datastore has.
 """
+import math
 import random
 import sys
 from bisect import bisect_left, bisect_right, insort
@@ -37,7 +38,7 @@ from survey.parts import MODELS, load_part, save_part
 
 DATASTORE = f"{MODELS}/rest.safetensors"
 LONGEST, AFTER = 16, 10  # tokens: of s at most, and of what follows it
-MATCHES = 100  # places that are counted
+MATCHES = 100  # places that are counted, at most, and at least half as many of more
 BEGIN = 2  # tokens of its prompt before an answer
 CALLS = WIDTHS[:7]  # rows of the calls that it is measured for: 1 to 64
 BOUNDARY = "\0"  # between texts
@@ -87,7 +88,7 @@ class Datastore:
             return self.text[i:i + len(s)]
         first = bisect_left(self.order, s, key=begin)
         end = bisect_right(self.order, s, first, key=begin)
-        places = self.order[first:end:1 + (end - first) // MATCHES]
+        places = self.order[first:end:max(1, math.ceil((end - first) / MATCHES))]
         found = (self.text[i + len(s):i + len(s) + AFTER] for i in places)
         return [text.partition(BOUNDARY)[0] for text in found]
 
@@ -201,6 +202,8 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     max_new_tokens: of an answer
     """
     from models.training import own_answers
+    if max_new_tokens < 1:
+        raise InputError(f"expected max-new-tokens of 1 or more, got {max_new_tokens}")
     longest = context_length(model) - max_new_tokens
     prompts = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if text or len(p) <= longest]
     if text:

@@ -36,8 +36,8 @@ from typing import Callable, Iterator, NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, eos_ids, fastest, greedy, load,
-                    row_costs, until, walk)
+from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, eos_ids, fastest,
+                    greedy, load, row_costs, until, walk)
 from survey.parts import MODELS, belongs, some_embeddings
 
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # that rates are measured at
@@ -220,7 +220,7 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
         raise InputError(f"expected 2 to 128 nodes, a depth up to 127, or 0, got {nodes}, {depth}")
     measured = target.once((rates, draft.model),
                            lambda: load_rates(rates, target.model, draft.model))
-    P = measured[min(measured, key=lambda t: abs(t - sample.temperature))]
+    P = measured[min(measured, key=lambda t: abs(t - sample.temperature))][:draft.vocab]
     for lm in (target, draft):
         lm.start(prompt[:-1])
 
@@ -248,17 +248,22 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
     small, its_tokenizer = load(draft, str(model.device), model.dtype)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
+    longest = min(map(context_length, (model, small))) - TOKENS
+    fitting = [prompt for prompt in prompts if len(prompt) <= longest]
+    if not fitting:
+        raise InputError(f"expected prompts of at most {longest} tokens, got none")
     lms = [CachedLM(x, len(tokenizer)) for x in (model, small)]
-    children = shape_of([-1] + [0] * B)
+    children = shape_of([-1] + [0] * min(B, len(tokenizer)))
     P = {}
     for t in TEMPERATURES:
         log, sample = [], Sampler(t)
-        for prompt in tqdm(prompts, desc=f"temperature {t}"):
+        for prompt in tqdm(fitting, desc=f"temperature {t}"):
             for lm in lms:
                 lm.start(prompt[:-1])
             chunks = decode(*lms, prompt[-1], lambda: children, sample, log)
             list(until(chunks, TOKENS, eos_ids(model, tokenizer)))
-        P[t] = [round(sum(r["ranks"] == [b] for r in log) / len(log), 4) for b in range(B)]
+        P[t] = [round(sum(r["ranks"] == [b] for r in log) / len(log), 4)
+                for b in range(len(children.parents) - 1)]
     out.write_text(json.dumps({"target": known(model), "draft": known(small), "rates": P}) + "\n")
 
 
@@ -274,7 +279,10 @@ def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
         for model, name in (target, "target"), (draft, "draft"):
             if not belongs(torch.tensor(file[name]), model):
                 raise ValueError(f"another {name}'s")
-        return {float(t): tuple(max(x, 1e-9) for x in P) for t, P in file["rates"].items()}
+        rates = {float(t): tuple(max(x, 1e-9) for x in P) for t, P in file["rates"].items()}
+        if not rates or not all(P and all(x <= 1 for x in P) for P in rates.values()):
+            raise ValueError("rates from 0 to 1 at one temperature or more were expected")
+        return rates
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise InputError("expected rates that `python -m survey.sequoia calibrate` measured on "
                          f"this target and draft, got {path!r}: {error}") from error

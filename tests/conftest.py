@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (AutoModelForCausalLM, Cohere2Config, DeepseekV3Config, Gemma2Config,
-                          Gemma3TextConfig, GPT2Config, GPTNeoXConfig, GptOssConfig, LlamaConfig,
+from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, DeepseekV3Config, Gemma2Config,
+                          Gemma3TextConfig, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig,
                           MistralConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config,
                           Qwen3MoeConfig, StableLmConfig)
 
@@ -54,6 +54,12 @@ MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
                                     qk_rope_head_dim=8, v_head_dim=12),
     "cohere2": Cohere2Config(**SHAPE, **WINDOWS),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, head_dim=8, num_experts=4),
+}
+SCALED = {  # whose logits are not what the LM head says
+    "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
+    "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
+    "gemma2-capped": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False,
+                                  query_pre_attn_scalar=8, final_logit_softcapping=4.0),
 }
 
 

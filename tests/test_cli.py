@@ -891,6 +891,16 @@ def test_several_drafts(quick, small, capsys):
     assert re.search(r"draft \d+%, draft 2 \d+%, draft 3 \d+%\n", capsys.readouterr().err)
 
 
+def test_a_draft_with_fewer_logits_than_the_target_is_refused(quick, small, capsys, tmp_path):
+    """Its tokenizer may know more tokens than it has."""
+    tokenizer = AutoTokenizer.from_pretrained(small / "draft")
+    tiny("llama", vocab_size=len(tokenizer) - 7).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for method in ("speculative", "mjsd", "ouroboros"):
+        wrong = quick(method, "--draft", str(tmp_path), "--prompt", SHORT)
+        assert "logits of the target's 1536 tokens, got 1529" in wrong_line(capsys, wrong)
+
+
 def test_several_drafts_are_tuned(quick, small, capsys):
     """A K that leaves a model without a draft is passed over."""
     drafts = ["--draft", str(small / "draft")] * 2

@@ -634,6 +634,19 @@ def test_the_smallest_and_the_largest_temperature():
     torch.testing.assert_close(hot, torch.full_like(hot, 1 / 40), atol=2e-3, rtol=0)
 
 
+def test_rare_tokens_are_drawn_as_often_as_they_should(monkeypatch):
+    """In float32 sums and random numbers move in steps of 2⁻²⁴: a token of 1e-8 would never come,
+    or as often as one of 6e-8."""
+    sample = Sampler(1.0)
+    u = sample.uniform((10000,), torch.device("cpu"))
+    assert u.dtype == torch.float64 and ((u * 2 ** 24) % 1 != 0).float().mean() > 0.99
+    rare = torch.tensor([[0.5, *[1e-8] * 20, 0.5 - 2e-7]])
+    for i in range(20):
+        at = (0.5 + (i + 0.5) * 1e-8) / rare.double().sum().item()
+        monkeypatch.setattr(Sampler, "uniform", lambda *_: torch.tensor([[at]], dtype=u.dtype))
+        assert sample.draw(rare) == [1 + i]
+
+
 def test_draws_have_their_distribution():
     """Each of 20,000 pairs is two rows of one call: both rows' distributions, and that the rows are
     independent. Tokens of probability 0 are never drawn."""

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DeepseekV3Config, OPTConfig, SmolLM3Config
 
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree, encode, walk
-from conftest import (ROOT, interrupting, main, path_to, prefill, said_in_one_line, tiny,
+from conftest import (CONTEXT, SCALED, FAMILIES, MORE_FAMILIES, ROOT, SHAPE, SMALL, interrupting, main, path_to, prefill, said_in_one_line, tiny,
                       tokens_of)
 from models import training
 from survey import eagle as module
@@ -37,6 +37,11 @@ def random_draft(model, inputs="shifted", accept=ACCEPT, mlp=0) -> Draft:
     return draft
 
 
+def same_logits(x: torch.Tensor) -> torch.Tensor:
+    """What most models make of their LM head's output."""
+    return x
+
+
 def layers(model) -> torch.nn.ModuleList:
     return next(x for x in model.get_decoder().modules() if isinstance(x, torch.nn.ModuleList))
 
@@ -52,11 +57,25 @@ def test_a_draft_can_begin_as_the_targets_last_layer(family):
         seen.update(read=given[0], out=out[0] if isinstance(out, tuple) else out)
     with torch.inference_mode(), layers(model)[-1].register_forward_hook(keep):
         model(input_ids=ids, use_cache=False)
-    [layer], other = layers(draft.lm), torch.zeros_like(seen["read"])
-    hook = layer.register_forward_pre_hook(lambda _, given: (seen["read"], *given[1:]))
-    with torch.inference_mode(), hook:
+    [layer], expected = layers(draft.lm), seen["out"]
+    other = torch.zeros_like(model.get_input_embeddings()(ids))
+    before = layer.register_forward_pre_hook(lambda _, given: (seen["read"], *given[1:]))
+    with torch.inference_mode(), before, layer.register_forward_hook(keep):
         out = draft.lm.get_decoder()(inputs_embeds=other, use_cache=False)[0]
-    torch.testing.assert_close(out, seen["out"])
+    torch.testing.assert_close(seen["out"], expected)
+    assert out.shape != expected.shape or torch.equal(out, seen["out"])  # no norm follows
+
+
+def test_layers_that_cannot_be_made_alone_are_refused():
+    """A second layer with experts where a first has none; an MLP that no option widens."""
+    config = MORE_FAMILIES["qwen3-moe"].to_dict() | {"decoder_sparse_step": 2}
+    with pytest.raises(InputError, match="whose last layer can be made alone, got Qwen3Moe.*mlp"):
+        Draft(tiny("qwen3-moe", **config), begin="last")
+    for family in ("gpt2", "opt", "qwen3-moe"):
+        with pytest.raises(InputError, match="a width that changes the MLP of .*, got 24"):
+            Draft(tiny(family), mlp=24)
+    shapes = {p.shape for p in Draft(tiny("llama"), begin="last", mlp=24).own().values()}
+    assert torch.Size([24, 32]) in shapes and torch.Size([48, 32]) not in shapes
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -78,8 +97,20 @@ def test_greedy_equals_autoregressive(family):
         assert tokens_of(eagle(target, [7], nodes=5, trained=draft), 20) == expected
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "deepseek-v3", "cohere2"])
-def test_peculiar_families(family):
+PECULIAR = {  # last layers that a model of one layer would not have by itself
+    "smollm3": SmolLM3Config(**SHAPE, no_rope_layers=[1, 0]),
+    "opt-projected": OPTConfig(**SMALL, hidden_size=32, ffn_dim=48, word_embed_proj_dim=16,
+                               max_position_embeddings=CONTEXT, tie_word_embeddings=False),
+    "dense": DeepseekV3Config(**{**MORE_FAMILIES["deepseek-v3"].to_dict(),
+                                 "first_k_dense_replace": 2})}
+
+
+@pytest.mark.parametrize("family", [*MORE_FAMILIES, *PECULIAR])
+def test_peculiar_families(family, monkeypatch):
+    """Of PECULIAR too the draft can begin as the last layer."""
+    for name, config in PECULIAR.items():
+        monkeypatch.setitem(FAMILIES, name, config)
+    test_a_draft_can_begin_as_the_targets_last_layer(family)
     model = tiny(family)
     target, draft = CachedLM(model), random_draft(model)
     expected = tokens_of(autoregressive(target, PROMPT), 8)
@@ -362,7 +393,7 @@ def test_noise_on_input_features_alone(monkeypatch):
     model, seen = tiny("llama"), []
     draft, texts, rows = Draft(model), [*features_of(model, DATA[:1])], Draft.rows
     monkeypatch.setattr(Draft, "rows", lambda self, x: seen.append(x.features) or rows(self, x))
-    eagle_loss(draft, texts, torch.Generator())
+    eagle_loss(draft, same_logits, texts, torch.Generator())
     noise = seen[0][0] - texts[0][1][:-2]
     assert 0.095 < noise.max() <= 0.1 and -0.1 <= noise.min() < -0.095 and abs(noise.mean()) < 0.02
 
@@ -373,7 +404,7 @@ def test_the_loss_by_hand(family, monkeypatch):
     model = tiny(family).requires_grad_(False)
     draft, texts = Draft(model), [*features_of(model, DATA)]
     monkeypatch.setattr(module, "NOISE", 0)
-    loss = eagle_loss(draft, texts, torch.Generator())
+    loss = eagle_loss(draft, same_logits, texts, torch.Generator())
     regression, classes, n = loss_by_hand(model, draft, texts)
     torch.testing.assert_close(loss, regression + 0.1 * classes, atol=1e-4, rtol=1e-4)
     assert n == 4 + 6 + 1
@@ -381,7 +412,7 @@ def test_the_loss_by_hand(family, monkeypatch):
     assert all(p.grad is not None for p in draft.own().values())
     assert all(p.grad is None for p in model.parameters())
     monkeypatch.setattr(module, "SAMPLED", 1)  # a row of 11
-    sampled = {round(eagle_loss(draft, texts, torch.Generator().manual_seed(i)).item(), 4)
+    sampled = {round(eagle_loss(draft, same_logits, texts, torch.Generator().manual_seed(i)).item(), 4)
                for i in range(40)}
     assert len(sampled) > 5
 
@@ -444,7 +475,7 @@ def test_training_lowers_the_loss_and_reaches_nothing_else():
 
     def loss():
         with torch.no_grad():
-            return eagle_loss(draft, texts, torch.Generator()).item()
+            return eagle_loss(draft, same_logits, texts, torch.Generator()).item()
     start = loss()
     fit(model, draft, data, data[:1], steps=20, batch=4, lr=1e-2)
     assert loss() < 0.6 * start
@@ -452,11 +483,20 @@ def test_training_lowers_the_loss_and_reaches_nothing_else():
                for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_targets_in_half_precision_can_be_learned_from(dtype):
+    for family in ("llama", "gemma3", "gpt2"):
+        model = tiny(family).to(dtype)
+        draft = Draft(model)
+        fit(model, draft, DATA, HELD_OUT, **FIT | {"steps": 1})
+        assert all(p.isfinite().all() for p in draft.own().values())
+
+
 def test_tokens_and_features_are_as_large_at_first():
     """Random weights of the embedding are scaled, where there is a feature too; the others not."""
     model, data = llama(0), DATA[:1]
     size = features(model, *sum(data[0], []))[0].to(torch.bfloat16).float().std()
-    ratio = size / model.get_input_embeddings().weight.std()
+    ratio = size / model.get_input_embeddings()(torch.tensor(sum(data[0], []))).std()
     for inputs, begin, expected in (("shifted", "random", ratio), ("unshifted", "random", ratio),
                                     ("token", "random", 1), ("feature", "random", 1),
                                     ("shifted", "last", 1)):
@@ -464,6 +504,37 @@ def test_tokens_and_features_are_as_large_at_first():
         fresh = Draft(model, inputs, begin).fc.weight
         torch.testing.assert_close(found[:, :32], fresh[:, :32] * expected)
         assert torch.equal(found[:, 32:], fresh[:, 32:])
+
+
+def test_a_scaled_embedding_counts_as_it_is_read():
+    """Gemma's is √d times its weights."""
+    model, data = tiny("gemma3"), DATA[:1]
+    draft = Draft(model)
+    fresh = draft.fc.weight.detach().clone()
+    fit(model, draft, data, HELD_OUT, **FIT | {"steps": 0})
+    read = model.get_input_embeddings()(torch.tensor(sum(data[0], []))).std()
+    weights = model.get_input_embeddings().weight[sum(data[0], [])].std()
+    size = features_of(model, data)[0][1].float().std()
+    assert read / weights == pytest.approx(32 ** 0.5, rel=1e-3)
+    torch.testing.assert_close(draft.fc.weight[:, :32], fresh[:, :32] * size / read)
+
+
+@pytest.mark.parametrize("name, config", SCALED.items())
+def test_training_is_on_the_models_own_distribution(name, config, monkeypatch):
+    """Of logits that are scaled or capped: soft targets are what the model says."""
+    monkeypatch.setitem(FAMILIES, name, config)
+    model, seen = tiny(name), []
+    draft, cross_entropy = Draft(model, begin="last"), torch.nn.functional.cross_entropy
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda q, p, **options: seen.append(
+        (q, p)) or cross_entropy(q, p, **options))
+    ids = torch.tensor([DATA[1][0] + DATA[1][1]])
+    fit(model, draft, DATA[1:2], HELD_OUT, **FIT | {"steps": 1})
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits[0].softmax(-1)[2:-1]
+    [(q, p)] = seen
+    assert p.shape == q.shape == expected.shape
+    nearest = (p[:, None] - expected).abs().sum(-1).min(1).values  # in any order
+    assert nearest.max() < 0.05 and (p.argmax(-1)[:, None] == expected.argmax(-1)).any(1).all()
 
 
 @pytest.mark.parametrize("change", [
@@ -495,7 +566,7 @@ def test_answers_of_a_step_are_alike_in_length(monkeypatch):
     """All are learnt from, in each step from as many as were asked for."""
     rows, steps = [([3] * n, [5, 7]) for n in range(1, 31)], []
 
-    def spy(draft, some, rng):
+    def spy(draft, own, some, rng):
         steps.append(sorted(n for _, _, n in some))
         return sum(p.sum() for p in draft.own().values())
     monkeypatch.setattr(module, "eagle_loss", spy)

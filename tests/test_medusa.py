@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import (CONTEXT, ROOT, Decoder, ScriptedLM, interrupting, main, markov, per_call,
+from conftest import (CONTEXT, FAMILIES, ROOT, SCALED, Decoder, ScriptedLM, interrupting, main, markov, per_call,
                       tiny, tokens_of)
 from models import training
 from survey import medusa as module
@@ -15,6 +15,13 @@ from survey.medusa import (Heads, accuracy, fit, load_heads, medusa, positions, 
                            typical_path)
 
 KINDS = ("medusa", "hydra")
+
+
+def same_logits(x: torch.Tensor) -> torch.Tensor:
+    """What most models make of their LM head's output."""
+    return x
+
+
 ACCEPT = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.1]]  # trees of up to three levels
 WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
 
@@ -92,15 +99,15 @@ def test_right_heads_are_accepted_whole(kind, reads):
     f, tokens = positions(model, data, 3)
     assert len(f) == len(tokens) == 5 + 18 + 2
     assert (tokens >= 0).sum(0).tolist() == [25, 25, 22, 19]
-    assert accuracy(heads, model, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3
+    assert accuracy(heads, model, same_logits, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3
     heads.keep(sorted({*text}, reverse=True))
-    assert accuracy(heads, model, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3 and len(heads.vocab) < 31
+    assert accuracy(heads, model, same_logits, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3 and len(heads.vocab) < 31
     chunks = medusa(CachedLM(model), text[:2], nodes=4, trained=heads)
     assert list(itertools.islice(chunks, 4)) == [text[i:i + 4] for i in range(2, 18, 4)]
     heads = right_heads(model, kind, reads)
     heads.keep([*{*text} - {text[4]}])
     share = (tokens[:, 1] != text[4]).float().mean().item()
-    assert accuracy(heads, model, f, tokens)[1][0] == [share] + [0.0] * 9 and share < 1
+    assert accuracy(heads, model, same_logits, f, tokens)[1][0] == [share] + [0.0] * 9 and share < 1
     chunks = medusa(CachedLM(model), text[:2], nodes=4, trained=heads)
     assert next(chunks) == text[2:5]  # two guesses and what the model says after them
 
@@ -157,7 +164,7 @@ def test_typical_acceptance():
                       [1.0, 0.0, 0.0]])
     ids, parents = [2, 2, 1, 1, 0], [-1, 0, 0, 1, 2]
     cases = ((0.09, 0.3, [0, 2, 4]),  # 0.07 < min(0.09, 0.3 exp(-0.39))
-             (0.06, 0.3, [0, 1, 3]),  # 0.07 > 0.06; of two paths of three the first
+             (0.06, 0.3, [0, 2, 4]),  # 0.07 > 0.06, but 0.2 · 0.07 < 0.3 · 0.34
              (9.0, 0.5, [0, 2, 4]),   # 0.07 < 0.5 exp(-0.39) = 0.34
              (9.0, 0.6, [0, 2, 4]),   # 0.2 < 0.6 exp(-1.03) = 0.21 < 0.3
              (0.32, 9.0, [0]), (9.0, 1.2, [0]))
@@ -203,8 +210,8 @@ def test_the_tree_is_planned_once_for_all_prompts(monkeypatch):
 
 
 def test_bad_options_are_refused():
-    for wrong in (dict(heads="three"), dict(nodes=-1), dict(epsilon=0.0), dict(delta=-1.0)):
-        with pytest.raises(InputError, match="expected medusa or hydra heads, nodes of 0 or more"):
+    for wrong in (dict(heads="three"), dict(nodes=-1), dict(nodes=129), dict(epsilon=0.0), dict(delta=-1.0)):
+        with pytest.raises(InputError, match="expected medusa or hydra heads, 0 to 128 nodes"):
             next(medusa(None, [1], trained=object(), **wrong))
     with pytest.raises(InputError, match="heads and K of 1 or more"):
         Heads(None, "medusa", 0)
@@ -230,7 +237,8 @@ def test_new_heads_guess_what_the_lm_head_says():
     model = tiny("llama")
     f, tokens = positions(model, DATA, 2)
     for kind in KINDS:
-        for logits, _ in module.head_logits(Heads(model, kind, 2), model, f.float(), tokens):
+        for logits, _ in module.head_logits(Heads(model, kind, 2), model, same_logits,
+                                                f.float(), tokens):
             torch.testing.assert_close(logits, model.get_output_embeddings()(f.float()))
 
 
@@ -310,20 +318,69 @@ def test_the_loss_is_of_the_tokens_that_are_kept():
     model = tiny("llama")
     (f, tokens), heads = positions(model, DATA, 2), random_heads(model, "hydra", 2)
     heads.keep(vocab := [8, 2, 4, 11, 30])
-    losses, accept = accuracy(heads, model, f.float(), tokens)
+    losses, accept = accuracy(heads, model, same_logits, f.float(), tokens)
     embedded, whole = model.get_input_embeddings(), model.get_output_embeddings()
     for k in (1, 2):
-        found, right = [], torch.zeros(5)
+        found, right, counted = [], torch.zeros(5), 0
         for some, after in zip(f.float(), tokens):
             said = whole(heads(k, some[None], embedded(after[None, :k])))[0, vocab]
+            above = all(token in vocab for token in after[1:k])  # one of all five is right
+            counted += above and after[k] >= 0
             if after[k] in vocab:
                 found.append(-said.log_softmax(-1)[vocab.index(after[k])].item())
-                right += said.argsort(descending=True) == vocab.index(after[k])
+                right += above * (said.argsort(descending=True) == vocab.index(after[k]))
         assert losses[k - 1] == pytest.approx(sum(found) / len(found), rel=1e-4)
-        right /= (tokens[:, k] >= 0).sum()
-        assert accept[k - 1][:5] == pytest.approx(right.tolist()) and 0 < sum(right) < 1
+        assert accept[k - 1] == pytest.approx((right / counted).tolist()) and 0 < sum(right)
+        assert counted < (tokens[:, k] >= 0).sum() or k == 1
     weights, _, curve = fitted(vocab=[60])  # none of it is ever right: nothing is learnt
     assert not any(torch.tensor(x).any() for x in weights.values()) and curve[4]["loss"] == [0, 0]
+
+
+def test_guesses_count_where_those_before_them_are_right():
+    """Of three positions the first head is right in two, the second in one of these; the third's
+    label is never known."""
+    model, heads = tiny("llama"), None
+    heads = random_heads(model, "medusa")
+    f = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
+    ranked = [heads.likeliest(heads(k, f, None), None) for k in (1, 2)]
+    one, two = ([row[rank] for row, rank in zip(rows, ranks)]
+                for rows, ranks in zip(ranked, ((0, 9, 0, 0), (2, 0, 2, 0))))
+    wrong = next(token for token in range(61) if token not in ranked[0][2])
+    tokens = torch.tensor([[0, one[0], two[0], -100], [0, one[1], 60 - two[1], -100],
+                           [0, wrong, two[2], -100], [0, one[3], -100, -100]])
+    assert 60 - two[1] not in ranked[1][1]
+    _, accept = accuracy(heads.requires_grad_(False), model, same_logits, f, tokens)
+    assert accept == [[0.5, *[0.0] * 8, 0.25], [0.0, 0.0, 0.5, *[0.0] * 7], [0.0] * 10]
+
+
+def test_heads_of_fewer_tokens_than_ranks():
+    """Trees have the ranks that there are."""
+    model, accept = tiny("llama"), [[0.5, 0.2, 0.1]] * 3
+    for kind in KINDS:
+        heads = random_heads(model, kind)
+        heads.keep([7, 30, 5])
+        f, tokens = positions(model, DATA, 3)
+        found = accuracy(heads.requires_grad_(False), model, same_logits, f.float(), tokens)[1]
+        assert [len(ranks) for ranks in found] == [3, 3, 3]
+        heads.accept = [[0.3, 0.2, 0.1]] * 3
+        for nodes in (0, 40):
+            chunks = medusa(CachedLM(model), [3, 4], nodes=nodes, trained=heads)
+            assert tokens_of(chunks, 12) == tokens_of(autoregressive(CachedLM(model), [3, 4]), 12)
+
+
+@pytest.mark.parametrize("name, config", SCALED.items())
+def test_the_loss_is_of_the_models_own_logits(name, config, monkeypatch):
+    """Where these are scaled or capped: new heads say what the model says."""
+    monkeypatch.setitem(FAMILIES, name, config)
+    model = tiny(name)
+    heads, ids = Heads(model, "medusa", 1), torch.tensor([[3, 4, 5, 6, 7, 8]])
+    curve = fit(model, heads, [([3, 4], [5, 6, 7, 8])], [([3, 4], [5, 6, 7, 8])], steps=0, batch=1,
+                lr=1e-2)
+    with torch.inference_mode():
+        said = model(input_ids=ids, use_cache=False).logits[0, :4].log_softmax(-1)
+    labels = torch.tensor([5, 6, 7, 8])  # by the first head, from a position two before each
+    expected = -said[torch.arange(4), labels].mean().item()
+    assert curve[0]["loss"][0] == pytest.approx(expected, rel=0.05)
 
 
 # ------------------------------------------------------------------------- the command line

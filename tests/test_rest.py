@@ -102,6 +102,13 @@ def test_of_many_matches_an_even_sample_counts(monkeypatch):
     assert sorted(retrieve([store], as_text([1, 2]), 9)[0]) == [2, 3, 4, 5, 6]
 
 
+def test_as_many_matches_as_count_all_count():
+    """100 of 100, half of 101."""
+    for n, counted in ((99, 99), (100, 100), (101, 51), (200, 100), (201, 67)):
+        store = store_of(*([1, 2, 3 + i] for i in range(n)))
+        assert len(store.following(as_text([1, 2]))) == counted
+
+
 def same(grown: Datastore, fresh: Datastore) -> bool:
     """Equal but for the order of positions where the same stands."""
     return (grown.text == fresh.text and sorted(grown.order) == sorted(fresh.order)
@@ -451,6 +458,11 @@ def test_of_long_texts_the_beginning_is_measured(tmp_path):
         assert len(tensors["tokens"]) == 122
         gains.append(header["tokens_per_call"][-1])
     assert gains[0] == [1, 1] and min(gains[1]) > 2  # only the ends have something in common
+
+
+def test_answers_of_no_tokens_are_refused(tmp_path):
+    with pytest.raises(InputError, match="expected max-new-tokens of 1 or more, got -1"):
+        build(tiny("llama"), None, [[1, 2], [3]], out=tmp_path / "x", max_new_tokens=-1)
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2], [1, 2]], [[1] * 150, [2] * 150, [3]]])

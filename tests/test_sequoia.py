@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import survey.sequoia as module
-from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy
+from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy, until
 from conftest import (CONTEXT, ROOT, VOCAB, ScriptedLM, chi_square_ok, main, markov, near, tiny,
                       tokens_of)
 from survey.sequoia import (calibrate, decode, draw_children, known, load_rates, parents_of, plans,
@@ -503,6 +503,8 @@ def test_rates_are_those_of_the_nearest_temperature(tmp_path, monkeypatch):
     ('{"target": [[1, 2], [3]]}', "expected sequence of length"),
     ('{"target": [[null]]}', "NoneType"),
     ("draft: [[0.5]]", "another draft's"), ("rates: 3", "has no attribute 'items'"),
+    ("rates: {}", "from 0 to 1"), ('rates: {"0": []}', "from 0 to 1"),
+    ('rates: {"0": [0.5, NaN]}', "from 0 to 1"), ('rates: {"0": [1.5]}', "from 0 to 1"),
     ('rates: {"0": 3}', "'int' object is not iterable"), ('rates: {"0": [null]}', "not supported")])
 def test_rates_of_another_pair_and_broken_files_are_refused(tmp_path, text, message):
     """In one line that says how to make a file."""
@@ -649,3 +651,53 @@ def test_bad_options_are_refused(options):
 def test_the_report():
     log = [{"drafted": 15, "accepted": n, "ranks": [0] * n} for n in (4, 0, 1)]
     assert report(SimpleNamespace(log=log)) == "accepted 1.67 of 15 drafted tokens a round"
+
+
+def test_calibration_keeps_to_the_context_and_to_answers(tmp_path, monkeypatch):
+    """Prompts without room are not measured; nothing after an EOS is."""
+    model, tokenizer, seen = tiny("llama"), Vocabulary(VOCAB), []
+    monkeypatch.setattr(module, "load", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(module, "TEMPERATURES", (0.0,))
+    answer = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+    monkeypatch.setattr(module, "eos_ids", lambda *_: {answer[5]})
+
+    def spy(chunks, limit, eos):
+        chunks = list(until(chunks, limit, eos))
+        seen.append([token for chunk in chunks for token in chunk])
+        return chunks
+    monkeypatch.setattr(module, "until", spy)
+    for prompts in ([[9] * 33, PROMPT], [PROMPT, [9] * (CONTEXT - 1)]):
+        calibrate(model, tokenizer, prompts, out=tmp_path / "rates.json")
+    assert seen == [answer[:1 + answer.index(answer[5])]] * 2
+    calibrate(model, tokenizer, [[9] * 32], out=tmp_path / "rates.json")
+    assert len(seen[-1]) <= 128
+    with pytest.raises(InputError, match="expected prompts of at most 32 tokens, got none"):
+        calibrate(model, tokenizer, [[9] * 33], out=tmp_path / "rates.json")
+
+
+def test_no_more_children_than_tokens(tmp_path, monkeypatch):
+    """A pair of 20 tokens, with rates of its own or of more children."""
+    model, tokenizer = tiny("llama", vocab_size=20), Vocabulary(20)
+    monkeypatch.setattr(module, "B", 30)
+    monkeypatch.setattr(module, "load", lambda *_: (near(model, 0.05), tokenizer))
+    monkeypatch.setattr(module, "eos_ids", lambda *_: set())
+    calibrate(model, tokenizer, [[3, 4]], out=tmp_path / "rates.json")
+    draft = near(model, 0.05)
+    rates = load_rates(tmp_path / "rates.json", model, draft)
+    assert {len(P) for P in rates.values()} == {20}
+    expected = tokens_of(autoregressive(CachedLM(model, 20), [3, 4]), 20)
+    for path in (tmp_path / "rates.json", rates_file(tmp_path, model, draft, [0.03] * 30, "more")):
+        chunks = sequoia(CachedLM(model, 20), CachedLM(draft, 20), [3, 4], nodes=31, depth=1,
+                         rates=str(path))
+        assert tokens_of(chunks, 20) == expected
+
+
+def test_noise_reaches_the_rarest_tokens():
+    """A token of 2⁻⁴⁰ is drawn where its random number is that near to 1."""
+    class Noise(Sampler):
+        def uniform(self, shape, device):
+            u = torch.full(shape, 0.5, dtype=torch.float64)
+            u[:, 1] = 1 - 2.0 ** -43
+            return u
+    p = torch.tensor([[0.5, 2.0 ** -40, 0.5 - 2.0 ** -40]], dtype=torch.float64)
+    assert draw_children(p.log(), 2, Noise(1.0))[0][0] == 1

@@ -582,14 +582,16 @@ def saying(*draft):
 
 def test_specdec_follows_its_two_limits():
     """All 16 drafts of two tokens. By hand: which tokens pass after 0, 1, 2 and 3, the best one
-    first. How far log p lies below the best: `gaps`; three tokens tie after 3."""
+    first. How far log p lies below the best: `gaps`; three tokens tie after 3, and of them the argmax
+    alone passes where output is to be greedy."""
     rows = ([0.1, 0.4, 0.3, 0.2], [0.05, 0.05, 0.1, 0.8], [0.7, 0.1, 0.15, 0.05],
             [0.3, 0.3, 0.1, 0.3])
     gaps = [1.39, 0, 0.29, 0.69], [2.77, 2.77, 2.08, 0], [0, 1.95, 1.54, 2.64], [0, 0, 1.10, 0]
     for row, gap in zip(rows, gaps):
         assert [round(math.log(max(row) / p), 2) for p in row] == gap
     for beta, tau, *passing in (
-            (1, 9.0, "1", "3", "0", "013"), (4, 0.0, "1", "3", "0", "013"),
+            (1, 9.0, "1", "3", "0", "0"), (4, 0.0, "1", "3", "0", "0"),
+            (4, 1e-9, "1", "3", "0", "013"),  # above 0 what ties with the best passes
             (2, 9.0, "12", "32", "02", "013"), (2, 0.28, "1", "3", "0", "013"),
             (3, 0.7, "123", "3", "0", "013"), (3, 1.6, "123", "3", "02", "013"),
             (4, 2.5, "1230", "32", "021", "0132"), (4, math.inf, "1230", "3201", "0213", "0132")):

@@ -1,0 +1,130 @@
+"""Drafts whose numbers overflow: output is the target's all the same, whatever a method makes of
+guesses, chances and features that are not finite."""
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import bita
+from common import CachedLM, InputError, Sampler, autoregressive, greedy
+from conftest import ROOT, near, tiny, tokens_of
+from mjsd import mjsd
+from ouroboros import ouroboros
+from speculative import bild, specdec, specinfer, spectr, speculative
+from survey.eagle import Draft, eagle, load_draft, save_draft
+from survey.medusa import Heads, load_heads, medusa, save_heads
+from survey.sequoia import known, sequoia
+
+PROMPT = [3, 14, 15, 9]
+NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass: whatever else comes is wrong
+
+
+class Broken(CachedLM):
+    """A draft that is often right, and whose logits are not finite in some rows or in all."""
+
+    def __init__(self, model, kind: str):
+        super().__init__(model)
+        self.kind = kind
+        self.rng = torch.Generator().manual_seed(0)
+
+    def forward(self, *args, **options) -> torch.Tensor:
+        logits = super().forward(*args, **options).clone()
+        some = logits if "all" in self.kind else logits[self.calls % 2::2]
+        if self.kind == "now and then":
+            logits[torch.rand(len(logits), generator=self.rng) < 0.3] = torch.nan
+        elif "nan" in self.kind:
+            some[:] = torch.nan
+        elif "one" in self.kind:
+            some[:, 7] = torch.nan
+        elif "overflow" in self.kind:
+            some[:, 5:9] = torch.inf
+        else:
+            some[:] = -torch.inf
+        return logits
+
+
+KINDS = ("nan", "all nan", "one nan", "overflow", "all overflow", "nothing", "all nothing",
+         "now and then")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sample", [greedy, NEARLY_GREEDY], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method, options", [
+    (speculative, {}), (specinfer, dict(K=3)), (spectr, dict(K=3)), (bild, dict(rollback=0.0)),
+    (specdec, dict(beta=1)), (specdec, dict(tau=0.0)), (ouroboros, {}), (mjsd, dict(tau=1.0)),
+    (sequoia, dict(nodes=7, depth=3))], ids=lambda x: x.__name__ if callable(x) else "")
+def test_a_draft_model_that_overflows(method, options, sample, kind, tmp_path):
+    model = tiny("llama")
+    target, draft = CachedLM(model), Broken(near(model, 0.01), kind)
+    if method is sequoia:
+        rates = {"0.0": [0.6, 0.3, 0.1]}
+        pair = {"target": known(model), "draft": known(draft.model), "rates": rates}
+        (tmp_path / "rates").write_text(json.dumps(pair))
+        options = options | {"rates": str(tmp_path / "rates")}
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+    assert tokens_of(method(target, draft, PROMPT, sample=sample, **options), 30) == expected
+
+
+def test_several_draft_models_one_of_which_overflows():
+    model = tiny("llama")
+    drafts = [CachedLM(near(model, 0.01)), Broken(near(model, 0.01), "all nan")]
+    for sample in greedy, NEARLY_GREEDY:
+        log, expected = [], tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+        for first, more in (drafts, drafts[::-1]):
+            chunks = specinfer(CachedLM(model), first, PROMPT, more_drafts=[more], sample=sample,
+                               log=log)
+            assert tokens_of(chunks, 30) == expected
+        assert sum(r["accepted"] for r in log) > 10  # of the other's guesses
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("some", [slice(None), slice(0, 1)])
+def test_heads_and_layers_that_overflow(value, some):
+    model = tiny("llama")
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+    for kind in ("medusa", "hydra"):
+        heads = Heads(model, kind, 3)
+        heads.accept = [[0.5, 0.2, 0.1]] * 3
+        heads.W[1].weight.data[some] = value
+        chunks = medusa(CachedLM(model), PROMPT, nodes=9, trained=heads.requires_grad_(False))
+        assert tokens_of(chunks, 30) == expected
+    for dynamic in (False, True):
+        draft = Draft(model)
+        draft.accept = [[0.5, 0.2, 0.1]] * 3
+        draft.fc.weight.data[some] = value
+        chunks = eagle(CachedLM(model), PROMPT, nodes=9, dynamic=dynamic, trained=draft)
+        assert tokens_of(chunks, 30) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_layer_some_of_whose_passes_overflow(dynamic, kind):
+    """Chances that are no numbers have no order, and a node would come without its parent."""
+    model = tiny("llama", vocab_size=12)
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT[:1]), 150)
+    draft, target = Draft(model, begin="last"), CachedLM(model)
+    draft.accept = [[0.5, 0.4, 0.3, 0.2]] * 5
+    target.prepared[draft, "cached"] = Broken(draft.lm, kind)
+    chunks = eagle(target, PROMPT[:1], nodes=12, dynamic=dynamic, trained=draft)
+    assert tokens_of(chunks, 150) == expected
+
+
+def test_files_of_numbers_that_are_not_finite_are_refused(tmp_path, embedded):
+    model, path = tiny("llama"), tmp_path / "part"
+    heads, draft = Heads(model, "hydra", 2), Draft(model)
+    heads.W[0].bias.data[3], draft.fc.bias.data[0] = torch.nan, torch.inf
+    save_heads(path, heads, model)
+    with pytest.raises(InputError, match="expected finite numbers, got"):
+        load_heads(path, "hydra", model)
+    save_draft(path, draft, model)
+    with pytest.raises(InputError, match="expected finite numbers, got"):
+        load_draft(path, model)
+    with safe_open(ROOT / "models/bita.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        header = file.metadata()
+    tensors["masks"][0, 0] = torch.nan
+    save_file(tensors, path, header)
+    with pytest.raises(InputError, match="expected finite numbers, got"):
+        bita.load_tuning(str(path), embedded[0])
