@@ -152,7 +152,8 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
 class Heads(torch.nn.Module):
     """K heads for the features, of width d, and if `kind` is hydra the token embeddings, of width
     e, of a model, which they freeze. `accept[k - 1][r]`: how often the guess of rank r of head k is
-    right on held-out answers, where the heads before it are. `vocab`: the tokens of the LM head's rows, all or those to `keep`."""
+    right on held-out answers, where the heads before it are. `vocab`: the tokens of the LM head's
+    rows, all or those to `keep`."""
 
     def __init__(self, model, kind: str, K: int):
         super().__init__()

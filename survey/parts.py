@@ -1,6 +1,5 @@
 """The file of a trained part: safetensors with a header that says what it is, and some embeddings
-of the model that it is for, which it is refused without. Also an LM head for fewer tokens, and what
-a model makes of its LM head's output."""
+of the model that it is for. Also an LM head for fewer tokens, and what a model makes of its own."""
 import json
 from pathlib import Path
 from typing import Callable
@@ -25,17 +24,15 @@ def belongs(known: torch.Tensor, model) -> bool:
     """Is this the model of these embeddings, or was it tuned or quantised from it? Another has
     others altogether."""
     here = some_embeddings(model)[:known.shape[0], :known.shape[1]]
-    if known.shape != here.shape:
-        return False
-    return F.cosine_similarity(known.float().flatten(), here.flatten(), 0).item() > 0.5
+    return known.shape == here.shape and F.cosine_similarity(
+        known.float().flatten(), here.flatten(), 0).item() > 0.5
 
 
 def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **header) -> None:
     """Floating-point tensors are kept in bfloat16."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {}
-    for name, x in (tensors | {"model": some_embeddings(model)}).items():
-        kept[name] = x.detach().cpu().to(torch.bfloat16 if x.is_floating_point() else x.dtype)
+    kept = {name: x.detach().cpu().to(torch.bfloat16 if x.is_floating_point() else x.dtype)
+            for name, x in (tensors | {"model": some_embeddings(model)}).items()}
     save_file(kept, path, {"part": json.dumps({"kind": kind} | header)})
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, DeepseekV3Config, Gemma2Config,
-                          Gemma3TextConfig, GPT2Config, GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig,
-                          MistralConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config,
-                          Qwen3MoeConfig, StableLmConfig)
+from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, DeepseekV3Config,
+                          Gemma2Config, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, GptOssConfig,
+                          GraniteConfig, LlamaConfig, MistralConfig, OPTConfig, Phi3Config,
+                          Qwen2Config, Qwen3Config, Qwen3MoeConfig, StableLmConfig)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]

@@ -18,7 +18,7 @@ from survey.medusa import Heads, load_heads, medusa, save_heads
 from survey.sequoia import known, sequoia
 
 PROMPT = [3, 14, 15, 9]
-NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass: whatever else comes is wrong
+NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass: all others are wrong
 
 
 class Broken(CachedLM):

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, DeepseekV3Config, OPTConfig, SmolLM3Conf
 
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree, encode, walk
-from conftest import (CONTEXT, SCALED, FAMILIES, MORE_FAMILIES, ROOT, SHAPE, SMALL, interrupting, main, path_to, prefill, said_in_one_line, tiny,
-                      tokens_of)
+from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, SCALED, SHAPE, SMALL, interrupting,
+                      main, path_to, prefill, said_in_one_line, tiny, tokens_of)
 from models import training
 from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, Draft, Pairs, acceptance, eagle, eagle_loss, features_of,
@@ -412,8 +412,8 @@ def test_the_loss_by_hand(family, monkeypatch):
     assert all(p.grad is not None for p in draft.own().values())
     assert all(p.grad is None for p in model.parameters())
     monkeypatch.setattr(module, "SAMPLED", 1)  # a row of 11
-    sampled = {round(eagle_loss(draft, same_logits, texts, torch.Generator().manual_seed(i)).item(), 4)
-               for i in range(40)}
+    rngs = (torch.Generator().manual_seed(i) for i in range(40))
+    sampled = {round(eagle_loss(draft, same_logits, texts, rng).item(), 4) for rng in rngs}
     assert len(sampled) > 5
 
 

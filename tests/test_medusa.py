@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import (CONTEXT, FAMILIES, ROOT, SCALED, Decoder, ScriptedLM, interrupting, main, markov, per_call,
-                      tiny, tokens_of)
+from conftest import (CONTEXT, FAMILIES, ROOT, SCALED, Decoder, ScriptedLM, interrupting, main,
+                      markov, per_call, tiny, tokens_of)
 from models import training
 from survey import medusa as module
 from survey.medusa import (Heads, accuracy, fit, load_heads, medusa, positions, save_heads, train,
@@ -101,7 +101,8 @@ def test_right_heads_are_accepted_whole(kind, reads):
     assert (tokens >= 0).sum(0).tolist() == [25, 25, 22, 19]
     assert accuracy(heads, model, same_logits, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3
     heads.keep(sorted({*text}, reverse=True))
-    assert accuracy(heads, model, same_logits, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3 and len(heads.vocab) < 31
+    assert accuracy(heads, model, same_logits, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3
+    assert len(heads.vocab) < 31
     chunks = medusa(CachedLM(model), text[:2], nodes=4, trained=heads)
     assert list(itertools.islice(chunks, 4)) == [text[i:i + 4] for i in range(2, 18, 4)]
     heads = right_heads(model, kind, reads)
@@ -210,7 +211,8 @@ def test_the_tree_is_planned_once_for_all_prompts(monkeypatch):
 
 
 def test_bad_options_are_refused():
-    for wrong in (dict(heads="three"), dict(nodes=-1), dict(nodes=129), dict(epsilon=0.0), dict(delta=-1.0)):
+    for wrong in (dict(heads="three"), dict(nodes=-1), dict(nodes=129), dict(epsilon=0.0),
+                  dict(delta=-1.0)):
         with pytest.raises(InputError, match="expected medusa or hydra heads, 0 to 128 nodes"):
             next(medusa(None, [1], trained=object(), **wrong))
     with pytest.raises(InputError, match="heads and K of 1 or more"):

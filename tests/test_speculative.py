@@ -582,8 +582,8 @@ def saying(*draft):
 
 def test_specdec_follows_its_two_limits():
     """All 16 drafts of two tokens. By hand: which tokens pass after 0, 1, 2 and 3, the best one
-    first. How far log p lies below the best: `gaps`; three tokens tie after 3, and of them the argmax
-    alone passes where output is to be greedy."""
+    first. How far log p lies below the best: `gaps`; three tokens tie after 3, and of them the
+    argmax alone passes where output is to be greedy."""
     rows = ([0.1, 0.4, 0.3, 0.2], [0.05, 0.05, 0.1, 0.8], [0.7, 0.1, 0.15, 0.05],
             [0.3, 0.3, 0.1, 0.3])
     gaps = [1.39, 0, 0.29, 0.69], [2.77, 2.77, 2.08, 0], [0, 1.95, 1.54, 2.64], [0, 0, 1.10, 0]
