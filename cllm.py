@@ -9,18 +9,18 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
 
     L_GC = sum_i D( stopgrad q(. | y*_<i, x) || q(. | y_<i, x) )        global consistency, Eq. 4
     L    = L_GC + w L_AR                                                                     Eq. 7
-    y a state on the trajectory, y* its fixed point, which is what AR decoding would give
+    y a state on the trajectory, y* its fixed point: greedy output of the model before training
 
 A block is the paper's n-token sequence: its root, which is known, and n - 1 unknown tokens.
 Decoding is lossless for the trained model: greedy output is its own AR output. It is another model
 than the one it was trained from, so its quality has to be measured, on text that it writes itself:
-one that repeats itself is fast. Departures in decoding: the first root is the prompt's last token
-(no call on the prompt alone); a block's last token needs no call of its own, it is the next block's
-root (Alg. 3 as printed never ends: its i* stops at len - 1); guesses come from the prompt, also
-late in an answer; sampling. In training: both losses are means over the tokens of a batch, where
-Eqs. 4 and 6 sum, D over the positions after the first disagreement, as in the released code. A step
-takes several states of all blocks of an answer: one forward pass over a token tree evaluates them
-together with the answer itself. Left out: several GPUs.
+repetitive text decodes fast. Departures in decoding: the first root is the prompt's last token (no
+call on the prompt alone); the last final token is the next block's root, so that no call is for a
+block's last token (Alg. 3 as printed never ends: its i* stops at len - 1); guesses come from the
+prompt alone; the paper decodes greedily, sampling is ours. In training: both losses are means over
+the tokens of a batch, where Eqs. 4 and 6 sum, D over the positions after the first disagreement, as
+in the released code. A step takes several states of all blocks of an answer: one forward pass over
+a token tree evaluates them together with the answer itself. Left out: several GPUs.
 """
 import itertools
 import json
@@ -64,23 +64,23 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     while True:
         y = [root, *rng.choices(prompt, k=n - 1)]  # lines 2 and 5
         final = 1
-        trajectory = {"states": [y], "final": [final]}
+        record = {"states": [y], "final": [final]}
         if log is not None:
-            log.append(trajectory)
+            log.append(record)
         while final < n:  # lines 6 and 15
             logits = target.forward(y[final - 1:])  # line 8, [n - final + 1, V]
             guesses = greedy(logits)
             chosen = guesses if sample.temperature == 0 else sample(logits)
-            agreed = 0  # guesses that are what the target chooses there: line 9
+            agreed = 0  # tokens of y that are what the target chooses there: line 9
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
                 agreed += 1
             target.commit(range(1 + agreed))  # line 13
-            root = chosen[agreed]  # the token chosen after the last agreed one is final too
             y = (y[:final] + chosen[:agreed + 1] + guesses[agreed + 1:])[:n]  # lines 10 and 14
-            final += agreed + 1  # line 11; n + 1 where all agreed: the root opens the next block
-            trajectory["states"].append(y)  # line 12
-            trajectory["final"].append(final)
+            final += agreed + 1  # line 11; n + 1: the token after the block is final too
+            record["states"].append(y)  # line 12
+            record["final"].append(final)
             yield chosen[:agreed + 1]
+        root = chosen[agreed]  # y's last token where final is n, the one after it at n + 1
 
 
 def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float, float]:
@@ -98,7 +98,7 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
     for states in (r["states"] for r in blocks):
         y_star = states[-1]
         for i, token in enumerate(y_star):
-            last_wrong = 0  # y(0) predicts nothing
+            last_wrong = 0  # even a right guess in y(0) does not count
             for j, y in enumerate(states):
                 if y[i] != token:
                     last_wrong = j
@@ -122,15 +122,16 @@ class SideBySide:
             self.forward([row[i:i + 128] for row in padded], i, keep=1)
 
     def forward(self, ids: list[list[int]], start: int, keep: int = 0) -> list[list[int]]:
-        """The argmax after each of ids [B, m], which take the place of the rows from `start` on."""
+        """The argmax after each of ids [B, m], or after the last `keep` (0: all). They take the
+        place of the rows from `start` on."""
         m = len(ids[0])
         like = self.model.get_input_embeddings().weight
         slots = torch.arange(start + m)
         rows = slots[start:, None]  # [m, 1]
-        earlier = slots <= rows
-        real = slots >= self.padding[:, None]
+        causal = slots <= rows  # [m, slots]
+        real = slots >= self.padding[:, None]  # [B, 1, slots]
         itself = slots == rows  # padding sees itself alone
-        visible = earlier & real | itself  # [B, m, slots]
+        visible = (causal & real) | itself  # [B, m, slots]
         positions = (slots - self.padding).clamp(0, context_length(self.model) - 1)  # [B, slots]
         mask = attention_mask(windows_of(self.model), visible, positions[:, start:], positions,
                               like)
@@ -142,18 +143,18 @@ class SideBySide:
         return greedy(output.logits)
 
     def solve(self, states: list[list[int]], start: int) -> tuple[list, list[int]]:
-        """(the states of each prompt's block y(0), y(1), …, y*, the token after each y*). Jacobi
-        iteration from `states`, in the rows from `start` on, until all are fixed points."""
+        """(trajectories, roots): each prompt's y(0), y(1), …, y*, and the token after its y*.
+        Jacobi iteration from `states`, in the rows from `start` on, until all are fixed points."""
         history = [states]
-        for final in range(len(states[0])):  # tokens after the root that are y*'s, at least
-            chosen = self.forward([y[final:] for y in states], start + final)
-            new = [y[:final + 1] + row[:-1] for y, row in zip(states, chosen)]
+        for final in range(1, len(states[0]) + 1):  # leading tokens that are y*'s, at least
+            chosen = self.forward([y[final - 1:] for y in states], start + final - 1)
+            new = [y[:final] + row[:-1] for y, row in zip(states, chosen)]
             if new == states:
                 break
             states = new
             history.append(states)
-        paths = [[y for y, _ in itertools.groupby(path)] for path in zip(*history)]
-        return paths, [row[-1] for row in chosen]
+        solved = [[y for y, _ in itertools.groupby(some)] for some in zip(*history)]  # y* once
+        return solved, [row[-1] for row in chosen]
 
 
 @torch.inference_mode()
@@ -165,36 +166,38 @@ def trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int,
     All blocks have n tokens but the last, whose states end where y* has its EOS. All prompts go on
     to the next block together. A block's guesses are seeded by `seed`, the prompt's number and the
     block's."""
-    batch = SideBySide(model, prompts)
+    side = SideBySide(model, prompts)
     roots = [p[-1] for p in prompts]
     found = [[] for _ in prompts]
     ended = [False] * len(prompts)
-    for block in range(limit // n + 1):  # while <EOS> is not generated and length generated < N
+    for block in range(limit // n + 1):  # Alg. 1's while: these have limit tokens or more
         states = [[root, *random.Random(f"{seed} {i} {block}").choices(p, k=n - 1)]
                   for root, i, p in zip(roots, numbers, prompts)]
-        paths, roots = batch.solve(states, batch.width + block * n)
-        for b, path in enumerate(paths):
+        solved, roots = side.solve(states, side.width + block * n)
+        new = range(0 if block else 1, n)  # the first root is the prompt's
+        for b, trajectory in enumerate(solved):
             if not ended[b]:
-                y_star = path[-1]
-                ends = [i for i, x in enumerate(y_star) if x in eos and (i or block)]  # no prompt's
+                y_star = trajectory[-1]
+                ends = [i for i in new if y_star[i] in eos]
                 if ends:
-                    path = [y for y, _ in itertools.groupby(y[:ends[0] + 1] for y in path)]
+                    cut = (y[:ends[0] + 1] for y in trajectory)
+                    trajectory = [y for y, _ in itertools.groupby(cut)]
                     ended[b] = True
-                found[b].append(path)
+                found[b].append(trajectory)
         if all(ended):
             break
     return found
 
 
-def augmented(path: list[list[int]], share: float, rng: random.Random) -> list[list[int]]:
+def augmented(trajectory: list[list[int]], share: float, rng: random.Random) -> list[list[int]]:
     """In half of the states before y* set each wrong token but the first right with probability
     `share`. Alg. 1 corrects tokens at random in every state and gives no rate; the released code
     leaves the first wrong one too, and keeps the state beside its corrected copy."""
-    *states, y_star = path
+    *states, y_star = trajectory
     for j, y in enumerate(states):
         if rng.random() < 0.5:
-            first = right_until(y, y_star)
-            states[j] = [right if i > first and x != right and rng.random() < share else x
+            first_wrong = right_until(y, y_star)
+            states[j] = [right if i > first_wrong and x != right and rng.random() < share else x
                          for i, (x, right) in enumerate(zip(y, y_star))]
     return [*states, y_star]
 
@@ -264,20 +267,20 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     os.replace(fresh, out)  # without a line that was cut off
     dropped = 0
     with open(out, "a") as file, tqdm(total=len(todo), desc="trajectories") as bar:
-        for start in range(0, len(todo), batch):
-            some = todo[start:start + batch]
+        for first in range(0, len(todo), batch):
+            some = todo[first:first + batch]
             found = trajectories(model, [prompts[i] for i in some], some, n=n, limit=max_new_tokens,
                                  eos=eos, seed=seed)
-            for i, paths in zip(some, found):
-                answer = [x for *_, y_star in paths for x in y_star][1:]  # without the first root
+            for i, solved in zip(some, found):
+                answer = [x for *_, y_star in solved for x in y_star][1:]  # without the first root
                 blocks = []
                 if repeats(answer, tokenizer.decode(answer)):
                     dropped += 1
                 else:
                     rng = random.Random(f"{seed} {i}")
-                    roots = itertools.count(len(prompts[i]) - 1, n)
-                    blocks = [(root, augmented(path, augment, rng))
-                              for root, path in zip(roots, paths)]
+                    starts = itertools.count(len(prompts[i]) - 1, n)
+                    blocks = [(start, augmented(trajectory, augment, rng))
+                              for start, trajectory in zip(starts, solved)]
                 row = {"number": i, "prompt": prompts[i], "answer": answer, "blocks": blocks}
                 file.write(json.dumps(row) + "\n")
             file.flush()
@@ -289,18 +292,18 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
 # ----------------------------------------------------------------------- Alg. 2: the losses
 
 class Pair(NamedTuple):
-    """A state y of a block, the state y_goal that it is to agree with (y* or, for the local loss,
-    the next state), and y*; `root`: the place of the block's root in prompt and answer."""
-    root: int
+    """A state y of a block, and the state y_goal that it is to agree with: y* or, for the local
+    loss, the next one. `start`: the place of the block's root in prompt and answer."""
+    start: int
     y: list[int]
     y_goal: list[int]
-    y_star: list[int]
 
 
-def divergence(kind: str, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """D(p || q) in nats from the logits [..., V] of p, the stopped side, and q: forward KL(p, q),
-    reverse KL(q, p), or Jensen-Shannon."""
-    p, q = (x.log_softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (p, q))
+def distance(kind: str, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    """D in nats from the logits [..., V] of the teacher p, which is q of Eq. 4 without a gradient,
+    and the student q: forward KL(p, q), reverse KL(q, p), or Jensen-Shannon."""
+    p, q = (x.log_softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+            for x in (teacher, student))
 
     def kl(a, b):
         return (a.exp() * (a - b)).sum(-1)
@@ -314,31 +317,32 @@ def training_tree(row: dict, pairs: list[Pair]) -> tuple[list[int], list[int], l
     """One answer's tree (ids, parents): prompt and answer, and the states of pairs as branches that
     leave it at their first wrong token. Also the (teacher, student) nodes of all positions from the
     first disagreement on: before, they are the same node, and D is 0."""
-    ids, compared = row["prompt"] + row["answer"], []
+    ids = row["prompt"] + row["answer"]  # whose blocks are the fixed points
     parents = [*range(-1, len(ids) - 1)]
+    compared = []
 
-    def nodes(root: int, y: list[int], y_star: list[int]) -> list[int]:
-        path = [root]
+    def nodes(start: int, y: list[int]) -> list[int]:
+        path = [start]
         for i in range(1, len(y) - 1):  # the last token predicts nothing in its block
-            if path[-1] == root + i - 1 and y[i] == y_star[i]:
-                path.append(root + i)
+            if path[-1] == start + i - 1 and y[i] == ids[start + i]:  # still on the answer
+                path.append(start + i)
             else:
                 ids.append(y[i])
                 parents.append(path[-1])
                 path.append(len(ids) - 1)
         return path
     for pair in pairs:
-        teachers = nodes(pair.root, pair.y_goal, pair.y_star)
-        students = nodes(pair.root, pair.y, pair.y_star)
+        teachers = nodes(pair.start, pair.y_goal)
+        students = nodes(pair.start, pair.y)
         compared += [(t, s) for t, s in zip(teachers, students) if t != s]
     return ids, parents, compared
 
 
 def losses(model, rows: list[dict], pairs: list[list[Pair]],
            kind: str = "forward-kl") -> tuple[torch.Tensor, torch.Tensor]:
-    """(consistency loss, AR loss) of rows {"prompt", "answer"} with some pairs of each: Eq. 4 where
-    y_goal is y*, Eq. 5 where it is the next state; and Eq. 6. Both are means over tokens, in nats;
-    0 where nothing is to be compared.
+    """(consistency loss, AR loss) of rows {"prompt", "answer"}, with a list of pairs for each:
+    Eq. 4 where y_goal is y*, Eq. 5 where it is the next state; and Eq. 6. Both are means over
+    tokens, in nats; 0 where nothing is to be compared.
 
     One forward pass gives all: the answer's own nodes are Eq. 6 and Eq. 4's teacher, the branches
     are the students."""
@@ -350,25 +354,26 @@ def losses(model, rows: list[dict], pairs: list[list[Pair]],
     logits = model(input_ids=ids.to(like.device), position_ids=positions.to(like.device),
                    attention_mask=mask, use_cache=False,
                    logits_to_keep=torch.arange(first, ids.shape[1])).logits
-    answers = torch.cat([x[len(row["prompt"]) - 1 - first:][:len(row["answer"])]
-                         for x, row in zip(logits, rows)])
+    answers = []  # the logits before each token: row i of `logits` is that of node first + i
+    for x, row in zip(logits, rows):
+        before = len(row["prompt"]) - 1 - first
+        answers.append(x[before:before + len(row["answer"])])
     labels = torch.tensor([x for row in rows for x in row["answer"]], device=logits.device)
-    ar = F.cross_entropy(answers, labels)
+    ar = F.cross_entropy(torch.cat(answers), labels)
     at = [(b, t, s) for b, (_, _, compared) in enumerate(trees) for t, s in compared]
     if not at:
-        return logits[:0].sum(), ar
+        return torch.zeros_like(ar), ar
     b, teacher, student = torch.tensor(at, device=logits.device).T
-    p = logits[b, teacher - first].detach()
-    q = logits[b, student - first]
-    return divergence(kind, p, q).mean(), ar
+    stopped = logits[b, teacher - first].detach()
+    return distance(kind, stopped, logits[b, student - first]).mean(), ar
 
 
 def side_by_side(trees: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, ...]:
     """(ids [B, n], positions [B, n], visible [B, n, n]) of trees (ids, parents), padded behind."""
     longest = max(len(ids) for ids, _ in trees)
-    n = math.ceil(longest / 16) * 16  # few shapes: kernels are made for each
-    ids, positions = torch.zeros(2, len(trees), n, dtype=torch.long)
-    visible = torch.eye(n, dtype=torch.bool).repeat(len(trees), 1, 1)  # padding sees itself
+    width = math.ceil(longest / 16) * 16  # few shapes: kernels are made for each
+    ids, positions = torch.zeros(2, len(trees), width, dtype=torch.long)
+    visible = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1)  # padding sees itself
     for b, (tokens, parents) in enumerate(trees):
         m = len(tokens)
         ancestors = ancestor_mask(parents)
@@ -380,17 +385,18 @@ def side_by_side(trees: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor
 
 # --------------------------------------------------------------------- Alg. 2: the training
 
-def drawn(rows: list[dict], batch: int, states: int, local: bool,
+def drawn(rows: list[dict], batch: int, per_block: int, local: bool,
           rng: random.Random) -> tuple[list[dict], list[list[Pair]]]:
-    """Some of the rows, and for every block of theirs up to `states` pairs, uniform among the
+    """Some of the rows, and for every block of theirs up to `per_block` pairs, uniform among the
     states before y*."""
     rows, pairs = rng.sample(rows, min(batch, len(rows))), []
     for row in rows:
         pairs.append([])
-        for root, path in row["blocks"]:
-            goals = path[1:] if local else path[-1:] * (len(path) - 1)
-            some = [Pair(root, y, y_goal, path[-1]) for y, y_goal in zip(path, goals)]
-            pairs[-1] += rng.sample(some, min(states, len(some)))
+        for start, trajectory in row["blocks"]:
+            *states, y_star = trajectory
+            goals = trajectory[1:] if local else [y_star] * len(states)
+            some = [Pair(start, y, y_goal) for y, y_goal in zip(states, goals)]
+            pairs[-1] += rng.sample(some, min(per_block, len(some)))
     return rows, pairs
 
 
@@ -412,7 +418,7 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
     from models.training import Training, warm_linear
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        model.train(recompute)  # the mode in which layers recompute
+        model.train(recompute)  # eval mode, without dropout, unless layers are to recompute
         consistency, ar = losses(model, *drawn(rows, batch, states, local, rng), divergence)
         return consistency + w * ar  # Eq. 7
 
@@ -420,9 +426,9 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
         model.eval()
         rng = random.Random(0)
         with torch.inference_mode(), torch.autocast(model.device.type, dtype=torch.bfloat16):
-            pairs = [losses(model, *drawn(held_out, batch, states, local, rng), divergence)
-                     for _ in range(4)]
-        consistency, ar = (sum(x).item() / 4 for x in zip(*pairs))
+            measured = [losses(model, *drawn(held_out, batch, states, local, rng), divergence)
+                        for _ in range(4)]
+        consistency, ar = (sum(x).item() / 4 for x in zip(*measured))
         per_call = tokens_per_call(model, held_out[:20], eos, n)
         return ({"consistency": consistency, "ar": ar, "per_call": per_call},
                 f"held-out consistency loss {consistency:.4f}, AR loss {ar:.4f}, {per_call:.2f} "
@@ -481,7 +487,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     fit(model, rows, held_out, eos, n, steps=steps, batch=batch, states=states,
         accumulate=accumulate, lr=lr, w=w, divergence=divergence, local=local, recompute=recompute,
         seed=seed, work=work)
-    model.generation_config = GenerationConfig(  # no sampling: one that does not fit is not saved
+    model.generation_config = GenerationConfig(  # greedy: leftover sampling settings can fail
         bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(eos) or None,
         pad_token_id=tokenizer.pad_token_id)
     model.to(torch.bfloat16).save_pretrained(out)
@@ -501,7 +507,8 @@ def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED,
     if n < 2 or max_new_tokens < 1:
         raise InputError(f"expected n of 2 or more and max-new-tokens of 1 or more, got {n} and "
                          f"{max_new_tokens}")
-    eos, (new, _) = eos_ids(model, tokenizer), load(after, str(model.device), "float32")
+    eos = eos_ids(model, tokenizer)
+    new, _ = load(after, str(model.device), "float32")
     print("| model | complete blocks | n-token sequence length | fast-forward token count | "
           "stationary token count |\n| --- | --- | --- | --- | --- |")
     for name, lm in (model.name_or_path, model), (after, new):

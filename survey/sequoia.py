@@ -9,11 +9,11 @@ P_b, measured beforehand, is how often the b-th child of a node is the accepted 
 most tokens a call that n nodes in d levels give, comes from a dynamic program (Section 3.1 of v3);
 the measured times of calls choose n and d (Section 4.1):
 
-    G(n, d) = max_b T(n, b),  T(n, b) = max_m T(n - m, b - 1) + P_b G(m, d - 1)
+    G(n, d) = max_b T(n, b),  T(n, b) = max_m T(n - m, b - 1) + P_b G(m, d - 1),  T(n, 0) = 1
     n, d    = argmax G(n, d) / (t_target(n) + Σ_levels t_draft(rows of the level))
 
 So the shape is fixed before a token is drawn. Exactness asks for that, since a tree pruned by what
-was drawn is no sample of q any more; and a whole level is one draft call.
+was drawn is no sample of q any more. It also makes a level one draft call.
 
 A node's children are drawn from the draft's q without replacement, and tried in that order:
 
@@ -21,7 +21,7 @@ A node's children are drawn from the draft's q without replacement, and tried in
     else p <- norm(max(0, p - q)), q(x) <- 0, q <- norm(q); after the last child draw from p
 
 Lossless: the target's own distribution, or at temperature 0, where the children are the draft's
-likeliest tokens, its greedy output. Top-k and top-p warp p alone, so that q covers it.
+likeliest tokens, its greedy output. The temperature is for p and q, top-k and top-p for p alone.
 
 Departures: a draft level is paid by its rows (paper: all alike); the rates are those of the nearest
 temperature measured; noise is fresh in every round (the released code draws it once a text).
@@ -41,7 +41,8 @@ from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, eos_i
 from survey.parts import MODELS, belongs, some_embeddings
 
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # that rates are measured at
-B, TOKENS = 16, 128  # children of a node; tokens of a text that rates are measured on
+B = 16  # children of a node
+TOKENS = 128  # of a text that rates are measured on
 RANGES = {"nodes": WIDTHS[1:7], "depth": tuple(range(1, 17))}  # 2 to 64 nodes, 1 to 16 levels
 
 
@@ -58,32 +59,32 @@ class Best(NamedTuple):
 def tables(P: tuple[float, ...], N: int, D: int) -> list[Best]:
     """For d = 0 … D and n = 0 … N, by a dynamic program: Alg. 1 and 4."""
     rest_of = (torch.arange(N + 1)[:, None] - torch.arange(1, N + 1)).clamp(min=0)  # [n, m]: n - m
-    root = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)  # one token, if n > 0
-    found = [Best(root.tolist(), [0] * (N + 1), [])]
-    G = root  # at most d - 1 levels
+    alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)  # one token, if n > 0
+    found = [Best(alone.tolist(), [0] * (N + 1), [])]
+    G = alone  # G(., d - 1)
     for _ in range(D):
-        T = [root]  # T[b][n], b branches
+        T = [alone]  # T[b][n], b branches
         size_of_last = [[]]
         for P_b in P:
-            most, m = (T[-1][rest_of] + P_b * G[1:]).max(1)  # Alg. 1, line 9, over m from 1 on
+            most, i = (T[-1][rest_of] + P_b * G[1:]).max(1)  # Alg. 1, line 9, over m = 1 + i
             T.append(most)
-            size_of_last.append((1 + m).tolist())
+            size_of_last.append((1 + i).tolist())
         G, branches = torch.stack(T).max(0)  # line 11
         found.append(Best(G.tolist(), branches.tolist(), size_of_last))
     return found
 
 
 def parents_of(best: list[Best], n: int, d: int) -> list[int]:
-    """The parents of the best tree's nodes, level by level."""
+    """The parents of the best tree's nodes, n with the root, level by level."""
     parents = [-1]
     subtrees = [(n, d)]  # of each node: how many nodes, in how many levels below it
-    for node, (n, d) in enumerate(subtrees):  # which grow on the way
+    for node, (rest, depth) in enumerate(subtrees):  # which grow on the way
         sizes = []
-        for b in range(best[d].branches[n], 0, -1):
-            sizes.insert(0, best[d].size_of_last[b][n])
-            n -= sizes[0]
+        for b in range(best[depth].branches[rest], 0, -1):  # the last branch comes off first
+            sizes.insert(0, best[depth].size_of_last[b][rest])
+            rest -= sizes[0]
         parents += [node] * len(sizes)
-        subtrees += [(m, d - 1) for m in sizes]
+        subtrees += [(m, depth - 1) for m in sizes]
     return parents
 
 
@@ -92,15 +93,17 @@ class Shape(NamedTuple):
     parents: list[int]
     children: list[list[int]]
     levels: list[list[int]]  # the nodes that have children: the rows of each draft call
-    row: dict[int, int]  # of such a node among all these rows
+    row: dict[int, int]  # of each of these nodes: its row, counted through all levels
 
 
 def shape_of(parents: list[int]) -> Shape:
     nodes = range(len(parents))
     children = [[child for child in nodes if parents[child] == node] for node in nodes]
-    levels = [[0]] if len(parents) > 1 else []
-    while levels and (level := [x for node in levels[-1] for x in children[node] if children[x]]):
+    levels = []
+    level = [0] if children[0] else []
+    while level:
         levels.append(level)
+        level = [x for node in level for x in children[node] if children[x]]
     row = {node: i for i, node in enumerate(node for level in levels for node in level)}
     return Shape(parents, children, levels, row)
 
@@ -119,54 +122,55 @@ def plans(P: tuple[float, ...], sizes, depths, target: CachedLM,
 
 # ---------------------------------------------------------------------------------- decoding
 
-def draw_children(log_q: torch.Tensor, k: int, sample: Sampler) -> list[list[int]]:
-    """k tokens in draw order for each row of log q [n, V]: with Gumbel noise the largest is a draw
-    from q, the next one from the rest of q, …; at temperature 0 the k likeliest."""
+def draw_children(q_logits: torch.Tensor, k: int, sample: Sampler) -> list[list[int]]:
+    """k tokens in draw order for each row of logits [n, V] of q: with Gumbel noise the largest is a
+    draw from q, the next one from the rest of q, …; at temperature 0 the k likeliest."""
     if sample.temperature > 0:
-        noise = sample.uniform(log_q.shape, log_q.device).clamp(min=1e-30)
-        log_q = log_q - (-noise.log()).log()
-    return log_q.topk(k).indices.tolist()
+        noise = sample.uniform(q_logits.shape, q_logits.device).clamp(min=1e-30)
+        q_logits = q_logits - (-noise.log()).log()
+    return q_logits.topk(k).indices.tolist()
 
 
 def grow(draft: CachedLM, unseen: list[int], shape: Shape,
          sample: Sampler) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """(ids of the tree, {node: log q [V] that its children were drawn from}): a draft call a level.
+    """(ids of the tree, {node: logits [V] of the q of its children}): a draft call a level.
     Below the root, the last of `unseen`, all that the draft has not been fed."""
     ids = unseen[-1:] + [0] * (len(shape.parents) - 1)
-    log_q = {}
+    q_logits_of = {}
 
     def draw(level: list[int], logits: torch.Tensor) -> None:
         logits = logits.double() / (sample.temperature or 1)
-        logits = logits.clamp(min=-1e9)  # where q has no mass left: evenly (Alg. 2, line 14)
-        most = max(len(shape.children[node]) for node in level)
-        for node, draws in zip(level, draw_children(logits, most, sample)):
-            for child, token in zip(shape.children[node], draws):
+        logits = logits.clamp(min=-1e9)  # not -inf: once all others are drawn, q is even (line 14)
+        k = max(len(shape.children[node]) for node in level)
+        for node, draws in zip(level, draw_children(logits, k, sample)):
+            for child, token in zip(shape.children[node], draws):  # a node takes the first of them
                 ids[child] = token
-        log_q.update(zip(level, logits))
+        q_logits_of.update(zip(level, logits))
     base = len(unseen) - 1  # the root's row in the draft's pending tree
     draw([0], draft.forward(unseen)[-1:])
     for level in shape.levels[1:]:
-        above = [base + shape.row[shape.parents[node]] for node in level]
-        draw(level, draft.forward([ids[node] for node in level], above))
-    return ids, log_q
+        parent_rows = [base + shape.row[shape.parents[node]] for node in level]
+        draw(level, draft.forward([ids[node] for node in level], parent_rows))
+    return ids, q_logits_of
 
 
-def verify(p: torch.Tensor, log_q: torch.Tensor, draws: list[int],
+def verify(p: torch.Tensor, q_logits: torch.Tensor, draws: list[int],
            sample: Sampler) -> tuple[int | None, torch.Tensor]:
     """(which draw is accepted or None, what is then left of p [V]). Alg. 2, whose norm of q (line
-    16) is at the loop's head here; uses up log q [V]. In draw order, and in no other, is each one a
-    draw from what q is when it is tried."""
+    16) is at the loop's head here; uses up `q_logits` [V]. Only in draw order was each token drawn
+    from the q that it is tried against."""
     for i, r in enumerate(sample.uniform(len(draws), p.device)):
-        q = log_q.softmax(-1)
+        q = q_logits.softmax(-1)
         if r < p[draws[i]] / q[draws[i]]:  # line 6
             return i, p
         left = (p - q).clamp(min=0)  # line 9
-        p = left / left.sum() if left.sum() > 0 else p  # nothing left: only rounding rejected
-        log_q[draws[i]] = -torch.inf  # line 10
+        if left.sum() > 0:  # else only rounding rejected
+            p = left / left.sum()
+        q_logits[draws[i]] = -torch.inf  # line 10
     return None, p
 
 
-def sampled_path(ids: list[int], shape: Shape, logits: torch.Tensor, log_q: dict,
+def sampled_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of: dict,
                  sample: Sampler) -> tuple[list[int], list[int]]:
     """(path, chunk): from node to node as long as a child is accepted; then one more token."""
     path = [0]
@@ -175,7 +179,7 @@ def sampled_path(ids: list[int], shape: Shape, logits: torch.Tensor, log_q: dict
         tried = shape.children[path[-1]]
         i = None
         if tried:
-            i, p = verify(p, log_q[path[-1]], [ids[child] for child in tried], sample)
+            i, p = verify(p, q_logits_of[path[-1]], [ids[child] for child in tried], sample)
         if i is None:
             return path, [ids[node] for node in path[1:]] + sample.draw(p[None])
         path.append(tried[i])
@@ -188,17 +192,17 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
     unseen = [root]  # final tokens that the draft has not been fed
     while True:
         shape = choose()
-        ids, log_q = grow(draft, unseen, shape, sample)
+        ids, q_logits_of = grow(draft, unseen, shape, sample)
         logits = target.forward(ids, shape.parents)  # [n, V]
         if sample.temperature == 0:
             path, chunk = walk(ids, shape.parents, sample(logits))
         else:
-            path, chunk = sampled_path(ids, shape, logits, log_q, sample)
+            path, chunk = sampled_path(ids, shape, logits, q_logits_of, sample)
         target.commit(path)
-        base = len(unseen) - 1
-        fed = [node for node in path if node in shape.row]  # all but a leaf
-        draft.commit([*range(base), *(base + shape.row[node] for node in fed)])
-        unseen = [ids[node] for node in path[len(fed):]] + chunk[-1:]
+        before = len(unseen) - 1  # the draft's pending rows above the root's
+        fed = [node for node in path if node in shape.row]  # to the draft: all but a leaf
+        draft.commit([*range(before), *(before + shape.row[node] for node in fed)])
+        unseen = [ids[node] for node in path[len(fed):]] + chunk[-1:]  # a leaf, the target's token
         if log is not None:
             ranks = [shape.children[above].index(node) for above, node in zip(path, path[1:])]
             log.append({"drafted": len(ids) - 1, "accepted": len(ranks), "ranks": ranks})
@@ -217,22 +221,24 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
     seed draws the same tokens only where the clock chooses neither.
     """
     if nodes not in (0, *range(2, 129)) or not 0 <= depth < 128:
-        raise InputError(f"expected 2 to 128 nodes, a depth up to 127, or 0, got {nodes}, {depth}")
+        raise InputError("expected 2 to 128 nodes and a depth of 1 to 127, or 0 for either, got "
+                         f"{nodes} and {depth}")
     measured = target.once((rates, draft.model),
                            lambda: load_rates(rates, target.model, draft.model))
-    P = measured[min(measured, key=lambda t: abs(t - sample.temperature))][:draft.vocab]
+    nearest = min(measured, key=lambda t: abs(t - sample.temperature))
+    P = measured[nearest][:draft.vocab]  # no more children than tokens
     for lm in (target, draft):
         lm.start(prompt[:-1])
 
-    asked = P, nodes, depth
+    settings = P, nodes, depth  # the name of what is kept
 
     def choose() -> Shape:
         if nodes and depth:
-            best = tables(P, nodes, depth)
-            return target.once(asked, lambda: shape_of(parents_of(best, nodes, depth)))
+            return target.once(settings, lambda: shape_of(
+                parents_of(tables(P, nodes, depth), nodes, depth)))
         sizes = [nodes] if nodes else RANGES["nodes"]
         depths = [depth] if depth else RANGES["depth"]
-        return fastest(target, asked, lambda: plans(P, sizes, depths, target, draft))
+        return fastest(target, settings, lambda: plans(P, sizes, depths, target, draft))
     yield from decode(target, draft, prompt[-1], choose, sample, log)
 
 
@@ -253,17 +259,18 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
     if not fitting:
         raise InputError(f"expected prompts of at most {longest} tokens, got none")
     lms = [CachedLM(x, len(tokenizer)) for x in (model, small)]
-    children = shape_of([-1] + [0] * min(B, len(tokenizer)))
+    one_level = shape_of([-1] + [0] * min(B, len(tokenizer)))
     P = {}
     for t in TEMPERATURES:
-        log, sample = [], Sampler(t)
+        log = []
+        sample = Sampler(t)
         for prompt in tqdm(fitting, desc=f"temperature {t}"):
             for lm in lms:
                 lm.start(prompt[:-1])
-            chunks = decode(*lms, prompt[-1], lambda: children, sample, log)
-            list(until(chunks, TOKENS, eos_ids(model, tokenizer)))
-        P[t] = [round(sum(r["ranks"] == [b] for r in log) / len(log), 4)
-                for b in range(len(children.parents) - 1)]
+            chunks = decode(*lms, prompt[-1], lambda: one_level, sample, log)
+            list(until(chunks, TOKENS, eos_ids(model, tokenizer)))  # fills the log
+        P[t] = [round(sum(call["ranks"] == [b] for call in log) / len(log), 4)  # P_1 first
+                for b in range(len(one_level.parents) - 1)]
     out.write_text(json.dumps({"target": known(model), "draft": known(small), "rates": P}) + "\n")
 
 
@@ -273,7 +280,7 @@ def known(model) -> list[list[float]]:
 
 
 def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
-    """{temperature: P_1, P_2, …}. A rate of 0 becomes 1e-9: the tree still has its n nodes."""
+    """{temperature: P_1, P_2, …}. A rate of 0 becomes 1e-9: trees still have their nodes."""
     try:
         file = json.loads(Path(path).read_text())
         for model, name in (target, "target"), (draft, "draft"):

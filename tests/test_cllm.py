@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import cli
 import cllm as module
 import jacobi
-from cllm import (Pair, augmented, cllm, collect, divergence, drawn, fit, losses, profile,
+from cllm import (Pair, augmented, cllm, collect, distance, drawn, fit, losses, profile,
                   profile_of, read_trajectories, repeats, train, training_tree, trajectories)
 from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
 from conftest import (CONTEXT, ROOT, ScriptedLM, chi_square_ok, interrupting, main, markov, path_to,
@@ -330,7 +330,7 @@ def test_losses_equal_a_plain_computation(name, local, kind):
     with torch.inference_mode():
         for row, some in zip(rows, pairs):
             text, start = row["prompt"] + row["answer"], len(row["prompt"])
-            for root, y, y_goal, _ in some:
+            for root, y, y_goal in some:
                 for i in range(1, len(y)):
                     if y[:i] != y_goal[:i]:
                         p, s = q(text[:root] + y_goal[:i]), q(text[:root] + y[:i])
@@ -351,15 +351,15 @@ def test_no_gradient_flows_through_the_stopped_side(monkeypatch):
 
     def spy(kind, teacher, student):
         seen.append((teacher.detach().clone(), teacher.requires_grad, student.requires_grad))
-        return divergence(kind, teacher, student)
-    monkeypatch.setattr(module, "divergence", spy)
+        return distance(kind, teacher, student)
+    monkeypatch.setattr(module, "distance", spy)
     losses(model, rows, pairs)[0].backward()
     constant, *wants = seen[0]
     assert wants == [False, True]
     grads = [x.grad.clone() for x in model.parameters()]
     model.zero_grad()
-    monkeypatch.setattr(module, "divergence",
-                        lambda kind, teacher, student: divergence(kind, constant, student))
+    monkeypatch.setattr(module, "distance",
+                        lambda kind, teacher, student: distance(kind, constant, student))
     losses(model, rows, pairs)[0].backward()
     for grad, x in zip(grads, model.parameters()):
         torch.testing.assert_close(grad, x.grad)
@@ -368,13 +368,13 @@ def test_no_gradient_flows_through_the_stopped_side(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_divergence_is_0_for_equals_alone(kind):
     p, q = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
-    assert (divergence(kind, p, p) < 1e-6).all() and (divergence(kind, p, q) > 0).all()
+    assert (distance(kind, p, p) < 1e-6).all() and (distance(kind, p, q) > 0).all()
 
 
 def test_a_state_that_is_the_fixed_point_costs_nothing():
     model = tiny("llama")
     rows = rows_of(model)
-    pairs = [[Pair(root, *[path[-1]] * 3) for root, path in row["blocks"]] for row in rows]
+    pairs = [[Pair(root, path[-1], path[-1]) for root, path in row["blocks"]] for row in rows]
     consistency, ar = losses(model, rows, pairs)
     (consistency + ar).backward()
     assert consistency.item() == 0 and ar.item() > 0
@@ -384,11 +384,11 @@ def test_a_state_that_is_the_fixed_point_costs_nothing():
 def test_a_state_leaves_the_answer_at_its_first_wrong_token():
     row, y_star = {"prompt": [5, 6], "answer": [7, 8, 9, 10, 11]}, [6, 7, 8, 9, 10, 11]
     y = [6, 7, 0, 9, 2, 3]
-    ids, parents, compared = training_tree(row, [Pair(1, y, y_star, y_star)])
+    ids, parents, compared = training_tree(row, [Pair(1, y, y_star)])
     assert ids == [5, 6, 7, 8, 9, 10, 11, 0, 9, 2]  # the 3 predicts nothing in its block
     assert parents == [-1, 0, 1, 2, 3, 4, 5, 2, 7, 8]
     assert compared == [(3, 7), (4, 8), (5, 9)]
-    local = Pair(1, [6, 0, 0, 9, 2, 3], [6, 7, 4, 9, 2, 3], y_star)  # the next state is the teacher
+    local = Pair(1, [6, 0, 0, 9, 2, 3], [6, 7, 4, 9, 2, 3])  # the next state is the teacher
     ids, parents, compared = training_tree(row, [local])
     assert ids[7:] == [4, 9, 2, 0, 0, 9, 2] and parents[7:] == [2, 7, 8, 1, 10, 11, 12]
     assert compared == [(2, 10), (7, 11), (8, 12), (9, 13)]
@@ -404,7 +404,7 @@ def test_states_are_drawn_evenly_and_never_the_fixed_point():
         for _, pairs in zip(*drawn(rows, 2, 1, local, random.Random(seed))):
             [pair] = pairs
             j = path.index(pair.y)
-            assert pair.root == 0 and pair.y_star == path[-1]
+            assert pair.start == 0
             assert pair.y_goal == path[j + 1 if local else 2]
             counts[j] += 1
     both = drawn(rows, 2, 5, False, random.Random(0))[1]

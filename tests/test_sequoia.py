@@ -643,7 +643,7 @@ def test_the_rates_of_the_embedded_pair(embedded):
 @pytest.mark.parametrize("options", [dict(nodes=1), dict(nodes=-1), dict(nodes=129),
                                      dict(depth=-1), dict(depth=128)])
 def test_bad_options_are_refused(options):
-    got = f"got {options.get('nodes', 0)}, {options.get('depth', 0)}"
+    got = f"got {options.get('nodes', 0)} and {options.get('depth', 0)}"
     with pytest.raises(InputError, match=got):
         next(sequoia(None, None, PROMPT, **options))
 
