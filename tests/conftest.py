@@ -18,7 +18,7 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 import cli  # noqa: E402  (the path is set above)
-from common import CachedLM, autoregressive, encode, load, prepare, until  # noqa: E402
+from common import CachedLM, Sampler, autoregressive, encode, load, prepare, until  # noqa: E402
 
 VOCAB, CONTEXT = 61, 160
 SPECIAL = dict(bos_token_id=0, eos_token_id=1, pad_token_id=1)
@@ -139,6 +139,13 @@ class Decoder(torch.nn.Module):
 
     def forward(self, features=None, **_):
         return (features,)
+
+
+class Zeros(Sampler):
+    """Coins of 0, the smallest there are."""
+
+    def uniform(self, shape, device):
+        return torch.zeros(shape, dtype=torch.float64)
 
 
 def markov(seed, vocab=4, scale=1.2):

@@ -17,7 +17,7 @@ from bita import Tuning, save_tuning, shape_of
 from bench import Bench, Count, Ours, Results, by_category, options, table
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import CONTEXT, near, tiny
+from conftest import near, tiny
 from jacobi import jacobi
 from mjsd import mjsd
 from ouroboros import ouroboros

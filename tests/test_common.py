@@ -18,8 +18,8 @@ from cli.graphs import GraphedLM
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
                     autoregressive, best_tree, context_length, fastest, greedy, load, prepare,
                     row_costs, trie, until, walk, windows_of)
-from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, VOCAB, chi_square_ok, path_to,
-                      prefill, tiny, tokens_of)
+from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, VOCAB, Zeros, chi_square_ok,
+                      path_to, prefill, tiny, tokens_of)
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 BOTH = pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])
@@ -645,6 +645,10 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(monkeypatch):
         at = (0.5 + (i + 0.5) * 1e-8) / rare.double().sum().item()
         monkeypatch.setattr(Sampler, "uniform", lambda *_: torch.tensor([[at]], dtype=u.dtype))
         assert sample.draw(rare) == [1 + i]
+
+
+def test_the_smallest_number_draws_no_token_without_probability():
+    assert Zeros().draw(torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.0, 0.0]])) == [1, 0, 1]
 
 
 def test_draws_have_their_distribution():

@@ -653,6 +653,74 @@ def test_the_most_frequent_tokens_are_kept(tmp_path, monkeypatch):
     assert load_draft(tmp_path / "o", tiny("llama")).vocab.tolist() == [7, 9]
 
 
+def test_options_reach_the_draft(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    monkeypatch.setattr(module, "fit", lambda model, draft, *_, **__: made.append(draft))
+    for options in (dict(begin="last"), dict(mlp=24), dict(inputs="token"), dict(seed=1), {}):
+        train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4]], out=tmp_path / "o", max_new_tokens=9,
+              work=tmp_path, **options)
+    assert [x.begin for x in made] == ["last"] + ["random"] * 4
+    assert [x.mlp for x in made] == [0, 24, 0, 0, 0]
+    assert [x.inputs == "token" for x in made] == [False, False, True, False, False]
+    assert not torch.equal(made[3].fc.weight, made[4].fc.weight)
+
+
+def test_acceptance_is_measured_on_held_out_answers(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "acceptance", lambda draft, texts: seen.append(
+        [ids.tolist() for ids, _, _ in texts]) or ACCEPT)
+    fit(tiny("llama"), Draft(tiny("llama")), DATA, HELD_OUT, steps=1, batch=1, lr=1e-3)
+    assert seen == [[p + a for p, a in HELD_OUT]] * 2
+
+
+def test_tokens_of_held_out_answers_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "examples", lambda *_, **__: (
+        [([9, 9], [7, 7, 7])], [([2, 2], [2] * 9)]))
+    train(tiny("llama"), WORDLESS, [[3], [4]], out=tmp_path / "o", steps=1, vocab=2,
+          max_new_tokens=9, work=tmp_path)
+    assert load_draft(tmp_path / "o", tiny("llama")).vocab.tolist() == [7, 9]
+
+
+def test_a_plan_costs_its_passes_and_its_call(monkeypatch):
+    """A first pass of a row for each token of a chunk; then one row for each node expanded."""
+    costs = {"target": [5.0 * n for n in range(65)], "draft": [2.0 + 0.3 * n for n in range(65)]}
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[lm])
+    for (n, levels), tokens, seconds in plans(SimpleNamespace(accept=ACCEPT), "draft", "target"):
+        rows = [math.ceil(tokens), *levels[1:]] if levels else []
+        assert seconds == pytest.approx(5 * n + sum(2 + 0.3 * x for x in rows))
+
+
+def test_at_most_50_answers_are_held_out(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7]] * 600)
+    monkeypatch.setattr(module, "fit", lambda model, draft, data, held_out, **_: seen.append(
+        len(held_out)))
+    train(tiny("llama"), WORDLESS, [[n % 50, n // 50] for n in range(600)], out=tmp_path / "o",
+          work=tmp_path, max_new_tokens=9)
+    assert seen == [50]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_draft_that_overflows_at_some_nodes(dynamic, monkeypatch):
+    """What hangs below them comes after them, and the output is AR's."""
+    model = tiny("llama")
+    forward, rng = CachedLM.forward, random.Random(2)
+    target, draft = CachedLM(model), random_draft(model)
+    draft.accept = [[0.5, 0.42, 0.05, 0.04, 0.03, 0.02, 0.01]] * 6
+
+    def broken(lm, *given, **options):
+        logits = forward(lm, *given, **options).clone()
+        for row in logits if lm.model is draft.lm else ():
+            if rng.random() < 0.3:
+                row[:] = math.nan
+        return logits
+    expected = tokens_of(autoregressive(target, PROMPT), 100)
+    monkeypatch.setattr(CachedLM, "forward", broken)
+    chunks = eagle(target, PROMPT, nodes=64, dynamic=dynamic, trained=draft)
+    assert tokens_of(chunks, 100) == expected
+
+
 # ---------------------------------------------------------------------- the embedded draft layer
 
 def test_the_embedded_draft_layer(embedded):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import CachedLM, InputError, Sampler, autoregressive
+from common import CachedLM, InputError, Sampler, autoregressive, best_tree
 from conftest import (CONTEXT, FAMILIES, ROOT, SCALED, Decoder, ScriptedLM, interrupting, main,
                       markov, per_call, tiny, tokens_of)
 from models import training
@@ -357,7 +357,7 @@ def test_guesses_count_where_those_before_them_are_right():
 
 def test_heads_of_fewer_tokens_than_ranks():
     """Trees have the ranks that there are."""
-    model, accept = tiny("llama"), [[0.5, 0.2, 0.1]] * 3
+    model = tiny("llama")
     for kind in KINDS:
         heads = random_heads(model, kind)
         heads.keep([7, 30, 5])
@@ -383,6 +383,84 @@ def test_the_loss_is_of_the_models_own_logits(name, config, monkeypatch):
     labels = torch.tensor([5, 6, 7, 8])  # by the first head, from a position two before each
     expected = -said[torch.arange(4), labels].mean().item()
     assert curve[0]["loss"][0] == pytest.approx(expected, rel=0.05)
+
+
+def test_typical_options_reach_the_rule(monkeypatch):
+    seen, model = [], tiny("llama")
+    monkeypatch.setattr(module, "typical_path",
+                        lambda *given: seen.append(given[-2:]) or typical_path(*given))
+    next(medusa(CachedLM(model), [3, 4], nodes=5, trained=random_heads(model, "medusa"),
+                typical=True, epsilon=0.2, delta=0.7))
+    assert seen == [(0.2, 0.7)]
+
+
+@pytest.mark.parametrize("typical", [False, True])
+def test_the_log_counts_guesses(typical):
+    """Not the root, which is a row, but neither guessed nor accepted."""
+    log, model = [], Successor()
+    chunks = medusa(CachedLM(model), [5, 7], nodes=4, trained=right_heads(model, "medusa", 0),
+                    typical=typical, log=log)
+    lengths = [len(chunk) for chunk in itertools.islice(chunks, 3)]
+    assert lengths == [4, 4, 4] and log == [{"guessed": 3, "accepted": 3, "rows": 4}] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_beyond_the_tokenizer_are_never_guessed(kind):
+    model = tiny("llama")
+    f = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    ids = module.grow(random_heads(model, kind), CachedLM(model, 20), f, 3, best_tree(ACCEPT, 16))
+    assert len(ids) == 16 and max(ids) < 20
+
+
+def test_tokens_of_held_out_answers_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "examples", lambda *_, **__: (
+        [([9, 9], [7, 7, 7])], [([2, 2], [2] * 9)]))
+    train(tiny("llama"), WORDLESS, [[3], [4]], out=tmp_path / "o", steps=1, vocab=2,
+          max_new_tokens=9, work=tmp_path)
+    assert load_heads(tmp_path / "o", "medusa", tiny("llama")).vocab.tolist() == [7, 9]
+
+
+def test_what_is_exactly_at_the_threshold_is_not_typical():
+    assert typical_path([0, 1], [-1, 0], torch.zeros(2, 2), Sampler(1.0), 0.5, 9.0)[0] == [0]
+
+
+def test_a_tree_of_128_nodes():
+    model = tiny("llama")
+    expected = tokens_of(autoregressive(CachedLM(model), [3, 4]), 8)
+    heads, log = random_heads(model, "medusa"), []
+    heads.accept = [[0.1] * 10] * 3
+    chunks = medusa(CachedLM(model), [3, 4], nodes=128, trained=heads, log=log)
+    assert tokens_of(chunks, 8) == expected and {r["rows"] for r in log} == {128}
+
+
+def test_later_heads_weigh_less():
+    model = tiny("llama")
+    heads, (f, tokens) = random_heads(model, "hydra"), positions(model, DATA, 3)
+    losses, _ = accuracy(heads, model, same_logits, f.float(), tokens)
+    loss = module.heads_loss(heads, model, same_logits, f.float(), tokens)
+    expected = 0.8 * losses[0] + 0.64 * losses[1] + 0.512 * losses[2]
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_each_seed_learns_from_positions_of_its_own():
+    assert fitted(seed=1)[0] != fitted(seed=0)[0]
+
+
+def test_options_reach_the_training(tmp_path, monkeypatch):
+    seen, options = [], dict(steps=7, batch=3, lr=0.5, seed=9)
+    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    monkeypatch.setattr(module, "fit", lambda *_, **given: seen.append(given))
+    train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4, 9]], out=tmp_path / "o", work=tmp_path,
+          max_new_tokens=9, **options)
+    assert seen == [options | {"work": tmp_path}]
+
+
+def test_figures_are_of_held_out_answers(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "accuracy", lambda heads, model, own, f, tokens: seen.append(
+        tokens.tolist()) or ([0.0] * 2, [[1.0]] * 2))
+    fitted()
+    assert seen == [positions(tiny("llama"), HELD_OUT, 2)[1].tolist()] * 5
 
 
 # ------------------------------------------------------------------------- the command line

@@ -7,7 +7,8 @@ from safetensors import safe_open
 
 from common import InputError
 from conftest import ROOT, tiny
-from survey.parts import (belongs, fill, head_for, load_part, save_part, some_embeddings)
+from survey.parts import (belongs, fill, head_for, load_part, logits_of, save_part,
+                          some_embeddings)
 
 LLAMA = tiny("llama")
 
@@ -94,3 +95,22 @@ def test_a_head_for_few_tokens_has_their_rows_in_their_order(bias, dtype):
     assert few.weight.dtype == dtype and few.weight.shape == (3, 6)
     torch.testing.assert_close(few(x), head(x)[:, vocab])
     assert not any(p.requires_grad for p in few.parameters()) and head.weight.requires_grad
+
+
+def test_logits_that_are_neither_scaled_nor_capped_are_refused():
+    model = tiny("llama")
+
+    def shifted(module, given, output):
+        output.logits = output.logits + torch.arange(61)
+        return output
+    with model.register_forward_hook(shifted):
+        with pytest.raises(InputError, match="logits that are scaled or capped, got Llama"):
+            logits_of(model)
+
+
+def test_numbers_that_are_not_finite_are_refused():
+    own = {"w": torch.nn.Parameter(torch.zeros(2))}
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(InputError, match="expected finite numbers, got 'file' with others"):
+            fill(own, {"w": torch.tensor([1.0, wrong])}, "file")
+    assert own["w"].tolist() == [0, 0]

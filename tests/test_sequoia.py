@@ -9,8 +9,8 @@ import torch
 
 import survey.sequoia as module
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy, until
-from conftest import (CONTEXT, ROOT, VOCAB, ScriptedLM, chi_square_ok, main, markov, near, tiny,
-                      tokens_of)
+from conftest import (CONTEXT, ROOT, VOCAB, ScriptedLM, Zeros, chi_square_ok, main, markov, near,
+                      tiny, tokens_of)
 from survey.sequoia import (calibrate, decode, draw_children, known, load_rates, parents_of, plans,
                             report, sequoia, shape_of, tables, verify)
 
@@ -701,3 +701,29 @@ def test_noise_reaches_the_rarest_tokens():
             return u
     p = torch.tensor([[0.5, 2.0 ** -40, 0.5 - 2.0 ** -40]], dtype=torch.float64)
     assert draw_children(p.log(), 2, Noise(1.0))[0][0] == 1
+
+
+def test_trees_of_more_than_64_nodes_at_the_end_of_the_context(tmp_path):
+    model = tiny("gpt2", n_positions=40)
+    target, draft = CachedLM(model), CachedLM(near(model, 0.02))
+    n, rates = 40 - len(PROMPT), rates_file(tmp_path, model, draft.model)
+    expected, log = tokens_of(autoregressive(target, PROMPT), n), []
+    chunks = sequoia(target, draft, PROMPT, nodes=128, depth=6, rates=rates, log=log)
+    assert tokens_of(chunks, n) == expected and {r["drafted"] for r in log} == {127}
+
+
+def test_calibration_counts_the_tokenizers_tokens_alone(tmp_path, monkeypatch):
+    """Embeddings may be padded beyond it: a row there is no child."""
+    model, tokenizer, seen = tiny("llama"), Vocabulary(20), []
+    monkeypatch.setattr(module, "load", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(module, "TEMPERATURES", (0.0,))
+    monkeypatch.setattr(module, "eos_ids", lambda *_: set())
+    real = module.grow
+    monkeypatch.setattr(module, "grow", lambda *given: seen.append(real(*given)) or seen[-1])
+    calibrate(model, tokenizer, [PROMPT], out=tmp_path / "rates.json")
+    assert max(max(ids) for ids, _ in seen) < 20
+
+
+def test_a_guess_of_no_probability_is_never_accepted():
+    p, q = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5])
+    assert verify(p, q.log(), [0], Zeros())[0] is None

@@ -11,10 +11,10 @@ import torch
 
 import speculative as module
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from conftest import (CONTEXT, ScriptedLM, chi_square_ok, few_families, markov, near, tiny,
-                      tokens_of)
-from speculative import (bild, k_seq, multi_step, report, residual, several_drafts, specdec,
-                         specinfer, spectr, speculative, verify)
+from conftest import (CONTEXT, ScriptedLM, Zeros, chi_square_ok, few_families, markov, near,
+                      tiny, tokens_of)
+from speculative import (Drafts, bild, k_seq, multi_step, report, residual, several_drafts,
+                         specdec, specinfer, spectr, speculative, verify, verify_tree)
 from test_common import CLOSE, buffers_of
 
 PROMPT = [3, 14, 15]
@@ -667,3 +667,58 @@ def test_the_report():
     assert of(speculative, 0, 0, 0).endswith(": 1.00 tokens per call, speed-up 0.71x")
     models["draft 2"] = SimpleNamespace(calls=8, seconds=1.0)
     assert of(specinfer, 4, 1, 0) == first.replace("12 draft calls", "20 draft calls")
+
+
+@pytest.mark.parametrize("rule", [multi_step, k_seq])
+def test_a_guess_of_no_probability_is_never_accepted(rule):
+    p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([0.5, 0.5])
+    drawn = [Drafts([(0,)], {(): q}, {})]
+    assert verify_tree(rule, p, [(0, (0,))], [[0, 1]], drawn, Zeros())[:2] == ((), [0])
+    assert verify(p, q[None], [0], Zeros()) == (0, 1)
+
+
+def test_each_model_makes_its_own_drafts_alone():
+    """Of 3 drafts the second of two models makes one: a row for each of its tokens."""
+    target, first, second = (ScriptedLM(lambda tokens: torch.zeros(10 ** 6)) for _ in range(3))
+    next(specinfer(target, first, [1, 2], gamma=3, K=3, more_drafts=[second], sample=Sampler(1.0)))
+    assert (first.rows, second.rows) == (5, 3)
+
+
+@pytest.mark.parametrize("method, options", [(bild, dict(fallback=0.0, rollback=9.0)),
+                                             (specdec, {})])
+def test_what_a_draft_model_knows_is_not_fed_again(method, options):
+    """After four guesses that pass, the last of them and the target's token alone."""
+    target, draft = ScriptedLM(markov(0)), ScriptedLM(markov(0))
+    chunks = method(target, draft, [1, 2], gamma=4, **options)
+    assert [len(next(chunks)) for _ in range(3)] == [5, 5, 5] and draft.rows == 4 + 5 + 5
+
+
+def test_bild_keeps_what_is_certain():
+    """-log p of it is 0: not above a rollback of 0."""
+    row, log = [0.0, 1.0, 0.0], []
+    sure = table(row, row, row)
+    chunk = next(bild(sure, table(row, row, row), [0], gamma=3, fallback=0.0, rollback=0.0,
+                      log=log))
+    assert chunk == [1, 1, 1, 1] and log == [{"drafted": 3, "accepted": 3}]
+
+
+@pytest.mark.parametrize("options", [dict(beta=1), dict(tau=0.0)])
+def test_what_ties_with_the_argmax_does_not_pass_in_the_limits(options):
+    target, draft, log = [0.4, 0.4, 0.2], [0.1, 0.8, 0.1], []
+    chunk = next(specdec(table(*[target] * 3), table(*[draft] * 3), [0], gamma=2, log=log,
+                         **options))
+    assert chunk == [0] and log == [{"drafted": 2, "accepted": 0}]
+
+
+def test_specdec_at_exactly_tau():
+    target, draft = torch.tensor([3.0, 0.0, -1.0]), torch.tensor([0.0, 9.0, 0.0])
+    chunk = next(specdec(ScriptedLM(lambda _: target), ScriptedLM(lambda _: draft), [0], gamma=1,
+                         tau=3.0))
+    assert chunk == [1, 0]
+
+
+def test_bild_drafts_at_exactly_its_fallback():
+    flat, log = lambda tokens: torch.zeros(2), []
+    next(bild(ScriptedLM(flat), ScriptedLM(flat), [0], gamma=2, fallback=0.5, rollback=9.0,
+              log=log))
+    assert log == [{"drafted": 2, "accepted": 2}]
