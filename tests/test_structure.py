@@ -18,7 +18,11 @@ from common import CachedLM, autoregressive, encode, eos_ids
 from conftest import ROOT, main, tokens_of
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
-         "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest")
+         "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest", "survey.layerskip",
+         "survey.draft_verify")
+NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
+         "survey.layerskip": ("speculative", "survey.parts", "survey.views"),
+         "survey.draft_verify": ("speculative", "survey.parts", "survey.views")}
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 
@@ -38,6 +42,11 @@ def path_of(name: str):
     return ROOT / f"{name.replace('.', '/')}.py"
 
 
+def needs(name: str) -> tuple[str, ...]:
+    """The files that it is copied out with, besides common.py."""
+    return NEEDS.get(name, ("survey.parts",) if name.startswith("survey") else ())
+
+
 METHODS = [(name, method.__name__) for name in FILES for method in functions_of(name)[0]]
 
 
@@ -50,24 +59,20 @@ def imported(nodes: list) -> set[str]:
             for x in found if isinstance(x, (ast.Import, ast.ImportFrom)) for alias in x.names}
 
 
-@pytest.mark.parametrize("name", [*FILES, "common", "survey.parts"])
+@pytest.mark.parametrize("name", [*FILES, "common", "survey.parts", "survey.views"])
 def test_a_method_file_needs_common_alone(name):
-    """Besides packages, and in survey/ the files of trained parts. The training is imported where
+    """Besides packages, and in survey/ what is listed above. The training is imported where
     something is trained, the command line where the file is run."""
     *body, last = ast.parse(path_of(name).read_text()).body
-    own = {"common"} if name != "common" else set()
-    if name.startswith("survey") and name != "survey.parts":
-        own.add("survey")
+    own = {x.split(".")[0] for x in (*needs(name), *["common"] * (name != "common"))}
     inner = [x for x in ast.walk(ast.Module(body, [])) if isinstance(x, ast.FunctionDef)]
     outer = [x for x in body if isinstance(x, (ast.Import, ast.ImportFrom))]
     assert imported(outer) <= {*sys.stdlib_module_names} | PACKAGES | own
     assert imported(body) - imported(outer) <= {"models"}
     trains = {x.name for x in inner if "models" in imported(x.body)}
-    assert trains <= {"fit", "train", "collect", "build"}
-    if own & {"survey"}:
-        assert "survey.parts" in {x.module for x in outer if isinstance(x, ast.ImportFrom)}
-        assert {x.module for x in outer if isinstance(x, ast.ImportFrom)
-                and x.module.startswith("survey")} == {"survey.parts"}
+    assert trains <= {"fit", "train", "collect", "build", "tune", "search", "ppd"}
+    project = {x.module for x in outer if isinstance(x, ast.ImportFrom)} - {"common"}
+    assert {x for x in project if x.split(".")[0] in own} == {*needs(name)}
     if name in FILES:
         assert ast.unparse(last.test) == "__name__ == '__main__'" and imported([last]) == {"cli"}
 
@@ -82,11 +87,15 @@ exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd
          "medusa": {"adapter": root + "/medusa.safetensors", "nodes": 4},
          "eagle": {"adapter": root + "/eagle.safetensors", "nodes": 8}, "specdec": {"beta": 1},
          "sequoia": {"rates": root + "/sequoia.json", "nodes": 8, "depth": 4},
-         "rest": {"datastore": root + "/rest.safetensors", "nodes": 4}}
+         "rest": {"datastore": root + "/rest.safetensors", "nodes": 4},
+         "adapter": {"adapter": root + "/exit.safetensors"},
+         "layerskip": {"tuning": "", "E": 3},
+         "draft_verify": {"skipped": {"attention": [5], "mlp": [6]}}}
+own = {"common", *(name for name, _ in json.loads(sys.argv[4]))}
 loaded = {}  # by the first common.py: all are the same
 for name, method in json.loads(sys.argv[4]):
     sys.path = [str(here / name), *packages]
-    for module in {name, "common", "survey", "survey.parts"} & sys.modules.keys():
+    for module in [x for x in sys.modules if x in own or x.split(".")[0] == "survey"]:
         del sys.modules[module]
     module, common = importlib.import_module(name), importlib.import_module("common")
     assert module.__file__.startswith(str(here / name)) and module.Sampler is common.Sampler
@@ -111,11 +120,11 @@ assert not {Path(root), Path(root).parent} & {Path(x).parent for x in files}
 
 def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
     """A folder for each file: there all of its methods decode as autoregressive decoding does, the
-    lossy ones at their lossless ends. In survey/ the files of trained parts lie beside it."""
+    lossy ones at their lossless ends. In survey/ what the file needs lies beside it."""
     for name in FILES:
         folder = tmp_path / name
         (folder / "survey").mkdir(parents=True)
-        for file in (name, "common", *["survey.parts"] * name.startswith("survey")):
+        for file in (name, "common", *needs(name)):
             (folder / path_of(file).relative_to(ROOT)).write_text(path_of(file).read_text())
     texts = cli.read_prompts(ROOT / "models/examples.jsonl")[:1]
     argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(METHODS)]

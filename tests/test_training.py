@@ -212,7 +212,7 @@ def test_an_update_is_never_half_made(tmp_path, monkeypatch):
 
 def test_a_killed_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
     """One is written every two minutes: here after every step."""
-    now, found = [0], {}
+    now = [0]
     monkeypatch.setattr(training.time, "time", lambda: now[0])
     for minutes, kept in ((1, [0, 0, 0]), (3, [0, 1, 2])):  # after each step, of a minute or three
         toy = Toy(tmp_path, of=(minutes,), reports=1, steps=3)

@@ -1,0 +1,202 @@
+"""Draft & Verify: the model without some of its blocks drafts, the whole model verifies.
+
+Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
+Decoding", arXiv 2309.08168
+
+    python -m survey.draft_verify search --prompts FILE --out blocks.json    # what to skip
+    python -m survey.draft_verify --blocks blocks.json --prompt "..."
+
+    draft    token by token, without some attention and MLP blocks: their layers hand on what they
+             read; stops after a token that it gave less than the threshold γ
+    verify   one call of the whole model, by the rule of speculative sampling: lossless
+    γ        rises a little where, of late, less than 0.9 of the guesses is accepted; else it falls
+
+Draft and model write into ONE cache: verification overwrites what the draft wrote, so that the
+draft sees the whole model's rows of all final tokens (with a cache of its own it agrees far less).
+
+Departures: blocks are searched by measured agreement and time (the paper: Bayesian optimization of
+tokens a second); fresh coins for each guess.
+"""
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import torch
+from tqdm import tqdm
+
+from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, eos_ids, greedy,
+                    row_costs)
+from speculative import verify
+from survey.parts import MODELS, belongs, some_embeddings
+from survey.views import depth_of, name_of, opened, shallow
+
+BLOCKS = {"attention": "Attention", "mlp": "MLP|MoE|Moe"}  # what their classes are called
+
+
+# ------------------------------------------------------------------------- a model without blocks
+
+class Skipped(torch.nn.Module):
+    """In place of a block whose output is added to the hidden states: nothing. `of`: what the block
+    gives, a tensor or a tuple that begins with one."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.more = (None,) * (len(of) - 1) if isinstance(of, tuple) else None
+
+    def forward(self, *args, **options):
+        nothing = torch.zeros_like(args[0] if args else options["hidden_states"])
+        return nothing if self.more is None else (nothing, *self.more)
+
+
+@torch.inference_mode()
+def without(model, skipped: dict[str, list[int]]):
+    """The model without some blocks, {"attention": layers, "mlp": layers}, from 0; it shares the
+    weights of the others."""
+    new, decoder, layers, _ = opened(model)
+    decoder._modules[layers] = torch.nn.ModuleList(map(shallow, decoder._modules[layers]))
+    for kind, numbers in skipped.items():
+        for number in numbers:
+            layer = decoder._modules[layers][number]
+            name = name_of(layer.named_children(),
+                           lambda x: re.search(BLOCKS[kind], type(x).__name__))
+            given = []
+            with layer._modules[name].register_forward_hook(lambda *x: given.append(x[2])):
+                model(input_ids=torch.tensor([[3]], device=model.device), use_cache=False)
+            layer._modules[name] = Skipped(given[0])
+    return new
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, threshold: float = 0.6,
+                 adaptive: bool = True, blocks: str = f"{MODELS}/blocks.json",
+                 skipped: dict[str, list[int]] | None = None, sample: Sampler = greedy,
+                 log: list | None = None) -> Iterator[list[int]]:
+    """The model without some of its blocks drafts, the whole model verifies. Sections 3.1 to 3.3.
+
+    gamma:     tokens drafted a round, at most (K)
+    threshold: stop after a token whose draft probability (at temperature 1) is below this (γ)
+    adaptive:  move the threshold so that 0.9 of what is drafted is accepted (Eq. 5 to 7)
+    blocks:    a file of blocks to skip, made by `python -m survey.draft_verify search`
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. `skipped`: for the
+    file.
+    """
+    if gamma < 1 or not threshold >= 0:
+        raise InputError("expected gamma of 1 or more and a threshold of 0 or more, got "
+                         f"{gamma} and {threshold}")
+    if type(target.cache) is not KVCache:
+        raise InputError("expected no --graphs: draft and target write into one cache")
+    draft = target.once(("draft_verify", blocks, repr(skipped)), lambda: CachedLM(
+        without(target.model, skipped or load_blocks(blocks, target.model)), target.vocab))
+    draft.cache = target.cache  # of final tokens it sees the rows of the whole model
+    target.start(prompt[:-1])
+    root = prompt[-1]
+    right = 0.9  # the share of accepted guesses, of late
+    while True:
+        draft.length, draft.parents = target.length, []
+        guesses, draft_probs = [], []
+        chance = 1.0
+        while len(guesses) < gamma and (not guesses or chance >= threshold):
+            logits = draft.forward(guesses[-1:] or [root])
+            draft_probs.append(sample.probs(logits))  # [1, V]
+            guesses += sample.draw(draft_probs[-1])
+            chance = logits.float().softmax(-1)[0, guesses[-1]].item()
+        target_probs = sample.probs(target.forward([root, *guesses]))  # over the draft's rows
+        accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
+        target.commit(range(1 + accepted))
+        if adaptive:
+            right = 0.5 * right + 0.5 * accepted / len(guesses)
+            if len(guesses) < gamma:
+                threshold = 0.9 * threshold + 0.1 * (threshold + math.copysign(0.01, 0.9 - right))
+        if log is not None:
+            log.append({"drafted": len(guesses), "accepted": accepted})
+        yield guesses[:accepted] + [root]
+
+
+# ------------------------------------------------------------------------------ what to skip
+
+@torch.inference_mode()
+def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
+    """How often the model without these blocks guesses its own next token, on (prompt, answer)
+    pairs: each row sees the whole model's rows of the text before it, as in decoding."""
+    right = total = 0
+    whole, draft = CachedLM(model), CachedLM(without(model, skipped))
+    draft.cache = whole.cache
+    for prompt, answer in data:
+        whole.start(prompt + answer[:-1])
+        T, n = whole.length, len(answer)
+        visible = torch.cat([torch.ones(T, T).tril(-1)[T - n:], torch.eye(n)], 1).bool()
+        rows = torch.arange(T - n, T)
+        slots = torch.cat([torch.arange(T), rows])
+        mask = attention_mask(whole.windows, visible[None], rows[None], slots[None], whole.weight)
+        whole.cache.start = T
+        ids = torch.tensor([(prompt + answer)[T - n:T]], device=whole.weight.device)
+        logits, _ = draft.run(ids, rows[None].to(ids.device), mask, 0)
+        right += sum(x == y for x, y in zip(greedy(logits[0]), answer))
+        total += n
+    return right / total
+
+
+def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tokens: int = 60,
+           passes: int = 1) -> None:
+    """Which blocks to skip: those that the model agrees best without, alone, first; as many as are
+    fastest; then each block the other way round, where that is faster. Fastest by agreement and the
+    measured time of a draft call, for the best number of guesses (the paper: Bayesian optimization
+    of tokens a second).
+
+    out:    the JSON file to make
+    passes: over all blocks, the other way round
+    """
+    from models.training import answered
+    answers = [a for some in answered(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
+               for a in some]
+    data = [(p, a) for p, a in zip(prompts, answers) if a]
+    whole = row_costs(CachedLM(model), 8)
+    blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
+
+    def speed(skipped: list[tuple[str, int]]) -> tuple[float, int]:
+        """(times token by token, guesses a round)."""
+        named = {kind: [layer for k, layer in skipped if k == kind] for kind in BLOCKS}
+        a = agreement(model, named, data)
+        draft = row_costs(CachedLM(without(model, named)), 1)[1]
+        return max((sum(a ** i for i in range(gamma + 1)) * whole[1]
+                    / (gamma * draft + whole[gamma + 1]), gamma) for gamma in range(1, 8))
+    alone = {block: agreement(model, {block[0]: [block[1]]}, data)
+             for block in tqdm(blocks, desc="blocks")}
+    ranked = sorted(blocks, key=lambda x: -alone[x])
+    best = max((ranked[:n] for n in range(1, len(blocks) // 2 + 1)), key=speed)
+    for block in tqdm(blocks * passes, desc="swaps"):
+        other = [x for x in best if x != block] if block in best else [*best, block]
+        best = max(best, other, key=speed)
+    times, gamma = speed(best)
+    print(f"{len(best)} of {len(blocks)} blocks, gamma {gamma}: {times:.2f}x token by token")
+    named = {kind: sorted(layer for k, layer in best if k == kind) for kind in BLOCKS}
+    out.write_text(json.dumps({"model": some_embeddings(model)[:16, :16].tolist()} | named) + "\n")
+
+
+def load_blocks(path: str, model) -> dict[str, list[int]]:
+    """InputError for blocks of another model."""
+    try:
+        file = json.loads(Path(path).read_text())
+        if not belongs(torch.tensor(file.pop("model")), model):
+            raise ValueError("another model's")
+        return {kind: [range(depth_of(model))[layer] for layer in file[kind]] for kind in BLOCKS}
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise InputError("expected blocks that `python -m survey.draft_verify search` found for "
+                         f"this model, got {path!r}: {error}") from error
+
+
+# ------------------------------------------------------------------------- the command line
+
+def report(run) -> str:
+    drafted, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("drafted", "accepted"))
+    return f"a round: {drafted:.1f} guesses, {accepted:.2f} accepted"
+
+
+if __name__ == "__main__":
+    from cli import main
+    sys.exit(main([draft_verify], report, commands=[search],
+                  ranges={"gamma": (1, 2, 3, 4, 6, 8, 12)}))

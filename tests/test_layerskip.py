@@ -1,0 +1,454 @@
+"""Early exits and views: early and late layers are the whole model, no layer runs twice for a row,
+output is that of the model that decodes, and training does what it says."""
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+from cli.graphs import GraphedLM
+from common import CachedLM, InputError, Sampler, autoregressive
+from conftest import (FAMILIES, MORE_FAMILIES, ROOT, interrupting, main, per_call,
+                      said_in_one_line, tiny, tokens_of)
+from survey import layerskip as module
+from survey.layerskip import (Exit, adapter, exit_accuracy, fit, hidden_states, layerskip,
+                              load_exit, load_tuned, low_rank, ppd, report, train, tune,
+                              tuning_loss)
+from survey.parts import save_part
+from survey.views import depth_of, halves, view
+
+PROMPT = [3, 14, 15]
+WHOLE = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "opt")]
+WORDLESS = SimpleNamespace(eos_token_id=None)
+DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
+
+
+def deep(name: str, layers: int = 4, **changes):
+    """With windows of the kinds that the family has, turn by turn."""
+    config = (FAMILIES | MORE_FAMILIES)[name]
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        changes["layer_types"] = [*itertools.islice(itertools.cycle(kinds), layers)]
+    return tiny(name, num_hidden_layers=layers, **changes)
+
+
+def random_exit(model, E: int, seed: int = 0) -> Exit:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        exit = Exit(model, E, 8)
+        torch.nn.init.normal_(exit.W_2.weight)
+    return exit.requires_grad_(False)
+
+
+# ------------------------------------------------------------------------------------- views
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_early_and_late_are_the_whole_on_any_tree(name):
+    """After a committed path too; bit for bit where nothing is padded."""
+    model, rng = deep(name), random.Random(0)
+    whole = CachedLM(model)
+    for E in (1, 3):
+        early, late = halves(whole, E)
+        whole.start([5, 6, 7])
+        early.start([5, 6, 7])
+        late.start([])
+        late.forward(early.features)
+        late.commit(range(3))
+        for _ in range(3):
+            ids = [rng.randrange(61) for _ in range(9)]
+            parents = [rng.randrange(-1, i) for i in range(9)]
+            expected = whole.forward(ids, parents)
+            early.forward(ids, parents)
+            found = late.forward(early.features, parents)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(late.features, whole.features, atol=1e-5, rtol=1e-5)
+            path = [8]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            for lm in (whole, early, late):
+                lm.commit(path)
+
+
+def test_views_share_weights_and_leave_the_model_alone():
+    model = deep("gemma3")
+    expected = model(input_ids=torch.tensor([PROMPT])).logits
+    early, late = view(model, 0, 1), view(model, 1, 4)
+    owned = {id(p) for p in model.parameters()}
+    assert {id(p) for x in (early, late) for p in x.parameters()} == owned
+    assert (depth_of(early), depth_of(late), depth_of(model)) == (1, 3, 4)
+    assert late.config.layer_types == model.config.layer_types[1:]
+    torch.testing.assert_close(model(input_ids=torch.tensor([PROMPT])).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_models_whose_positions_come_before_the_layers_are_refused(name):
+    with pytest.raises(InputError, match="early and late layers make the whole, got .*: off by"):
+        next(adapter(CachedLM(tiny(name)), PROMPT, trained=random_exit(tiny(name), 1)))
+
+
+def test_layers_that_there_are_not_are_refused():
+    for E in (0, 2, 7):
+        with pytest.raises(InputError, match=f"expected to exit after 1 to 1 layers, got {E}"):
+            halves(CachedLM(tiny("llama")), E)
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_greedy_equals_autoregressive(name):
+    """With EOS and limits inside drafts, to the end of the context."""
+    model, eos = deep(name, max_position_embeddings=60), {7, 30}
+    exit = random_exit(model, 2)
+    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
+        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
+        for gamma in (1, 4):
+            target = CachedLM(model)
+            chunks = adapter(target, prompt, gamma=gamma, trained=exit)
+            assert tokens_of(chunks, n, stops) == expected
+            chunks = layerskip(CachedLM(model), prompt, E=3, gamma=gamma, tuning="")
+            assert tokens_of(chunks, n, stops) == expected
+
+
+def test_graphs_too():
+    model = tiny("llama", num_hidden_layers=3, run_as=GraphedLM)
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
+    for method, how in ((adapter, dict(trained=random_exit(model, 1))),
+                        (layerskip, dict(tuning="", E=2))):
+        assert tokens_of(method(GraphedLM(model), PROMPT, **how), 20) == expected
+
+
+def test_a_perfect_draft_is_accepted_whole():
+    """Where the later layers add nothing, the first exit is the model's own."""
+    model = deep("llama")
+    for layer in model.model.layers[1:]:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    for sample in (Sampler(0), Sampler(1.0, seed=3)):
+        for E in (1, 3):
+            log = []
+            chunks = layerskip(CachedLM(model), PROMPT, E=E, gamma=5, tuning="", sample=sample,
+                               log=log)
+            tokens_of(chunks, 30)
+            assert [r["accepted"] for r in log] == [5] * 5
+            assert log[0] == {"drafted": 5, "accepted": 5, "layers": 5 * E + 4}
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+    assert tokens_of(adapter(CachedLM(model), PROMPT, trained=Exit(model, 2, 4)), 30) == expected
+
+
+def test_no_layer_runs_twice_for_a_row():
+    """All layers see all rows that were ever fed, once; the last ones in one call a round."""
+    model, rows = deep("llama"), [0] * 4
+    exit, calls = random_exit(model, 2), []
+    target, log = CachedLM(model), []
+    chunks = adapter(target, PROMPT, gamma=3, trained=exit, log=log)
+    next(chunks)  # set-up and the prompt are over
+
+    def count(i):
+        def hook(_, args, options):
+            rows[i] += args[0].shape[1]
+            calls.append(i)
+        return hook
+    for i, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(count(i), with_kwargs=True)
+    before = target.calls
+    for _ in range(5):
+        next(chunks)
+    assert rows == [5 * 4] * 4 and target.calls == before + 5
+    assert calls == ([0, 1] * 4 + [2, 3]) * 5
+
+
+@pytest.mark.parametrize("method", ["adapter", "layerskip"])
+def test_sampling_is_exact_by_enumeration(method, monkeypatch):
+    """All coins and draws of a round of two guesses on three tokens: chunks have the probabilities
+    that autoregressive sampling gives them."""
+    model = tiny("llama", vocab_size=8, num_hidden_layers=3)
+    how = dict(trained=random_exit(model, 1)) if method == "adapter" else dict(E=1, tuning="")
+    target, prompt, V = CachedLM(model, 4), [3, 1], 4
+
+    def law(*text):
+        lm = CachedLM(model, 4)
+        lm.start([*prompt, *text][:-1])
+        return lm.forward([[*prompt, *text][-1]])[0].softmax(-1)
+    found = {}
+
+    class Listed(Sampler):
+        """Draws by list, with their probability; a coin falls either way."""
+
+        def __init__(self, draws):
+            super().__init__(1.0)
+            self.draws, self.chance = iter(draws), 1.0
+
+        def draw(self, probs):
+            token = next(self.draws)
+            self.chance *= probs[0, token].item()
+            return [token]
+
+        def uniform(self, shape, device):
+            return torch.tensor(self.coins)
+    ratios = []
+    real = module.verify
+
+    def spy(target_probs, draft_probs, guesses, sample):
+        at = torch.arange(len(guesses)), torch.tensor(guesses)
+        ratio = (target_probs[at] / draft_probs[at]).clamp(max=1)
+        ratios[:] = ratio.tolist()
+        sample.coins = [0.0 if x else 1.0 for x in sample.kept]
+        for kept, r in zip(sample.kept, ratios):
+            sample.chance *= r if kept else 1 - r
+            if not kept:
+                break
+        return real(target_probs, draft_probs, guesses, sample)
+    monkeypatch.setattr(module, "verify", spy)
+    for accepted in range(3):
+        for draws in itertools.product(range(V), repeat=3):
+            sample = Listed(draws)
+            sample.kept = [True] * accepted + [False] * (2 - accepted)
+            chunk = next(getattr(module, method)(target, prompt, gamma=2, sample=sample, **how))
+            found[tuple(chunk)] = found.get(tuple(chunk), 0) + sample.chance
+    assert sum(found.values()) == pytest.approx(1, abs=1e-4)
+    for first in range(V):
+        total = sum(chance for chunk, chance in found.items() if chunk[0] == first)
+        assert total == pytest.approx(law()[first].item(), abs=1e-4)
+    for first, second in itertools.product(range(V), repeat=2):
+        longer = sum(chance for chunk, chance in found.items() if chunk[:2] == (first, second))
+        one = found.get((first,), 0) * law(first)[second].item()
+        expected = law()[first] * law(first)[second]
+        assert longer + one == pytest.approx(expected.item(), abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------ training
+
+def test_hidden_states_are_those_before_each_token_of_an_answer():
+    model = deep("gemma3")
+    for layers in (1, 3, 4):
+        found = hidden_states(model, DATA, layers).float()
+        expected = []
+        for prompt, answer in DATA:
+            with torch.inference_mode():
+                states = model(input_ids=torch.tensor([prompt + answer]), use_cache=False,
+                               output_hidden_states=True).hidden_states[layers][0]
+            expected.append(states[len(prompt) - 1:-1])
+        torch.testing.assert_close(found, torch.cat(expected), atol=0.02, rtol=0.02)
+
+
+def test_exit_accuracy_by_hand():
+    model = deep("llama")
+    for layers, ranks in ((1, 1), (1, 30), (3, 3), (4, 1)):
+        right = total = 0
+        for prompt, answer in DATA:
+            with torch.inference_mode():
+                x = model(input_ids=torch.tensor([prompt + answer]), use_cache=False,
+                          output_hidden_states=True).hidden_states[layers][0]
+                logits = model.lm_head(x if layers == 4 else model.model.norm(x))
+            for i, token in enumerate(answer, len(prompt) - 1):
+                right += token in logits[i].topk(ranks).indices.tolist()
+                total += 1
+        assert exit_accuracy(model, DATA, layers, ranks) == pytest.approx(right / total)
+    assert exit_accuracy(model, DATA, 2, 61) == 1
+
+
+FIT = dict(steps=4, batch=5, lr=1e-2)
+
+
+def fitted(work=None, model=0, E=1, data=DATA, **options):
+    model = deep("llama", seed=model)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        exit = Exit(model, E, 8)
+    curve = fit(model, exit, data, DATA[:1], work=work, **FIT | options)
+    return {name: p.tolist() for name, p in exit.own().items()}, curve
+
+
+def test_a_new_exit_is_the_models_own():
+    model = deep("llama")
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(Exit(model, 2, 8)(x), model.model.norm(x))
+
+
+def test_training_an_exit_lowers_its_loss_and_reaches_nothing_else():
+    model, rng = deep("llama"), random.Random(0)
+    data = [([rng.randrange(61)], [rng.randrange(61) for _ in range(6)]) for _ in range(3)]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    exit = Exit(model, 1, 64)
+    curve = fit(model, exit, data, data, steps=120, batch=16, lr=1e-2)
+    assert curve[120]["right"] > curve[0]["right"] + 0.3
+    assert all(torch.equal(p, before[name]) and p.grad is None
+               for name, p in model.named_parameters())
+
+
+def test_a_stopped_training_goes_on_and_another_starts_over(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.Tensor, "backward", interrupting(torch.Tensor.backward, 3))
+        fitted(tmp_path)
+    [file] = tmp_path.iterdir()
+    assert torch.load(file)["done"] == 2
+    assert fitted(tmp_path) == fitted()
+    for change in (dict(model=1), dict(E=2), dict(data=DATA[:2]), dict(batch=4), dict(lr=2e-2),
+                   dict(seed=1)):
+        assert fitted(tmp_path, **change) == fitted(**change) != fitted()
+
+
+def test_low_rank_changes_are_nothing_at_first_and_are_kept(tmp_path):
+    """The tuned model of a file is the one that was saved; the target stays as it is."""
+    model, ids = deep("llama"), torch.tensor([PROMPT])
+    expected = model(input_ids=ids).logits
+    tuned = deep("llama")
+    part = low_rank(tuned, 3)
+    assert len(part) == 2 * 4 * 7
+    torch.testing.assert_close(tuned(input_ids=ids).logits, expected)
+    for p in part.values():
+        p.data = 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p)))
+        p.data = p.data.bfloat16().float()  # as a file keeps them
+    save_part(tmp_path / "t", "a LayerSkip tuning", model, part, E=2, rank=3)
+    loaded, E = load_tuned(tmp_path / "t", model)
+    assert E == 2 and not any(parametrize.is_parametrized(x) for x in loaded.modules())
+    torch.testing.assert_close(loaded(input_ids=ids).logits, tuned(input_ids=ids).logits,
+                               atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(loaded(input_ids=ids).logits, expected)
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+    decoded = tokens_of(layerskip(CachedLM(model), PROMPT, tuning=str(tmp_path / "t")), 20)
+    assert decoded == tokens_of(autoregressive(CachedLM(loaded), PROMPT), 20)
+    assert load_tuned("", model) == (model, 0)
+
+
+class Coins(random.Random):
+    """Layers left out as `left`, exits of one turn."""
+
+    def __init__(self, left, turn):
+        super().__init__(0)
+        self.left, self.turn, self.thresholds = iter(left), turn, []
+
+    def random(self):
+        return 0.0 if next(self.left) else 0.999
+
+    def randrange(self, n):
+        assert n == 3
+        return self.turn
+
+
+@pytest.mark.parametrize("left", [(0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 1)])
+def test_the_tuning_loss_by_hand(left):
+    """Of a padded batch: exits of one turn and the last layer, weighted, on answers alone; a layer
+    that is left out hands on what it reads. The first is never left out."""
+    model = deep("llama")
+    for turn in range(3):
+        with torch.inference_mode():
+            loss = tuning_loss(model, lambda x: x, DATA, Coins(left, turn))
+        sums, n = {l: 0.0 for l in (1, 2, 3, 4)}, 0
+        for prompt, answer in DATA:
+            ids = torch.tensor([prompt + answer])
+            with torch.inference_mode():
+                x = model.model.embed_tokens(ids)
+                at = model.model.rotary_emb(x, torch.arange(ids.shape[1])[None])
+                for l, layer in enumerate(model.model.layers, 1):
+                    if not left[l - 1]:
+                        x = layer(x, position_embeddings=at, attention_mask=None)
+                    logp = model.lm_head(model.model.norm(x))[0].log_softmax(-1)
+                    sums[l] -= sum(logp[i, token].item()
+                                   for i, token in enumerate(answer, len(prompt) - 1))
+            n += len(answer)
+        weights = {l: w for l, w in ((1, 0), (2, 1), (3, 3)) if l % 3 == turn} | {4: 6}
+        expected = sum(w * sums[l] / n for l, w in weights.items()) / sum(weights.values())
+        assert loss.item() == pytest.approx(expected, rel=1e-4)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_deeper_layers_are_left_out_more_often():
+    """By 0.1 (2^{l / 3} - 1): never, 0.026, 0.0587 and 0.1."""
+    model, left, rng, states = deep("llama"), [0] * 4, random.Random(0), []
+    for _ in range(300):
+        states.clear()
+        hooks = [layer.register_forward_hook(lambda _, given, out: states.append((given[0], out)))
+                 for layer in model.model.layers]
+        with torch.inference_mode():
+            tuning_loss(model, lambda x: x, DATA[2:], rng)
+        for hook in hooks:
+            hook.remove()
+        for l in range(3):  # the next layer read what this one read
+            left[l] += torch.equal(states[l][0], states[l + 1][0])
+    assert left[0] == 0 and 1 <= left[1] <= 20 and 7 <= left[2] <= 35  # 7.8 and 17.6 expected
+
+
+def test_tuning_raises_early_exits_and_is_kept(tmp_path):
+    model, rng = deep("llama"), random.Random(0)
+    prompts = [[rng.randrange(61) for _ in range(3)] for _ in range(12)]
+    tune(model, WORDLESS, prompts, out=tmp_path / "t", E=1, rank=8, steps=60, batch=6, lr=2e-2,
+         max_new_tokens=10)
+    tuned, E = load_tuned(tmp_path / "t", model)
+    answers = [(p, tokens_of(autoregressive(CachedLM(model), p), 10)) for p in prompts]
+    assert E == 1
+    assert exit_accuracy(tuned, answers, 1) > exit_accuracy(model, answers, 1) + 0.2
+    assert exit_accuracy(tuned, answers, 4) > 0.8
+
+
+# --------------------------------------------------------------------------- files and commands
+
+def test_files_belong_to_their_model(tmp_path):
+    model = deep("llama")
+    train(model, WORDLESS, [[2, 3], [4, 5], [6, 7]], out=tmp_path / "e", E=2, width=4, steps=1,
+          batch=2, max_new_tokens=5)
+    exit = load_exit(tmp_path / "e", model)
+    assert exit.E == 2 and exit.W_1.weight.shape == (4, 32)
+    chunks = adapter(CachedLM(model), PROMPT, adapter=str(tmp_path / "e"))
+    assert tokens_of(chunks, 20) == tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
+    for other in (tiny("llama", seed=9), tiny("qwen2")):
+        with pytest.raises(InputError, match="an early exit for this model"):
+            load_exit(tmp_path / "e", other)
+    with pytest.raises(InputError, match="expected a file of a LayerSkip tuning"):
+        load_tuned(tmp_path / "e", model)
+
+
+def test_ppd_table(capsys):
+    model = deep("llama")
+    ppd(model, WORDLESS, [[3, 4], [5, 6, 7]], max_new_tokens=12)
+    rows = [row.split("|")[1:-1] for row in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == ["1 of 4"] * 3 + ["2 of 4"] * 3 + ["3 of 4"] * 3
+    data = [(p, tokens_of(autoregressive(CachedLM(model), p), 12)) for p in ([3, 4], [5, 6, 7])]
+    for d, k, right, latency in rows:
+        expected = exit_accuracy(model, data, int(d.split()[0]), int(k))
+        assert float(right) == pytest.approx(expected, abs=1e-3)
+        assert float(latency) == pytest.approx(1 - expected * (4 - int(d.split()[0])) / 4, abs=1e-3)
+
+
+def test_the_report():
+    log = [{"drafted": 4, "accepted": 3, "layers": 20}, {"drafted": 4, "accepted": 1, "layers": 20}]
+    text = report(SimpleNamespace(log=log, tokens=6))
+    assert text == "a round: 4.0 guesses, 2.00 accepted; 6.7 layers run a token"
+
+
+@pytest.mark.parametrize("options, said", [
+    (dict(gamma=0), "expected gamma of 1 or more"), (dict(E=-1), "expected gamma of 1 or more and"),
+    (dict(tuning="", E=0), "expected gamma of 1 or more and")])
+def test_bad_options_are_refused(options, said):
+    for method in (layerskip, adapter)[:1 + ("gamma" in options)]:
+        with pytest.raises(InputError, match=said):
+            next(method(CachedLM(tiny("llama")), PROMPT, **options))
+    for wrong in (dict(E=0), dict(E=2), dict(steps=0), dict(lr=0), dict(max_new_tokens=0)):
+        for command in (train, tune):
+            with pytest.raises(InputError, match="expected E of 1 to 1"):
+                command(tiny("llama"), WORDLESS, [[2], [3]], out="o", **wrong)
+
+
+def command(*argv) -> int:
+    return main([adapter, layerskip], report, [*map(str, argv), "--device", "cpu"],
+                lossy=[layerskip], commands=[train, tune, ppd])
+
+
+def test_the_embedded_exit(embedded, held_out):
+    """Held-out prompts: AR's output, four tokens a round or more, under 5.5 layers each."""
+    log = []
+    assert per_call(adapter, embedded[0], held_out, log=log) > 4
+    tokens = sum(len(expected) for _, expected in held_out)
+    assert sum(r["layers"] for r in log) / tokens < 5.5
+    assert (ROOT / "models/exit.safetensors").stat().st_size < 1_000_000
+
+
+def test_from_the_command_line(capfd):
+    argv = ["--prompt", "Tom has 3 apples.", "--max-new-tokens", "20", "--compare"]
+    assert command(*argv) == 0
+    err = capfd.readouterr().err
+    assert "output equals autoregressive output" in err and "layers run a token" in err
+    assert command("--prompt", "x", "--adapter", "none") == 2
+    said_in_one_line("expected a file of an early exit, got 'none'", capfd)
