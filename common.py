@@ -401,14 +401,15 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
 def row_costs(lm: CachedLM, most: int) -> list[float]:
     """costs[n]: seconds of a call of n = 1 … `most` rows (128 or fewer) at the present length of
     the context: of the WIDTHS measured, the cheapest of at least n rows."""
-    widest = min(width for width in WIDTHS if width >= most)
-    costs = [torch.inf] * (widest + 2)
-    for n in range(widest, 0, -1):
-        runs = [costs[n + 1]]
-        if n in WIDTHS:
-            runs += timeit.repeat(lambda: (lm.forward([0] * n, counts=False),
-                                           lm.truncate(lm.length)), number=1, repeat=3)
-        costs[n] = min(runs)
+    widths = [width for width in WIDTHS if width < 2 * most]
+    least = dict.fromkeys(widths, torch.inf)
+    for n in 4 * widths:  # in rounds: a busy moment of the machine meets all alike
+        seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
+        least[n] = min(least[n], seconds)
+        lm.truncate(lm.length)
+    costs = [torch.inf] * (widths[-1] + 2)
+    for n in range(widths[-1], 0, -1):
+        costs[n] = min(least.get(n, torch.inf), costs[n + 1])
     return costs
 
 def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
