@@ -61,7 +61,8 @@ def without(model, skipped: dict[str, list[int]]):
         for number in numbers:
             layer = decoder._modules[layers][number]
             name = name_of(layer.named_children(),
-                           lambda x: re.search(BLOCKS[kind], type(x).__name__))
+                           lambda x: re.search(BLOCKS[kind], type(x).__name__),
+                           f"layers whose {kind} is a module, got {type(layer).__name__}")
             given = []
             with layer._modules[name].register_forward_hook(lambda *x: given.append(x[2])):
                 model(input_ids=torch.tensor([[3]], device=model.device), use_cache=False)
@@ -181,9 +182,12 @@ def load_blocks(path: str, model) -> dict[str, list[int]]:
     """InputError for blocks of another model."""
     try:
         file = json.loads(Path(path).read_text())
-        if not belongs(torch.tensor(file.pop("model")), model):
+        known, here = torch.tensor(file["model"]), some_embeddings(model)[:16, :16]
+        if known.shape != here.shape or not belongs(known, model):
             raise ValueError("another model's")
-        return {kind: [range(depth_of(model))[layer] for layer in file[kind]] for kind in BLOCKS}
+        if not {layer for kind in BLOCKS for layer in file[kind]} <= {*range(depth_of(model))}:
+            raise ValueError("layers that it has not")
+        return {kind: list(file[kind]) for kind in BLOCKS}
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise InputError("expected blocks that `python -m survey.draft_verify search` found for "
                          f"this model, got {path!r}: {error}") from error

@@ -22,12 +22,13 @@ def shallow(module: torch.nn.Module) -> torch.nn.Module:
     return new
 
 
-def name_of(parts: Iterator[tuple[str, torch.nn.Module]], right: Callable) -> str:
-    """The name of the first module for which right(module)."""
+def name_of(parts: Iterator[tuple[str, torch.nn.Module]], right: Callable,
+            expected: str = "a decoder of layers with a norm after the last") -> str:
+    """The name of the first module for which right(module); InputError if there is none."""
     for name, part in parts:
         if right(part):
             return name
-    raise InputError("expected a decoder of layers with a norm after the last")
+    raise InputError(f"expected {expected}")
 
 
 def opened(model) -> tuple:
