@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test bench models bita medusa eagle sequoia rest cllm clean
+.PHONY: demo test bench models bita medusa eagle layerskip sequoia rest cllm clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -48,6 +48,19 @@ eagle: .venv/ready
 	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
 	$(RUN) -m survey.eagle train --prompts $(WORK)/prompts_eagle.jsonl --work $(WORK)/eagle \
 		--steps 1000 --begin last --lr 3e-3 --out models/eagle.safetensors
+
+# models/exit.safetensors: an early exit for the frozen target; models/layerskip.safetensors:
+# low-rank changes of it; models/blocks.json: which of its blocks Draft & Verify skips
+layerskip: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 700 > $(WORK)/prompts_exit.jsonl
+	$(RUN) -m survey.layerskip train --prompts $(WORK)/prompts_exit.jsonl \
+		--work $(WORK)/layerskip --out models/exit.safetensors
+	$(RUN) -m survey.layerskip tune --prompts $(WORK)/prompts_exit.jsonl \
+		--work $(WORK)/layerskip --out models/layerskip.safetensors
+	$(RUN) models/tasks.py 20 > $(WORK)/prompts_blocks.jsonl
+	$(RUN) -m survey.draft_verify search --prompts $(WORK)/prompts_blocks.jsonl \
+		--out models/blocks.json
 
 # models/cllm: Jacobi trajectories on generated prompts, then consistency training in two phases
 cllm: .venv/ready

@@ -82,8 +82,8 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
     threshold: stop after a token whose draft probability (at temperature 1) is below this (γ)
     adaptive:  move the threshold so that 0.9 of what is drafted is accepted (Eq. 5 to 7)
     blocks:    a file of blocks to skip, made by `python -m survey.draft_verify search`
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. `skipped`: for the
-    file.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round, the last
+    run one after the other. `skipped`: for the file.
     """
     if gamma < 1 or not threshold >= 0:
         raise InputError("expected gamma of 1 or more and a threshold of 0 or more, got "
@@ -92,6 +92,8 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
         raise InputError("expected no --graphs: draft and target write into one cache")
     draft = target.once(("draft_verify", blocks, repr(skipped)), lambda: CachedLM(
         without(target.model, skipped or load_blocks(blocks, target.model)), target.vocab))
+    L = depth_of(target.model)
+    left_out = sum(isinstance(part, Skipped) for part in draft.model.modules()) / 2  # layers
     draft.cache = target.cache  # of final tokens it sees the rows of the whole model
     target.start(prompt[:-1])
     root = prompt[-1]
@@ -113,7 +115,8 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
             if len(guesses) < gamma:
                 threshold = 0.9 * threshold + 0.1 * (threshold + math.copysign(0.01, 0.9 - right))
         if log is not None:
-            log.append({"drafted": len(guesses), "accepted": accepted})
+            log.append({"drafted": len(guesses), "accepted": accepted,
+                        "layers": len(guesses) * (L - left_out) + L})
         yield guesses[:accepted] + [root]
 
 
@@ -196,8 +199,10 @@ def load_blocks(path: str, model) -> dict[str, list[int]]:
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    drafted, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("drafted", "accepted"))
-    return f"a round: {drafted:.1f} guesses, {accepted:.2f} accepted"
+    drafted, accepted, layers = (sum(r[x] for r in run.log) for x in run.log[0])
+    n = len(run.log)
+    return (f"a round: {drafted / n:.1f} guesses, {accepted / n:.2f} accepted; "
+            f"{layers / run.tokens:.1f} layers run a token")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def by_halves(target: CachedLM, early: CachedLM, late: CachedLM, prompt: list[in
     for i in range(0, len(prompt) - 1, WIDTHS[-1]):  # a long prompt comes in parts
         late.forward(early.features[i:i + WIDTHS[-1]], keep=1, counts=False)
         late.commit(range(len(late.parents)))
+    late.calls, late.rows, late.seconds = target.calls, target.rows, target.seconds
     root = prompt[-1]
     while True:
         guesses, draft_probs, hidden = [], [], []
@@ -70,7 +71,7 @@ def by_halves(target: CachedLM, early: CachedLM, late: CachedLM, prompt: list[in
         yield guesses[:accepted] + [root]
 
 
-def adapter(target: CachedLM, prompt: list[int], *, gamma: int = 4, adapter: str = ADAPTER,
+def adapter(target: CachedLM, prompt: list[int], *, gamma: int = 6, adapter: str = ADAPTER,
             trained: "Exit | None" = None, sample: Sampler = greedy,
             log: list | None = None) -> Iterator[list[int]]:
     """Draft with the first layers and a trained exit before the frozen LM head; verify with the

@@ -41,10 +41,13 @@ from models import tasks  # noqa: E402
 from models.training import own_answers  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
 from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E402
+from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
+from survey.layerskip import adapter, layerskip, load_exit, load_tuned  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import load_datastore, rest  # noqa: E402
 from survey.sequoia import load_rates, sequoia  # noqa: E402
+from survey.views import depth_of  # noqa: E402
 
 
 # ----------------------------------------------------------------------------- what is measured
@@ -250,6 +253,22 @@ class Bench:
             return run
         return self.fitting(name, make)
 
+    def fewer_layers(self) -> dict[str, Ours]:
+        """The target drafts for itself; LayerSkip's is another model, tuned for it."""
+        exit, tuning, blocks = (self.args.adapters / name for name in (
+            "exit.safetensors", "layerskip.safetensors", "blocks.json"))
+
+        def tuned() -> Ours:
+            load_tuned(tuning, self.target)
+            return self.ours(layerskip, tuning=str(tuning))
+
+        def with_blocks() -> Ours:
+            return self.ours(draft_verify, skipped=load_blocks(str(blocks), self.target))
+        return {**self.fitting("trained exit", lambda: self.ours(
+                    adapter, trained=load_exit(exit, self.target))),
+                **self.fitting("draft & verify", with_blocks),
+                **self.fitting("layerskip (another model)", tuned)}
+
     def cllm(self, name: str) -> dict[str, Ours]:
         return self.fitting(name, lambda: self.ours(cllm, target=self.load(self.args.cllm)))
 
@@ -343,6 +362,12 @@ class Results:
         return mean(record[what] for some in self.rounds(method, category)
                     for count in some for record in count.log)
 
+    def layers(self, method, L: int) -> float:
+        """Layers of the target, of L, that run one after the other for each token."""
+        records = [record for some in self.rounds(method) for count in some for record in count.log]
+        run = sum(record.get("layers", 0) for record in records)
+        return (run or L * sum(self.sums(method, "calls"))) / sum(self.sums(method, "tokens"))
+
     def same(self, method, other) -> str:
         """How many outputs of the first round equal another method's."""
         ours, theirs = self.rounds(method)[0], self.rounds(other)[0]
@@ -376,6 +401,7 @@ def all_methods(bench: Bench) -> None:
         **bench.eagle("eagle"),
         **bench.eagle("eagle, dynamic", dynamic=True),
         **bench.sequoia("sequoia"),
+        **bench.fewer_layers(),
         **bench.rest("rest"),
         **bench.rest("rest, datastore alone", grow=False),
         **bench.run("specinfer", specinfer, gamma=gamma),
@@ -396,14 +422,15 @@ def all_methods(bench: Bench) -> None:
     both = runs | dict(peers.values())
     results, names = bench.measure(both), list(bench.prompts)
     exact = bench.args.temperature == 0
-    rows = [["method", "tokens per target call", "tokens/s", "x AR",
+    rows = [["method", "tokens per target call", "target layers a token", "tokens/s", "x AR",
              *(f"x AR, {name}" for name in names), "realised share", "ms a token: target", "draft",
              "rest", *(["output as AR's"] if exact else [])]]
     for method in both:
         per_call, ratio = results.per_call(method), results.ratio(method, "AR")
         ratios = [ratio, *(results.ratio(method, "AR", name) for name in names)]
         total, *parts = (results.per_token(method, x) for x in ("total", "target", "draft"))
-        rows.append([method, f"{per_call:.2f}", f"{results.speed(method):.0f}",
+        layers = results.layers(method, depth_of(bench.target))
+        rows.append([method, f"{per_call:.2f}", f"{layers:.1f}", f"{results.speed(method):.0f}",
                      *(f"{x:.2f}" for x in ratios), f"{ratio / per_call:.0%}",
                      *(f"{x:.2f}" for x in (*parts, total - sum(parts))),
                      *([results.same(method, "AR")] if exact else [])])

@@ -1,6 +1,6 @@
 """Tables of the survey's other systems, measured here.
 
-    python tests/survey_tables.py --table medusa              # or eagle, sequoia, rest, specdec
+    python tests/survey_tables.py --table medusa              # or another of TABLES, at the end
     python tests/survey_tables.py --table inputs --adapters FOLDER
 
 FOLDER holds a draft layer of EAGLE's for each choice of `python -m survey.eagle train --inputs`,
@@ -10,6 +10,8 @@ import copy
 import functools
 import math
 import sys
+import tempfile
+from pathlib import Path
 from statistics import mean
 
 import torch
@@ -19,11 +21,16 @@ from bench import Bench, ROOT, options, perform, table
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402  (path: set above)
 from jacobi import lookahead  # noqa: E402
+from models.training import own_answers  # noqa: E402
 from speculative import k_seq, multi_step, specdec, specinfer, spectr  # noqa: E402
+from survey.draft_verify import draft_verify, load_blocks, without  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
+from survey.layerskip import (adapter, exit_accuracy, layerskip, load_exit,  # noqa: E402
+                              load_tuned)
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import BOUNDARY, Datastore, load_datastore, rest  # noqa: E402
 from survey.sequoia import draw_children, load_rates, sequoia, tables, verify  # noqa: E402
+from survey.views import depth_of  # noqa: E402
 
 
 def rates(bench: Bench, results, names, what: str = "rows") -> list[list[str]]:
@@ -246,10 +253,108 @@ def table_specdec(bench: Bench) -> None:
     print(table(rows))
 
 
+# ------------------------------------------------------------------------ fewer layers: layerskip
+
+def table_layerskip(bench: Bench) -> None:
+    """Exits untouched, tuned and trained, by the layers before them; and by guesses a round. FOLDER
+    may have more exits: exit*.safetensors."""
+    folder, L = bench.args.adapters, depth_of(bench.target)
+    runs = {"AR": bench.ours(autoregressive)}
+    tuned, exits = folder / "layerskip.safetensors", sorted(folder.glob("exit*.safetensors"))
+    depths = sorted({max(1, L * n // 12) for n in (1, 2, 3, 4, 6)})
+    runs |= {f"untouched, exit after {E}": bench.ours(layerskip, E=E, tuning="") for E in depths}
+    if tuned.exists():
+        runs |= {f"LayerSkip's tuning, exit after {E}":
+                 bench.ours(layerskip, E=E, tuning=str(tuned)) for E in depths}
+    for path in exits:
+        exit = load_exit(path, bench.target)
+        for gamma in (2, 4, 6, 8):
+            runs[f"trained exit after {exit.E}, γ {gamma}"] = bench.ours(
+                adapter, trained=exit, gamma=gamma)
+    results = bench.measure(runs)
+    rows = [["draft (γ 4)", "accepted a round", "tokens per call", *bench.prompts,
+             "layers run a token", "x AR", "output as AR's"]]
+    for name in [*runs][1:]:
+        per_call = [results.per_call(name, x) for x in (None, *bench.prompts)]
+        rows.append([name, f"{results.log(name, 'accepted'):.2f}", *(f"{x:.2f}" for x in per_call),
+                     f"{results.layers(name, L):.1f}", f"{results.ratio(name, 'AR'):.2f}",
+                     results.same(name, "AR")])
+    print(table(rows))
+
+
+def table_exits(bench: Bench) -> None:
+    """How often an exit's likeliest token is the next of the model's own answer, by its layer."""
+    tuned = bench.args.adapters / "layerskip.safetensors"
+    models = {"untouched": bench.target}
+    if tuned.exists():
+        models["LayerSkip's tuning"] = load_tuned(tuned, bench.target)[0]
+    L = depth_of(bench.target)
+    depths = range(L // 12, L + 1, L // 12)
+    rows = [["right after layers", *map(str, depths)]]
+    for name, model in models.items():
+        with tempfile.TemporaryDirectory() as work:
+            prompts = [prompt for _, prompt in bench.pairs()]
+            answers = own_answers(model, bench.tokenizer, prompts, bench.args.max_new_tokens,
+                                  Path(work))
+        data = [(p, a) for p, a in zip(prompts, answers) if a]
+        rows.append([name, *(f"{exit_accuracy(model, data, E):.3f}" for E in depths)])
+    print(table(rows))
+
+
+def table_draft_verify(bench: Bench) -> None:
+    """Thresholds, fixed and adaptive; and how well blocks are skipped."""
+    path = str(bench.args.adapters / "blocks.json")
+    skipped, blocks = load_blocks(path, bench.target), 2 * depth_of(bench.target)
+    few = bench.cached(without(bench.target, skipped))
+    whole = bench.cached(bench.target)
+    for lm in (few, whole):
+        lm.start(bench.pairs()[0][1])
+    share = row_costs(few, 1)[1] / row_costs(whole, 1)[1]
+    print(f"{sum(map(len, skipped.values()))} of {blocks} blocks skipped; a draft call takes "
+          f"{share:.2f} of one of the whole model\n")
+    runs = {"AR": bench.ours(autoregressive)}
+    for gamma in (1, 2, 4, 8):
+        runs |= {f"γ {gamma}, threshold {threshold} {'adaptive' if adaptive else 'fixed'}":
+                 bench.ours(draft_verify, gamma=gamma, threshold=threshold, adaptive=adaptive,
+                            blocks=path)
+                 for threshold, adaptive in ((0.0, False), (0.3, False), (0.6, False), (0.6, True),
+                                             (0.9, False)) if gamma > 1 or threshold == 0}
+    results = bench.measure(runs)
+    rows = [["Draft & Verify", "drafted a round", "accepted", "tokens per call",
+             "layers run a token", "x AR",
+             "output as AR's"]]
+    for name in [*runs][1:]:
+        rows.append([name, f"{results.log(name, 'drafted'):.2f}",
+                     f"{results.log(name, 'accepted'):.2f}", f"{results.per_call(name):.2f}",
+                     f"{results.layers(name, depth_of(bench.target)):.1f}",
+                     f"{results.ratio(name, 'AR'):.2f}", results.same(name, "AR")])
+    print(table(rows))
+
+
+def table_accuracy(bench: Bench) -> None:
+    """Right answers of the target and of the models that are tuned from it."""
+    path = bench.args.adapters / "layerskip.safetensors"
+    models = {"the target": bench.target,
+              "LayerSkip's tuning": load_tuned(path, bench.target)[0]}
+    rows = [["right answers", *bench.prompts]]
+    for name, model in models.items():
+        cells = []
+        for prompts in bench.prompts.values():
+            with tempfile.TemporaryDirectory() as work:
+                outputs = own_answers(model, bench.tokenizer, prompts, bench.args.max_new_tokens,
+                                      Path(work))
+            right = bench.graded(prompts, outputs)
+            cells.append(f"{sum(right)} of {len(right)}")
+        rows.append([name, *cells])
+    print(table(rows))
+
+
 # ---------------------------------------------------------------------------- the command line
 
 TABLES = {"medusa": table_medusa, "eagle": table_eagle, "inputs": table_inputs,
-          "sequoia": table_sequoia, "rest": table_rest, "specdec": table_specdec}
+          "sequoia": table_sequoia, "rest": table_rest, "specdec": table_specdec,
+          "layerskip": table_layerskip, "exits": table_exits, "draft_verify": table_draft_verify,
+          "accuracy": table_accuracy}
 
 
 def main() -> None:

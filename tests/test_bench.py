@@ -412,9 +412,9 @@ def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypat
         "AR", "speculative, draft of 6 tokens", "ouroboros", "lookahead, W = 0",
         "bita", "cllm (another model)", "`generate`",
         "`generate`, assistant, draft of 6 tokens", "`generate`, prompt lookup of 4"]
-    assert rows[0] == ["method", "tokens per target call", "tokens/s", "x AR", "x AR, sql",
-                       "x AR, math", "x AR, code", "realised share", "ms a token: target", "draft",
-                       "rest", "output as AR's"]
+    assert rows[0] == ["method", "tokens per target call", "target layers a token", "tokens/s",
+                       "x AR", "x AR, sql", "x AR, math", "x AR, code", "realised share",
+                       "ms a token: target", "draft", "rest", "output as AR's"]
     same, per_call = column(rows, "output as AR's"), column(rows, "tokens per target call")
     assert same.pop("cllm (another model)") != "3 of 3"
     assert set(same.values()) == {"3 of 3"}
@@ -423,16 +423,27 @@ def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypat
             == float(per_call["`generate`, assistant, draft of 6 tokens"]) > 2)
     for name, draft in column(rows, "draft").items():
         assert (float(draft) > 0) == any(x in name for x in ("specul", "ouro", "assistant"))
+    for name, layers in column(rows, "target layers a token").items():
+        L = float(column(rows, "target layers a token")["AR"])
+        assert float(layers) == pytest.approx(L / float(per_call[name]), abs=0.1)
     for row in rows[1:]:
-        target, draft, rest = map(float, row[8:11])
+        target, draft, rest = map(float, row[9:12])
         assert target > 0 and rest > 0
-        assert 1000 / (target + draft + rest) == pytest.approx(float(row[2]), rel=0.1)
-        share = 100 * float(row[3]) / float(row[1])
-        assert float(row[7].rstrip("%")) == pytest.approx(share, abs=2)
+        assert 1000 / (target + draft + rest) == pytest.approx(float(row[3]), rel=0.1)
+        share = 100 * float(row[4]) / float(row[1])
+        assert float(row[8].rstrip("%")) == pytest.approx(share, abs=2)
     assert [row[0] for row in ratios[1:]] == [
         "AR / `generate`",
         "speculative, draft of 6 tokens / `generate`, assistant, draft of 6 tokens",
         "lookahead, W = 0 / `generate`, prompt lookup of 4"]
+
+
+def test_layers_that_run_for_a_token():
+    """By the log where a method counts them: it runs some of the layers alone."""
+    plain, own = module.Count(8, 4, 1.0), module.Count(6, 2, 1.0)
+    own.log = [{"layers": 20}, {"layers": 22}]
+    results = Results({"plain": [[("a", plain)]], "own": [[("a", own)]]})
+    assert (results.layers("plain", 12), results.layers("own", 12)) == (6, 7)
 
 
 def test_a_model_or_a_tuning_that_does_not_fit_is_left_out(models, tmp_path, monkeypatch, capsys):

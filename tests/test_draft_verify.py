@@ -1,5 +1,5 @@
-"""Draft & Verify: whatever is skipped, output is the whole model's; the draft sees the whole model's
-rows of final text; blocks are searched by what they bring."""
+"""Draft & Verify: whatever is skipped, output is the whole model's; the draft sees the whole
+model's rows of final text; blocks are searched by what they bring."""
 import json
 import math
 
@@ -69,7 +69,10 @@ def test_with_nothing_skipped_everything_is_accepted():
         chunks = draft_verify(CachedLM(model), PROMPT, gamma=5, threshold=0, skipped=NOTHING,
                               sample=sample, log=log)
         tokens_of(chunks, 30)
-        assert log == [{"drafted": 5, "accepted": 5}] * 5
+        assert log == [{"drafted": 5, "accepted": 5, "layers": 5 * 2 + 2}] * 5
+    log = []
+    next(draft_verify(CachedLM(model), PROMPT, gamma=1, skipped=SOME, log=log))
+    assert log[0]["layers"] == 1 + 2  # half of the blocks
 
 
 def test_the_draft_sees_the_whole_models_rows():
@@ -94,7 +97,8 @@ def test_a_guess_is_made_on_the_whole_models_rows(monkeypatch):
     model = tiny("llama", num_hidden_layers=3)
     seen = []
     real = module.verify
-    monkeypatch.setattr(module, "verify", lambda p, q, *x: seen.append(q.clone()) or real(p, q, *x))
+    monkeypatch.setattr(module, "verify",
+                        lambda p, q, *more: seen.append(q.clone()) or real(p, q, *more))
     text = list(PROMPT)
     chunks = draft_verify(CachedLM(model), PROMPT, gamma=1, skipped=SOME, sample=Sampler(1.0))
     for _ in range(5):
@@ -213,7 +217,8 @@ def test_search_finds_the_blocks_that_add_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change", [
     lambda x: x.pop("mlp"), lambda x: x.update(mlp=[12]), lambda x: x.update(mlp=["0"]),
-    lambda x: x.update(mlp=[-1]), lambda x: x.update(mlp=None), lambda x: x.pop("model"), lambda x: x.update(model=[[1, 2]])])
+    lambda x: x.update(mlp=[-1]), lambda x: x.update(mlp=None), lambda x: x.pop("model"),
+    lambda x: x.update(model=[[1, 2]])])
 def test_damaged_files_are_refused(tmp_path, change, capfd):
     """And so is one that is no JSON, or not there."""
     file = tmp_path / "blocks.json"

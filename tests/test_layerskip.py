@@ -157,6 +157,9 @@ def test_no_layer_runs_twice_for_a_row():
         next(chunks)
     assert rows == [5 * 4] * 4 and target.calls == before + 5
     assert calls == ([0, 1] * 4 + [2, 3]) * 5
+    target.calls, target.rows = 0, 0  # as between two measurements
+    next(adapter(target, PROMPT, gamma=3, trained=exit))
+    assert (target.calls, target.rows) == (1, 4)
 
 
 @pytest.mark.parametrize("method", ["adapter", "layerskip"])
