@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test bench models bita medusa eagle layerskip sequoia rest cllm clean
+.PHONY: demo test bench models bita medusa eagle layerskip masks sequoia rest cllm clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -48,6 +48,15 @@ eagle: .venv/ready
 	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
 	$(RUN) -m survey.eagle train --prompts $(WORK)/prompts_eagle.jsonl --work $(WORK)/eagle \
 		--steps 1000 --begin last --lr 3e-3 --out models/eagle.safetensors
+
+# models/pass.safetensors: look-ahead tokens; models/space.safetensors: changes of the target
+masks: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 700 > $(WORK)/prompts_masks.jsonl
+	$(RUN) -m survey.masks train --prompts $(WORK)/prompts_masks.jsonl --work $(WORK)/masks \
+		--L 5 --out models/pass.safetensors
+	$(RUN) -m survey.masks tune --prompts $(WORK)/prompts_masks.jsonl --work $(WORK)/masks \
+		--out models/space.safetensors
 
 # models/exit.safetensors: an early exit for the frozen target; models/layerskip.safetensors:
 # low-rank changes of it; models/blocks.json: which of its blocks Draft & Verify skips

@@ -262,10 +262,11 @@ def anchored(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: ra
     return ids, anchors, labels
 
 
-def mask_logits(model, tuning: Tuning, ids: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """Logits [B, G, M, V] of the mask tokens. Real tokens see no mask and no prompt token: their
-    rows are computed first, without gradients."""
-    (B, T), G, M = ids.shape, anchors.shape[1], len(tuning.masks)
+def mask_logits(model, masks: torch.Tensor, prompts: list, ids: torch.Tensor,
+                anchors: torch.Tensor) -> torch.Tensor:
+    """Logits [B, G, M, V] of mask tokens [M, width], which see `prompts` (`Tuning.rows`). Real
+    tokens see neither: their rows are computed first, without gradients."""
+    (B, T), G, M = ids.shape, anchors.shape[1], len(masks)
     context = torch.arange(T).expand(B, -1)
     with torch.no_grad():
         _, rows = forward(model, ids, causal(T).expand(B, -1, -1), context, head=False)
@@ -275,13 +276,12 @@ def mask_logits(model, tuning: Tuning, ids: torch.Tensor, anchors: torch.Tensor)
     visible = torch.cat([sees, group], 2)
     slots = torch.cat([context, positions], 1)
     before = [rows]
-    prompts = tuning.rows(model)
     if prompts:
         P = prompts[0][0].shape[1]
         visible = F.pad(visible, (P, 0), value=True)
         slots = F.pad(slots, (P, 0), value=10 ** 9)
         before.insert(0, [(keys[None], values[None]) for keys, values in prompts])
-    embeds = tuning.masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
+    embeds = masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
     return forward(model, embeds, visible, positions, slots, before)[0].unflatten(1, (G, M))
 
 
@@ -300,7 +300,7 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
     for i in range(0, len(data), size):
         ids, at, labels = anchored(data[i:i + size], len(tuning.masks), anchors, rng)
         labels = labels.to(tuning.masks.device)
-        logits = mask_logits(model, tuning, ids, at)
+        logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)
         losses.append(sar_loss(logits, labels).item())
         ranked = logits.topk(min(RANKS, logits.shape[-1])).indices  # [B, G, M, RANKS]
         hits = hits + (ranked == labels[..., None]).sum((0, 1))
@@ -319,7 +319,8 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
     def loss_of(rng: random.Random) -> torch.Tensor:
         some = alike(data, batch, rng, length_of)
         ids, at, labels = anchored(some, len(tuning.masks), anchors, rng)
-        return sar_loss(mask_logits(model, tuning, ids, at), labels.to(model.device))
+        logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)
+        return sar_loss(logits, labels.to(model.device))
 
     def evaluate() -> tuple[dict, str]:
         loss, accept = accuracy(model, tuning, held_out, anchors)

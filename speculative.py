@@ -38,7 +38,7 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
     target_probs [γ+1, V]: the target's distribution at each guess, and after the last one
     draft_probs [γ, V]:    what each guess was drawn from
     """
-    at = torch.arange(len(guesses)), torch.tensor(guesses)
+    at = torch.arange(len(guesses)), torch.tensor(guesses, dtype=torch.long)
     ratio = target_probs[at] / draft_probs[at]  # [γ], p(x) / q(x)
     passed = sample.uniform(len(guesses), ratio.device) < ratio
     accepted = int(passed.cumprod(0).sum())

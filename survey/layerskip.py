@@ -27,13 +27,12 @@ from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils import parametrize
 from tqdm import tqdm
 
 from common import WIDTHS, CachedLM, InputError, Sampler, eos_ids, greedy
 from speculative import verify
 from survey.parts import MODELS, fill, load_part, logits_of, save_part
-from survey.views import depth_of, halves, opened, view
+from survey.views import depth_of, halves, low_rank, merged, opened, view
 
 ADAPTER = f"{MODELS}/exit.safetensors"
 TUNED = f"{MODELS}/layerskip.safetensors"
@@ -224,30 +223,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 # ----------------------------------------------------------------------- a tuned model: LayerSkip
 
-class LowRank(torch.nn.Module):
-    """A weight W as W + B A, A [rank, in] and B [out, rank]."""
-
-    def __init__(self, weight: torch.Tensor, rank: int):
-        super().__init__()
-        self.A = torch.nn.Parameter(torch.randn(rank, weight.shape[1]) / weight.shape[1] ** 0.5)
-        self.B = torch.nn.Parameter(torch.zeros(weight.shape[0], rank))
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + (self.B @ self.A).to(weight)
-
-
-def low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
-    """Give every matrix of the layers a change of low rank, in place; its parameters."""
-    _, decoder, layers, _ = opened(model)
-    own = {}
-    for name, part in decoder._modules[layers].named_modules():
-        if isinstance(part, torch.nn.Linear):
-            change = LowRank(part.weight, rank).to(part.weight.device)
-            parametrize.register_parametrization(part, "weight", change)
-            own |= {f"{name}.A": change.A, f"{name}.B": change.B}
-    return own
-
-
 def load_tuned(path: str | Path, model):
     """(the tuned model, E); for an empty path the model as it is."""
     if not path:
@@ -255,10 +230,7 @@ def load_tuned(path: str | Path, model):
     header, tensors = load_part(path, "a LayerSkip tuning", model)
     tuned = copy.deepcopy(model)
     fill(low_rank(tuned, header["rank"]), tensors, path)
-    for part in tuned.modules():
-        if parametrize.is_parametrized(part, "weight"):
-            parametrize.remove_parametrizations(part, "weight")  # the changed weight stays
-    return tuned.requires_grad_(False), header["E"]
+    return merged(tuned), header["E"]
 
 
 def tuning_loss(model, own: Callable, some: list[tuple[list[int], list[int]]],

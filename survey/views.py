@@ -1,4 +1,5 @@
-"""Views of a model: some of its layers, or none of some blocks, as a model that shares its weights.
+"""Views of a model: some of its layers, or none of some blocks, as a model that shares its weights;
+and low-rank changes of all its layers.
 
 layerskip.py drafts with the first layers and verifies with the others; draft_verify.py leaves out
 blocks. Layers keep their numbers, which is all that a cache asks of them."""
@@ -6,6 +7,7 @@ import copy
 from typing import Callable, Iterator
 
 import torch
+from torch.nn.utils import parametrize
 
 from common import CachedLM, InputError
 
@@ -85,3 +87,40 @@ def halves(target: CachedLM, E: int, end: torch.nn.Module | None = None):
         raise InputError("expected a model whose early and late layers make the whole, got "
                          f"{type(model).__name__}: off by {error:.1e}")
     return early, late
+
+
+# -------------------------------------------------------------------------- low-rank changes
+
+class LowRank(torch.nn.Module):
+    """A weight W as W + B A, A [rank, in] and B [out, rank]."""
+
+    def __init__(self, weight: torch.Tensor, rank: int):
+        super().__init__()
+        self.A = torch.nn.Parameter(torch.randn(rank, weight.shape[1]) / weight.shape[1] ** 0.5)
+        self.B = torch.nn.Parameter(torch.zeros(weight.shape[0], rank))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + (self.B @ self.A).to(weight)
+
+
+def low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
+    """Give every matrix of the layers a change of low rank, in place; its parameters. InputError
+    where they have none of torch's Linear (GPT-2)."""
+    _, decoder, layers, _ = opened(model)
+    own = {}
+    for name, part in decoder._modules[layers].named_modules():
+        if isinstance(part, torch.nn.Linear):
+            change = LowRank(part.weight, rank).to(part.weight.device)
+            parametrize.register_parametrization(part, "weight", change)
+            own |= {f"{name}.A": change.A, f"{name}.B": change.B}
+    if not own:
+        raise InputError(f"expected matrices of type Linear in {type(model).__name__}")
+    return own
+
+
+def merged(model):
+    """The model with its changes in its weights, to be trained no more."""
+    for part in model.modules():
+        if parametrize.is_parametrized(part, "weight"):
+            parametrize.remove_parametrizations(part, "weight")  # the changed weight stays
+    return model.requires_grad_(False)

@@ -44,6 +44,7 @@ from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E
 from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.layerskip import adapter, layerskip, load_exit, load_tuned  # noqa: E402
+from survey.masks import load_space, parallel, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import load_datastore, rest  # noqa: E402
 from survey.sequoia import load_rates, sequoia  # noqa: E402
@@ -253,6 +254,17 @@ class Bench:
             return run
         return self.fitting(name, make)
 
+    def masks(self) -> dict[str, Ours]:
+        """PaSS, and SPACE, which is another model."""
+        tokens, tuning = (self.args.adapters / f"{x}.safetensors" for x in ("pass", "space"))
+
+        def tuned() -> Ours:
+            load_space(tuning, self.cached(self.target))
+            return self.ours(space, tuning=str(tuning))
+        return {**self.fitting("pass", lambda: self.ours(
+                    parallel, trained=load_tuning(tokens, self.target))),
+                **self.fitting("space (another model)", tuned)}
+
     def fewer_layers(self) -> dict[str, Ours]:
         """The target drafts for itself; LayerSkip's is another model, tuned for it."""
         exit, tuning, blocks = (self.args.adapters / name for name in (
@@ -402,6 +414,7 @@ def all_methods(bench: Bench) -> None:
         **bench.eagle("eagle, dynamic", dynamic=True),
         **bench.sequoia("sequoia"),
         **bench.fewer_layers(),
+        **bench.masks(),
         **bench.rest("rest"),
         **bench.rest("rest, datastore alone", grow=False),
         **bench.run("specinfer", specinfer, gamma=gamma),

@@ -8,6 +8,7 @@ all trained equally long: shifted.safetensors, … Prompts, rounds and medians a
 """
 import copy
 import functools
+import itertools
 import math
 import sys
 import tempfile
@@ -19,7 +20,8 @@ import torch
 from bench import Bench, ROOT, options, perform, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
-from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402  (path: set above)
+from bita import bita, load_tuning  # noqa: E402  (path: set above)
+from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402
 from jacobi import lookahead  # noqa: E402
 from models.training import own_answers  # noqa: E402
 from speculative import k_seq, multi_step, specdec, specinfer, spectr  # noqa: E402
@@ -27,6 +29,7 @@ from survey.draft_verify import draft_verify, load_blocks, without  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.layerskip import (adapter, exit_accuracy, layerskip, load_exit,  # noqa: E402
                               load_tuned)
+from survey.masks import all_right, load_space, parallel, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import BOUNDARY, Datastore, load_datastore, rest  # noqa: E402
 from survey.sequoia import draw_children, load_rates, sequoia, tables, verify  # noqa: E402
@@ -333,9 +336,12 @@ def table_draft_verify(bench: Bench) -> None:
 
 def table_accuracy(bench: Bench) -> None:
     """Right answers of the target and of the models that are tuned from it."""
-    path = bench.args.adapters / "layerskip.safetensors"
-    models = {"the target": bench.target,
-              "LayerSkip's tuning": load_tuned(path, bench.target)[0]}
+    folder = bench.args.adapters
+    models = {"the target": bench.target}
+    if (path := folder / "layerskip.safetensors").exists():
+        models["LayerSkip's tuning"] = load_tuned(path, bench.target)[0]
+    if (path := folder / "space.safetensors").exists():
+        models["SPACE's tuning"] = load_space(path, bench.cached(bench.target))[0].model
     rows = [["right answers", *bench.prompts]]
     for name, model in models.items():
         cells = []
@@ -349,12 +355,56 @@ def table_accuracy(bench: Bench) -> None:
     print(table(rows))
 
 
+# ------------------------------------------------------------- mask tokens: PaSS, SPACE and BiTA
+
+def table_masks(bench: Bench) -> None:
+    """What a call for drafting, groups of masks behind candidates, prompt tokens and a tuned model
+    each bring; and PaSS's tokens per call beside its formula."""
+    folder, M = bench.args.adapters, 3
+    tokens = load_tuning(folder / "pass.safetensors", bench.target)
+    deep = load_tuning(folder / "bita.safetensors", bench.target)
+    few = copy.copy(tokens)
+    few._parameters = tokens._parameters | {"masks": torch.nn.Parameter(tokens.masks[:M], False)}
+    runs = {"AR": bench.ours(autoregressive)}
+    lengths = range(1, len(tokens.masks) + 1)
+    runs |= {f"PaSS, L {L}": bench.ours(parallel, L=L, trained=tokens) for L in lengths}
+    for (name, tuning), (tree, k) in itertools.product(
+            (("PaSS's tokens", few), ("BiTA", deep)),
+            (("chain", 1), ("efficient", 1), ("efficient", 5))):
+        which = "one group" if tree == "chain" else f"groups behind each, k {k}"
+        runs[f"{name}, {which}"] = bench.ours(bita, tuning=tuning, tree=tree, k=k)
+    if (path := folder / "space.safetensors").exists():
+        most = len(load_space(path, bench.cached(bench.target))[2])
+        runs |= {f"SPACE (another model), k {k or 'as pays'}":
+                 bench.ours(space, tuning=str(path), k=k) for k in range(most + 1)}
+    results = bench.measure(runs)
+    rows = [["masks", "tokens per call", *bench.prompts, "rows a call", "x AR", "output as AR's"]]
+    for name in [*runs][1:]:
+        per_call = [results.per_call(name, x) for x in (None, *bench.prompts)]
+        width = (1 + results.log(name, "drafted") if name.startswith("PaSS, L")
+                 else results.log(name, "rows"))
+        rows.append([name, *(f"{x:.2f}" for x in per_call), f"{width:.1f}",
+                     f"{results.ratio(name, 'AR'):.2f}", results.same(name, "AR")])
+    print(table(rows))
+    with tempfile.TemporaryDirectory() as work:
+        prompts = [prompt for _, prompt in bench.pairs()]
+        answers = own_answers(bench.target, bench.tokenizer, prompts, bench.args.max_new_tokens,
+                              Path(work))
+    data = list(zip(prompts, answers))
+    rows = [["PaSS: L", "all right", "tokens per call, (2 + Σ) / 2", "measured"]]
+    for L in lengths:
+        right = all_right(bench.target, tokens.masks[:L].to(bench.target.dtype), data, 10 ** 6)
+        rows.append([str(L), f"{right[-1]:.3f}", f"{(2 + sum(right)) / 2:.2f}",
+                     f"{results.per_call(f'PaSS, L {L}'):.2f}"])
+    print("\n" + table(rows))
+
+
 # ---------------------------------------------------------------------------- the command line
 
 TABLES = {"medusa": table_medusa, "eagle": table_eagle, "inputs": table_inputs,
           "sequoia": table_sequoia, "rest": table_rest, "specdec": table_specdec,
           "layerskip": table_layerskip, "exits": table_exits, "draft_verify": table_draft_verify,
-          "accuracy": table_accuracy}
+          "accuracy": table_accuracy, "masks": table_masks}
 
 
 def main() -> None:

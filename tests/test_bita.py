@@ -105,7 +105,7 @@ def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, m
         for chunk, candidates in zip(chunks, calls[1:]):
             known, stale = (text, len(chunk) - 1) if tree == "chain" else (text + chunk[:-1], 0)
             ids, at = torch.tensor([known]), torch.tensor([[len(known) - 1]])
-            logits = mask_logits(model, tuning, ids, at)[0, 0, stale:M]
+            logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)[0, 0, stale:M]
             assert candidates == logits.topk(k).indices.tolist()
             text = text + chunk
         assert {len(chunk) for chunk in chunks} >= {1, 2}
@@ -329,7 +329,7 @@ def test_training_sees_what_decoding_sees(family, design):
     rows = prompt_rows(tuning, model)
     ids, anchors, labels = anchored(data, 3, 9, random.Random(0))
     with torch.inference_mode():
-        logits = mask_logits(model, tuning, ids, anchors)
+        logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors)
     for b, (prompt, answer) in enumerate(data):
         places = range(len(prompt) - 1, len(prompt) + len(answer) - 2)
         assert (labels[b, :, 0] >= 0).sum() == len(places)
@@ -371,7 +371,7 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
             seen[x.untyped_storage().data_ptr()] = x.untyped_storage()
             return x
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            mask_logits(model, tuning, ids, anchors)
+            mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors)
         kept.append(sum(storage.nbytes() for storage in seen.values()))
         context, masks = passes[-2:]
         assert context[0] is None and masks[0] is not None  # the head is a large part of a model
@@ -398,7 +398,7 @@ def test_tuning_lowers_the_loss_and_reaches_nothing_else(design):
     assert all(torch.equal(p, before[name]) and p.grad is None
                for name, p in model.named_parameters())
     ids, anchors, labels = anchored(data, 2, 12, rng)
-    sar_loss(mask_logits(model, tuning, ids, anchors), labels).backward()
+    sar_loss(mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors), labels).backward()
     assert all(p.numel() == 0 or p.grad.abs().sum() > 0 for p in tuning.parameters())
 
 
@@ -424,7 +424,8 @@ def test_three_steps_by_hand(optimizer, clipped, monkeypatch):
     for factor in (1, 0.75, 0.25):
         ids, anchors, labels = anchored(DATA, 2, 9, random.Random(0))
         with torch.autocast("cpu", torch.bfloat16):
-            loss = sar_loss(mask_logits(model, plain, ids, anchors), labels)
+            logits = mask_logits(model, plain.masks, plain.rows(model), ids, anchors)
+            loss = sar_loss(logits, labels)
         loss.backward()
         length = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
         assert length > 2 if clipped else length < 0.5  # also where it is doubled

@@ -14,10 +14,10 @@ from conftest import (FAMILIES, MORE_FAMILIES, ROOT, interrupting, main, per_cal
                       said_in_one_line, tiny, tokens_of)
 from survey import layerskip as module
 from survey.layerskip import (Exit, adapter, exit_accuracy, fit, hidden_states, layerskip,
-                              load_exit, load_tuned, low_rank, ppd, report, train, tune,
+                              load_exit, load_tuned, ppd, report, train, tune,
                               tuning_loss)
 from survey.parts import save_part
-from survey.views import depth_of, halves, view
+from survey.views import depth_of, halves, low_rank, view
 
 PROMPT = [3, 14, 15]
 WHOLE = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "opt")]

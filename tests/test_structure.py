@@ -1,6 +1,7 @@
 """What the files promise to their readers: each method file can be copied out beside common.py, its
 functions are short and its lines narrow, and --help explains every option."""
 import ast
+import copy
 import importlib
 import inspect
 import json
@@ -16,13 +17,16 @@ from safetensors.torch import load_file
 import cli
 from common import CachedLM, autoregressive, encode, eos_ids
 from conftest import ROOT, main, tokens_of
+from survey.parts import save_part
+from survey.views import low_rank
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest", "survey.layerskip",
-         "survey.draft_verify")
+         "survey.draft_verify", "survey.masks")
 NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
          "survey.layerskip": ("speculative", "survey.parts", "survey.views"),
-         "survey.draft_verify": ("speculative", "survey.parts", "survey.views")}
+         "survey.draft_verify": ("speculative", "survey.parts", "survey.views"),
+         "survey.masks": ("bita", "speculative", "survey.parts", "survey.views")}
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 
@@ -90,6 +94,7 @@ exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd
          "rest": {"datastore": root + "/rest.safetensors", "nodes": 4},
          "adapter": {"adapter": root + "/exit.safetensors"},
          "layerskip": {"tuning": "", "E": 3},
+         "parallel": {"tokens": root + "/pass.safetensors"}, "space": {"tuning": sys.argv[5]},
          "draft_verify": {"skipped": {"attention": [5], "mlp": [6]}}}
 own = {"common", *(name for name, _ in json.loads(sys.argv[4]))}
 loaded = {}  # by the first common.py: all are the same
@@ -127,12 +132,16 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
         for file in (name, "common", *needs(name)):
             (folder / path_of(file).relative_to(ROOT)).write_text(path_of(file).read_text())
     texts = cli.read_prompts(ROOT / "models/examples.jsonl")[:1]
-    argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(METHODS)]
+    target, _, tokenizer = embedded
+    own = low_rank(copy.deepcopy(target), 1)
+    own["mask"] = target.get_input_embeddings().weight[:1]
+    none = {name: torch.zeros_like(p) for name, p in own.items()}
+    save_part(tmp_path / "none", "a SPACE tuning", target, none, rank=1, right=[0.5])
+    argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(METHODS), tmp_path / "none"]
     (tmp_path / "empty").mkdir()
     done = subprocess.run([sys.executable, "-c", ALONE, *argv], capture_output=True, text=True,
                           timeout=240, cwd=tmp_path / "empty")
     assert done.returncode == 0, done.stderr
-    target, _, tokenizer = embedded
     prompts, eos = [encode(tokenizer, text) for text in texts], eos_ids(target, tokenizer)
     expected = [tokens_of(autoregressive(CachedLM(target), prompt), 24, eos) for prompt in prompts]
     found = dict(map(json.loads, done.stdout.splitlines()))
@@ -234,13 +243,13 @@ def f():
 
 
 TRAINED = [os.path.relpath(path, ROOT) for path in sorted((ROOT / "models").rglob("*.safetensors"))
-           if path.stem in ("bita", "medusa", "hydra", "eagle")
+           if path.stem not in ("model", "rest")
            and path.parent.name in ("models", "smollm2")]
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_parts_are_small_and_in_half_precision(name):
-    assert len(TRAINED) == 8 and (ROOT / name).stat().st_size < 8e6
+    assert len(TRAINED) == 13 and (ROOT / name).stat().st_size < 8e6
     assert {x.dtype for x in load_file(ROOT / name).values()} == {torch.bfloat16}
 
 

@@ -1,0 +1,246 @@
+"""A model drafts for itself through mask tokens behind its text: no second model, no more layers.
+
+parallel  Monea et al., "PaSS: Parallel Speculative Sampling", arXiv 2311.13581: the model frozen,
+          some look-ahead tokens trained; a call drafts, the next one validates
+space     Yi et al., "Generation Meets Verification: Accelerating Large Language Model Inference
+          with Smart Parallel Auto-Correct Decoding", arXiv 2402.11809: the model itself tuned to
+          fill in one mask token; every call verifies AND drafts
+
+    python -m survey.masks train --prompts FILE --out my.safetensors            # PaSS's tokens
+    python -m survey.masks --tokens my.safetensors --prompt "..."
+    python -m survey.masks tune --prompts FILE --out tuned.safetensors          # SPACE's model
+    python -m survey.masks --method space --tuning tuned.safetensors --prompt "..."
+
+    parallel   root [LA] [LA] [LA]  ->  x  ŷ ŷ ŷ     x is the model's own next token, no guess
+               x  ŷ  ŷ  ŷ           ->  accepted ŷ, and one token more: 2 to L + 2 in two calls
+    space      root M M M   ŷ M M M   ŷ M M M   ŷ M M M     each candidate before masks of its own:
+               the group behind the last accepted one holds the next candidates
+
+Both are BiTA (../bita.py) with parts left out, and use its training: PaSS has no prompt tokens and
+one group of masks, so it needs a call for drafting; SPACE has one mask token and tunes the model.
+PaSS is lossless; SPACE is for the TUNED model, whose output it equals.
+
+Departures: many places of an answer are trained on at once, as in BiTA, on the model's own answers;
+SPACE's changes of the model are of low rank, each step takes the loss of plain text and that of
+masks together (the paper: one or the other, by chance), and the masks' does not reach what the
+model makes of the text before them.
+"""
+import copy
+import random
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import torch
+import torch.nn.functional as F
+
+import bita
+from bita import anchored, attach_masks, load_tuning, mask_logits, sar_loss, shape_of
+from common import CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
+from speculative import verify
+from survey.parts import MODELS, fill, load_part, save_part
+from survey.views import low_rank, merged
+
+TOKENS = f"{MODELS}/pass.safetensors"
+TUNED = f"{MODELS}/space.safetensors"
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+def parallel(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
+             trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
+             log: list | None = None) -> Iterator[list[int]]:
+    """A call with look-ahead tokens drafts, the next one validates (PaSS).
+
+    L:      look-ahead tokens; 0: all that were trained
+    tokens: their file, made by `python -m survey.masks train`
+    Yields chunks of 2 to L + 2 tokens; logs {"drafted", "accepted"} a round. `trained`: for the
+    file.
+    """
+    trained = trained or target.once(("pass", tokens), lambda: load_tuning(tokens, target.model))
+    prompts, lookahead = trained.inputs(target.model)
+    if prompts or not 0 <= L <= len(lookahead):
+        raise InputError(f"expected L of 0 to {len(lookahead)} and no prompt tokens, got {L} and "
+                         f"{len(trained.prompts)}")
+    lookahead = lookahead[:L or None]
+    embed = target.model.get_input_embeddings()
+    target.start(prompt[:-1])
+    root = prompt[-1]
+    while True:
+        # Draft: the root's next token is drawn from the model itself, the guesses behind it
+        with torch.inference_mode():
+            token = embed(torch.tensor([root], device=lookahead.device))
+            inputs = torch.cat([token, lookahead])  # [1+L, d]
+        probs = sample.probs(target.forward(inputs))  # [1+L, V]
+        first, *guesses = sample.draw(probs)
+        target.commit([0])  # the rows of look-ahead tokens are dropped
+        # Validate: all of them, and one more token from the residual or behind the last
+        target_probs = sample.probs(target.forward([first, *guesses]))  # [1+L, V]
+        accepted, root = verify(target_probs, probs[1:], guesses, sample)
+        target.commit(range(1 + accepted))
+        if log is not None:
+            log.append({"drafted": len(guesses), "accepted": accepted})
+        yield [first, *guesses[:accepted], root]
+
+
+def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNED,
+          sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+    """Verify the last call's candidates and make the next ones in the same call, with the
+    tuned model (SPACE). One draw at every row: exact when sampling, too.
+
+    k:      masks behind each candidate; 0: as many as pay on this machine
+    tuning: file of the model's changes, made by `python -m survey.masks tune`
+    Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
+    """
+    if k < 0:
+        raise InputError(f"expected k of 1 or more, or 0, got {k}")
+    lm, mask, right = target.once(("space", tuning), lambda: load_space(tuning, target))
+    embed = lm.model.get_input_embeddings()
+    lm.start(prompt[:-1])
+    lm.calls, lm.rows, lm.seconds = target.calls, target.rows, target.seconds
+    k = k or fastest(lm, ("space", tuning), lambda: widths(lm, right))
+    guesses, root = [], prompt[-1]
+    while True:
+        ids = [root, *guesses]
+        n = len(ids)
+        chain = range(-1, n - 1)  # the parents of root and candidates
+        parents = attach_masks(chain, range(n), k)
+        with torch.inference_mode():
+            real = embed(torch.tensor(ids, device=mask.device))
+            inputs = torch.cat([real, mask.expand(n * k, -1)])  # [n + n k, d]
+        logits = lm.forward(inputs, parents)
+        target.calls, target.rows, target.seconds = lm.calls, lm.rows, lm.seconds
+        path, chunk = walk(ids, chain, sample(logits[:n]))
+        lm.commit(path)
+        root = chunk[-1]
+        groups = logits[n:].view(n, k, logits.shape[1])
+        guesses = greedy(groups[path[-1]])  # behind the last accepted one
+        if log is not None:
+            log.append({"drafted": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
+        yield chunk
+
+
+def widths(lm: CachedLM, right: list[float]) -> Iterator[tuple]:
+    """(k, expected tokens, seconds) of a call with k candidates, and k masks behind each: of so
+    many in a row all are right."""
+    costs = row_costs(lm, (1 + len(right)) ** 2)
+    for k in range(1, 1 + len(right)):
+        yield k, 1 + sum(right[:k]), costs[(1 + k) ** 2]
+
+
+# ---------------------------------------------------------------------------------- training
+
+def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, L: int = 4,
+          max_new_tokens: int = 200, steps: int = 300, batch: int = 16, anchors: int = 64,
+          lr: float = 3e-2, seed: int = 0) -> None:
+    """Train PaSS's look-ahead tokens for a frozen model on its own answers: BiTA's tuning without
+    prompt tokens. A stopped run goes on.
+
+    out:     the safetensors file to make
+    work:    folder of answers and checkpoints (default: OUT.work)
+    L:       look-ahead tokens
+    max_new_tokens: of an answer
+    batch:   answers a step
+    anchors: places of an answer that they stand behind, at most
+    lr:      where the cosine begins
+    """
+    bita.train(model, tokenizer, prompts, out=out, work=work, design="none", M=L,
+               max_new_tokens=max_new_tokens, steps=steps, batch=batch, anchors=anchors, lr=lr,
+               seed=seed)
+
+
+@torch.inference_mode()
+def all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
+    """How often the guesses of the first 1, 2, … masks [k, d] are ALL right, on (prompt, answer)
+    pairs, at places of which the answer goes on for k + 1 tokens."""
+    rng = random.Random(0)
+    hits, total = 0, 0
+    for i in range(0, len(data), 16):
+        ids, at, labels = anchored(data[i:i + 16], len(masks), anchors, rng)
+        guesses = mask_logits(model, masks, [], ids, at).argmax(-1).cpu()  # [B, G, k]
+        whole = (labels >= 0).all(-1)
+        hits = hits + (guesses == labels)[whole].cumprod(-1).sum(0)
+        total = total + whole.sum()
+    return (hits / total.clamp(min=1)).tolist() if data else [0.0] * len(masks)
+
+
+def plain_logits(model, some: list[tuple[list[int], list[int]]]):
+    """(logits [N, V], labels [N]) of the tokens of the answers of (prompt, answer) pairs."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p + a) for p, a in some], batch_first=True)
+    place = torch.arange(1, ids.shape[1])
+    learns = torch.stack([(place >= len(p)) & (place < len(p) + len(a)) for p, a in some])
+    logits = model(input_ids=ids[:, :-1].to(model.device), use_cache=False).logits
+    return logits[learns.to(model.device)].float(), ids[:, 1:][learns].to(model.device)
+
+
+def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, k: int = 4,
+         rank: int = 16, max_new_tokens: int = 200, steps: int = 300, batch: int = 16,
+         anchors: int = 32, lr: float = 1e-3, seed: int = 0) -> None:
+    """SPACE's semi-autoregressive fine-tuning (SAR-SFT) on a model's own answers: of
+    low-rank changes of its layers and a mask token. A stopped run goes on.
+
+    out:     the safetensors file to make
+    work:    folder of answers and checkpoints (default: OUT.work)
+    k:       masks behind a token
+    rank:    of the change of each matrix
+    max_new_tokens: of an answer
+    batch:   answers a step
+    anchors: tokens of an answer that have masks behind them, at most
+    lr:      the highest rate, after a warm-up
+    """
+    from models.training import Training, alike, digest, examples, length_of, warm_linear
+    if min(k, rank, max_new_tokens, steps, batch, anchors) < 1 or not lr > 0:
+        raise InputError("expected k, rank, max-new-tokens, steps, batch and anchors of 1 or more, "
+                         f"lr above 0, got {k}, {rank}, {max_new_tokens}, {steps}, {batch}, "
+                         f"{anchors} and {lr}")
+    work = work or Path(f"{out}.work")
+    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    tuned = copy.deepcopy(model).requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        part = low_rank(tuned, rank)
+    part["mask"] = torch.nn.Parameter(model.get_input_embeddings().weight.mean(0, keepdim=True))
+    print(f"{sum(x.numel() for x in part.values()):,} parameters")
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        some = alike(data, batch, rng, length_of)
+        ids, at, labels = anchored(some, k, anchors, rng)
+        masked = mask_logits(tuned, part["mask"].expand(k, -1), [], ids, at)
+        return (F.cross_entropy(*plain_logits(tuned, some))
+                + sar_loss(masked, labels.to(model.device))) / 2
+
+    @torch.inference_mode()
+    def evaluate() -> tuple[dict, str]:
+        right = all_right(tuned, part["mask"].expand(k, -1), held_out)
+        logits, labels = plain_logits(tuned, held_out)
+        kept = (logits.argmax(-1) == labels).float().mean().item()
+        return ({"right": right, "kept": kept}, f"held-out tokens kept {kept:.3f}, guesses all "
+                f"right {' '.join(f'{x:.3f}' for x in right)}")
+    settings = digest(model.state_dict()), data, held_out, k, batch, anchors
+    curve = Training(part, settings, name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed,
+                     folder=work).run(loss_of, evaluate)
+    save_part(out, "a SPACE tuning", model, part, rank=rank, right=curve[steps]["right"])
+
+
+def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tensor, list[float]]:
+    """(the tuned model, the mask token [1, d], how often the first 1, 2, … guesses are all right);
+    InputError where the file was made for another model."""
+    header, tensors = load_part(path, "a SPACE tuning", target.model)
+    tuned = copy.deepcopy(target.model)
+    mask = torch.nn.Parameter(torch.zeros_like(tuned.get_input_embeddings().weight[:1]))
+    fill(low_rank(tuned, header["rank"]) | {"mask": mask}, tensors, path)
+    return CachedLM(merged(tuned), target.vocab), mask.requires_grad_(False), header["right"]
+
+
+# ------------------------------------------------------------------------- the command line
+
+def report(run) -> str:
+    n = len(run.log)
+    drafted, accepted = (sum(r[name] for r in run.log) / n for name in ("drafted", "accepted"))
+    return f"a round: {drafted:.1f} guesses, {accepted:.2f} accepted; {run.tokens / n:.2f} tokens"
+
+
+if __name__ == "__main__":
+    from cli import main
+    sys.exit(main([parallel, space], report, lossy=[space], commands=[train, tune],
+                  ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)}))

@@ -1,0 +1,417 @@
+"""PaSS and SPACE: any look-ahead tokens and any tuning leave the output as it is; guesses are what
+training sees; as many are accepted as the measured chances say."""
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from bita import Tuning, anchored, load_tuning, mask_logits, shape_of
+from common import CachedLM, InputError, Sampler, autoregressive, greedy
+from conftest import (FAMILIES, MORE_FAMILIES, ROOT, Zeros, chi_square_ok, interrupting, main,
+                      per_call, said_in_one_line, tiny, tokens_of)
+from survey import masks as module
+from survey.masks import (all_right, load_space, parallel, plain_logits, report, space, train, tune,
+                          widths)
+from survey.parts import load_part, save_part
+from survey.views import low_rank
+
+PROMPT = [3, 14, 15]
+LINEAR = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "openai-gpt")]
+DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
+
+
+def random_tokens(model, L=3, seed=0, design="none") -> Tuning:
+    tokens = Tuning(shape_of(model), design, 4, L)
+    rng = torch.Generator().manual_seed(seed)
+    for p in tokens.parameters():
+        p.data = 0.5 * torch.randn(p.shape, generator=rng)
+    return tokens.requires_grad_(False)
+
+
+def random_space(path, model, k=3, size=0.1, right=None) -> str:
+    """A file of random changes of a model, and a random mask."""
+    rng, own = torch.Generator().manual_seed(7), low_rank(copy.deepcopy(model), 2)
+    for p in own.values():
+        p.data = size * torch.randn(p.shape, generator=rng)
+    width = model.get_input_embeddings().weight.shape[1]
+    own["mask"] = torch.nn.Parameter(0.5 * torch.randn(1, width, generator=rng))
+    save_part(path, "a SPACE tuning", model, own, rank=2, right=right or [0.5] * k)
+    return str(path)
+
+
+def steady(name="llama"):
+    """A model whose layers add nothing and that repeats the last token."""
+    model = tiny(name, tie_word_embeddings=True)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    weight = model.get_input_embeddings().weight
+    weight.data = torch.nn.functional.normalize(weight.data)  # closest to itself
+    return model
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+def test_greedy_equals_autoregressive(family):
+    """PaSS with random tokens: EOS and limits inside drafts, to the end of the context."""
+    model, eos = tiny(family, max_position_embeddings=60), {7, 30}
+    tokens = random_tokens(model)
+    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
+        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
+        for L in (1, 0):
+            assert tokens_of(parallel(CachedLM(model), prompt, L=L, trained=tokens), n,
+                             stops) == expected
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_space_equals_the_tuned_model(name, tmp_path):
+    """Which is another one."""
+    model, eos = tiny(name, max_position_embeddings=60), {7, 30}
+    file = random_space(tmp_path / "t", model)
+    tuned = load_space(file, CachedLM(model))[0]
+    assert tokens_of(autoregressive(tuned, PROMPT), 40) != tokens_of(
+        autoregressive(CachedLM(model), PROMPT), 40)
+    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
+        expected = tokens_of(autoregressive(tuned, prompt), n, stops)
+        for k in (1, 3):
+            target = CachedLM(model)
+            assert tokens_of(space(target, prompt, k=k, tuning=file), n, stops) == expected
+            assert target.calls <= len(expected)
+
+
+def test_of_a_model_that_repeats_itself_all_is_accepted(tmp_path):
+    """Look-ahead tokens that are the last token guess the next ones."""
+    model, log, tokens = steady(), [], random_tokens(steady(), 4)
+    embedded = model.get_input_embeddings().weight[14].detach()
+    tokens.masks.data = embedded.repeat(4, 1)
+    target = CachedLM(model)
+    chunks = parallel(target, [3, 14], trained=tokens, log=log)
+    assert [len(next(chunks)) for _ in range(5)] == [6] * 5 and target.calls == 10
+    assert log == [{"drafted": 4, "accepted": 4}] * 5
+    part = {name: torch.zeros_like(p) for name, p in low_rank(copy.deepcopy(model), 2).items()}
+    save_part(tmp_path / "t", "a SPACE tuning", model, part | {"mask": embedded[None]}, rank=2,
+              right=[0.5] * 3)
+    log, target = [], CachedLM(model)
+    chunks = space(target, [3, 14], k=3, tuning=str(tmp_path / "t"), log=log)
+    assert [len(next(chunks)) for _ in range(5)] == [1] + [4] * 4 and target.calls == 5
+    assert log == [{"drafted": 0, "accepted": 0, "rows": 4},
+                   *[{"drafted": 3, "accepted": 3, "rows": 16}] * 4]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
+def test_pass_guesses_from_what_training_sees(name, monkeypatch):
+    """Round by round; and the cache after it is a fresh one's."""
+    model, drawn = tiny(name), []
+    tokens = random_tokens(model)
+    real = module.verify
+    monkeypatch.setattr(module, "verify",
+                        lambda p, q, *more: drawn.append(q.clone()) or real(p, q, *more))
+    text, target = [5, 3, 14, 15, 9, 2, 6], CachedLM(model)
+    chunks = parallel(target, text, trained=tokens, sample=Sampler(1.0))
+    for _ in range(5):
+        chunk = next(chunks)
+        ids, at = torch.tensor([text]), torch.tensor([[len(text) - 1]])
+        with torch.inference_mode():
+            expected = mask_logits(model, tokens.masks, [], ids, at)[0, 0].softmax(-1)
+        torch.testing.assert_close(drawn[-1], expected, atol=1e-4, rtol=1e-4)
+        text = text + chunk
+        same_cache(target, text, model)
+
+
+def same_cache(lm, text, model) -> None:
+    fresh = CachedLM(model)
+    fresh.start(text[:-1])
+    assert lm.length == len(text) - 1
+    for layer, buffers in lm.cache.layers.items():
+        for ours, theirs in zip(buffers, fresh.cache.layers[layer]):
+            torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length],
+                                       atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "opt"])
+def test_spaces_candidates_are_those_behind_the_last_accepted_token(name, tmp_path, monkeypatch):
+    """Call by call, against the logits of training; the cache is a fresh one's."""
+    model, fed = tiny(name), []
+    file = random_space(tmp_path / "t", model, size=0.3)
+    target = CachedLM(model, 6)
+    lm, mask, _ = target.once(("space", file), lambda: load_space(file, target))
+    real = module.walk
+    monkeypatch.setattr(module, "walk", lambda ids, *more: fed.append(ids) or real(ids, *more))
+    text = [5, 3, 1, 4, 2]
+    chunks = space(target, text, k=2, tuning=file, sample=Sampler(1.0, seed=2))
+    lengths = set()
+    for _ in range(12):
+        chunk = next(chunks)
+        lengths.add(len(chunk))
+        known = text + chunk[:-1]
+        ids, at = torch.tensor([known]), torch.tensor([[len(known) - 1]])
+        with torch.inference_mode():
+            logits = mask_logits(lm.model, mask.expand(2, -1), [], ids, at)[0, 0]
+        text = text + chunk
+        same_cache(lm, text, lm.model)
+        next_ids = [text[-1], *greedy(logits[:, :6])]
+        following = next(chunks)
+        assert fed[-1] == next_ids
+        text, lengths = text + following, lengths | {len(following)}
+    assert len(lengths) > 1
+
+
+class Scripted(Sampler):
+    """Draws what it is told to, once."""
+
+    def __init__(self, tokens):
+        super().__init__(1.0)
+        self.tokens = tokens
+
+    def draw(self, probs):
+        return list(self.tokens)
+
+
+class Round(Exception):
+    pass
+
+
+def test_pass_has_the_targets_distribution(monkeypatch):
+    """By enumeration of all that a round can draw over 3 tokens, L = 2: its first three tokens."""
+    model = tiny("llama", vocab_size=8)
+    V, tokens, met = 3, random_tokens(model, 2), {}
+
+    def capture(p, q, guesses, sample):
+        met[tuple(guesses)] = (p.double(), q.double())
+        raise Round
+    monkeypatch.setattr(module, "verify", capture)
+    real = CachedLM.forward
+    firsts = []
+
+    def forward(lm, ids, *more, **how):
+        logits = real(lm, ids, *more, **how)
+        firsts.append(logits)
+        return logits
+    monkeypatch.setattr(CachedLM, "forward", forward)
+    found = torch.zeros(V, V, V, dtype=torch.float64)
+    for first, *guesses in itertools.product(range(V), repeat=3):
+        firsts.clear()
+        with pytest.raises(Round):
+            next(parallel(CachedLM(model, V), [5, 1], trained=tokens,
+                          sample=Scripted([first, *guesses])))
+        p, q = met[tuple(guesses)]
+        weight = firsts[1].double().softmax(-1)[0, first] * q[0, guesses[0]] * q[1, guesses[1]]
+        law = round_law(p, q, guesses, after(model, V, [5, 1, first]))
+        found[first] += weight * law
+    expected = torch.stack([step(model, V, [5, 1])[x] * after(model, V, [5, 1, x])
+                            for x in range(V)])
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def step(model, V, text) -> torch.Tensor:
+    return model(input_ids=torch.tensor([text])).logits[0, -1, :V].detach().double().softmax(-1)
+
+
+def after(model, V, text) -> torch.Tensor:
+    """[V, V]: of the next two tokens."""
+    return torch.stack([step(model, V, text)[x] * step(model, V, text + [x]) for x in range(V)])
+
+
+def round_law(p, q, guesses, true) -> torch.Tensor:
+    """[V, V]: of the two tokens after the first, when a round drew these guesses; what comes after
+    the round's last token is the target's."""
+    V = p.shape[1]
+    law = torch.zeros(V, V, dtype=torch.float64)
+    x, y = guesses
+    a, b = (min(1.0, (p[i, g] / q[i, g]).item()) for i, g in enumerate(guesses))
+
+    def rest(i):
+        left = (p[i] - q[i]).clamp(min=0)
+        return left / left.sum() if left.sum() > 0 else p[i]
+    continued = true / true.sum(1, keepdim=True)  # of the second, given the first
+    law += (1 - a) * rest(0)[:, None] * continued
+    law[x] += a * (1 - b) * rest(1)
+    law[x, y] += a * b
+    return law
+
+
+def test_sampling_with_space_is_exact(tmp_path):
+    """The second and third token of 2,000 texts: chi-square, false failures below 1e-6."""
+    model, sample = tiny("llama"), Sampler(1.0, seed=1)
+    file, target = random_space(tmp_path / "t", model), CachedLM(model, 4)
+    tuned = target.once(("space", file), lambda: load_space(file, target))[0].model
+    counts = torch.zeros(4, 4)
+    for _ in range(2000):
+        x, y = tokens_of(itertools.islice(space(target, [3, 1], k=2, tuning=file, sample=sample),
+                                          3), 3)[1:]
+        counts[x, y] += 1
+    expected = sum(step(tuned, 4, [3, 1])[x] * after(tuned, 4, [3, 1, x]) for x in range(4))
+    assert chi_square_ok(counts.flatten(), expected.flatten().float())
+
+
+def test_coins_of_zero_accept_all_of_pass():
+    """Where every guess could have been the target's."""
+    model, log = tiny("llama"), []
+    chunks = parallel(CachedLM(model), PROMPT, trained=random_tokens(model), sample=Zeros(1.0),
+                      log=log)
+    assert tokens_of(chunks, 10) and all(r["accepted"] == 3 for r in log[:-1])
+
+
+def test_as_many_masks_as_pay(monkeypatch):
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: [0.0, *range(1, most + 1)])
+    assert list(widths(None, [0.5, 0.25])) == [(1, 1.5, 4), (2, 1.75, 9)]
+
+
+# ---------------------------------------------------------------------------------- training
+
+def test_how_often_all_guesses_are_right_by_hand():
+    model = tiny("llama", vocab_size=6)
+    rng = random.Random(1)
+    data = [([rng.randrange(6) for _ in range(3)], [rng.randrange(6) for _ in range(n)])
+            for n in (9, 2, 14, 3)]
+    masks = random_tokens(model, 2).masks
+    hits, total = [0, 0], 0
+    for prompt, answer in data:
+        text = prompt + answer
+        for a in range(len(prompt) - 1, len(text) - 3):
+            ids = torch.tensor([text[:a + 1]])
+            guesses = mask_logits(model, masks, [], ids, torch.tensor([[a]]))[0, 0].argmax(-1)
+            first = guesses[0].item() == text[a + 2]
+            hits[0] += first
+            hits[1] += first and guesses[1].item() == text[a + 3]
+            total += 1
+    assert sum(hits) > 0
+    assert all_right(model, masks, data) == pytest.approx([x / total for x in hits])
+    assert all_right(model, masks, []) == [0, 0]
+
+
+def test_plain_logits_are_those_of_each_answer_alone():
+    model = tiny("llama")
+    logits, labels = plain_logits(model, DATA)
+    assert labels.tolist() == [x for _, answer in DATA for x in answer]
+    alone = [model(input_ids=torch.tensor([p + a])).logits[0, len(p) - 1:-1] for p, a in DATA]
+    torch.testing.assert_close(logits, torch.cat(alone), atol=1e-4, rtol=1e-4)
+
+
+class Tokenizer:
+    eos_token_id = None
+
+
+PROMPTS = [[x, 3, 7] for x in range(4, 24)]  # of a vocabulary of 24
+SMALL = dict(max_new_tokens=8, steps=6, batch=4)
+
+
+def test_tuning_learns_and_keeps(tmp_path, capsys):
+    """Masks become right, the file is loaded again, the frozen model is as it was."""
+    model = steady()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    tune(model, Tokenizer, PROMPTS, out=tmp_path / "t", k=2, rank=4, max_new_tokens=12, steps=60,
+         batch=8, lr=1e-2)
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line.startswith("step")]
+    first, last = (float(lines[i].split("right ")[1].split()[0]) for i in (0, -1))
+    assert last > first + 0.2 and "held-out tokens kept" in lines[-1]
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    header, tensors = load_part(tmp_path / "t", "a SPACE tuning", model)
+    lm, mask, right = load_space(tmp_path / "t", CachedLM(model, 10))
+    assert right == header["right"] and len(right) == 2 and lm.vocab == 10
+    assert torch.equal(mask.bfloat16(), tensors["mask"])
+    assert last == pytest.approx(right[0], abs=6e-4)
+    part = low_rank(tuned := copy.deepcopy(model), 4)
+    for name, p in part.items():
+        p.data = tensors[name].float()
+    ids = torch.tensor([PROMPT[:1] * 3])
+    torch.testing.assert_close(lm.model(input_ids=ids).logits, tuned(input_ids=ids).logits)
+
+
+def test_a_stopped_tuning_goes_on(tmp_path, monkeypatch):
+    model = tiny("llama")
+    tune(model, Tokenizer, PROMPTS, out=tmp_path / "whole", work=tmp_path / "a", k=2, **SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "sar_loss", interrupting(module.sar_loss, 4))
+        with pytest.raises(KeyboardInterrupt):
+            tune(model, Tokenizer, PROMPTS, out=tmp_path / "half", work=tmp_path / "b", k=2,
+                 **SMALL)
+    assert not (tmp_path / "half").exists()
+    tune(model, Tokenizer, PROMPTS, out=tmp_path / "half", work=tmp_path / "b", k=2, **SMALL)
+    whole, half = (load_file(tmp_path / name) for name in ("whole", "half"))
+    assert all(torch.equal(whole[name], half[name]) for name in whole)
+    tune(model, Tokenizer, PROMPTS, out=tmp_path / "other", work=tmp_path / "b", k=3, **SMALL)
+    assert len(load_part(tmp_path / "other", "a SPACE tuning", model)[0]["right"]) == 3
+
+
+def test_pass_tokens_are_trained_without_prompt_tokens(tmp_path):
+    model = tiny("llama", vocab_size=24)
+    train(model, Tokenizer, PROMPTS, out=tmp_path / "t", L=3, **SMALL)
+    tokens = load_tuning(str(tmp_path / "t"), model)
+    assert tokens.masks.shape == (3, 32) and tokens.prompts.numel() == 0
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
+    assert tokens_of(parallel(CachedLM(model), PROMPT, tokens=str(tmp_path / "t")), 20) == expected
+
+
+def test_the_masks_loss_reaches_the_changes_and_the_mask():
+    """And plain text's only the changes."""
+    model = copy.deepcopy(tiny("llama")).requires_grad_(False)
+    part = low_rank(model, 2)
+    mask = torch.nn.Parameter(torch.ones(1, 32))
+    ids, at, labels = anchored(DATA, 2, 3, random.Random(0))
+    module.sar_loss(mask_logits(model, mask.expand(2, -1), [], ids, at), labels).backward()
+    assert mask.grad.abs().sum() > 0
+    assert all(p.grad is not None and p.grad.abs().sum() > 0
+               for name, p in part.items() if name.endswith(".B"))
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+def test_bad_input_is_one_line(capfd, tmp_path):
+    for argv in (["--L", "-1"], ["--L", "9"], ["--method", "space", "--k", "-1"],
+                 ["--tokens", "nothing"], ["--tokens", f"{ROOT}/models/bita.safetensors"],
+                 ["--method", "space", "--tuning", "nothing"],
+                 ["--method", "space", "--tuning", f"{ROOT}/models/layerskip.safetensors"]):
+        assert main([parallel, space], report, [*argv, "--prompt", "x"], lossy=[space]) == 2
+        said_in_one_line("expected", capfd)
+    model = tiny("llama")
+    for change in (dict(k=0), dict(rank=0), dict(lr=0), dict(steps=0), dict(anchors=0)):
+        with pytest.raises(InputError, match="expected k, rank"):
+            tune(model, Tokenizer, PROMPTS, out=tmp_path / "t", **SMALL | change)
+    with pytest.raises(InputError, match="expected matrices"):
+        tune(tiny("gpt2"), Tokenizer, PROMPTS, out=tmp_path / "t", **SMALL)
+
+
+def test_damaged_and_others_files_are_refused(tmp_path):
+    model = tiny("llama")
+    file = random_space(tmp_path / "t", model)
+    with pytest.raises(InputError, match="another's"):
+        load_space(file, CachedLM(tiny("llama", seed=1)))
+    known = load_file(file)
+    header = safe_open(file, "pt").metadata()
+    for change in ({"mask": known["mask"][:, :3]}, {"mask": known["mask"] * torch.nan}):
+        save_file(known | change, file, header)
+        with pytest.raises(InputError, match="expected"):
+            load_space(file, CachedLM(model))
+
+
+# ------------------------------------------------------------------------- the committed parts
+
+def test_the_embedded_tokens_and_the_formula(embedded, held_out):
+    """PaSS's tokens per call on held-out prompts for L = 1 … 5: (2 + Σ chances) / 2, where the
+    chances are those of all places of these answers, within 0.1 (six answers of at most 100
+    tokens; rounds begin at other places than others)."""
+    model, _, tokenizer = embedded
+    tokens = load_tuning(module.TOKENS, model)
+    for L in range(1, 6):
+        right = all_right(model, tokens.masks[:L], held_out, anchors=200)
+        found = per_call(parallel, model, held_out, L=L, trained=tokens)
+        assert found == pytest.approx((2 + sum(right)) / 2, abs=0.1), L
+
+
+def test_the_embedded_tuning(embedded, held_out):
+    """Output is the tuned model's; it guesses better than BiTA's efficient tree, 1.84."""
+    model, _, _ = embedded
+    target = CachedLM(model)
+    tuned = target.once(("space", module.TUNED), lambda: load_space(module.TUNED, target))[0].model
+    tokens = 0
+    for prompt, _ in held_out:
+        expected = tokens_of(autoregressive(CachedLM(tuned), prompt), 80)
+        assert tokens_of(space(target, prompt, k=4), 80) == expected
+        tokens += 80
+    assert tokens / target.calls > 1.84
