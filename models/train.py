@@ -39,7 +39,8 @@ import tasks
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
-from models.training import Training, answered, digest, examples, warm_linear  # noqa: E402
+from models.training import (Training, answered, digest, divergence,  # noqa: E402
+                             examples, warm_linear)
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
 # in the target's second phase: arithmetic takes longest
@@ -162,23 +163,6 @@ def next_token_loss(model, ids, weights):
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
-
-
-def divergence(kind: str, target_logits, draft_logits):
-    """D(target, draft) in nats at each position: [..., V], [..., V] -> [...]. DistillSpec, Table 1;
-    `tvd` is 1 - acceptance rate."""
-    log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
-    if kind == "forward-kl":  # by itself: V may be large
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-    p, q = log_p.exp(), log_q.exp()
-    if kind == "reverse-kl":
-        return (q * (log_q - log_p)).sum(-1)
-    if kind == "jsd":
-        log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
-        return 0.5 * (p * (log_p - log_m)).sum(-1) + 0.5 * (q * (log_q - log_m)).sum(-1)
-    if kind == "tvd":
-        return 0.5 * (p - q).abs().sum(-1)
-    raise ValueError(f"expected forward-kl, reverse-kl, jsd or tvd, got {kind!r}")
 
 
 def logits_before(model, ids, weights):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Callable
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import GenerationConfig
 
@@ -109,6 +110,22 @@ def length_of(pair: Pair) -> int:
     return len(pair[0]) + len(pair[1])
 
 
+def padded(some: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [B, T], bool [B, T - 1]: where the next token is of an answer)."""
+    texts = [torch.tensor(prompt + answer) for prompt, answer in some]
+    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    place = torch.arange(1, ids.shape[1])
+    learns = [(place >= len(p)) & (place < len(p) + len(a)) for p, a in some]
+    return ids, torch.stack(learns)
+
+
+def answer_logits(model, some: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [N, V], labels [N]) of the tokens of answers, one answer after the other."""
+    ids, learns = (x.to(model.device) for x in padded(some))
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return logits[learns].float(), ids[:, 1:][learns]
+
+
 def most_frequent(data: list[Pair], n: int) -> list[int]:
     """The n most frequent tokens of prompts and answers, fewer where there are fewer; [] for 0."""
     seen = Counter(token for prompt, answer in data for token in prompt + answer)
@@ -116,6 +133,23 @@ def most_frequent(data: list[Pair], n: int) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------ the loop
+
+def divergence(kind: str, target_logits, draft_logits):
+    """D(target, draft) in nats at each position: [..., V], [..., V] -> [...]. DistillSpec, Table 1;
+    `tvd` is 1 - acceptance rate."""
+    log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
+    if kind == "forward-kl":  # by itself: V may be large
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "reverse-kl":
+        return (q * (log_q - log_p)).sum(-1)
+    if kind == "jsd":
+        log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
+        return 0.5 * (p * (log_p - log_m)).sum(-1) + 0.5 * (q * (log_q - log_m)).sum(-1)
+    if kind == "tvd":
+        return 0.5 * (p - q).abs().sum(-1)
+    raise ValueError(f"expected forward-kl, reverse-kl, jsd or tvd, got {kind!r}")
+
 
 def cosine(done: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * done / steps))

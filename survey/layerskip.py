@@ -238,6 +238,7 @@ def tuning_loss(model, own: Callable, some: list[tuple[list[int], list[int]]],
     """Section 4.1 and 4.2 on (prompt, answer) pairs, on tokens of the answers: the cross-entropies
     (nats) of a third of the exits and of the last layer, exit l weighted by 1 + … + (l - 1), over
     the sum of weights; layer l of 0 … L - 1 is left out with 0.1 (2^{l / (L - 1)} - 1)."""
+    from models.training import padded
     _, decoder, layers, norm = opened(model)
     L, head, last = depth_of(model), model.get_output_embeddings(), decoder._modules[norm]
     kept = {}  # of layer l from 1 on its output
@@ -250,10 +251,7 @@ def tuning_loss(model, own: Callable, some: list[tuple[list[int], list[int]]],
             kept[l + 1] = given[0] if left_out else x
             return (kept[l + 1], *out[1:]) if isinstance(out, tuple) else kept[l + 1]
         hooks.append(layer.register_forward_hook(hook))
-    pad = [torch.tensor(p + a) for p, a in some]
-    ids = torch.nn.utils.rnn.pad_sequence(pad, batch_first=True).to(model.device)  # [B, T]
-    place = torch.arange(1, ids.shape[1])
-    learns = torch.stack([(place >= len(p)) & (place < len(p) + len(a)) for p, a in some])
+    ids, learns = (x.to(model.device) for x in padded(some))  # [B, T], [B, T - 1]
     labels = ids[:, 1:][learns]
     model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)
     for hook in hooks:

@@ -21,9 +21,9 @@ one group of masks, so it needs a call for drafting; SPACE has one mask token an
 PaSS is lossless; SPACE is for the TUNED model, whose output it equals.
 
 Departures: many places of an answer are trained on at once, as in BiTA, on the model's own answers;
-SPACE's changes of the model are of low rank, each step takes the loss of plain text and that of
-masks together (the paper: one or the other, by chance), and the masks' does not reach what the
-model makes of the text before them.
+SPACE's changes of the model are of low rank; each step takes the loss of masks and that of plain
+text, here the divergence from the untuned model (the paper: one or the other, by chance, of data);
+the masks' loss does not reach what the model makes of the text before them.
 """
 import copy
 import random
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Iterator
 
 import torch
-import torch.nn.functional as F
 
 import bita
 from bita import anchored, attach_masks, load_tuning, mask_logits, sar_loss, shape_of
@@ -164,15 +163,6 @@ def all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list
     return (hits / total.clamp(min=1)).tolist() if data else [0.0] * len(masks)
 
 
-def plain_logits(model, some: list[tuple[list[int], list[int]]]):
-    """(logits [N, V], labels [N]) of the tokens of the answers of (prompt, answer) pairs."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p + a) for p, a in some], batch_first=True)
-    place = torch.arange(1, ids.shape[1])
-    learns = torch.stack([(place >= len(p)) & (place < len(p) + len(a)) for p, a in some])
-    logits = model(input_ids=ids[:, :-1].to(model.device), use_cache=False).logits
-    return logits[learns.to(model.device)].float(), ids[:, 1:][learns].to(model.device)
-
-
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, k: int = 4,
          rank: int = 16, max_new_tokens: int = 200, steps: int = 300, batch: int = 16,
          anchors: int = 32, lr: float = 1e-3, seed: int = 0) -> None:
@@ -188,7 +178,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: tokens of an answer that have masks behind them, at most
     lr:      the highest rate, after a warm-up
     """
-    from models.training import Training, alike, digest, examples, length_of, warm_linear
+    from models.training import (Training, alike, answer_logits, digest, divergence, examples,
+                                 length_of, warm_linear)
     if min(k, rank, max_new_tokens, steps, batch, anchors) < 1 or not lr > 0:
         raise InputError("expected k, rank, max-new-tokens, steps, batch and anchors of 1 or more, "
                          f"lr above 0, got {k}, {rank}, {max_new_tokens}, {steps}, {batch}, "
@@ -206,13 +197,15 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         some = alike(data, batch, rng, length_of)
         ids, at, labels = anchored(some, k, anchors, rng)
         masked = mask_logits(tuned, part["mask"].expand(k, -1), [], ids, at)
-        return (F.cross_entropy(*plain_logits(tuned, some))
-                + sar_loss(masked, labels.to(model.device))) / 2
+        with torch.no_grad():
+            teacher, _ = answer_logits(model, some)
+        plain = divergence("forward-kl", teacher, answer_logits(tuned, some)[0])
+        return plain.mean() + sar_loss(masked, labels.to(model.device))
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
         right = all_right(tuned, part["mask"].expand(k, -1), held_out)
-        logits, labels = plain_logits(tuned, held_out)
+        logits, labels = answer_logits(tuned, held_out)
         kept = (logits.argmax(-1) == labels).float().mean().item()
         return ({"right": right, "kept": kept}, f"held-out tokens kept {kept:.3f}, guesses all "
                 f"right {' '.join(f'{x:.3f}' for x in right)}")

@@ -1,5 +1,6 @@
 """The file of a trained part: safetensors with a header that says what it is, and some embeddings
-of the model that it is for. Also an LM head for fewer tokens, and what a model makes of its own."""
+of the model that it is for. Also a draft for a model, an LM head for fewer tokens, and what a model
+makes of its own."""
 import json
 from pathlib import Path
 from typing import Callable
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import CachedLM, InputError
+from common import CachedLM, InputError, load
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -61,6 +62,14 @@ def fill(own: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor], p
         raise InputError(f"expected finite numbers, got {str(path)!r} with others")
     for name, p in own.items():
         p.data.copy_(tensors[name])
+
+
+def draft_for(model, tokenizer, path: str):
+    """A draft like the model in type and device; InputError for another tokenizer's."""
+    draft, its_tokenizer = load(path, str(model.device), model.dtype)
+    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
+    return draft
 
 
 @torch.inference_mode()

@@ -37,8 +37,8 @@ import torch
 from tqdm import tqdm
 
 from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, eos_ids, fastest,
-                    greedy, load, row_costs, until, walk)
-from survey.parts import MODELS, belongs, some_embeddings
+                    greedy, row_costs, until, walk)
+from survey.parts import MODELS, belongs, draft_for, some_embeddings
 
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # that rates are measured at
 B = 16  # children of a node
@@ -251,9 +251,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
     out:   the JSON file to make
     draft: the small model
     """
-    small, its_tokenizer = load(draft, str(model.device), model.dtype)
-    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
+    small = draft_for(model, tokenizer, draft)
     longest = min(map(context_length, (model, small))) - TOKENS
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]
     if not fitting:

@@ -13,9 +13,9 @@ from bita import Tuning, anchored, load_tuning, mask_logits, shape_of
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from conftest import (FAMILIES, MORE_FAMILIES, ROOT, Zeros, chi_square_ok, interrupting, main,
                       per_call, said_in_one_line, tiny, tokens_of)
+from models.training import answer_logits
 from survey import masks as module
-from survey.masks import (all_right, load_space, parallel, plain_logits, report, space, train, tune,
-                          widths)
+from survey.masks import (all_right, load_space, parallel, report, space, train, tune, widths)
 from survey.parts import load_part, save_part
 from survey.views import low_rank
 
@@ -284,9 +284,9 @@ def test_how_often_all_guesses_are_right_by_hand():
     assert all_right(model, masks, []) == [0, 0]
 
 
-def test_plain_logits_are_those_of_each_answer_alone():
+def test_answer_logits_are_those_of_each_answer_alone():
     model = tiny("llama")
-    logits, labels = plain_logits(model, DATA)
+    logits, labels = answer_logits(model, DATA)
     assert labels.tolist() == [x for _, answer in DATA for x in answer]
     alone = [model(input_ids=torch.tensor([p + a])).logits[0, len(p) - 1:-1] for p, a in DATA]
     torch.testing.assert_close(logits, torch.cat(alone), atol=1e-4, rtol=1e-4)

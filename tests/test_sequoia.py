@@ -11,6 +11,7 @@ import survey.sequoia as module
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy, until
 from conftest import (CONTEXT, ROOT, VOCAB, ScriptedLM, Zeros, chi_square_ok, main, markov, near,
                       tiny, tokens_of)
+from survey import parts
 from survey.sequoia import (calibrate, decode, draw_children, known, load_rates, parents_of, plans,
                             report, sequoia, shape_of, tables, verify)
 
@@ -599,7 +600,7 @@ class Vocabulary(SimpleNamespace):
 
 def test_a_draft_of_another_vocabulary_is_refused(monkeypatch, tmp_path):
     model = tiny("llama")
-    monkeypatch.setattr(module, "load", lambda *_: (model, Vocabulary(60)))
+    monkeypatch.setattr(parts, "load", lambda *_: (model, Vocabulary(60)))
     with pytest.raises(InputError, match="got another vocabulary"):
         calibrate(model, Vocabulary(61), [PROMPT], out=tmp_path / "rates.json")
 
@@ -611,7 +612,7 @@ def test_calibration_counts_the_children_of_one_level(tmp_path, monkeypatch):
     small, tokenizer = near(model, 0.05), Vocabulary(VOCAB)
     monkeypatch.setattr(module, "TEMPERATURES", (0.0, 5.0))
     monkeypatch.setattr(module, "TOKENS", 60)
-    monkeypatch.setattr(module, "load", lambda *_: (small, tokenizer))
+    monkeypatch.setattr(parts, "load", lambda *_: (small, tokenizer))
     monkeypatch.setattr(module, "eos_ids", lambda *_: set())
     calibrate(model, tokenizer, [PROMPT], out=tmp_path / "rates.json")
     text = PROMPT + tokens_of(autoregressive(CachedLM(model), PROMPT), 61)
@@ -656,7 +657,7 @@ def test_the_report():
 def test_calibration_keeps_to_the_context_and_to_answers(tmp_path, monkeypatch):
     """Prompts without room are not measured; nothing after an EOS is."""
     model, tokenizer, seen = tiny("llama"), Vocabulary(VOCAB), []
-    monkeypatch.setattr(module, "load", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(parts, "load", lambda *_: (model, tokenizer))
     monkeypatch.setattr(module, "TEMPERATURES", (0.0,))
     answer = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
     monkeypatch.setattr(module, "eos_ids", lambda *_: {answer[5]})
@@ -679,7 +680,7 @@ def test_no_more_children_than_tokens(tmp_path, monkeypatch):
     """A pair of 20 tokens, with rates of its own or of more children."""
     model, tokenizer = tiny("llama", vocab_size=20), Vocabulary(20)
     monkeypatch.setattr(module, "B", 30)
-    monkeypatch.setattr(module, "load", lambda *_: (near(model, 0.05), tokenizer))
+    monkeypatch.setattr(parts, "load", lambda *_: (near(model, 0.05), tokenizer))
     monkeypatch.setattr(module, "eos_ids", lambda *_: set())
     calibrate(model, tokenizer, [[3, 4]], out=tmp_path / "rates.json")
     draft = near(model, 0.05)
@@ -715,7 +716,7 @@ def test_trees_of_more_than_64_nodes_at_the_end_of_the_context(tmp_path):
 def test_calibration_counts_the_tokenizers_tokens_alone(tmp_path, monkeypatch):
     """Embeddings may be padded beyond it: a row there is no child."""
     model, tokenizer, seen = tiny("llama"), Vocabulary(20), []
-    monkeypatch.setattr(module, "load", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(parts, "load", lambda *_: (model, tokenizer))
     monkeypatch.setattr(module, "TEMPERATURES", (0.0,))
     monkeypatch.setattr(module, "eos_ids", lambda *_: set())
     real = module.grow

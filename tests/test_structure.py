@@ -22,11 +22,13 @@ from survey.views import low_rank
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest", "survey.layerskip",
-         "survey.draft_verify", "survey.masks")
+         "survey.draft_verify", "survey.masks", "survey.cascade", "survey.online")
 NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
          "survey.layerskip": ("speculative", "survey.parts", "survey.views"),
          "survey.draft_verify": ("speculative", "survey.parts", "survey.views"),
-         "survey.masks": ("bita", "speculative", "survey.parts", "survey.views")}
+         "survey.masks": ("bita", "speculative", "survey.parts", "survey.views"),
+         "survey.cascade": ("speculative", "survey.rest"),
+         "survey.online": ("models.training", "speculative", "survey.parts"), "models.training": ()}
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 
@@ -47,8 +49,13 @@ def path_of(name: str):
 
 
 def needs(name: str) -> tuple[str, ...]:
-    """The files that it is copied out with, besides common.py."""
+    """What it imports besides common.py and packages."""
     return NEEDS.get(name, ("survey.parts",) if name.startswith("survey") else ())
+
+
+def copied_with(name: str) -> set[str]:
+    """It, what it needs, what that needs."""
+    return {name}.union(*(copied_with(x) for x in needs(name)))
 
 
 METHODS = [(name, method.__name__) for name in FILES for method in functions_of(name)[0]]
@@ -74,7 +81,7 @@ def test_a_method_file_needs_common_alone(name):
     assert imported(outer) <= {*sys.stdlib_module_names} | PACKAGES | own
     assert imported(body) - imported(outer) <= {"models"}
     trains = {x.name for x in inner if "models" in imported(x.body)}
-    assert trains <= {"fit", "train", "collect", "build", "tune", "search", "ppd"}
+    assert trains <= {"fit", "train", "collect", "build", "tune", "tuning_loss", "search", "ppd"}
     project = {x.module for x in outer if isinstance(x, ast.ImportFrom)} - {"common"}
     assert {x for x in project if x.split(".")[0] in own} == {*needs(name)}
     if name in FILES:
@@ -93,7 +100,7 @@ exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd
          "sequoia": {"rates": root + "/sequoia.json", "nodes": 8, "depth": 4},
          "rest": {"datastore": root + "/rest.safetensors", "nodes": 4},
          "adapter": {"adapter": root + "/exit.safetensors"},
-         "layerskip": {"tuning": "", "E": 3},
+         "layerskip": {"tuning": "", "E": 3}, "cascade": {"grams": root + "/rest.safetensors"},
          "parallel": {"tokens": root + "/pass.safetensors"}, "space": {"tuning": sys.argv[5]},
          "draft_verify": {"skipped": {"attention": [5], "mlp": [6]}}}
 own = {"common", *(name for name, _ in json.loads(sys.argv[4]))}
@@ -129,7 +136,8 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
     for name in FILES:
         folder = tmp_path / name
         (folder / "survey").mkdir(parents=True)
-        for file in (name, "common", *needs(name)):
+        (folder / "models").mkdir()
+        for file in {"common", *copied_with(name)}:
             (folder / path_of(file).relative_to(ROOT)).write_text(path_of(file).read_text())
     texts = cli.read_prompts(ROOT / "models/examples.jsonl")[:1]
     target, _, tokenizer = embedded
