@@ -6,7 +6,7 @@ import sys
 import time
 from argparse import (SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace,
                       RawDescriptionHelpFormatter)
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from inspect import Parameter, getdoc, signature
 from pathlib import Path
 from typing import Callable, Iterator
@@ -117,6 +117,7 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     add("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"],
         help="colour guessed tokens (auto: on a terminal)")
     add("--compare", action="store_true", help="also decode token by token, and compare")
+    add("--trace", type=Path, metavar="FILE.html", help="a page that steps through every call")
     add("--tune", action="store_true", help="search the fastest options for these prompts")
     add("--method", default=methods[0].__name__, choices=[f.__name__ for f in methods])
 
@@ -208,6 +209,7 @@ class Session:
         self.args = args
         self.report = report
         self.shared = shared
+        self.trace = None
         models = load_models(args, method)
         self.tokenizer = models["target"][1]
         self.models = {name: model for name, (model, _) in models.items()}
@@ -256,6 +258,8 @@ class Session:
                 sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
                 limit = min(args.max_new_tokens, self.context - len(prompt))
                 chunks = run.chunks(prompt, limit, sample)
+                if self.trace:
+                    chunks = self.trace.watch(run, prompt, chunks)
                 chunks = itertools.chain([next(chunks)], chunks)  # checks options before it prints
                 if show and len(self.prompts) > 1:
                     print(text, file=sys.stderr, flush=True)
@@ -306,6 +310,22 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
     print("fastest:", *(f"--{name} {options[name]}" for name in ranges if name in options))
 
 
+@contextmanager
+def traced(session: Session) -> Iterator[None]:
+    """With --trace: keep what is decoded, and write its page, also after Ctrl-C."""
+    path = session.args.trace
+    if path is None:
+        yield
+        return
+    from cli.trace import Trace, page
+    session.trace = Trace()
+    try:
+        yield
+    finally:
+        path.write_text(page(session.trace.runs, session.tokenizer))
+        print(f"trace: {path.resolve()}", file=sys.stderr)
+
+
 # ---------------------------------------------------------------------------------- the steps
 
 def perform_command(command, argv: list[str]) -> int:
@@ -326,6 +346,8 @@ def perform(methods: list, report, argv: list[str], *, lossy=(), viewers={}, sha
             return perform_command(command, argv[1:])
     args = parse_decoding(methods, target, argv)
     method = next(f for f in methods if f.__name__ == args.method)
+    if args.trace:
+        args.trace.open("a").close()  # it can be written, before anything is decoded
     options = given(args, method, methods)
     session = Session(args, method, report, shared)
     session.check(options)
@@ -333,8 +355,9 @@ def perform(methods: list, report, argv: list[str], *, lossy=(), viewers={}, sha
         tune(session, method, options, ranges)
         return 0
     show = viewers.get(method, stream) if args.show == "always" else stream
-    run = session.decode(method, options, show)
-    return compare(session, run, lossy) if args.compare else 0
+    with traced(session):
+        run = session.decode(method, options, show)
+        return compare(session, run, lossy) if args.compare else 0
 
 
 def main(methods: list, report, argv: list[str] | None = None, **special) -> int:

@@ -41,6 +41,7 @@ from models import tasks  # noqa: E402
 from models.training import own_answers  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
 from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E402
+from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.layerskip import adapter, layerskip, load_exit, load_tuned  # noqa: E402
@@ -63,6 +64,7 @@ class Count:
     draft: float = 0.0
     output: list[int] = field(default_factory=list)
     log: list[dict] = field(default_factory=list)
+    draft_calls: int = 0
 
 
 class Ours:
@@ -86,8 +88,9 @@ class Ours:
         for _ in run.chunks(prompt, self.limit, self.sample):
             pass
         spent = {name: lm.seconds + lm.prompt_seconds for name, lm in self.models.items()}
+        draft_calls = self.models["draft"].calls if "draft" in self.models else 0
         return Count(run.tokens, self.models["target"].calls, run.seconds, spent["target"],
-                     spent.get("draft", 0.0), run.outputs[0], run.log)
+                     spent.get("draft", 0.0), run.outputs[0], run.log, draft_calls)
 
 
 class Theirs:
@@ -126,7 +129,7 @@ class Theirs:
         for hook in hooks:
             hook.remove()
         return Count(len(output), calls["target"], total, seconds["target"],
-                     seconds.get("draft", 0.0), output)
+                     seconds.get("draft", 0.0), output, draft_calls=calls.get("draft", 0))
 
 
 def clock(device: torch.device) -> float:
@@ -417,6 +420,7 @@ def all_methods(bench: Bench) -> None:
         **bench.masks(),
         **bench.rest("rest"),
         **bench.rest("rest, datastore alone", grow=False),
+        **bench.run("cascade", cascade, grams=str(bench.args.adapters / "rest.safetensors")),
         **bench.run("specinfer", specinfer, gamma=gamma),
         **bench.run("spectr", spectr, gamma=gamma),
         **bench.run("bild (lossy)", bild),

@@ -24,13 +24,16 @@ from bita import bita, load_tuning  # noqa: E402  (path: set above)
 from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402
 from jacobi import lookahead  # noqa: E402
 from models.training import own_answers  # noqa: E402
-from speculative import k_seq, multi_step, specdec, specinfer, spectr  # noqa: E402
+from speculative import (k_seq, multi_step, specdec, specinfer, spectr,  # noqa: E402
+                         speculative)
+from survey.cascade import cascade, ends, triforce  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks, without  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.layerskip import (adapter, exit_accuracy, layerskip, load_exit,  # noqa: E402
                               load_tuned)
 from survey.masks import all_right, load_space, parallel, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
+from survey.online import online  # noqa: E402
 from survey.rest import BOUNDARY, Datastore, load_datastore, rest  # noqa: E402
 from survey.sequoia import draw_children, load_rates, sequoia, tables, verify  # noqa: E402
 from survey.views import depth_of  # noqa: E402
@@ -399,12 +402,119 @@ def table_masks(bench: Bench) -> None:
     print("\n" + table(rows))
 
 
+# ------------------------------------------------------------------------------ drafts for drafts
+
+def table_cascade(bench: Bench) -> None:
+    """What drafting for the draft, and worse drafts for later tokens, each bring; draft calls
+    weighed by the draft's share of the target's weights."""
+    grams = str(bench.args.adapters / "rest.safetensors")
+    share = bench.draft.num_parameters() / bench.target.num_parameters()
+    print(f"the draft has {share:.3f} of the target's weights\n")
+    runs = {"AR": bench.ours(autoregressive)}
+    runs |= {f"speculative, γ {gamma}": bench.ours(speculative, gamma=gamma) for gamma in (4, 6, 8)}
+    for name, gamma, inner, tail in (
+            ("the draft alone", 5, 0, 0), ("vertical", 5, 3, 0), ("horizontal", 5, 0, 3),
+            ("both", 5, 3, 3), ("both", 3, 3, 3), ("both", 8, 4, 4), ("Max-Gram alone", 0, 0, 5)):
+        runs[f"{name}: γ {gamma}, inner {inner}, tail {tail}"] = bench.ours(
+            cascade, gamma=gamma, inner=inner, tail=tail, grams=grams)
+    runs["both, bigrams of the text alone: γ 5, inner 3, tail 3"] = bench.ours(
+        cascade, gamma=5, inner=3, tail=3, grams="")
+    results = bench.measure(runs)
+    rows = [["cascade", "tokens per call", "accepted a round", "draft calls a token",
+             "weighed by size", "x AR", "output as AR's"]]
+    for name in [*runs][1:]:
+        calls = sum(results.sums(name, "draft_calls")) / sum(results.sums(name, "tokens"))
+        rows.append([name, f"{results.per_call(name):.2f}", f"{results.log(name, 'accepted'):.2f}",
+                     f"{calls:.2f}", f"{calls * share:.3f}", f"{results.ratio(name, 'AR'):.2f}",
+                     results.same(name, "AR")])
+    print(table(rows))
+
+
+def table_triforce(bench: Bench) -> None:
+    """Over long prompts, a category each: what a call of the target costs there; what is accepted
+    of the middle level's tokens, by its budget, of retrieved rows and of first and newest rows."""
+    from survey import cascade as module
+    own = module.retrieved
+    rows = [["prompt", "tokens", "milliseconds of a call", "of one with 512 rows", "rows kept",
+             "accepted of 5, retrieved", "x AR", "accepted, first and newest", "speculative, x AR"]]
+    for name, prompts in bench.prompts.items():
+        lm = bench.cached(bench.target)
+        lm.start(prompts[0][:-1])
+        whole = row_costs(lm, 1)[1]
+        lm.start(prompts[0][:512])
+        short = row_costs(lm, 1)[1]
+        for budget in (256, 1024):
+            found = {}
+            for kind, choose in (("retrieved", own),
+                                 ("ends", lambda lm, token, n, chunk: ends(lm, 16, n - 16))):
+                module.retrieved = choose
+                one = copy.copy(bench)
+                one.prompts = {name: prompts}
+                runs = {"AR": bench.ours(autoregressive), "speculative": bench.ours(speculative),
+                        "triforce": bench.ours(triforce, budget=budget)}
+                found[kind] = one.measure(runs)
+            module.retrieved = own
+            accepted = [found[kind].log("triforce", "accepted") for kind in found]
+            rows.append([name, str(len(prompts[0])), f"{1000 * whole:.0f}", f"{1000 * short:.0f}",
+                         str(budget), f"{accepted[0]:.2f}",
+                         f"{found['retrieved'].ratio('triforce', 'AR'):.2f}", f"{accepted[1]:.2f}",
+                         f"{found['retrieved'].ratio('speculative', 'AR'):.2f}"])
+    print(table(rows))
+
+
+# ---------------------------------------------------------------------------- drafts that learn
+
+def table_online(bench: Bench) -> None:
+    """The share of the draft's tokens that is accepted as traffic goes from task to task, in
+    quarters of each; with the draft as it is, and learning. One round."""
+    quarters = [prompts[i * len(prompts) // 4:(i + 1) * len(prompts) // 4]
+                for prompts in bench.prompts.values() for i in range(4)]
+    head = [f"{name} {i + 1}" for name in bench.prompts for i in range(4)]
+    rows = [["accepted in quarter", *head]]
+    runs = {"the draft as it is": bench.ours(speculative)}
+    for kind in ("forward-kl", "reverse-kl", "jsd"):
+        runs[f"online, {kind}"] = bench.ours(online, divergence=kind)
+    outputs = {}
+    for name, run in runs.items():
+        cells = []
+        for prompts in quarters:
+            counts = [run(prompt) for prompt in prompts]
+            outputs.setdefault(name, []).extend(count.output for count in counts)
+            drafted, accepted = (sum(r[what] for count in counts for r in count.log)
+                                 for what in ("drafted", "accepted"))
+            cells.append(f"{accepted / drafted:.2f}")
+        rows.append([name, *cells])
+    print(table(rows))
+    same = all(some == outputs["the draft as it is"] for some in outputs.values())
+    print(f"outputs {'are the same' if same else 'DIFFER'}\n")
+
+
+def table_boost(bench: Bench) -> None:
+    """Two drafts: twice the first, or the first and one that was trained for what it gets wrong,
+    FOLDER/draft2."""
+    second = bench.load(str(bench.args.adapters / "draft2"))
+    rows = [["two drafts of 5 tokens", "temperature", "tokens per call", "accepted a round",
+             "nodes a round"]]
+    for temperature in (0.0, 1.0):
+        sample = Sampler(temperature, seed=bench.args.seed)
+        runs = {"the first alone": bench.ours(speculative, sample=sample, gamma=5),
+                "the first, twice": bench.ours(specinfer, sample=sample),
+                "the first and the second": bench.ours(
+                    specinfer, sample=sample, more_drafts=[bench.cached(second)])}
+        results = bench.measure(runs)
+        rows += [[name, str(temperature), f"{results.per_call(name):.2f}",
+                  f"{results.log(name, 'accepted'):.2f}", f"{results.log(name, 'drafted'):.1f}"]
+                 for name in runs]
+    print(table(rows))
+
+
 # ---------------------------------------------------------------------------- the command line
 
 TABLES = {"medusa": table_medusa, "eagle": table_eagle, "inputs": table_inputs,
           "sequoia": table_sequoia, "rest": table_rest, "specdec": table_specdec,
           "layerskip": table_layerskip, "exits": table_exits, "draft_verify": table_draft_verify,
-          "accuracy": table_accuracy, "masks": table_masks}
+          "accuracy": table_accuracy, "masks": table_masks, "cascade": table_cascade,
+          "triforce": table_triforce, "online": table_online, "boost": table_boost}
 
 
 def main() -> None:

@@ -1,0 +1,152 @@
+"""`--trace`: the page's data are what was decoded, for every method; nothing in it is ever run."""
+import json
+import re
+
+import pytest
+import torch
+
+import cli
+from cli.trace import PAGE, Trace, page
+from common import CachedLM, autoregressive, encode
+from conftest import ROOT, interrupting, main, said_in_one_line, tiny, tokens_of
+from test_structure import FILES, functions_of
+
+TEXT = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
+METHODS = [method for name in FILES for method in functions_of(name)[0]]
+FORWARD = CachedLM.forward
+OWN = {"cllm": {"target": str(ROOT / "models/cllm")}}
+
+
+def data_of(path) -> dict:
+    """Parsed back, as a browser's script does it."""
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), re.S)[1])
+
+
+def checked(run: dict) -> list[int]:
+    """The output of a run; the verifying model's kept rows are the root and all of it but the last
+    token; parents stand earlier; times go on."""
+    output = [token for step in run["rounds"] for token in step["chunk"]]
+    calls = [call for step in run["rounds"] for call in step["calls"]]
+    kept = [call["ids"][row] for call in calls if call["lm"] == run["target"]
+            for row in call["kept"]]
+    assert kept == [run["prompt"][-1], *output[:-1]]
+    for call in calls:
+        assert len(call["ids"]) == len(call["parents"]) == len(call["best"]) > 0
+        assert all(-1 <= parent < call["first"] + i for i, parent in enumerate(call["parents"]))
+        assert call["time"][0] < call["time"][1] and 0 <= call["lm"] < len(run["lms"])
+    times = [x for call in calls for x in call["time"]]
+    assert times == sorted(times) and times[0] >= 0
+    return output
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_every_method_writes_a_page(method, tmp_path, capsys):
+    """Of itself, and of token by token with --compare; the output is the one without a trace."""
+    argv = ["--method", method.__name__, "--prompt", TEXT, "--max-new-tokens", "40"]
+    argv += [x for name, value in OWN.get(method.__name__, {}).items()
+             for x in (f"--{name}", value)]
+    texts = []
+    for more in ([], ["--compare", "--trace", str(tmp_path / "x.html")]):
+        assert main([method], lambda run: "", [*argv, *more], lossy=[method]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    own, ar = data_of(tmp_path / "x.html")["runs"]
+    assert own["method"] == method.__name__ and ar["method"] == "autoregressive"
+    for run in (own, ar):
+        assert 0 < len(checked(run)) <= 40
+    steps = [(call["ids"], call["best"]) for step in ar["rounds"] for call in step["calls"]]
+    assert all(len(ids) == 1 for ids, _ in steps)
+    assert [best[0] for _, best in steps] == checked(ar)  # greedy: the likeliest is the choice
+    assert CachedLM.forward is FORWARD  # nothing is recorded any more
+
+
+@pytest.mark.parametrize("method", ["speculative", "specinfer", "eagle", "parallel", "cascade"])
+def test_samples_are_recorded_too(method, tmp_path):
+    [function] = [x for x in METHODS if x.__name__ == method]
+    argv = ["--temperature", "1", "--seed", "3", "--max-new-tokens", "30", "--prompt", TEXT,
+            "--trace", str(tmp_path / "x.html")]
+    assert main([function], lambda run: "", argv) == 0
+    [run] = data_of(tmp_path / "x.html")["runs"]
+    assert len(checked(run)) > 1
+
+
+def test_a_tree_is_what_was_forwarded(tmp_path):
+    """Rows, parents, likeliest tokens, the path that was kept; what was dropped by `truncate` or
+    behind the last chunk is not."""
+    model = tiny("llama")
+    whole = model(input_ids=torch.tensor([[3, 5, 7, 9]])).logits[0].argmax(-1)
+
+    def method(target, prompt, sample, log):
+        target.start(prompt[:-1])
+        target.forward([5, 7, 8], [-1, 0, 0])
+        target.forward([9], [1])
+        log.append({"accepted": 1})
+        target.commit([0, 1, 3])
+        target.truncate(3)
+        yield [7, 11]
+        target.forward([11])
+        target.forward([1], counts=False)  # the clock's
+        target.commit([0])
+        yield [12]
+    run = cli.Run(method, {"target": CachedLM(model)}, {}, set())
+    trace = Trace()
+    assert [*trace.watch(run, [3, 5], run.chunks([3, 5], 3, None))] == [[7, 11], [12]]
+    [known] = trace.runs
+    first, second = known["rounds"]
+    tree, more = first["calls"]
+    assert (tree["ids"], tree["parents"], tree["first"]) == ([5, 7, 8], [-1, 0, 0], 0)
+    assert (more["ids"], more["parents"], more["first"]) == ([9], [1], 3)
+    assert (tree["kept"], more["kept"]) == ([0, 1], []) and first["log"] == {"accepted": 1}
+    assert [tree["best"][0], tree["best"][1], more["best"][0]] == whole[1:].tolist()
+    assert [call["ids"] for call in second["calls"]] == [[11]] and second["log"] == {}
+    assert known["lms"] == ["target"] and run.setup > 0
+
+
+def test_drafts_are_named_and_do_not_verify(tmp_path):
+    [method] = [x for x in METHODS if x.__name__ == "speculative"]
+    argv = ["--prompt", TEXT, "--gamma", "3", "--max-new-tokens", "20", "--trace",
+            str(tmp_path / "x.html")]
+    assert main([method], lambda run: "", argv) == 0
+    [run] = data_of(tmp_path / "x.html")["runs"]
+    assert sorted(run["lms"]) == ["draft", "target"] and run["lms"][run["target"]] == "target"
+    for step in run["rounds"]:
+        assert [run["lms"][call["lm"]] for call in step["calls"]] == ["draft"] * 3 + ["target"]
+        guesses = [call["best"][-1] for call in step["calls"][:3]]
+        assert step["calls"][3]["ids"][1:] == guesses
+
+
+def test_text_is_shown_and_never_run(embedded):
+    """A prompt of HTML stands in the page as data alone."""
+    target, _, tokenizer = embedded
+    text = "</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d"
+    prompt = encode(tokenizer, text)
+    run = cli.Run(autoregressive, {"target": CachedLM(target)}, {}, set())
+    trace = Trace()
+    tokens_of(trace.watch(run, prompt, run.chunks(prompt, 3, cli.Sampler(0))), 3)
+    written = page(trace.runs, tokenizer)
+    script, empty = PAGE.read_text().split("DATA")
+    assert written.startswith(script) and written.endswith(empty)
+    inside = written[len(script):len(written) - len(empty)]
+    assert "<" not in inside and inside.isascii()
+    known = json.loads(inside)
+    assert "</script><img src=x onerror=alert(1)>" in "".join(
+        known["texts"][str(x)] for x in prompt)
+    assert "innerHTML" not in script + empty and "http" not in (script + empty).replace(
+        "http://www.w3.org/2000/svg", "")
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_decoded(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(cli, "load_models", None)
+    for path in (tmp_path / "no/folder.html", tmp_path):
+        assert main([autoregressive], lambda run: "", ["--trace", str(path)]) == 2
+        said_in_one_line(str(path), capfd)
+
+
+def test_an_interrupted_run_has_a_page(tmp_path, monkeypatch):
+    """And the models are themselves again."""
+    [method] = [x for x in METHODS if x.__name__ == "speculative"]
+    monkeypatch.setattr(CachedLM, "commit", interrupting(CachedLM.commit, 7))
+    argv = ["--prompt", TEXT, "--trace", str(tmp_path / "x.html")]
+    assert main([method], lambda run: "", argv) == 130
+    [run] = data_of(tmp_path / "x.html")["runs"]
+    assert len(checked(run)) >= 2 and CachedLM.forward is FORWARD
