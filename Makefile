@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test bench models bita medusa eagle layerskip masks sequoia rest cllm clean
+.PHONY: demo test bench models picture bita medusa eagle layerskip masks sequoia rest cllm clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -20,6 +20,10 @@ bench: .venv/ready
 
 models: .venv/ready
 	$(RUN) models/train.py
+
+# .github/decode.svg, the README's picture: a run on this machine
+picture: .venv/ready
+	$(RUN) -m cli.picture
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv

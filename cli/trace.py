@@ -3,8 +3,8 @@
 While a trace is being recorded, the passes of all CachedLMs, drafts too, are kept with their times;
 no method knows of it. What the recording takes is not in those times, and counts as set-up.
 
-A run is {"method", "prompt", "lms", "target", "rounds"}: token ids of the prompt, what the models are
-called, which of them verifies, and for each chunk
+A run is {"method", "prompt", "lms", "target", "rounds"}: token ids of the prompt, what the models
+are called, which of them verifies, and for each chunk
 
     {"chunk": token ids, "log": the method's record, "calls": [{
         "lm", "time": [from, to] in milliseconds since the prompt was read,

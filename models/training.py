@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Callable
 
 import torch
@@ -191,13 +192,17 @@ class Training:
             self.load()
 
     def load(self) -> None:
-        state = torch.load(self.file, weights_only=True, map_location="cpu")
-        with torch.no_grad():
-            for name, p in self.part.items():
-                p.copy_(state["part"][name])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        self.done, self.curve = state["done"], state["curve"]
+        try:
+            state = torch.load(self.file, weights_only=True, map_location="cpu")
+            with torch.no_grad():
+                for name, p in self.part.items():
+                    p.copy_(state["part"][name])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+                optimizer.load_state_dict(saved)
+            self.done, self.curve = state["done"], state["curve"]
+        except (RuntimeError, LookupError, EOFError, UnpicklingError) as error:
+            raise InputError(f"expected a checkpoint, got a damaged one in {self.file}; without it "
+                             "the run begins anew") from error
 
     def save(self) -> None:
         """Unless an update is half made. The file is whole at any time."""

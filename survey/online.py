@@ -7,18 +7,14 @@ boost    Miao et al., "SpecInfer", arXiv 2305.09781: a second draft, for what th
     python -m survey.online boost --prompts FILE --out DRAFT2            # then:
     python speculative.py --method specinfer --draft DRAFT --draft DRAFT2 --prompt "..."
 
-    request     … a  b  x̂         the target's row of b gave another token than x̂:
-                                    (the text up to b, that row) is kept
-    every few   a step on all rows kept, D(the target there, the draft there); then they are dropped
-    requests
+    request     … a  b  x̂         the target's row of b gave another token: it is kept
+    some later  a step on all rows kept, D(the target there, the draft there); then they are dropped
 
 The draft changes between requests only, for what it has cached is its own. Whatever it learns, the
-output is the target's (../speculative.py). Of the target's rows the hidden states are kept: its LM
-head makes distributions of them again.
+output is the target's (../speculative.py).
 
-Departures: the row that is learnt from is the one that predicts the corrected token (the released
-code: one later); boosting drops places of answers that the first draft gets right, not whole
-prompts.
+Departures: learnt is the row that predicts the corrected token (the released code: one later); what
+the first draft gets right is left out of boosting place by place, not by whole prompts.
 """
 import copy
 import json
@@ -50,14 +46,14 @@ class Learner:
     the draft failed, {place of the last right token: the target's hidden state there}."""
 
     def __init__(self, target: CachedLM, draft: CachedLM, kind: str, lr: float,
-                 folder: Path | None = None):
+                 folder: Path | None = None, settings: tuple = ()):
         if kind not in KINDS or not lr > 0:
             raise InputError(f"expected a divergence of {', '.join(KINDS)} and lr above 0, "
                              f"got {kind} and {lr}")
         self.target, self.kind = target, kind
         self.logits = logits_of(target.model)
         model = copy.deepcopy(draft.model).float().requires_grad_(True)
-        of = digest(target.model.state_dict()), kind
+        of = digest(target.model.state_dict()), kind, settings
         self.training = Training(dict(model.named_parameters()), of, name="online", steps=1, lr=lr,
                                  rate=constant, folder=folder)
         self.lm = CachedLM(model, draft.vocab)
@@ -122,15 +118,19 @@ def online(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int =
 
 # ---------------------------------------------------------------------------------- a stream
 
-def answered_before(file, prompts: list[list[int]], requests: int) -> None:
-    """Leave the answers to so many requests in a file, the first of `prompts`; InputError where
-    they are not there."""
+def answered_before(file, prompts: list[list[int]], requests: int, every: int) -> None:
+    """Leave the answers to so many requests in a file, the first of `prompts`; InputError where it
+    has others, or anything else."""
     file.seek(0)
-    lines = [*file][:requests]
-    if [json.loads(line)["prompt"] for line in lines] != prompts[:requests]:
+    lines = [line for line in file if line.endswith("\n")]  # not one that was cut off
+    try:
+        right = [json.loads(line)["prompt"] for line in lines] == prompts[:len(lines)]
+    except (ValueError, LookupError, TypeError):
+        right = False
+    if not (right and requests <= len(lines) <= requests + every):
         raise InputError(f"expected the answers to the first {requests} prompts in {file.name}, of "
-                         "which the draft has learnt; another --work begins anew")
-    file.truncate(sum(map(len, lines)))
+                         "which the draft has learnt, or a new file")
+    file.truncate(sum(map(len, lines[:requests])))
 
 
 def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -148,16 +148,17 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     small, eos = draft_for(model, tokenizer, draft), eos_ids(model, tokenizer)
     longest = min(map(context_length, (model, small))) - max_new_tokens
-    if min(gamma, every, max_new_tokens) < 1 or any(len(prompt) > longest for prompt in prompts):
-        raise InputError("expected gamma, every and max-new-tokens of 1 or more and prompts of at "
-                         f"most {longest} tokens")
+    if min(gamma, every, max_new_tokens) < 1 or max(gamma, *map(len, prompts)) > longest:
+        raise InputError("expected gamma, every and max-new-tokens of 1 or more, and gamma and "
+                         f"prompts of at most {longest} tokens")
     work = work or Path(f"{out}.work")
     work.mkdir(parents=True, exist_ok=True)
     target, first = (CachedLM(x, len(tokenizer)) for x in (model, small))
-    learner = Learner(target, first, divergence, lr, work)
+    settings = gamma, every, max_new_tokens, temperature, seed
+    learner = Learner(target, first, divergence, lr, work, settings)
     begun = learner.training.done * every
     with open(out, "a+") as file:
-        answered_before(file, prompts, begun)
+        answered_before(file, prompts, begun, every)
         for i in tqdm(range(begun, len(prompts)), desc="requests"):
             log, sample = [], Sampler(temperature, seed=seed + i)
             chunks = until(learner.serve(prompts[i], gamma, sample, log), max_new_tokens, eos, log)

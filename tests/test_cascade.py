@@ -252,6 +252,22 @@ def test_rows_keep_their_positions(name):
     torch.testing.assert_close(part.forward([7, 9, 3]), logits)
 
 
+def test_no_window_leaves_the_first_rows_out():
+    """And windows count from the newest rows' own places."""
+    model, text = tiny("mistral"), list(range(2, 32))
+    [window] = windows_of(model).values()
+    whole, part = CachedLM(model), Part(model)
+    whole.start(text)
+    kept = [0, 1, *range(15, 30)]
+    part.take(whole, {i: torch.tensor(kept).expand(2, -1) for i in whole.cache.layers}, 2)
+    part.forward([7, 9])
+    _, mask = part.layout(part.parents, [False, False])
+    slots = [-1, -1, *range(15, 30), 30, 31]  # -1: seen by all
+    for row, place in enumerate((30, 31)):
+        expected = [slot < 0 or place - window < slot <= place for slot in slots]
+        assert (mask[0, 0, row] == 0).tolist() == expected
+
+
 def test_heads_may_keep_different_rows():
     model, text = tiny("llama"), list(range(2, 12))
     whole, part = CachedLM(model), Part(model)
@@ -343,6 +359,23 @@ def test_a_budget_as_large_as_the_context_is_the_target():
         tokens_of(chunks, 36)
         shares.append(sum(r["accepted"] for r in log[:-1]) / sum(r["drafted"] for r in log[:-1]))
     assert shares[0] == 1 > shares[1] + 0.2
+
+
+def test_calls_are_counted_and_the_last_token_asks(monkeypatch):
+    """One of the target a round; those of the draft, over all prompts; rows are retrieved for the
+    prompt's last token."""
+    model, tokens = tiny("llama"), []
+    monkeypatch.setattr(module, "retrieved", lambda lm, token, *more:
+                        tokens.append(token) or retrieved(lm, token, *more))
+    target, draft = CachedLM(model), CachedLM(near(model, 0.1))
+    calls = []
+    for prompt in ([3, 9, 27, 20], [5, 6, 7]):
+        chunks = triforce(target, draft, prompt)
+        for _ in range(4):
+            next(chunks)
+        calls.append((target.calls, draft.calls))
+    assert calls[0][0] == 4 and calls[1][0] == 8 and 4 <= calls[0][1] < calls[1][1]
+    assert tokens == [20, 7]
 
 
 def test_the_draft_never_keeps_more_than_sinks_and_two_windows(monkeypatch):

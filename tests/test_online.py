@@ -77,6 +77,48 @@ def test_a_step_brings_the_draft_nearer_there(kind):
     assert all(torch.equal(x, before[name]) for name, x in small.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["llama", "cohere2"])
+def test_a_step_is_towards_what_the_target_thought_there(name, monkeypatch):
+    """The loss is D(target, draft) of the rows that were kept, whatever the model makes of its LM
+    head's output (Cohere scales it)."""
+    model, small = tiny(name), near(tiny(name), 0.1)
+    learner, given = Learner(CachedLM(model), CachedLM(small), "reverse-kl", 1e-3), []
+    text = PROMPT + tokens_of(learner.serve(PROMPT, 4, Sampler(0), []), 30)
+    places = [*learner.kept[0][1]]
+    real = training.divergence
+    monkeypatch.setattr(module, "divergence", lambda *x: given.append(x) or real(*x))
+    learner.learn()
+    [(kind, p, q)] = given
+    assert kind == "reverse-kl" and len(places) > 2
+    ids = torch.tensor([text + [0] * 9])
+    for rows, lm in ((p, model), (q, small)):
+        expected = lm(input_ids=ids).logits[0, [x for x in places if x < len(text)]]
+        torch.testing.assert_close(rows[:len(expected)].float(), expected, atol=0.3, rtol=0.05)
+
+
+def test_each_pair_and_kind_has_a_learner_and_counts_go_on():
+    model, draft = tiny("llama"), CachedLM(near(tiny("llama"), 0.1))
+    targets = CachedLM(model), CachedLM(model)
+    calls = []
+    for target, kind in ((targets[0], "jsd"), (targets[1], "jsd"), (targets[1], "forward-kl"),
+                         (targets[0], "jsd")):
+        tokens_of(online(target, draft, PROMPT, divergence=kind), 20)
+        calls.append(draft.calls)
+    assert sum(name[0] == "online" for name in draft.prepared) == 3
+    assert 0 < calls[0] < calls[1] < calls[2] < calls[3] and draft.seconds > 0
+
+
+def test_a_checkpoint_is_of_one_target_and_its_settings(tmp_path):
+    model, small = tiny("llama"), CachedLM(near(tiny("llama"), 0.1))
+    learner = Learner(CachedLM(model), small, "jsd", 1e-2, tmp_path, (1, 2))
+    learner.learn()
+    learner.training.save()
+    for target, settings, done in ((model, (1, 2), 1), (near(model, 0.01), (1, 2), 0),
+                                   (model, (1, 3), 0)):
+        again = Learner(CachedLM(target), small, "jsd", 1e-2, tmp_path, settings)
+        assert again.training.done == done
+
+
 def test_the_draft_changes_between_prompts_only():
     model, draft = tiny("llama"), CachedLM(near(tiny("llama"), 0.1))
     weights = []
@@ -166,17 +208,47 @@ def test_answers_that_the_draft_has_learnt_from_must_be_there(pair, tmp_path):
     assert len(open(tmp_path / "a").readlines()) == 8
 
 
+@pytest.mark.parametrize("text", ["# a text\n", "[1]\n", "{}\n", '{"prompt": [1]}\n'])
+def test_no_other_file_is_overwritten(pair, tmp_path, text):
+    """Nor the answers of another run."""
+    (tmp_path / "a").write_text(text)
+    with pytest.raises(InputError, match="or a new file"):
+        serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", **STREAM)
+    assert (tmp_path / "a").read_text() == text
+    serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "b", **STREAM)
+    known = (tmp_path / "b").read_text()
+    for change in (dict(lr=1e-3), dict(every=1), dict(temperature=1.0), dict(gamma=2)):
+        with pytest.raises(InputError, match="or a new file"):
+            serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "b", **STREAM | change)
+    assert (tmp_path / "b").read_text() == known
+
+
+def test_a_damaged_checkpoint_is_refused(pair, tmp_path):
+    serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", **STREAM)
+    [file] = (tmp_path / "a.work").glob("online-*.pt")
+    for damaged in (file.read_bytes()[:1000], b"", b"hello"):
+        file.write_bytes(damaged)
+        with pytest.raises(InputError, match="expected a checkpoint, got a damaged one"):
+            serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", **STREAM)
+
+
+def test_each_request_has_coins_of_its_own(pair, tmp_path):
+    serve(pair, Tokenizer(), [PROMPT] * 4, out=tmp_path / "a", **STREAM | dict(temperature=1.0))
+    answers = [json.loads(line)["answer"] for line in open(tmp_path / "a")]
+    assert len({tuple(answer) for answer in answers}) == 4
+
+
 def test_bad_input_is_one_line(capfd, tmp_path):
     for argv in (["--gamma", "0"], ["--every", "0"], ["--divergence", "tvd"], ["--lr", "0"]):
         assert main([online], report, [*argv, "--prompt", "x"]) == 2
         said_in_one_line("expected", capfd)
-    argv = ["boost", "--prompts", str(ROOT / "models/examples.jsonl"), "--draft", "nothing"]
+    argv = ["boost", "--prompts", str(ROOT / "models/examples.jsonl"), "--draft", str(tmp_path)]
     assert main([online], report, [*argv, "--out", str(tmp_path / "c")], commands=[boost]) == 2
     said_in_one_line("expected a model directory", capfd)
 
 
 def test_bad_settings_are_refused(tmp_path, pair):
-    for change in (dict(every=0), dict(gamma=0), dict(max_new_tokens=0), dict(max_new_tokens=62)):
+    for change in (dict(every=0), dict(gamma=0), dict(max_new_tokens=0), dict(max_new_tokens=62), dict(gamma=99)):
         with pytest.raises(InputError, match="prompts of at most"):
             serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", **STREAM | change)
     with pytest.raises(InputError, match="expected max-new-tokens"):

@@ -1,14 +1,17 @@
 """`--trace`: the page's data are what was decoded, for every method; nothing in it is ever run."""
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import cli
+from cli.picture import picture
 from cli.trace import PAGE, Trace, page
-from common import CachedLM, autoregressive, encode
+from common import CachedLM, autoregressive, encode, greedy
 from conftest import ROOT, interrupting, main, said_in_one_line, tiny, tokens_of
+from speculative import speculative
 from test_structure import FILES, functions_of
 
 TEXT = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
@@ -133,6 +136,37 @@ def test_text_is_shown_and_never_run(embedded):
         known["texts"][str(x)] for x in prompt)
     assert "innerHTML" not in script + empty and "http" not in (script + empty).replace(
         "http://www.w3.org/2000/svg", "")
+
+
+def test_the_picture_is_small_and_shows_the_output(embedded):
+    """Well-formed; of each run the text, its calls as bars from left to right, and its time."""
+    target, draft, tokenizer = embedded
+    trace, outputs = Trace(), []
+    prompt = encode(tokenizer, "Write a function <b>. " + TEXT)
+    for method, names in ((speculative, ("target", "draft")), (autoregressive, ("target",))):
+        lms = {name: CachedLM(dict(target=target, draft=draft)[name]) for name in names}
+        run = cli.Run(method, lms, {}, set())
+        outputs.append(tokens_of(trace.watch(run, prompt, run.chunks(prompt, 30, greedy)), 30))
+    drawn = picture(trace.runs, tokenizer)
+    assert len(drawn.encode()) < 60_000
+    root = ElementTree.fromstring(drawn)
+    name = "{http://www.w3.org/2000/svg}"
+    texts = ["".join(x.itertext()) for x in root.iter(f"{name}text")]
+    for output in outputs:
+        lines = tokenizer.decode(output, skip_special_tokens=True).split("\n")
+        assert all(line in texts for line in lines)
+    bars = [x.attrib for x in root.iter(f"{name}rect")]
+    calls = [call for run in trace.runs for step in run["rounds"] for call in step["calls"]]
+    assert len(bars) == len(calls) and {x["class"] for x in bars} == {"target", "draft"}
+    for run, n in zip(trace.runs, (sum(len(s["calls"]) for s in x["rounds"]) for x in trace.runs)):
+        places = [float(x["x"]) for x in bars[:n]]
+        assert places == sorted(places)
+        del bars[:n]
+
+
+def test_the_readmes_picture_is_one():
+    drawn = (ROOT / ".github/decode.svg").read_text()
+    assert len(drawn.encode()) < 60_000 and ElementTree.fromstring(drawn) is not None
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_decoded(tmp_path, capfd, monkeypatch):

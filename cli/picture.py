@@ -1,0 +1,122 @@
+"""`make picture`: an animated SVG of one real run beside token by token, from the data of --trace.
+
+It needs no script: CSS alone moves it, and its first frame, all text in grey above the calls' real
+times, says the same. A token gets its colour when its call is over, 30 times slower than real."""
+import sys
+from html import escape
+from pathlib import Path
+
+from cli.trace import Trace
+from common import CachedLM, autoregressive, encode, eos_ids, greedy, load
+from models.tasks import read_prompts
+
+ROOT = Path(__file__).resolve().parent.parent
+SLOWER = 30
+STYLE = """
+svg { background: #ffffff; font: 13px ui-monospace, Menlo, Consolas, monospace; }
+text { fill: #59636e; white-space: pre; }
+.head { font: 600 14px system-ui, sans-serif; fill: #1f2328; }
+.guess, .own { animation: guess .05s both; fill: #1a7f37; }
+.own { animation-name: own; fill: #0969da; }
+.target { fill: #0969da; } .draft { fill: #d9822b; }
+.now { stroke: #1f2328; animation: move linear both; }
+@keyframes guess { from { fill: #d1d9e0; } }
+@keyframes own { from { fill: #d1d9e0; } }
+@keyframes move { from { transform: translateX(0); } to { transform: translateX(var(--way)); } }
+@media (prefers-color-scheme: dark) {
+  svg { background: #0d1117; } text { fill: #9198a1; } .head { fill: #f0f6fc; }
+  .guess { fill: #3fb950; } .own { fill: #4493f8; } .target { fill: #4493f8; }
+  .now { stroke: #f0f6fc; }
+  @keyframes guess { from { fill: #3d444d; } } @keyframes own { from { fill: #3d444d; } }
+}
+@media (prefers-reduced-motion: reduce) { * { animation: none !important; } }
+"""
+
+
+def calls_of(run: dict) -> list[dict]:
+    return [call for step in run["rounds"] for call in step["calls"]]
+
+
+def written(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
+    """(the run's text as SVG, each token coloured when its round ends; its lines)."""
+    lines = [[]]
+    for step in run["rounds"]:
+        after = SLOWER * step["calls"][-1]["time"][1] / 1000
+        for i, token in enumerate(step["chunk"]):
+            kind = "own" if i == len(step["chunk"]) - 1 else "guess"
+            text = tokenizer.decode([token], skip_special_tokens=True)
+            for j, part in enumerate(text.split("\n")):
+                if j > 0:
+                    lines.append([])
+                if part:
+                    lines[-1].append(f'<tspan class="{kind}" style="animation-delay:{after:.2f}s">'
+                                     f"{escape(part)}</tspan>")
+    shown = [f'<text x="{x}" y="{y + 19 * i}">{"".join(line)}</text>'
+             for i, line in enumerate(lines)]
+    return "\n".join(shown), len(lines)
+
+
+def lane(run: dict, scale: float, x: int, y: int) -> str:
+    """The run's calls over real time, and a line that passes over them."""
+    end = max(call["time"][1] for call in calls_of(run))
+    bars = [f'<rect class="{"target" if call["lm"] == run["target"] else "draft"}" '
+            f'x="{x + scale * call["time"][0]:.1f}" y="{y}" height="14" '
+            f'width="{max(0.5, scale * (call["time"][1] - call["time"][0]) - 0.5):.1f}"/>'
+            for call in calls_of(run)]
+    now = (f'<line class="now" x1="{x}" x2="{x}" y1="{y - 3}" y2="{y + 17}" '
+           f'style="--way:{scale * end:.1f}px;animation-duration:{SLOWER * end / 1000:.2f}s"/>')
+    return "\n".join([*bars, now])
+
+
+def picture(runs: list[dict], tokenizer, width: int = 860) -> str:
+    """Two runs of one prompt, from left to right."""
+    ends = [max(call["time"][1] for call in calls_of(run)) for run in runs]
+    half, parts, most = width // 2, [], 0
+    for i, (run, end) in enumerate(zip(runs, ends)):
+        x = 16 + i * half
+        n = sum(len(step["chunk"]) for step in run["rounds"])
+        text, lines = written(run, tokenizer, x, 62)
+        most = max(most, lines)
+        calls = sum(call["lm"] == run["target"] for call in calls_of(run))
+        name = "token by token" if run["method"] == "autoregressive" else run["method"]
+        parts += [f'<text class="head" x="{x}" y="24">{name}</text>',
+                  f'<text x="{x}" y="42">{n} tokens, {calls} target calls, {end:.0f} ms</text>',
+                  text]
+    top = 62 + 19 * most
+    parts += [lane(run, (half - 40) / max(ends), 16 + i * half, top) for i, run in enumerate(runs)]
+    height = top + 52
+    parts.append(f'<text x="16" y="{height - 12}"><tspan class="guess">guesses that were kept</tspan>,'
+                 ' <tspan class="own">the target\'s own choice</tspan>; bars: calls of target and '
+                 "draft, in real proportion</text>")
+    title = f"{runs[0]['method']} beside token by token: {ends[1] / ends[0]:.1f} times as fast"
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img">\n<title>{title}</title>\n'
+            f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n")
+
+
+def main() -> None:
+    """Ouroboros and token by token on the last example, after a run of each to warm up."""
+    from cli import Run
+    from ouroboros import PhrasePool, ouroboros
+    (target, tokenizer), (draft, _) = (load(f"{ROOT}/models/{x}", "cpu", "float32")
+                                       for x in ("target", "draft"))
+    prompt = encode(tokenizer, read_prompts(ROOT / "models/examples.jsonl")[-1])
+    for _ in range(2):
+        trace = Trace()
+        for method in (ouroboros, autoregressive):
+            models = {"target": CachedLM(target, len(tokenizer))}
+            options = {}
+            if method is ouroboros:
+                models["draft"] = CachedLM(draft, len(tokenizer))
+                options["pool"] = PhrasePool()
+            run = Run(method, models, options, eos_ids(target, tokenizer))
+            for _ in trace.watch(run, prompt, run.chunks(prompt, 120, greedy)):
+                pass
+    out = ROOT / ".github/decode.svg"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(picture(trace.runs, tokenizer))
+    print(f"{out}: {out.stat().st_size:,} bytes", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
