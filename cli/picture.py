@@ -85,9 +85,9 @@ def picture(runs: list[dict], tokenizer, width: int = 860) -> str:
     top = 62 + 19 * most
     parts += [lane(run, (half - 40) / max(ends), 16 + i * half, top) for i, run in enumerate(runs)]
     height = top + 52
-    parts.append(f'<text x="16" y="{height - 12}"><tspan class="guess">guesses that were kept</tspan>,'
-                 ' <tspan class="own">the target\'s own choice</tspan>; bars: calls of target and '
-                 "draft, in real proportion</text>")
+    parts.append(f'<text x="16" y="{height - 12}"><tspan class="guess">guesses that were kept'
+                 "</tspan>, <tspan class='own'>the target's own choice</tspan>; bars: calls of "
+                 "target and draft, in real proportion</text>")
     title = f"{runs[0]['method']} beside token by token: {ends[1] / ends[0]:.1f} times as fast"
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" role="img">\n<title>{title}</title>\n'

@@ -248,7 +248,8 @@ def test_bad_input_is_one_line(capfd, tmp_path):
 
 
 def test_bad_settings_are_refused(tmp_path, pair):
-    for change in (dict(every=0), dict(gamma=0), dict(max_new_tokens=0), dict(max_new_tokens=62), dict(gamma=99)):
+    for change in (dict(every=0), dict(gamma=0), dict(max_new_tokens=0),
+                   dict(max_new_tokens=62), dict(gamma=99)):
         with pytest.raises(InputError, match="prompts of at most"):
             serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", **STREAM | change)
     with pytest.raises(InputError, match="expected max-new-tokens"):
