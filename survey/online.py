@@ -92,7 +92,7 @@ class Learner:
 
 
 def online(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, every: int = 2,
-           divergence: str = "forward-kl", lr: float = 1e-3, sample: Sampler = greedy,
+           divergence: str = "forward-kl", lr: float = 3e-4, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Speculative decoding with a draft that goes on learning from one prompt to the next, as long
     as this process lives. Liu et al., Alg. 2.
@@ -135,7 +135,7 @@ def answered_before(file, prompts: list[list[int]], requests: int, every: int) -
 
 def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           draft: str = f"{MODELS}/draft", gamma: int = 6, every: int = 2,
-          divergence: str = "forward-kl", lr: float = 1e-3, max_new_tokens: int = 200,
+          divergence: str = "forward-kl", lr: float = 3e-4, max_new_tokens: int = 200,
           temperature: float = 0.0, seed: int = 0) -> None:
     """Answer prompts in their order, and learn on the way. A stopped run goes on: requests since
     the last step are answered again, none is lost.
