@@ -24,6 +24,7 @@ text is longer than the model's context; what is retrieved is chosen once, after
 """
 import sys
 from collections import Counter
+from itertools import takewhile
 from typing import Iterator, Sequence
 
 import torch
@@ -73,21 +74,20 @@ class MaxGram:
         self.bigrams = bigrams
         self.V = V
 
+    def following(self, text: str) -> str:
+        for n in range(min(LONGEST, len(text) - 1), 0, -1):
+            at = text.rfind(text[-n:], 0, len(text) - 1)
+            if at >= 0:
+                return text[at + n:]
+        return self.bigrams.get(text[-1], "")
+
     def guess(self, text: list[int], most: int) -> list[int]:
+        """Up to `most` tokens; a guess is followed by what followed it."""
         known = as_text(text)
-        whole = len(known) + most
-        while len(known) < whole:
-            for n in range(min(LONGEST, len(known) - 1), 0, -1):
-                at = known.rfind(known[-n:], 0, len(known) - 1)
-                if at >= 0:
-                    break
-            else:
-                at, n = 0, 0
-            more = known[at + n:][:whole - len(known)] if n else self.bigrams.get(known[-1], "")
-            if not more:
-                break
+        while len(known) < len(text) + most and (more := self.following(known)):
             known += more
-        return [token for token in as_tokens(known[len(text):]) if token < self.V]
+        tokens = as_tokens(known[len(text):len(text) + most])
+        return [*takewhile(lambda token: token < self.V, tokens)]
 
 
 def review(levels: list, counts: list[list[int]], text: list[int],

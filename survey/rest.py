@@ -82,14 +82,18 @@ class Datastore:
         for i in range(first, len(self.text)):
             insort(self.order, i, key=self.here)
 
-    def following(self, s: str) -> list[str]:
-        """What stands after s wherever it does, up to AFTER tokens and no BOUNDARY."""
+    def places(self, s: str) -> list[int]:
+        """Where s ends; of more than MATCHES places some, evenly."""
         def begin(i: int) -> str:
             return self.text[i:i + len(s)]
         first = bisect_left(self.order, s, key=begin)
         end = bisect_right(self.order, s, first, key=begin)
-        places = self.order[first:end:max(1, math.ceil((end - first) / MATCHES))]
-        found = (self.text[i + len(s):i + len(s) + AFTER] for i in places)
+        some = self.order[first:end:max(1, math.ceil((end - first) / MATCHES))]
+        return [i + len(s) for i in some]
+
+    def following(self, s: str) -> list[str]:
+        """What stands after s wherever it does, up to AFTER tokens and no BOUNDARY."""
+        found = (self.text[i:i + AFTER] for i in self.places(s))
         return [text.partition(BOUNDARY)[0] for text in found]
 
 

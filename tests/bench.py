@@ -44,6 +44,7 @@ from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E
 from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
+from survey.hybrid import hybrid, load_trust  # noqa: E402
 from survey.layerskip import adapter, layerskip, load_exit, load_tuned  # noqa: E402
 from survey.masks import load_space, parallel, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
@@ -248,6 +249,16 @@ class Bench:
         return self.fitting(name, lambda: self.ours(
             rest, store=load_datastore(path, self.target), nodes=self.args.nodes, **options))
 
+    def hybrid(self, guess: str) -> dict[str, Ours]:
+        files = {name: str(self.args.adapters / file) for name, file in (
+            ("datastore", "rest.safetensors"), ("trust", "hybrid.json"),
+            ("adapter", f"{guess}.safetensors"))}
+
+        def make() -> Ours:
+            load_trust(files["trust"], self.target)
+            return self.ours(hybrid, guess=guess, **files)
+        return self.fitting(f"hybrid, {guess}", make)
+
     def sequoia(self, name: str, **options) -> dict[str, Ours]:
         path = str(self.args.adapters / "sequoia.json")
 
@@ -420,6 +431,9 @@ def all_methods(bench: Bench) -> None:
         **bench.masks(),
         **bench.rest("rest"),
         **bench.rest("rest, datastore alone", grow=False),
+        **bench.hybrid("none"),
+        **bench.hybrid("medusa"),
+        **bench.hybrid("hydra"),
         **bench.run("cascade", cascade, grams=str(bench.args.adapters / "rest.safetensors")),
         **bench.run("specinfer", specinfer, gamma=gamma),
         **bench.run("spectr", spectr, gamma=gamma),

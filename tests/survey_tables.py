@@ -26,6 +26,7 @@ from jacobi import lookahead  # noqa: E402
 from models.training import own_answers  # noqa: E402
 from speculative import (k_seq, multi_step, specdec, specinfer, spectr,  # noqa: E402
                          speculative)
+from survey import cascade as module  # noqa: E402
 from survey.cascade import cascade, ends, triforce  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks, without  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
@@ -430,35 +431,43 @@ def table_cascade(bench: Bench) -> None:
     print(table(rows))
 
 
-def table_triforce(bench: Bench) -> None:
-    """Over long prompts, a category each: what a call of the target costs there; what is accepted
-    of the middle level's tokens, by its budget, of retrieved rows and of first and newest rows."""
-    from survey import cascade as module
+def by_ends(target, draft, prompt, *, budget: int, sample, log):
+    """TriForce whose middle level keeps the first and the newest rows, retrieving none."""
     own = module.retrieved
-    rows = [["prompt", "tokens", "milliseconds of a call", "of one with 512 rows", "rows kept",
-             "accepted of 5, retrieved", "x AR", "accepted, first and newest", "speculative, x AR"]]
+    module.retrieved = lambda lm, token, budget, chunk: ends(lm, 16, budget - 16)
+    chunks = triforce(target, draft, prompt, budget=budget, sample=sample, log=log)
+    try:
+        first = next(chunks)
+    finally:
+        module.retrieved = own
+    yield first
+    yield from chunks
+
+
+def table_triforce(bench: Bench) -> None:
+    """Over long prompts, each a category: what a call of the target costs there, and on 512 tokens;
+    what is accepted of the middle level's tokens, by how many rows it keeps, and which."""
+    rows = [["tokens of the prompt", "milliseconds of a call", "of one on 512", "rows kept",
+             "accepted of 5, retrieved", "first and newest", "x AR, retrieved", "first and newest",
+             "speculative"]]
     for name, prompts in bench.prompts.items():
-        lm = bench.cached(bench.target)
-        lm.start(prompts[0][:-1])
-        whole = row_costs(lm, 1)[1]
-        lm.start(prompts[0][:512])
-        short = row_costs(lm, 1)[1]
-        for budget in (256, 1024):
-            found = {}
-            for kind, choose in (("retrieved", own),
-                                 ("ends", lambda lm, token, n, chunk: ends(lm, 16, n - 16))):
-                module.retrieved = choose
-                one = copy.copy(bench)
-                one.prompts = {name: prompts}
-                runs = {"AR": bench.ours(autoregressive), "speculative": bench.ours(speculative),
-                        "triforce": bench.ours(triforce, budget=budget)}
-                found[kind] = one.measure(runs)
-            module.retrieved = own
-            accepted = [found[kind].log("triforce", "accepted") for kind in found]
-            rows.append([name, str(len(prompts[0])), f"{1000 * whole:.0f}", f"{1000 * short:.0f}",
-                         str(budget), f"{accepted[0]:.2f}",
-                         f"{found['retrieved'].ratio('triforce', 'AR'):.2f}", f"{accepted[1]:.2f}",
-                         f"{found['retrieved'].ratio('speculative', 'AR'):.2f}"])
+        lm, costs = bench.cached(bench.target), []
+        for n in (len(prompts[0]) - 1, 512):
+            lm.start(prompts[0][:n])
+            costs.append(f"{1000 * row_costs(lm, 1)[1]:.0f}")
+        runs = {"AR": bench.ours(autoregressive), "speculative": bench.ours(speculative)}
+        budgets = (256, 1024)
+        for budget in budgets:
+            runs[budget] = bench.ours(triforce, budget=budget)
+            runs[-budget] = bench.ours(by_ends, budget=budget)
+        one = copy.copy(bench)
+        one.prompts = {name: prompts}
+        results = one.measure(runs)
+        for budget in budgets:
+            rows.append([str(len(prompts[0])), *costs, str(budget),
+                         *(f"{results.log(x, 'accepted'):.2f}" for x in (budget, -budget)),
+                         *(f"{results.ratio(x, 'AR'):.2f}" for x in (budget, -budget,
+                                                                    "speculative"))])
     print(table(rows))
 
 

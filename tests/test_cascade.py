@@ -200,7 +200,8 @@ def test_max_gram_by_hand():
     followers = MaxGram({as_text([3]): as_text([1]), as_text([1]): as_text([8])}, 9)
     assert followers.guess([1, 2, 3], 5) == [1, 2, 3, 1, 2]
     assert followers.guess([2, 3], 9) == [1, 8]
-    assert MaxGram({as_text([3]): as_text([9])}, 9).guess([3], 1) == []  # no token of the model
+    beyond = MaxGram({as_text([3]): as_text([9]), as_text([9]): as_text([1])}, 9)
+    assert beyond.guess([3], 2) == []  # 9 is no token of the model, and ends the guesses
 
 
 def test_bigrams_are_the_most_frequent_followers(embedded, monkeypatch):
