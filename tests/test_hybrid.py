@@ -215,7 +215,8 @@ def test_trust_is_measured_and_kept_for_its_model(tmp_path, monkeypatch, capsys)
     fit(model, Tokenizer, prompts, out=tmp_path / "t.json", work=tmp_path, max_new_tokens=12)
     assert seen[0] == as_text([5] * 6)
     known = load_trust(str(tmp_path / "t.json"), model)
-    assert torch.tensor(known["trust"]).shape == (2, 5, 3) and set(known["w"]) == {"medusa", "hydra"}
+    assert torch.tensor(known["trust"]).shape == (2, 5, 3)
+    assert set(known["w"]) == {"medusa", "hydra"}
     assert "weights of heads" in capsys.readouterr().out
     with pytest.raises(InputError, match="another model's"):
         load_trust(str(tmp_path / "t.json"), tiny("llama", seed=1))
