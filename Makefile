@@ -5,7 +5,8 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test bench models picture bita medusa eagle layerskip masks sequoia rest cllm clean
+.PHONY: demo test bench models picture bita medusa \
+	eagle layerskip masks sequoia rest hybrid cllm clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -74,6 +75,13 @@ layerskip: .venv/ready
 	$(RUN) models/tasks.py 20 > $(WORK)/prompts_blocks.jsonl
 	$(RUN) -m survey.draft_verify search --prompts $(WORK)/prompts_blocks.jsonl \
 		--out models/blocks.json
+
+# models/hybrid.json: how far n-grams and heads are to be trusted, on answers that neither has seen
+hybrid: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 30 -5 > $(WORK)/prompts_hybrid.jsonl
+	$(RUN) -m survey.hybrid fit --prompts $(WORK)/prompts_hybrid.jsonl --work $(WORK)/hybrid \
+		--out models/hybrid.json
 
 # models/cllm: Jacobi trajectories on generated prompts, then consistency training in two phases
 cllm: .venv/ready

@@ -2,8 +2,7 @@
 
 cascade   Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference", arXiv
           2312.11462: models, the last one without weights; the better ones write the early guesses
-triforce  Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical
-          Speculative Decoding", arXiv 2404.11912: a small draft that sees the text's beginning and
+triforce  Sun et al., "TriForce", arXiv 2404.11912: a small draft that sees the text's beginning and
           end, the target with the part of its cache that it looks at most, the target
 
     python -m survey.cascade --draft SMALL --draft SMALLER --prompt "..."
@@ -14,13 +13,11 @@ triforce  Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generati
     draft 2  reviews   inner tokens of Max-Gram, until it has what draft 1 asked for
 
 Every review is Leviathan's rule (../speculative.py), so a token that leaves a level has exactly the
-distribution of that level's model, and the next better level judges it by that one: lossless,
-however many levels there are. Where a level stops does not depend on what would come next.
+distribution of that level's model, and the next better level judges it by that one: lossless.
 
 Departures: cascade's counts are one for each direction (the paper: a matrix that is searched); no
 lenient review, which is not exact when sampling; bigrams are counted in REST's datastore.
-TriForce's draft keeps its rows at their positions in the text (StreamingLLM: in the cache), so no
-text is longer than the model's context; what is retrieved is chosen once, after the prompt.
+TriForce's rows keep their positions, within the model's context; it retrieves once, at the prompt.
 """
 import sys
 from collections import Counter
@@ -34,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask, greedy,
                     grouped_attention)
-from speculative import verify
+from speculative import report, verify
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
 
@@ -44,8 +41,7 @@ class Level:
     """A model and the text that it has rows of."""
 
     def __init__(self, lm: CachedLM, text: list[int]):
-        self.lm = lm
-        self.text = text
+        self.lm, self.text = lm, text
 
     def keep(self, text: list[int]) -> int:
         """Drop all but what this text begins with; how many tokens that are."""
@@ -67,12 +63,10 @@ class Level:
 
 class MaxGram:
     """The cheapest guesser: what followed the latest of the longest earlier occurrences of the
-    text's end, or else the most frequent follower of its last token. `bigrams`: {token: follower},
-    characters as in `as_text`."""
+    text's end, or the follower of its last token in `bigrams`, characters as in `as_text`."""
 
     def __init__(self, bigrams: dict[str, str], V: int):
-        self.bigrams = bigrams
-        self.V = V
+        self.bigrams, self.V = bigrams, V
 
     def following(self, text: str) -> str:
         for n in range(min(LONGEST, len(text) - 1), 0, -1):
@@ -127,9 +121,8 @@ def drawn(levels: list, counts: list[list[int]], text: list[int], most: int,
 def bigrams(path: str, model) -> dict[str, str]:
     """The most frequent follower of each token in a datastore of survey/rest.py; {} for no path."""
     text = load_datastore(path, model).text if path else ""
-    seen = Counter(zip(text, text[1:]))
     best = {}
-    for (x, y), _ in seen.most_common():
+    for (x, y), _ in Counter(zip(text, text[1:])).most_common():
         if BOUNDARY not in (x, y):
             best.setdefault(x, y)
     return best
@@ -144,13 +137,11 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     gamma: tokens a round that the first draft gives the target
     inner: tokens that a draft is given by the next one for a review
     tail:  tokens a round that each later draft appends to those, the better one first
-    grams: a datastore made by `python -m survey.rest build`, of whose texts bigrams are counted, or
-           nothing
+    grams: a datastore of `python -m survey.rest build`, whose bigrams are counted, or nothing
     Yields chunks of 1 to gamma + (drafts) tail + 1 tokens; logs {"drafted", "accepted"} a round.
     """
-    if gamma < 0 or inner < 0 or tail < 0:
-        raise InputError("expected gamma, inner and tail of 0 or more, "
-                         f"got {gamma}, {inner} and {tail}")
+    if min(gamma, inner, tail) < 0:
+        raise InputError(f"expected 0 or more, got gamma {gamma}, inner {inner} and tail {tail}")
     followers = target.once(("bigrams", grams), lambda: bigrams(grams, target.model))
     lms = [target, draft, *more_drafts]
     for lm in lms:
@@ -209,15 +200,12 @@ class Part(CachedLM):
 
 
 def ends(lm: CachedLM, sinks: int, window: int) -> tuple[dict[int, torch.Tensor], int]:
-    """(slots, P) of the first and the newest rows: what StreamingLLM (Xiao et al., arXiv
-    2309.17453) keeps. Of a short context all are the newest."""
+    """(slots, P) of the first and the newest rows (StreamingLLM, Xiao et al., arXiv 2309.17453)."""
     slots = torch.arange(lm.prefix + lm.length)
-    short = len(slots) <= sinks + window
-    if not short:
+    P = 0 if len(slots) <= sinks + window else sinks
+    if P:
         slots = torch.cat([slots[:sinks], slots[-window:]])
-    each = {layer: slots.expand(keys.shape[1], -1)
-            for layer, (keys, _) in lm.cache.layers.items()}
-    return each, 0 if short else sinks
+    return {i: slots.expand(keys.shape[1], -1) for i, (keys, _) in lm.cache.layers.items()}, P
 
 
 asked = {}  # layer: the queries [heads, d] of the last row that it ran
@@ -234,16 +222,14 @@ AttentionMaskInterface.register("asking", sdpa_mask)
 
 def queries(lm: CachedLM, token: int) -> dict[int, torch.Tensor]:
     """Of the row of a token after the context, for each layer [heads, d]."""
-    own = lm.model.config._attn_implementation
-    if own != "grouped":
-        raise InputError("expected a model whose attention can be replaced, got "
-                         f"{type(lm.model).__name__}")
+    if lm.model.config._attn_implementation != "grouped":
+        raise InputError(f"expected attention that can be replaced, got {type(lm.model).__name__}")
     asked.clear()
     lm.model.set_attn_implementation("asking")
     try:
         lm.forward([token], counts=False)
     finally:
-        lm.model.set_attn_implementation(own)
+        lm.model.set_attn_implementation("grouped")
     lm.truncate(lm.length)
     return dict(asked)
 
@@ -259,8 +245,7 @@ def retrieved(lm: CachedLM, token: int, budget: int,
     for layer, query in queries(lm, token).items():
         keys = lm.cache.layers[layer][0][0, :, :chunks * chunk]  # [heads, slots, d]
         means = keys.unflatten(1, (chunks, chunk)).float().mean(2)  # [heads, chunks, d]
-        grouped = query.float().view(len(keys), -1, keys.shape[2]).sum(1)  # [heads, d]
-        scores = torch.einsum("hcd,hd->hc", means, grouped)
+        scores = torch.einsum("hcd,hgd->hc", means, query.float().unflatten(0, (len(keys), -1)))
         scores[:, :1] = torch.inf
         best = scores.topk(few).indices.sort().values.cpu()  # [heads, few]
         inside = (best[:, :, None] * chunk + torch.arange(chunk)).flatten(1)
@@ -277,16 +262,12 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
 
     gamma:  tokens a round for the target (γ2)
     inner:  tokens of the draft for a review by the target with a part of its cache (γ1)
-    budget: rows of the prompt that are retrieved
-    chunk:  rows that are retrieved together
+    budget, chunk: rows of the prompt that are retrieved; how many of them together
     sinks, window: first and newest rows that the draft keeps
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "reviews"} a round, the
-    last those by a part of the cache.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "reviews" by a part}.
     """
     if min(gamma, chunk, sinks, window) < 1 or inner < 0 or budget < chunk:
-        raise InputError("expected gamma, chunk, sinks and window of 1 or more, inner of 0 or more "
-                         f"and a budget of a chunk or more, got {gamma}, {chunk}, {sinks}, "
-                         f"{window}, {inner} and {budget}")
+        raise InputError("expected 1 or more of each, inner of 0 or more, a budget of a chunk")
     if type(target.cache) is not KVCache:
         raise InputError("expected no --graphs: a part of a cache is copied")
     for lm in (target, draft):
@@ -301,10 +282,9 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
         reviews = middle.calls
         tokens, _ = review(levels, [[gamma], [inner], []], text, sample)
         draft.calls, draft.rows, draft.seconds = small.calls, small.rows, small.seconds
-        before = len(text) - 1
         text = text + tokens
         levels[0].keep(text[:-1])
-        middle.follow(target, before)
+        middle.follow(target, len(text) - len(tokens) - 1)
         levels[1].text = text[:-1]
         levels[2].keep(text[:-1])
         if small.prefix + small.length > sinks + 2 * window:
@@ -315,18 +295,6 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
         yield tokens
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    n = len(run.log)
-    drafted, accepted = (sum(r[name] for r in run.log) / n for name in ("drafted", "accepted"))
-    calls = ", ".join(f"{lm.calls / n:.1f} of {name}" for name, lm in run.models.items())
-    text = f"a round: {drafted:.1f} guesses, {accepted:.2f} accepted; calls: {calls}"
-    reviews = sum(r.get("reviews", 0) for r in run.log) / n
-    return f"{text}, {reviews:.1f} of the target with a part of its cache" if reviews else text
-
-
 if __name__ == "__main__":
     from cli import main
-    sys.exit(main([cascade, triforce], report,
-                  ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4), "tail": (0, 2, 4)}))
+    sys.exit(main([cascade, triforce], report, ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))

@@ -430,7 +430,7 @@ def test_bad_input_is_one_line(capfd):
 
 def test_a_model_whose_attention_cannot_be_replaced_is_refused():
     model = tiny("llama", attn_implementation="eager")
-    with pytest.raises(InputError, match="attention can be replaced, got Llama"):
+    with pytest.raises(InputError, match="attention that can be replaced, got Llama"):
         next(triforce(CachedLM(model), CachedLM(model), PROMPT))
 
 

@@ -382,6 +382,11 @@ def test_tuning_raises_early_exits_and_is_kept(tmp_path):
     tuned, E = load_tuned(tmp_path / "t", model)
     answers = [(p, tokens_of(autoregressive(CachedLM(model), p), 10)) for p in prompts]
     assert E == 1
+    for given, layers in ((0, 1), (3, 3)):  # as the file says, or as is asked for
+        log = []
+        next(layerskip(CachedLM(model), PROMPT, E=given, gamma=2, tuning=str(tmp_path / "t"),
+                       log=log))
+        assert log[0]["layers"] == 2 * layers + 4
     assert exit_accuracy(tuned, answers, 1) > exit_accuracy(model, answers, 1) + 0.2
     assert exit_accuracy(tuned, answers, 4) > 0.8
 

@@ -13,6 +13,7 @@ from bita import Tuning, anchored, load_tuning, mask_logits, shape_of
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from conftest import (FAMILIES, MORE_FAMILIES, ROOT, Zeros, chi_square_ok, interrupting, main,
                       per_call, said_in_one_line, tiny, tokens_of)
+from models import training
 from models.training import answer_logits
 from survey import masks as module
 from survey.masks import (all_right, load_space, parallel, report, space, train, tune, widths)
@@ -80,7 +81,10 @@ def test_space_equals_the_tuned_model(name, tmp_path):
         for k in (1, 3):
             target = CachedLM(model)
             assert tokens_of(space(target, prompt, k=k, tuning=file), n, stops) == expected
-            assert target.calls <= len(expected)
+            calls = target.calls
+            assert calls <= len(expected)
+            assert tokens_of(space(target, prompt, k=k, tuning=file), n, stops) == expected
+            assert target.calls == 2 * calls and target.seconds > 0
 
 
 def test_of_a_model_that_repeats_itself_all_is_accepted(tmp_path):
@@ -111,12 +115,12 @@ def test_pass_guesses_from_what_training_sees(name, monkeypatch):
     monkeypatch.setattr(module, "verify",
                         lambda p, q, *more: drawn.append(q.clone()) or real(p, q, *more))
     text, target = [5, 3, 14, 15, 9, 2, 6], CachedLM(model)
-    chunks = parallel(target, text, trained=tokens, sample=Sampler(1.0))
+    chunks = parallel(target, text, L=2, trained=tokens, sample=Sampler(1.0))
     for _ in range(5):
         chunk = next(chunks)
         ids, at = torch.tensor([text]), torch.tensor([[len(text) - 1]])
         with torch.inference_mode():
-            expected = mask_logits(model, tokens.masks, [], ids, at)[0, 0].softmax(-1)
+            expected = mask_logits(model, tokens.masks[:2], [], ids, at)[0, 0].softmax(-1)
         torch.testing.assert_close(drawn[-1], expected, atol=1e-4, rtol=1e-4)
         text = text + chunk
         same_cache(target, text, model)
@@ -321,6 +325,25 @@ def test_tuning_learns_and_keeps(tmp_path, capsys):
         p.data = tensors[name].float()
     ids = torch.tensor([PROMPT[:1] * 3])
     torch.testing.assert_close(lm.model(input_ids=ids).logits, tuned(input_ids=ids).logits)
+
+
+def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
+    """By its divergence from the untuned model, which is 0 at first."""
+    model, given = tiny("llama"), []
+    real = training.divergence
+
+    def divergence(kind, p, q):
+        given.append((kind, real(kind, p, q).mean().item(), q.requires_grad))
+        return factor * real(kind, p, q)
+    monkeypatch.setattr(training, "divergence", divergence)
+    found = []
+    for factor in (1.0, 0.0):
+        tune(model, Tokenizer, PROMPTS, out=tmp_path / "t", work=tmp_path / f"{factor}", k=2,
+             **SMALL)
+        found.append(load_file(tmp_path / "t")["mask"])
+    assert given[0][0] == "forward-kl" and given[0][1] == pytest.approx(0, abs=1e-5)
+    assert all(x[2] for x in given) and len(given) == 12 and given[5][1] > 0
+    assert not torch.equal(*found)
 
 
 def test_a_stopped_tuning_goes_on(tmp_path, monkeypatch):

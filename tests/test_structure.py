@@ -22,12 +22,14 @@ from survey.views import low_rank
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest", "survey.layerskip",
-         "survey.draft_verify", "survey.masks", "survey.cascade", "survey.online")
+         "survey.draft_verify", "survey.masks", "survey.cascade", "survey.online",
+         "survey.hybrid")
 NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
          "survey.layerskip": ("speculative", "survey.parts", "survey.views"),
          "survey.draft_verify": ("speculative", "survey.parts", "survey.views"),
          "survey.masks": ("bita", "speculative", "survey.parts", "survey.views"),
          "survey.cascade": ("speculative", "survey.rest"),
+         "survey.hybrid": ("survey.medusa", "survey.parts", "survey.rest"),
          "survey.online": ("models.training", "speculative", "survey.parts"), "models.training": ()}
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
@@ -101,6 +103,8 @@ exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd
          "rest": {"datastore": root + "/rest.safetensors", "nodes": 4},
          "adapter": {"adapter": root + "/exit.safetensors"},
          "layerskip": {"tuning": "", "E": 3}, "cascade": {"grams": root + "/rest.safetensors"},
+         "hybrid": {"datastore": root + "/rest.safetensors", "trust": root + "/hybrid.json",
+                    "adapter": root + "/hydra.safetensors", "nodes": 8},
          "parallel": {"tokens": root + "/pass.safetensors"}, "space": {"tuning": sys.argv[5]},
          "draft_verify": {"skipped": {"attention": [5], "mlp": [6]}}}
 own = {"common", *(name for name, _ in json.loads(sys.argv[4]))}
