@@ -30,7 +30,7 @@ import random
 import re
 import sys
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, atten
 
 TRAINED = str(Path(__file__).resolve().parent / "models/cllm")
 DIVERGENCES = ("forward-kl", "reverse-kl", "jsd")
+KEPT = 32  # tokens with which an answer counts as unchanged by the training
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -400,21 +401,28 @@ def drawn(rows: list[dict], batch: int, per_block: int, local: bool,
     return rows, pairs
 
 
-def tokens_per_call(model, rows: list[dict], eos: set[int], n: int) -> float:
-    """By Jacobi decoding of the rows' prompts, up to as many tokens as their answers have."""
-    lm = CachedLM(model)
-    decoded = [until(cllm(lm, row["prompt"], n=n), len(row["answer"]), eos) for row in rows]
-    return sum(len(chunk) for chunks in decoded for chunk in chunks) / lm.calls
+def decoded(model, rows: list[dict], eos: set[int], n: int) -> tuple[list[list[int]], dict]:
+    """(answers, figures) of Jacobi decoding of the rows' prompts, up to as many tokens as their
+    answers have. Figures: tokens per call; fast-forwarded and stationary tokens, as `profile_of`;
+    the share of answers that begin with the same KEPT tokens as the rows'."""
+    lm, log, answers = CachedLM(model), [], []
+    for row in rows:
+        chunks = until(cllm(lm, row["prompt"], n=n, log=log), len(row["answer"]), eos)
+        answers.append([x for chunk in chunks for x in chunk])
+    _, gained, stationary = profile_of(log, eos)
+    kept = sum(x[:KEPT] == row["answer"][:KEPT] for x, row in zip(answers, rows))
+    return answers, {"per_call": sum(map(len, answers)) / lm.calls, "fast_forwarded": gained,
+                     "stationary": stationary, "kept": kept / len(rows)}
 
 
 def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *, steps: int,
         batch: int, states: int = 1, accumulate: int = 1, lr: float, w: float,
         divergence: str = "forward-kl", local: bool = False, recompute: bool = False, seed: int = 0,
-        work: Path | None = None) -> dict:
+        shown: int = 20, watch: Callable = lambda answers: {}, work: Path | None = None) -> dict:
     """Train all weights. The paper gives no recipe; the released one is AdamW at 2e-5, warm-up,
     then a cosine; ours: warm-up over a twentieth, then linearly to 0, gradients cut to length 1.
-    Returns {step: {"consistency", "ar", "per_call"}} on `held_out`: losses, and tokens per call of
-    Jacobi decoding."""
+    Returns {step: {"consistency", "ar", …}} on `held_out`: losses, and the figures of `decoded` on
+    the first `shown` of them, with those of watch(answers)."""
     from models.training import Training, warm_linear
 
     def loss_of(rng: random.Random) -> torch.Tensor:
@@ -429,10 +437,11 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
             measured = [losses(model, *drawn(held_out, batch, states, local, rng), divergence)
                         for _ in range(4)]
         consistency, ar = (sum(x).item() / 4 for x in zip(*measured))
-        per_call = tokens_per_call(model, held_out[:20], eos, n)
-        return ({"consistency": consistency, "ar": ar, "per_call": per_call},
-                f"held-out consistency loss {consistency:.4f}, AR loss {ar:.4f}, {per_call:.2f} "
-                "Jacobi tokens per call")
+        answers, figures = decoded(model, held_out[:shown], eos, n)
+        return ({"consistency": consistency, "ar": ar} | figures | watch(answers),
+                f"held-out consistency loss {consistency:.4f}, AR loss {ar:.4f}, "
+                f"{figures['per_call']:.2f} Jacobi tokens per call, {figures['kept']:.0%} of "
+                f"answers as before for {KEPT} tokens")
     weights = dict(model.named_parameters())
     adam = torch.optim.AdamW(weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     of = n, sorted(eos), rows, held_out, batch, states, w, divergence, local

@@ -1,7 +1,8 @@
 """One tree from all that guesses, each node with a measured chance, as wide as it pays right now.
 
-hybrid   of this project: the n-grams of REST (rest.py) and a trained guess of Medusa or Hydra
-         (medusa.py) in one tree. Others choose one source a step (SAM-Decoding, arXiv 2411.10666)
+hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained guess, of Medusa or
+         Hydra (medusa.py) or EAGLE (eagle.py), in one tree. Others choose one source a step
+         (SAM-Decoding, arXiv 2411.10666)
 
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
     python -m survey.hybrid --guess hydra --prompt "..."
@@ -10,93 +11,87 @@ hybrid   of this project: the n-grams of REST (rest.py) and a trained guess of M
                            ├─ in .12  └─ a .11                       its parent times its own
                            └─ there .06
 
-A node's children are asked of an interpolated n-gram model: of its last 8, 4, 2 and 1 tokens, each
-looked up in the text, then in a datastore, every entry that was seen takes `trust` of the belief
-that is left, by the share of each next token, and leaves the rest to the next one. Trust depends on
-the store, on how often an entry was seen and on how many different tokens followed it: 30 numbers,
-fitted by EM on held-out answers.
-
-At the root a trained guess enters as a mixture, w p_guess + (1 - w) p_ngram, where the n-grams are
-not sure. The tree is grown best first and ends where a node's chance is worth less than the time of
-its row: the m best nodes with the largest Σ chance - λ cost(m), λ the tokens a second of late.
+A node's children are asked of n-grams of the text and of a datastore (ngrams.py), with text and
+path as their context. At the root a trained guess enters as a mixture, w p_guess + (1 - w) p_ngram,
+where the n-grams are not sure. The tree is grown best first and ends where a node's chance is below
+its price: the seconds of one more row over the seconds that a final token takes of late.
 
 Lossless: the tree depends on final text, features and measured costs alone (`walk`).
 """
 import heapq
 import json
 import sys
-from collections import Counter
-from itertools import pairwise
+import time
 from pathlib import Path
 from typing import Callable, Iterator
 
 import torch
 from tqdm import tqdm
 
-from common import WIDTHS, CachedLM, InputError, Sampler, greedy, row_costs, walk
-from survey.medusa import Heads, load_heads
+from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
+from survey.eagle import Pairs, feed, load_draft
+from survey.medusa import load_heads
+from survey.ngrams import SEEN, NGrams, fitted, made
 from survey.parts import MODELS, belongs, some_embeddings
 from survey.rest import BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
 
-LENGTHS = (8, 4, 2, 1)  # of suffixes, in tokens
-SEEN = (1, 2, 5, 15)  # how often: up to each of these, or more
 MOST = 64  # nodes of a tree
 LEAST = 0.01  # chance of a node
-RANKS = 10  # guesses of a head
-SURE = 0.5  # an n-gram's chance with which no head is asked
-GUESSES = ("none", "medusa", "hydra")
+RANKS = 10  # guesses of a trained part
+SURE = 0.5  # an n-gram's chance with which no trained part is asked
+GUESSES = ("none", "medusa", "hydra", "eagle")
 
 
-# ---------------------------------------------------------------------------- n-grams and trust
+# ------------------------------------------------------------------------------ a trained part
 
-class NGrams:
-    """Of stores, the text's own first, what follows a suffix. `trust[store][seen][variety]`."""
+class Trained:
+    """A trained part, asked for what comes after the text: a first head of Medusa or Hydra, which
+    reads the last of the `pairs`, or EAGLE's layer, which reads all since it was asked last."""
 
-    def __init__(self, stores: list[Datastore], trust: list):
-        self.stores, self.trust = stores, trust
-        self.known = {}  # of the last store, which does not grow
+    def __init__(self, target: CachedLM, kind: str, path: str):
+        def load_part():
+            return (load_draft(path, target.model) if kind == "eagle"
+                    else load_heads(path, kind, target.model))
+        self.part = target.once((kind, path), load_part)
+        self.embed = target.model.get_input_embeddings()
+        self.layer = None  # EAGLE's, cached
+        if kind == "eagle":
+            self.layer = target.once((self.part, "cached"),
+                                     lambda: type(target)(self.part.lm, target.vocab))
 
-    def followers(self, k: int, s: str) -> Counter:
-        last = k == len(self.stores) - 1
-        if last and s in self.known:
-            return self.known[s]
-        store = self.stores[k]
-        counts = Counter(store.text[i:i + 1] for i in store.places(s))
-        del counts[BOUNDARY], counts[""]
-        if last:
-            self.known[s] = counts
-        return counts
+    def start(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+        if self.layer:
+            self.layer.start([])
 
-    def entries(self, text: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
-        """(its place in `trust`, its followers) of each entry that was seen, the longest first."""
-        for n in LENGTHS:
-            for k in range(len(self.stores) if n <= len(text) else 0):
-                counts = self.followers(k, text[-n:])
-                if counts:
-                    seen = counts.total()
-                    often = sum(seen > limit for limit in SEEN)
-                    variety = 0 if len(counts) == 1 else 1 if 3 * len(counts) <= seen else 2
-                    yield (k, often, variety), counts
+    def add(self, pairs: Pairs) -> None:
+        before, features, tokens = self.pairs
+        self.pairs = pairs if not self.layer else Pairs(
+            before + pairs.before, torch.cat([features, pairs.features]), tokens + pairs.tokens)
 
-    def predict(self, text: str) -> dict[str, float]:
-        """{next token: its chance}; the sum is below 1."""
-        left, chances = 1.0, {}
-        for (k, often, variety), counts in self.entries(text):
-            trust, seen = self.trust[k][often][variety], counts.total()
-            for token, n in counts.items():
-                chances[token] = chances.get(token, 0.0) + left * trust * n / seen
-            left *= 1 - trust
-            if left < LEAST:
-                break
-        return chances
+    @torch.inference_mode()
+    def predict(self) -> dict[str, float]:
+        """{next token: its chance}, the likeliest ones; none without a pair."""
+        before, features, tokens = self.pairs
+        if not tokens:
+            return {}
+        if self.layer:
+            logits = feed(self.part, self.layer, [self.pairs])
+            self.pairs = Pairs([], features[:0], [])
+        else:
+            between = self.embed(torch.tensor(tokens[-1:], device=features.device))[:, None]
+            logits = self.part.lm_head(self.part(1, features[-1:], between))
+        p = logits[0].float().softmax(-1).nan_to_num(0.0)  # of a part that overflows
+        best = p.topk(min(RANKS, len(p)))
+        return dict(zip(as_text(self.part.vocab[best.indices].tolist()), best.values.tolist()))
 
 
 # ---------------------------------------------------------------------------------- the tree
 
-def grow(ngrams: NGrams, text: str, guess: Callable[[], dict[str, float]], w: float, most: int,
+def grow(ngrams: NGrams, guess: Callable[[], dict[str, float]], w: float, most: int,
          least: float) -> tuple[list[int], list[int], list[float]]:
     """(ids, parents, chances) of the `most` likeliest nodes with a chance of `least`, the root, the
-    text's last token, first. `guess`: the chances of its children by a trained guess, which count
+    text's last token, first. `guess`: the chances of its children by a trained part, which count
     by w."""
     nodes, parents, chances = [], [], []  # of a node its path as text
     heap, pushed = [(-1.0, 0, -1, "")], 0  # of equals the first that was pushed
@@ -105,7 +100,7 @@ def grow(ngrams: NGrams, text: str, guess: Callable[[], dict[str, float]], w: fl
         nodes.append(path)
         parents.append(parent)
         chances.append(-negative)
-        below = ngrams.predict(text + path)
+        below = ngrams.predict(path)
         if not path and w and max(below.values(), default=0.0) < SURE:
             guessed = guess()
             below = {x: w * guessed.get(x, 0.0) + (1 - w) * below.get(x, 0.0)
@@ -114,177 +109,113 @@ def grow(ngrams: NGrams, text: str, guess: Callable[[], dict[str, float]], w: fl
             if -negative * chance >= least:
                 pushed += 1
                 heapq.heappush(heap, (negative * chance, pushed, len(nodes) - 1, path + token))
-    return as_tokens(text[-1] + "".join(path[-1] for path in nodes[1:])), parents, chances
+    root = ngrams.text[-1]
+    return as_tokens(root + "".join(path[-1] for path in nodes[1:])), parents, chances
 
-
-def smooth(costs: list[float]) -> list[float]:
-    """Of `row_costs` those between the widths that were measured, on a line between them."""
-    widths = [n for n in WIDTHS if n < len(costs) - 1]
-    between = list(costs)
-    for a, b in zip(widths, widths[1:]):
-        for n in range(a, b):
-            between[n] = costs[a] + (n - a) / (b - a) * (costs[b] - costs[a])
-    return between
-
-
-def width(chances: list[float], costs: list[float], rate: float) -> int:
-    """How many of the best nodes are worth their rows, at so many tokens a second."""
-    best, worth, tokens = 1, -torch.inf, 0.0
-    for m, chance in enumerate(chances, 1):
-        tokens += chance
-        if tokens - rate * costs[m] > worth:
-            best, worth = m, tokens - rate * costs[m]
-    return best
-
-
-def guess_of(trained: Heads, embed, f: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    """log p [n, V'] of the token after each root [n], by the first head, from the features [n, d]
-    before the roots."""
-    between = embed(root)[:, None]
-    return trained.lm_head(trained(1, f, between)).float().log_softmax(-1)
-
-
-@torch.inference_mode()
-def likeliest(trained: Heads, embed, f: torch.Tensor, root: str) -> dict[str, float]:
-    """{token: chance} of the best guesses for what comes after a root."""
-    ids = torch.tensor(as_tokens(root), device=f.device)
-    best = guess_of(trained, embed, f, ids)[0].topk(RANKS)
-    return dict(zip(as_text(trained.vocab[best.indices].tolist()), best.values.exp().tolist()))
-
-
-# ---------------------------------------------------------------------------------- decoding
 
 def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "hydra", nodes: int = 0,
            adapter: str = "", datastore: str = DATASTORE, trust: str = f"{MODELS}/hybrid.json",
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Verify the likeliest continuations by n-grams and a trained guess, as many as pay.
 
-    guess:     none, medusa or hydra: whose first head guesses the root's next token
+    guess:     none, medusa, hydra or eagle: what guesses the root's next token
     nodes:     of a tree, the root among them; 0: as many as pay at each call
-    adapter:   file of the heads; default: models/GUESS.safetensors
+    adapter:   file of the heads or the layer; default: models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
     trust:     a file made by `python -m survey.hybrid fit`
-    Yields chunks of 1 token or more; logs {"guessed", "accepted", "expected"} a call, the last the
-    sum of the guesses' chances.
+    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path"} a call: the
+    chances of the guesses and which of them, from 0, were accepted.
     """
     if guess not in GUESSES or not 0 <= nodes <= MOST:
         raise InputError(f"expected a guess of {', '.join(GUESSES)} and nodes of 0 to {MOST}, got "
                          f"{guess} and {nodes}")
     store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
     known = target.once(("trust", trust), lambda: load_trust(trust, target.model))
-    path = adapter or f"{MODELS}/{guess}.safetensors"
-    trained = None if guess == "none" else target.once(
-        (guess, path), lambda: load_heads(path, guess, target.model))
-    embed, w = target.model.get_input_embeddings(), known["w"].get(guess, 0.0)
+    if guess not in known["w"]:
+        raise InputError(f"expected a guess that {trust!r} has a weight of, got {guess}")
+    trained, w = None, known["w"][guess]
     target.start(prompt[:-1])
-    text = as_text(prompt)
-    own = Datastore(text)
-    ngrams = NGrams([own, store], known["trust"])
-    f = target.features[-1:]
-    final, spent = 1.0, 0.0  # tokens and seconds of late, by the measured costs
+    if guess != "none":
+        trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
+        trained.start(Pairs(prompt[:-1], target.features, prompt[1:]))
+    ngrams = NGrams(as_text(prompt), store, known["trust"])
+    late = [1, 0.0, 0, 0.0]  # of ten calls or so: tokens, seconds, guesses, and what these took
     while True:
         power = max(target.length, 255).bit_length()
-        costs = target.once(("row costs", power), lambda: smooth(row_costs(target, MOST)))
-        rate = final / (spent or costs[1])
-        row = min((costs[b] - costs[a]) / (b - a) for a, b in pairwise(WIDTHS[:7]))
-        least = LEAST if nodes else max(LEAST, rate * row)
-        ids, parents, chances = grow(ngrams, text, lambda: likeliest(trained, embed, f, text[-1]),
-                                     w if len(f) else 0.0, nodes or MOST, least)
-        m = nodes or width(chances, costs, rate)
-        ids, parents = ids[:m], parents[:m]
+        costs = target.once(("row costs", power), lambda: row_costs(target, 16))
+        tokens, seconds, guesses, theirs = late
+        row = (theirs + costs[16] - costs[1]) / (guesses + 15)  # seconds, at first as measured
+        price = row * tokens / (seconds or costs[1])
+        began = time.perf_counter()
+        ids, parents, chances = grow(ngrams, trained and trained.predict, w, nodes or MOST,
+                                     LEAST if nodes else max(LEAST, price))
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
-        f = target.features[path[-1:]]
-        text += as_text(chunk)
-        own.add(as_text(chunk))
-        final, spent = 0.9 * final + len(chunk), 0.9 * spent + costs[len(ids)]
+        ngrams.add(as_text(chunk))
+        if trained:
+            trained.add(Pairs([ids[x] for x in path], target.features[path], chunk))
+        took = time.perf_counter() - began
+        new = (len(chunk), took, len(ids) - 1, took - costs[1])
+        late = [0.9 * x + y for x, y in zip(late, new)]
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1,
-                        "expected": sum(chances[1:m])})
+                        "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
         yield chunk
 
 
 # ------------------------------------------------------------------------------- how far to trust
 
-def made(chain: list, trust: list) -> tuple[list[float], float]:
-    """(how much of a token's chance each entry of its chain makes, the belief left in the end)."""
-    left, parts = 1.0, []
-    for (k, often, variety), share in chain:
-        parts.append(left * trust[k][often][variety] * share)
-        left *= 1 - trust[k][often][variety]
-    return parts, left
-
-
-def fitted(chains: list, rounds: int = 15) -> list:
-    """The trust that makes tokens likeliest, by EM. Of each token its `chain`: for the entries that
-    were seen, (place in the trust, the token's share of it)."""
-    trust = torch.full((2, len(SEEN) + 1, 3), 0.5)
-    for _ in range(rounds):
-        took, reached = torch.zeros_like(trust), torch.full_like(trust, 1e-6)
-        table = trust.tolist()
-        for chain in chains:
-            parts, left = made(chain, table)
-            rest = total = sum(parts) + left * 1e-4  # by none of them any token may come
-            for (place, _), part in zip(chain, parts):
-                reached[place] += rest / total
-                took[place] += part / total
-                rest -= part
-        trust = (took / reached).clamp(max=0.99)
-    return trust.tolist()
-
-
-@torch.inference_mode()
-def weight(model, trained: Heads, data: list, ngrams: torch.Tensor) -> float:
-    """w of the mixture that makes tokens likeliest, by EM; `ngrams`: p of each by n-grams."""
-    lm, found = CachedLM(model), []
-    for prompt, answer in data:
-        lm.start(prompt + answer)
-        f = lm.features[len(prompt) - 2:-2]  # before the root of each
-        roots = torch.tensor(prompt[-1:] + answer[:-1], device=f.device)
-        log_p = guess_of(trained, model.get_input_embeddings(), f, roots)
-        rows = trained.row_of[torch.tensor(answer, device=f.device)]
-        p = log_p.gather(1, rows.clamp(min=0)[:, None])[:, 0].exp()
-        found.append(torch.where(rows < 0, 0.0, p).cpu())
-    p, w = torch.cat(found), 0.5
+def weight(p: torch.Tensor, q: torch.Tensor) -> float:
+    """w of the mixture that makes tokens likeliest, by EM; p and q [n]: of each its chance by the
+    trained part and by n-grams."""
+    w = 0.5
     for _ in range(30):
-        w = (w * p / (w * p + (1 - w) * ngrams + 1e-6)).mean().item()
+        w = (w * p / (w * p + (1 - w) * q + 1e-6)).mean().item()
     return w
 
 
 def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-        datastore: str = DATASTORE, heads: str = MODELS, max_new_tokens: int = 200) -> None:
-    """Measure, on a model's own answers to prompts, how far n-grams are to be trusted, and heads,
-    whose training should not have seen them, beside n-grams.
+        datastore: str = DATASTORE, adapters: str = MODELS, max_new_tokens: int = 200) -> None:
+    """Measure, on a model's own answers to prompts, how far n-grams are to be trusted, and trained
+    parts, whose training should not have seen them, beside n-grams.
 
     out:       the JSON file to make
     work:      folder of answers (default: OUT.work)
     datastore: a file made by `python -m survey.rest build`; what it has of these answers is left
                out of it
-    heads:     folder of medusa.safetensors and hydra.safetensors
+    adapters:  folder of medusa.safetensors, hydra.safetensors, eagle.safetensors or some of them
     max_new_tokens: of an answer
     """
     from models.training import examples
     data = sum(examples(model, tokenizer, prompts, max_new_tokens, work or Path(f"{out}.work"),
                         seed=0), [])
-    begins = {as_text(answer[:8]) for _, answer in data}
+    begins = {as_text(answer[:32]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)
-    others = Datastore(BOUNDARY.join(x for x in texts if x[2:10] not in begins))
-    chains = []
-    for prompt, answer in tqdm(data, desc="n-grams"):
-        text = as_text(prompt)
-        known = NGrams([Datastore(text), others], [])
-        for token in as_text(answer):
+    others = Datastore(BOUNDARY.join(x for x in texts if x[2:34] not in begins))
+    lm, chains = CachedLM(model), []
+    parts = {kind: Trained(lm, kind, str(path)) for kind in GUESSES[1:]
+             if (path := Path(adapters) / f"{kind}.safetensors").exists()}
+    guessed = {kind: [] for kind in parts}
+    for prompt, answer in tqdm(data, desc="answers"):
+        ngrams = NGrams(as_text(prompt), others, [])
+        lm.start(prompt + answer)
+        features = lm.features
+        for part in parts.values():
+            part.start(Pairs(prompt[:-1], features[:len(prompt) - 1], prompt[1:]))
+        for i, token in enumerate(as_text(answer), len(prompt) - 1):
             chains.append([(place, counts[token] / counts.total())
-                           for place, counts in known.entries(text)])
-            text += token
-            known.stores[0].add(token)
+                           for place, counts in ngrams.entries("")])
+            pair = Pairs(as_tokens(ngrams.text[-1]), features[i:i + 1], as_tokens(token))
+            ngrams.add(token)
+            for kind, part in parts.items():
+                guessed[kind].append(part.predict().get(token, 0.0))
+                part.add(pair)
     trust = fitted(chains)
-    ngrams = torch.tensor([sum(made(chain, trust)[0]) for chain in chains])
-    w = {kind: weight(model, load_heads(f"{heads}/{kind}.safetensors", kind, model), data, ngrams)
-         for kind in GUESSES[1:]}
+    q = torch.tensor([sum(made(chain, trust)[0]) for chain in chains])
+    w = {"none": 0.0} | {kind: weight(torch.tensor(p), q) for kind, p in guessed.items()}
     out.write_text(json.dumps({"model": some_embeddings(model)[:16, :16].tolist(), "trust": trust,
                                "w": w}) + "\n")
-    print(f"{len(chains):,} tokens; weights of heads: {w}")
+    print(f"{len(chains):,} tokens; weights of the trained parts: {w}")
 
 
 def load_trust(path: str, model) -> dict:
@@ -295,7 +226,7 @@ def load_trust(path: str, model) -> dict:
         if not belongs(torch.tensor(known["model"]), model):
             raise ValueError("another model's")
         if numbers.shape != (2, len(SEEN) + 1, 3) or not all(
-                0 <= x <= 1 for x in (*numbers.flatten(), *(known["w"][x] for x in GUESSES[1:]))):
+                0 <= x <= 1 for x in (*numbers.flatten(), *known["w"].values())):
             raise ValueError("no numbers of 0 to 1")
         return known
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -306,7 +237,8 @@ def load_trust(path: str, model) -> dict:
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    guessed, accepted, expected = (sum(r[x] for r in run.log) / len(run.log) for x in run.log[0])
+    guessed, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("guessed", "accepted"))
+    expected = sum(sum(r["chances"]) for r in run.log) / len(run.log)
     return (f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted, {expected:.2f} expected by "
             "their chances")
 

@@ -87,6 +87,8 @@ class Datastore:
         def begin(i: int) -> str:
             return self.text[i:i + len(s)]
         first = bisect_left(self.order, s, key=begin)
+        if first == len(self.order) or begin(self.order[first]) != s:
+            return []
         end = bisect_right(self.order, s, first, key=begin)
         some = self.order[first:end:max(1, math.ceil((end - first) / MATCHES))]
         return [i + len(s) for i in some]

@@ -434,6 +434,7 @@ def all_methods(bench: Bench) -> None:
         **bench.hybrid("none"),
         **bench.hybrid("medusa"),
         **bench.hybrid("hydra"),
+        **bench.hybrid("eagle"),
         **bench.run("cascade", cascade, grams=str(bench.args.adapters / "rest.safetensors")),
         **bench.run("specinfer", specinfer, gamma=gamma),
         **bench.run("spectr", spectr, gamma=gamma),

@@ -12,6 +12,7 @@ import itertools
 import math
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import mean
 
@@ -30,12 +31,15 @@ from survey import cascade as module  # noqa: E402
 from survey.cascade import cascade, ends, triforce  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks, without  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
+from survey.hybrid import GUESSES, grow, hybrid, load_trust  # noqa: E402
 from survey.layerskip import (adapter, exit_accuracy, layerskip, load_exit,  # noqa: E402
                               load_tuned)
 from survey.masks import all_right, load_space, parallel, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
+from survey.ngrams import NGrams  # noqa: E402
 from survey.online import online  # noqa: E402
-from survey.rest import BOUNDARY, Datastore, load_datastore, rest  # noqa: E402
+from survey.rest import (BOUNDARY, Datastore, as_text, load_datastore,  # noqa: E402
+                         rest)
 from survey.sequoia import draw_children, load_rates, sequoia, tables, verify  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
@@ -517,13 +521,102 @@ def table_boost(bench: Bench) -> None:
     print(table(rows))
 
 
+# ---------------------------------------------------------------------------------- the hybrid
+
+BINS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.01)  # of predicted chances
+SPANS = (0, 8, 16, 32, 64, 10**9)  # of tokens of an answer
+
+
+def table_hybrid(bench: Bench) -> None:
+    """From REST to one tree of all; chances; widths; the datastore's size; what lookups cost."""
+    costs(bench)
+    ladder = {**bench.rest("REST"), **{name: run for guess in GUESSES
+                                       for name, run in bench.hybrid(guess).items()}}
+    names = [name for name in ladder if name.startswith("hybrid")]
+    results = bench.measure({"AR": bench.ours(autoregressive)} | ladder)
+    print(table([["one tree", "tokens per target call", *bench.prompts, "guesses a call", "x AR",
+                  "output as AR's"], *rates(bench, results, ladder, "guessed")]))
+    rows = [["predicted chance", *(f"{a} to {b}" for a, b in itertools.pairwise((*BINS[:-1], 1)))]]
+    spans = [f"{a} to {b}" for a, b in itertools.pairwise((*SPANS[:-1], "the end"))]
+    widths = [["guesses a call, from token", *spans]]
+    for name in names:
+        counts = [count for some in results.rounds(name) for count in some]
+        rows.append([name, *honesty(counts)])
+        widths.append([name, *widths_of(counts)])
+    print(table(rows) + "\n" + table(widths))
+    sizes(bench)
+    lookups(bench)
+
+
+def honesty(counts: list) -> list[str]:
+    """Of each bin the mean of the predicted chances, the share that was accepted, the nodes."""
+    seen = [(chance, i in record["path"]) for count in counts for record in count.log
+            for i, chance in enumerate(record["chances"])]
+    cells = []
+    for low, high in itertools.pairwise(BINS):
+        some = [(chance, hit) for chance, hit in seen if low <= chance < high]
+        predicted, share = (mean(x) for x in zip(*some)) if some else (math.nan, math.nan)
+        cells.append(f"{predicted:.3f}, true {share:.3f} ({len(some):,})")
+    return cells
+
+
+def widths_of(counts: list) -> list[str]:
+    """Guesses a call by how many tokens of the answer came before."""
+    found = {low: [] for low in SPANS[:-1]}
+    for count in counts:
+        place = 0
+        for record in count.log:
+            found[max(low for low in found if low <= place)].append(record["guessed"])
+            place += 1 + record["accepted"]
+    return [f"{mean(some):.1f}" if some else "-" for some in found.values()]
+
+
+def sizes(bench: Bench) -> None:
+    """By the size of the datastore, n-grams alone."""
+    path = str(bench.args.adapters / "rest.safetensors")
+    whole = load_datastore(path, bench.target)
+    texts = [text + BOUNDARY for text in whole.text.split(BOUNDARY)[:-1]]
+    runs = {"AR": bench.ours(autoregressive)}
+    trust = str(bench.args.adapters / "hybrid.json")
+    for n in (0, 16, 8, 4, 2, 1):
+        part = Datastore("".join(texts[::n] if n else []))
+        name = f"{len(part.text):,} tokens"
+        runs[name] = bench.ours(hybrid, guess="none", datastore=name, trust=trust)
+        runs[name].models["target"].prepared["rest", name] = part
+    results = bench.measure(runs)
+    print(table([["datastore", "tokens per target call", *bench.prompts, "guesses a call", "x AR",
+                  "output as AR's"], *rates(bench, results, list(runs)[1:], "guessed")]))
+
+
+def lookups(bench: Bench) -> None:
+    """Milliseconds a call to grow a tree of n-grams, by tokens of the text."""
+    folder = bench.args.adapters
+    store = load_datastore(folder / "rest.safetensors", bench.target)
+    known = load_trust(str(folder / "hybrid.json"), bench.target)
+    ar = bench.ours(autoregressive)
+    answers = [as_text(prompt + ar(prompt).output) for _, prompt in bench.pairs()]
+    written = "".join(itertools.islice(itertools.cycle(answers), 100))
+    rows = [[f"text, with a datastore of {len(store.text):,} tokens", "nodes", "ms a call"]]
+    for length in (500, 1000, 2000, 4000, 8000):
+        ngrams = NGrams(written[:length], store, known["trust"])
+        spent, nodes = 0.0, 0
+        for token in written[length:length + 200]:
+            began = time.perf_counter()
+            nodes += len(grow(ngrams, None, 0.0, 64, 0.05)[0])
+            ngrams.add(token)
+            spent += time.perf_counter() - began
+        rows.append([f"{length:,}", f"{nodes / 200:.1f}", f"{1000 * spent / 200:.2f}"])
+    print(table(rows))
+
+
 # ---------------------------------------------------------------------------- the command line
 
 TABLES = {"medusa": table_medusa, "eagle": table_eagle, "inputs": table_inputs,
           "sequoia": table_sequoia, "rest": table_rest, "specdec": table_specdec,
           "layerskip": table_layerskip, "exits": table_exits, "draft_verify": table_draft_verify,
           "accuracy": table_accuracy, "masks": table_masks, "cascade": table_cascade,
-          "triforce": table_triforce, "online": table_online, "boost": table_boost}
+          "triforce": table_triforce, "online": table_online, "boost": table_boost,
+          "hybrid": table_hybrid}
 
 
 def main() -> None:

@@ -423,7 +423,16 @@ def test_training_raises_the_tokens_per_call():
     first, last = curve[0], curve[120]
     assert last["consistency"] < 0.2 * first["consistency"] and last["ar"] < first["ar"]
     assert last["per_call"] > 1.3 * first["per_call"]
-    assert last["per_call"] == module.tokens_per_call(model, rows, {3}, 6)
+    answers, figures = module.decoded(model, rows, {3}, 6)
+    assert figures.items() <= last.items() and first["kept"] == 1  # they are its own answers
+    changed = [row | {"answer": [9] + row["answer"][1:]} for row in rows[:1]] + rows[1:]
+    assert module.decoded(model, changed, {3}, 6)[1]["kept"] == (
+        pytest.approx(figures["kept"] - (answers[0][:32] == rows[0]["answer"][:32]) / len(rows)))
+    log = []
+    for row in rows:
+        tokens_of(cllm(CachedLM(model), row["prompt"], n=6, log=log), len(row["answer"]), {3})
+    assert module.profile_of(log, {3})[1:] == (figures["fast_forwarded"], figures["stationary"])
+    assert [len(x) for x in answers] == [len(row["answer"]) for row in rows]
 
 
 class Plain(torch.optim.SGD):
@@ -465,8 +474,8 @@ def test_three_steps_by_hand(optimizer, clipped, options, monkeypatch):
             assert args[:3] == (options["batch"], options["states"], options["local"])
         return made
     monkeypatch.setattr(module, "drawn", spy)
-    monkeypatch.setattr(module, "tokens_per_call",
-                        lambda model, some, *_: decoded.append(some) or 1)
+    monkeypatch.setattr(module, "decoded", lambda model, some, *_: decoded.append(some) or (
+        "answers", {"per_call": 1.0, "kept": 1.0}))
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)
     fit(model, rows, held_out, {3}, 6, steps=3, lr=lr, **options)
     assert len(draws) == 3 * options["accumulate"] and decoded == [held_out] * 4

@@ -3,6 +3,7 @@ is what pays; trust is fitted to what happened."""
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from common import CachedLM, InputError, Sampler, autoregressive
 from conftest import (FAMILIES, MORE_FAMILIES, ROOT, chi_square_ok, main, said_in_one_line, tiny,
                       tokens_of)
 from survey import hybrid as module
-from survey.hybrid import (NGrams, fit, fitted, grow, hybrid, load_trust, made, report, smooth,
-                           width)
+from survey.eagle import Draft, Pairs
+from survey.hybrid import Trained, fit, grow, hybrid, load_trust, report, weight
 from survey.medusa import Heads
-from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
+from survey.ngrams import NGrams, fitted, made
+from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
 
 HALF = [[[0.5] * 3] * 5] * 2
-NONE = dict(medusa=0.0, hydra=0.0)
+KINDS = module.GUESSES[1:]
 
 
 def prepared(model, vocab=None, texts=((3, 14, 15, 9, 2, 6),), w=0.5) -> CachedLM:
@@ -25,17 +27,21 @@ def prepared(model, vocab=None, texts=((3, 14, 15, 9, 2, 6),), w=0.5) -> CachedL
     target = CachedLM(model, vocab)
     text = BOUNDARY.join(as_text(x) for x in texts)
     target.prepared["rest", "store"] = Datastore(text)
-    target.prepared["trust", "trust"] = {"trust": HALF, "w": dict(medusa=w, hydra=w)}
+    weights = {"none": 0.0} | dict.fromkeys(KINDS, w)
+    target.prepared["trust", "trust"] = {"trust": HALF, "w": weights}
     for kind in ("medusa", "hydra"):
         torch.manual_seed(3)
         heads = Heads(model, kind, 2)
         for p in heads.own().values():
             p.data.normal_(0, 0.3)
-        target.prepared[kind, "heads"] = heads
+        target.prepared[kind, "part"] = heads
+    draft = Draft(model, seed=3)
+    draft.accept = [[0.5]]
+    target.prepared["eagle", "part"] = draft
     return target
 
 
-FILES = dict(datastore="store", trust="trust", adapter="heads")
+FILES = dict(datastore="store", trust="trust", adapter="part")
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -47,7 +53,7 @@ def test_greedy_equals_autoregressive(name):
     for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
         expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
         target = prepared(model, texts=[expected[5:], prompt])
-        for guess, nodes in (("none", 0), ("medusa", 9), ("hydra", 64)):
+        for guess, nodes in (("none", 0), ("medusa", 9), ("hydra", 64), ("eagle", 0)):
             chunks = hybrid(target, prompt, guess=guess, nodes=nodes, **FILES)
             assert tokens_of(chunks, n, stops) == expected
 
@@ -82,67 +88,129 @@ def test_sampling_is_exact():
 # ------------------------------------------------------------------------------------ the tree
 
 def test_predictions_by_hand():
-    """Text "a b a c a b": after "a b" once a; after "b" once a, in the text; the other store has
-    "b" before c three times and before d once."""
+    """Text "a b a c" and path "a b": after "a b" once a; after "b" once a, in the text; the store
+    has "b" before c three times and before d once."""
     trust = [[[0.1 * (1 + k) + 0.01 * often + 0.001 * kind for kind in range(3)]
               for often in range(5)] for k in range(2)]
-    own, store = Datastore("abacab"), Datastore("bcbcbcbd")
-    found = NGrams([own, store], trust).predict("abacab")
+    store = Datastore("bcbcbcbd")
+    found = NGrams("abac", store, trust).predict("ab")
+    ngrams = NGrams("abacab", store, trust)
+    assert ngrams.predict("") == pytest.approx(found)
     t1, t2, t3 = 0.1, 0.1, 0.2 + 0.01 * 2 + 0.001 * 2  # 4 times, 2 followers: more than a third
     left = (1 - t1) * (1 - t2)
     assert found == pytest.approx({"a": t1 + (1 - t1) * t2, "c": left * t3 * 0.75,
                                    "d": left * t3 * 0.25})
-    places = [place for place, _ in NGrams([own, store], trust).entries("abacab")]
-    assert places == [(0, 0, 0), (0, 0, 0), (1, 2, 2)]
-    many = NGrams([Datastore("x"), Datastore("ab" * 9 + BOUNDARY + "a")], trust)
-    assert [*many.entries("za")] == [((1, 3, 0), Counter(b=9))]
+    assert [place for place, _ in ngrams.entries("")] == [(0, 0, 0), (0, 0, 0), (1, 2, 2)]
+    many = NGrams("xz", Datastore("ab" * 9 + BOUNDARY + "a"), trust)
+    assert [*many.entries("a")] == [((1, 3, 0), Counter(b=9))]
+
+
+def test_a_text_that_grows_is_as_one_that_is_whole_and_the_latest_count():
+    text = "".join(random.Random(0).choices("abc", k=400))
+    grown = NGrams(text[:7], Datastore("q"), HALF)
+    for i in range(7, 400, 3):
+        grown.add(text[i:i + 3])
+    whole = NGrams(text, Datastore("q"), HALF)
+    assert grown.text == text and grown.own == whole.own
+    assert {len(s) for s in whole.own} == {1, 2, 4, 8}
+    after = [text[i + 1] for i in range(399) if text[i] == "a"][-MATCHES:]
+    [counts] = [c for c in whole.followers("a") if c]
+    assert len(after) == MATCHES and counts == Counter(after)
 
 
 def test_the_best_nodes_first_and_a_guess_at_the_root_alone():
-    ngrams = NGrams([Datastore("abcabd"), Datastore("q")], HALF)
+    ngrams = NGrams("abcabdab", Datastore("q"), HALF)
     asked = []
 
     def guess():
         asked.append(1)
         return {"x": 0.9, "c": 0.1}
-    ids, parents, chances = grow(ngrams, "abcabdab", guess, 0.4, 20, 0.01)
+    ids, parents, chances = grow(ngrams, guess, 0.4, 20, 0.01)
     text = ["", *"bcd"]
     paths = []
     for node, parent in zip(ids, parents):
         paths.append(paths[parent] + as_text([node]) if parent >= 0 else "")
     assert len(asked) == 1 and paths[0] == "" and as_text(ids[:1]) == "b" and text
     assert chances == sorted(chances, reverse=True) and chances[0] == 1
-    own = ngrams.predict("abcabdab")
+    own = ngrams.predict("")
     known = dict(zip(paths, chances))
     assert known["x"] == pytest.approx(0.36)
     assert known["c"] == pytest.approx(0.4 * 0.1 + 0.6 * own["c"])
-    assert known["ca"] == pytest.approx(known["c"] * ngrams.predict("abcabdabc")["a"])
+    assert known["ca"] == pytest.approx(known["c"] * ngrams.predict("c")["a"])
     assert len(set(paths)) == len(paths) and min(chances) >= 0.01
-    assert grow(ngrams, "abcabdab", guess, 0.4, 3, 0.01)[0] == ids[:3]
-    sure = NGrams([Datastore("zyzyzyzy"), Datastore("q")], [[[0.9] * 3] * 5] * 2)
-    grow(sure, "zyzyzyzy", guess, 0.4, 3, 0.01)
+    assert grow(ngrams, guess, 0.4, 3, 0.01)[0] == ids[:3]
+    sure = NGrams("zyzyzyzy", Datastore("q"), [[[0.9] * 3] * 5] * 2)
+    grow(sure, guess, 0.4, 3, 0.01)
     assert len(asked) == 2  # not where the n-grams are sure
 
 
-def test_as_wide_as_it_pays():
-    costs = [0.0, 1.0, 1.1, 1.2, 2.0, 3.0]
-    assert width([1, 0.5, 0.3, 0.2, 0.1], costs, 1.0) == 3
-    assert width([1, 0.5, 0.3, 0.2, 0.1], costs, 4.0) == 2
-    assert width([1, 0.05], costs, 1.0) == 1
-    assert smooth([9, 1.0, 2.0, 5.0, 5.0, 9.0]) == pytest.approx([9, 1.0, 2.0, 3.5, 5.0, 9.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_part_reads_all_final_tokens(kind):
+    """Asked after every token or after some, as told in a prompt or later: the same chances."""
+    model, text = tiny("llama"), [3, 14, 15, 9, 2, 6, 5, 35, 8]
+    target = prepared(model)
+    target.start(text)
+    features = target.features
+    found = []
+    for first, ends in ((1, range(2, 9)), (1, [3, 4, 8]), (7, [8])):
+        part = Trained(target, kind, "part")
+        part.start(Pairs(text[:first], features[:first], text[1:first + 1]))
+        for end in ends:
+            part.add(Pairs(text[first:end], features[first:end], text[first + 1:end + 1]))
+            chances = part.predict()
+            first = end
+        found.append(chances)
+    for chances in found[1:]:
+        assert found[0] == pytest.approx(chances, rel=1e-4)
+    assert len(found[0]) == module.RANKS and 0 < sum(found[0].values()) <= 1.0001
+    part.start(Pairs([], features[:0], []))
+    assert part.predict() == {}
+
+
+def test_the_weight_that_makes_tokens_likeliest():
+    """Of tokens drawn by a mixture, two kinds of equally many."""
+    p = torch.tensor([0.9, 0.1] * 50)
+    assert weight(p, 1 - p) == pytest.approx(0.5, abs=0.01)
+    assert weight(p, p / 100) > 0.99 and weight(p / 100, p) < 0.01
+    a, b = torch.tensor([0.8, 0.2]), torch.tensor([0.4, 0.6])
+    drawn = torch.multinomial(0.3 * a + 0.7 * b, 40_000, True,
+                              generator=torch.Generator().manual_seed(0))
+    assert weight(a[drawn], b[drawn]) == pytest.approx(0.3, abs=0.05)
+
+
+def rows_a_call(monkeypatch, measured: float, real: float, overhead: float = 0.0) -> list[int]:
+    """Of each call, where a call takes 1 s and each row more `real`, and besides it `overhead`
+    passes; `measured` is a row's price by `row_costs`. The datastore has the answer."""
+    model = tiny("llama")
+    answer = tokens_of(autoregressive(CachedLM(model), [3, 14, 15]), 60)
+    target, now, rows = prepared(model, texts=[answer, answer[::-1], answer[1::2]]), [0.0], []
+
+    def forward(ids, parents=None, **how):
+        if parents is not None:
+            now[0] += 1 + real * (len(ids) - 1) + overhead
+            rows.append(len(ids))
+        return CachedLM.forward(target, ids, parents, **how)
+    target.forward = forward
+    monkeypatch.setattr(module, "row_costs", lambda *_: [1 + measured * n for n in range(-1, 16)])
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    chunks = hybrid(target, [3, 14, 15], guess="none", **FILES)
+    assert tokens_of(chunks, 60) == answer
+    return rows
 
 
 def test_a_tree_is_narrow_where_rows_are_dear(monkeypatch):
-    model = tiny("llama")
-    answer = tokens_of(autoregressive(CachedLM(model), [3, 14, 15]), 60)
-    rows = []
-    for price in (0.001, 0.5):
-        monkeypatch.setattr(module, "row_costs",
-                            lambda lm, most: [1 + price * n for n in range(most + 2)])
-        target = prepared(model, texts=[answer, answer[::-1], answer[1::2]])
-        tokens_of(hybrid(target, [3, 14, 15], guess="none", **FILES), 60)
-        rows.append(target.rows / target.calls)
-    assert rows[0] > 1.5 * rows[1]
+    """By what was measured at first, by what they took later."""
+    cheap, dear = (rows_a_call(monkeypatch, x, x) for x in (0.001, 0.3))
+    assert sum(cheap) / len(cheap) > 1.5 * sum(dear) / len(dear)
+    turned = rows_a_call(monkeypatch, 0.001, 0.3)
+    assert turned[0] == cheap[0] > dear[0] and max(turned[-5:]) < max(cheap[-5:])
+    found = rows_a_call(monkeypatch, 0.3, 0.001)
+    assert found[0] == dear[0] and max(found[-5:]) > max(dear[-5:])
+
+
+def test_a_call_that_takes_longer_for_another_reason_does_not_end_all_guessing(monkeypatch):
+    rows = rows_a_call(monkeypatch, 0.01, 0.01, overhead=0.3)
+    assert sum(rows[-10:]) >= 20
 
 
 # ------------------------------------------------------------------------------------ the trust
@@ -174,10 +242,9 @@ def test_chances_are_honest(embedded, held_out):
     store = module.load_datastore(module.DATASTORE, target)
     bins = {}
     for prompt, answer in held_out:
-        own, text = Datastore(as_text(prompt)), as_text(prompt)
+        ngrams = NGrams(as_text(prompt), store, known["trust"])
         for i, token in enumerate(answer):
-            ngrams = NGrams([own, store], known["trust"])
-            ids, parents, chances = grow(ngrams, text, dict, 0.0, 24, 0.05)
+            ids, parents, chances = grow(ngrams, None, 0.0, 24, 0.05)
             right = [True]
             depth = [0]
             for node, parent in zip(ids[1:], parents[1:]):
@@ -187,8 +254,7 @@ def test_chances_are_honest(embedded, held_out):
             for chance, hit in zip(chances[1:], right[1:]):
                 key = next(x for x in (0.5, 0.2, 0.1, 0.05) if chance >= x)
                 bins.setdefault(key, []).append((chance, hit))
-            text += as_text([token])
-            own.add(as_text([token]))
+            ngrams.add(as_text([token]))
     assert len(bins) == 4
     for pairs in bins.values():
         predicted, share = (sum(x) / len(pairs) for x in zip(*pairs))
@@ -212,19 +278,24 @@ def test_trust_is_measured_and_kept_for_its_model(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(module, "load_heads", lambda path, kind, model: Heads(model, kind, 1))
     real = module.Datastore
     monkeypatch.setattr(module, "Datastore", lambda x="": seen.append(x) or real(x))
-    fit(model, Tokenizer, prompts, out=tmp_path / "t.json", work=tmp_path, max_new_tokens=12)
+    for kind in ("medusa", "hydra"):  # which of the parts there are
+        (tmp_path / f"{kind}.safetensors").touch()
+    fit(model, Tokenizer, prompts, out=tmp_path / "t.json", work=tmp_path, max_new_tokens=12,
+        adapters=tmp_path)
     assert seen[0] == as_text([5] * 6)
     known = load_trust(str(tmp_path / "t.json"), model)
     assert torch.tensor(known["trust"]).shape == (2, 5, 3)
-    assert set(known["w"]) == {"medusa", "hydra"}
-    assert "weights of heads" in capsys.readouterr().out
+    assert [*known["w"]] == ["none", "medusa", "hydra"] and known["w"]["none"] == 0
+    assert "weights of the trained parts" in capsys.readouterr().out
+    with pytest.raises(InputError, match="a guess that"):
+        next(hybrid(CachedLM(model), [1], guess="eagle", trust=str(tmp_path / "t.json")))
     with pytest.raises(InputError, match="another model's"):
         load_trust(str(tmp_path / "t.json"), tiny("llama", seed=1))
 
 
 @pytest.mark.parametrize("change", [
     lambda x: x.pop("trust"), lambda x: x.pop("w"), lambda x: x.update(trust=[[1]]),
-    lambda x: x.update(w={"medusa": 2.0, "hydra": 0.1}), lambda x: x.update(w={}),
+    lambda x: x.update(w={"none": 0.0, "hydra": 2.0}), lambda x: x.update(w=[1]),
     lambda x: x["trust"][0][0].__setitem__(0, -1.0)])
 def test_damaged_files_are_refused(tmp_path, change, capfd):
     file = tmp_path / "t.json"
@@ -237,7 +308,7 @@ def test_damaged_files_are_refused(tmp_path, change, capfd):
 
 
 def test_bad_input_is_one_line(capfd):
-    for argv in (["--guess", "eagle"], ["--nodes", "65"], ["--nodes", "-1"], ["--trust", "none"],
+    for argv in (["--guess", "rest"], ["--nodes", "65"], ["--nodes", "-1"], ["--trust", "none"],
                  ["--datastore", "none"], ["--adapter", "none"]):
         assert main([hybrid], report, [*argv, "--prompt", "x"]) == 2
         said_in_one_line("expected", capfd)

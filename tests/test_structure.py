@@ -29,7 +29,9 @@ NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of 
          "survey.draft_verify": ("speculative", "survey.parts", "survey.views"),
          "survey.masks": ("bita", "speculative", "survey.parts", "survey.views"),
          "survey.cascade": ("speculative", "survey.rest"),
-         "survey.hybrid": ("survey.medusa", "survey.parts", "survey.rest"),
+         "survey.hybrid": ("survey.eagle", "survey.medusa", "survey.ngrams", "survey.parts",
+                           "survey.rest"),
+         "survey.ngrams": ("survey.rest",),
          "survey.online": ("models.training", "speculative", "survey.parts"), "models.training": ()}
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words

@@ -1,0 +1,100 @@
+"""An interpolated n-gram model whose chances are measured: what follows the last tokens of a text.
+
+    python -m survey.hybrid fit        # measures the trust; hybrid.py decodes with it
+
+The last 8, 4, 2 and 1 tokens are looked up in the text itself, then in a datastore (rest.py). Every
+entry that was seen takes `trust` of the belief that is left, by the share of each next token, and
+leaves the rest to the next entry. Trust depends on the store, on how often an entry was seen and on
+how many different tokens followed it: 30 numbers, fitted by EM. So the model is smoothed as that of
+Jelinek and Mercer, 1980, with the weights by counts.
+"""
+from collections import Counter
+from typing import Iterator
+
+import torch
+
+from survey.rest import BOUNDARY, MATCHES, Datastore
+
+LENGTHS = (8, 4, 2, 1)  # of suffixes, in tokens
+SEEN = (1, 2, 5, 15)  # how often: up to each of these, or more
+LEAST = 0.01  # of belief: what is left of less is nobody's
+
+
+class NGrams:
+    """What follows the last tokens of a text, in the text itself and in a datastore."""
+
+    def __init__(self, text: str, store: Datastore, trust: list):
+        self.text, self.store = "", store
+        self.trust = trust  # [store][seen][variety]
+        self.own = {}  # of the text: what followed each suffix, the last MATCHES times
+        self.known = {}  # of the datastore: Counters
+        self.add(text)
+
+    def add(self, text: str) -> None:
+        for token in text:
+            for n in LENGTHS:
+                if n <= len(self.text):
+                    s = self.text[-n:]
+                    self.own[s] = (self.own.get(s, "") + token)[-MATCHES:]
+            self.text += token
+
+    def followers(self, s: str) -> Iterator[Counter]:
+        """Of a suffix: in the text, in the datastore."""
+        yield Counter(self.own.get(s, ""))
+        if s not in self.known:
+            self.known[s] = Counter(self.store.text[i:i + 1] for i in self.store.places(s))
+            del self.known[s][BOUNDARY], self.known[s][""]
+        yield self.known[s]
+
+    def entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
+        """(its place in `trust`, its followers) of each entry that was seen, below the text and a
+        path; the longest first."""
+        end = self.text[-LENGTHS[0]:] + path
+        for n in (n for n in LENGTHS if n <= len(end)):
+            for k, counts in enumerate(self.followers(end[-n:])):
+                if counts:
+                    seen = counts.total()
+                    often = sum(seen > limit for limit in SEEN)
+                    variety = 0 if len(counts) == 1 else 1 if 3 * len(counts) <= seen else 2
+                    yield (k, often, variety), counts
+
+    def predict(self, path: str) -> dict[str, float]:
+        """{next token: its chance}; the sum is below 1."""
+        left, chances = 1.0, {}
+        for (k, often, variety), counts in self.entries(path):
+            trust, seen = self.trust[k][often][variety], counts.total()
+            for token, n in counts.items():
+                chances[token] = chances.get(token, 0.0) + left * trust * n / seen
+            left *= 1 - trust
+            if left < LEAST:
+                break
+        return chances
+
+
+# ------------------------------------------------------------------------------- how far to trust
+
+def made(chain: list, trust: list) -> tuple[list[float], float]:
+    """(how much of a token's chance each entry of its chain makes, the belief left in the end)."""
+    left, parts = 1.0, []
+    for (k, often, variety), share in chain:
+        parts.append(left * trust[k][often][variety] * share)
+        left *= 1 - trust[k][often][variety]
+    return parts, left
+
+
+def fitted(chains: list, rounds: int = 15) -> list:
+    """The trust that makes tokens likeliest, by EM. Of each token its `chain`: for the entries that
+    were seen, (place in the trust, the token's share of it)."""
+    trust = torch.full((2, len(SEEN) + 1, 3), 0.5)
+    for _ in range(rounds):
+        took, reached = torch.zeros_like(trust), torch.full_like(trust, 1e-6)
+        table = trust.tolist()
+        for chain in chains:
+            parts, left = made(chain, table)
+            rest = total = sum(parts) + left * 1e-4  # by none of them any token may come
+            for (place, _), part in zip(chain, parts):
+                reached[place] += rest / total
+                took[place] += part / total
+                rest -= part
+        trust = (took / reached).clamp(max=0.99)
+    return trust.tolist()

@@ -1,0 +1,434 @@
+"""Where the papers' claims begin to hold on a real model: curves, not single points.
+
+    python tests/curves.py consistency --target MODEL --data FILE --work DIR   # cllm.py, over steps
+    python tests/curves.py perplexity --target MODEL --draft DIR --prompts FILE --chat --work DIR
+    python tests/curves.py drafts --target MODEL --drafts DIR ... --prompts FILE --chat --work DIR
+    python tests/curves.py lengths --target MODEL --adapters DIR --prompts FILE --chat --work DIR
+
+What was measured is kept in --work: a stopped run goes on.
+"""
+import argparse
+import itertools
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Callable
+
+import torch
+from tqdm import tqdm
+
+from bench import Bench, ROOT, options, perform, table
+
+sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+from cllm import fit, training_rows  # noqa: E402  (the path is set above)
+from common import (CachedLM, InputError, Sampler, autoregressive,  # noqa: E402
+                    eos_ids, greedy, load, row_costs, until)
+from jacobi import lookahead  # noqa: E402
+from mjsd import mjsd, perplexity  # noqa: E402
+from models.training import digest  # noqa: E402
+from ouroboros import ouroboros  # noqa: E402
+from speculative import bild, speculative  # noqa: E402
+
+
+class Kept:
+    """What was measured, by name, a line of JSON each. A line that was cut off is measured again.
+    `of`: what all figures depend on, models above all."""
+
+    def __init__(self, work: Path, command: str, *of):
+        work.mkdir(parents=True, exist_ok=True)
+        self.path = work / f"{command}-{digest({}, *of)}.jsonl"
+        self.path.touch()
+        lines = self.path.read_text().split("\n")[:-1]
+        self.path.write_text("".join(line + "\n" for line in lines))
+        self.known = dict(map(json.loads, lines))
+
+    def __call__(self, name: str, make: Callable):
+        if name not in self.known:
+            self.known[name] = json.loads(json.dumps(make()))
+            with open(self.path, "a") as file:
+                file.write(json.dumps([name, self.known[name]]) + "\n")
+        return self.known[name]
+
+
+# ---------------------------------------------------------------------------- consistency LLMs
+
+def one_block(rows: list[dict]) -> list[dict]:
+    """Of each answer one block, at random: the states of others are not trained on."""
+    rng = random.Random(0)
+    return [row | {"blocks": rng.sample(row["blocks"], 1)} for row in rows]
+
+
+RUNS = {"long": {}, "short": {}, "short, w = 1": dict(w=1.0),
+        "short, one block of each answer": dict(choose=one_block),
+        "short, a quarter of the answers": dict(choose=lambda rows: rows[::4])}
+
+
+def consistency(args) -> None:
+    """Tables 3 and 6 over the steps of a training run. The trained model of the long run stays in
+    --work/cllm."""
+    args.work.mkdir(parents=True, exist_ok=True)
+    untrained, tokenizer = load(args.target, args.device, "float32")
+    n, rows, held_out = training_rows(args.data, untrained, seed=0)
+    rows, held_out = ([row for row in some if len(row["prompt"]) <= args.longest]
+                      for some in (rows, held_out))
+    print(f"{len(rows)} answers to train on, {len(held_out)} held out, {n} tokens a block\n")
+    before = CachedLM(untrained, len(tokenizer))
+    prompts = [row["prompt"] for row in held_out[:args.shown]]
+    head = ["run", "step", "Jacobi tokens per call", "fast-forwarded", "stationary",
+            "consistency loss", "AR loss", "answers kept for 32 tokens", "perplexity before"]
+    lines, answers = [head], {}
+
+    for name in args.runs:
+        own = dict(w=10.0, choose=list) | RUNS[name]
+        model, _ = load(args.target, args.device, "float32")
+
+        def watch(some: list[list[int]]) -> dict:
+            return {"perplexity": perplexity(before, prompts, some), "answers": some}
+        curve = fit(model, own["choose"](rows), held_out, eos_ids(model, tokenizer), n,
+                    steps=args.steps if name == "long" else args.short, batch=args.batch,
+                    states=args.states, lr=args.lr, w=own["w"], shown=args.shown, watch=watch,
+                    work=args.work)
+        for step, x in sorted(curve.items()):
+            lines.append([name, str(step), f"{x['per_call']:.2f}", f"{x['fast_forwarded']:.2f}",
+                          f"{x['stationary']:.2f}", f"{x['consistency']:.3f}", f"{x['ar']:.3f}",
+                          f"{x['kept']:.0%}", f"{x['perplexity']:.2f}"])
+        answers[name] = curve[max(curve)]["answers"]
+        if name == "long":
+            model.to(torch.bfloat16).save_pretrained(args.work / "cllm")
+            tokenizer.save_pretrained(args.work / "cllm")
+    print(table(lines))
+    for name, some in answers.items():
+        pairs = [["before", f"after, {name}"]]
+        for row, answer in zip(held_out, some):
+            pairs.append([tokenizer.decode(x[:40]).replace("\n", " ").replace("|", "/")
+                          for x in (row["answer"], answer)])
+        print(table(pairs))
+
+
+# ---------------------------------------------------------------- MJSD's perplexity, by the draft
+
+class Mixture:
+    """A draft between two cached models, its logits (1 - a) log q + a log p: their geometric
+    mixture, a the target's share."""
+
+    def __init__(self, draft: CachedLM, target: CachedLM, a: float):
+        self.models, self.a = (draft, target), a
+
+    def __getattr__(self, name: str):
+        return getattr(self.models[0], name)
+
+    def forward(self, *given, **how) -> torch.Tensor:
+        log_q, log_p = (lm.forward(*given, **how).float().log_softmax(-1) for lm in self.models)
+        return (1 - self.a) * log_q + self.a * log_p
+
+    def start(self, *given) -> None:
+        for lm in self.models:
+            lm.start(*given)
+
+    def commit(self, nodes) -> None:
+        nodes = [*nodes]
+        for lm in self.models:
+            lm.commit(nodes)
+
+
+def table_perplexity(bench: Bench) -> None:
+    """Perplexity of MJSD's text under the target, unwarped, where p and q are warped as in Appendix
+    D (top-20, then top-p 0.9), over drafts from a poor one to the target itself."""
+    args, prompts = bench.args, [prompt for _, prompt in bench.pairs()]
+    target = bench.cached(bench.target)
+    kept = Kept(args.work, "perplexity", digest(bench.target.state_dict()), prompts,
+                args.max_new_tokens)
+    drafts = {f"a = {a}": (digest(bench.draft.state_dict(), a), mixture(bench, a))
+              for a in args.shares}
+    for path in args.drafts:
+        model = bench.load(path)
+        drafts[Path(path).name] = (digest(model.state_dict()), bench.cached(model))
+    methods = {f"{n} beams": (mjsd, dict(gamma=4, beams=n, eos=bench.eos)) for n in args.beams}
+    methods |= {"BiLD": (bild, dict(gamma=10, fallback=0.9, rollback=2.0)),
+                "speculative": (speculative, dict(gamma=4))}
+
+    def run(name: str, method, draft: list, seed: int, i: int, **own) -> list:
+        def make() -> list:
+            sample, log = Sampler(1.0, 20, 0.9, seed), []
+            chunks = method(target, *draft, prompts[i], sample=sample, **own,
+                            **({"log": log} if draft else {}))
+            text = [x for chunk in until(chunks, args.max_new_tokens, bench.eos) for x in chunk]
+            accepted = [record["accepted"] for record in log if "accepted" in record]
+            nats = len(text) * math.log(perplexity(target, [prompts[i]], [text]))
+            return [nats, len(text), mean(accepted) if accepted else 0.0, text]
+        return kept(f"{name} {seed} {i}", make)
+
+    def runs(name: str, method, draft: list, **own) -> list[list]:
+        """Of each seed, of each prompt: nats, tokens, accepted a round, text."""
+        return [[run(name, method, draft, seed, i, **own) for i in range(len(prompts))]
+                for seed in tqdm(args.seeds, desc=name)]
+    ar = runs("AR", autoregressive, [])
+    rows = [["draft", "1 - TVD", *(f"{x}: perplexity, / AR" for x in methods),
+             *(f"{x}: accepted" for x in methods)]]
+    for name, (key, draft) in drafts.items():
+        texts = [some[-1] for some in ar[0]]
+        agreement = kept(f"agreement {key}", lambda: agree(target, draft, prompts, texts))
+        found = {x: runs(f"{x} {key}", method, [draft], **own)
+                 for x, (method, own) in methods.items()}
+        rows.append([name, f"{agreement:.2f}", *(beside(some, ar) for some in found.values()),
+                     *(f"{mean(x[2] for seed in some for x in seed):.2f}"
+                       for some in found.values())])
+    print(f"AR, sampled: {pooled(ar):.2f} {spread(ar)}\n\n{table(rows)}")
+
+
+def mixture(bench: Bench, a: float):
+    draft = bench.cached(bench.draft)
+    if a == 0:
+        return draft
+    return Mixture(draft, bench.cached(bench.target), a)
+
+
+@torch.inference_mode()
+def agree(target: CachedLM, draft, prompts: list[list[int]], texts: list[list[int]]) -> float:
+    """Mean of 1 - TVD of the two distributions, warped, along these texts."""
+    warp, found = Sampler(1.0, 20, 0.9), []
+    for prompt, text in zip(prompts, texts):
+        probs = []
+        for lm in (target, draft):
+            lm.start(prompt[:-1])
+            probs.append(warp.probs(lm.forward([prompt[-1], *text[:-1]])))
+        found += torch.minimum(*probs).sum(-1).tolist()
+    return mean(found)
+
+
+def pooled(runs: list[list]) -> float:
+    """Perplexity over all tokens of runs [seed][prompt]."""
+    return math.exp(sum(x[0] for some in runs for x in some)
+                    / sum(x[1] for some in runs for x in some))
+
+
+def spread(runs: list[list]) -> str:
+    """The least and the largest of the seeds."""
+    each = [pooled([some]) for some in runs]
+    return f"[{min(each):.2f}, {max(each):.2f}]"
+
+
+def beside(runs: list[list], ar: list[list]) -> str:
+    """Perplexity, its spread over seeds, and over AR's on the same prompts and seeds with the
+    middle 90% of 1,000 draws of prompts."""
+    rng, ratios = random.Random(0), []
+    for _ in range(1000):
+        some = rng.choices(range(len(ar[0])), k=len(ar[0]))
+        ratios.append(pooled([[seed[i] for i in some] for seed in runs])
+                      / pooled([[seed[i] for i in some] for seed in ar]))
+    ratios.sort()
+    return (f"{pooled(runs):.2f} {spread(runs)}, {pooled(runs) / pooled(ar):.2f} "
+            f"[{ratios[50]:.2f}, {ratios[949]:.2f}]")
+
+
+# ------------------------------------------------------------------------------ drafts of any size
+
+GAMMAS = (2, 4, 8)  # tokens of a draft
+PAPER = {"HumanEval": (11.16, 12), "MBPP": (6.14, 6), "GSM8K": (5.23, 7),  # Ouroboros, Tables 11
+         "CNN/DM": (4.71, 5), "WMT16": (2.41, 2)}  # and 12: Yi-34B/6B, block efficiency and γ
+SHARE = 6 / 34  # of that draft's parameters in the target's, taken for its cost
+
+
+def expected(alpha: float, gamma: int) -> float:
+    """Tokens a round (Leviathan et al., Eq. 1)."""
+    return gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def predicted(alpha: float, c: float, gamma: int, verify: float = 1.0) -> float:
+    """Speed-up (Leviathan et al., Theorem 3.8, and Ouroboros' Eq. 5 with A + 1 tokens a round): a
+    draft call costs c target calls, a verification `verify`."""
+    return expected(alpha, gamma) / (gamma * c + verify)
+
+
+def table_drafts(bench: Bench) -> None:
+    """Speculative decoding, Ouroboros and `generate` with drafts of several sizes: measured and
+    predicted speed. --picture FILE: the plane of acceptance and cost."""
+    args = bench.args
+    every = [prompt for _, prompt in bench.pairs()]
+    kept = Kept(args.work, "drafts", digest(bench.target.state_dict()), every,
+                args.max_new_tokens, args.rounds)
+    rows = [["draft", "agrees (α)", "cost of a call (c)", *(f"γ {g}: predicted" for g in GAMMAS),
+             *(f"γ {g}: x AR" for g in GAMMAS), "assisted `generate`, γ 4", "Ouroboros",
+             "predicted, Eq. 6", "Ouroboros / best speculative"]]
+    points = {}
+    for path in args.drafts:
+        x = kept(path, lambda: of_draft(bench, path, every))
+        guesses = [predicted(x["alpha"], x["c"], g, x["verify"][str(g)]) for g in GAMMAS]
+        measured = [x["speculative"][str(g)] for g in GAMMAS]
+        name = Path(path).name
+        points[name] = (x["alpha"], x["c"], max(measured))
+        rows.append([name, f"{x['alpha']:.2f}", f"{x['c']:.2f}", *(f"{y:.2f}" for y in guesses),
+                     *(f"{y:.2f}" for y in measured), f"{x['assisted']:.2f}",
+                     f"{x['ouroboros']:.2f}", f"{x['eq6']:.2f}",
+                     f"{x['ouroboros'] / max(measured):.2f}"])
+    print(table(rows))
+    if args.picture:
+        args.picture.write_text(plane(points))
+
+
+def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
+    """One draft's figures. α: the share of the target's greedy tokens that it guesses."""
+    bench.args.draft, bench.draft = path, bench.load(path)
+    Bench.plain.cache_clear()  # transformers' own copies: of the last draft
+    runs = {"AR": bench.ours(autoregressive)}
+    runs |= {g: bench.ours(speculative, gamma=g) for g in GAMMAS}
+    runs |= {"ouroboros": bench.ours(ouroboros), "assisted": bench.theirs("draft")}
+    results = bench.measure(runs)
+    target, draft = bench.cached(bench.target), bench.cached(bench.draft)
+    for lm in (target, draft):
+        lm.start(prompts[0][:-1])
+    costs, c = row_costs(target, max(GAMMAS) + 1), row_costs(draft, 1)[1]
+    right = []
+    for prompt, (_, count) in zip(prompts, results.counts["AR"][0]):
+        draft.start(prompt[:-1])
+        chosen = greedy(draft.forward([prompt[-1], *count.output[:-1]]))
+        right += [x == y for x, y in zip(chosen, count.output)]
+    # Ouroboros' Eq. 6 with what was measured: A, and the draft's and the target's calls a round
+    A = results.log("ouroboros", "accepted")
+    calls = results.log("ouroboros", "calls")
+    wide = costs[8]  # a verification with K phrases behind the draft
+    return {"alpha": mean(right), "c": c / costs[1],
+            "verify": {g: costs[g + 1] / costs[1] for g in GAMMAS},
+            "speculative": {g: results.ratio(g, "AR") for g in GAMMAS},
+            "assisted": results.ratio("assisted", "AR"),
+            "ouroboros": results.ratio("ouroboros", "AR"),
+            "eq6": (A + 1) * costs[1] / (calls * c + wide)}
+
+
+def alpha_of(tokens: float, gamma: int) -> float:
+    """The acceptance with which a round makes so many tokens, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle, gamma) < tokens else (low, middle)
+    return low
+
+
+def plane(points: dict[str, tuple[float, float, float]]) -> str:
+    """An SVG picture: lines of equal speed-up by the best γ up to 16, a call of γ + 1 rows costing
+    as one; drafts with what was measured; the pairs of a paper."""
+    width, height, left, low = 640, 420, 60, 380
+
+    def place(alpha: float, c: float) -> tuple[float, float]:
+        return left + alpha * (width - left - 20), low - c * (low - 20)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+             'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" '
+             'fill="white"/>']
+    for tick in (0, 0.2, 0.4, 0.6, 0.8, 1):
+        x, y = place(tick, tick)
+        parts.append(f'<text x="{x:.0f}" y="{low + 16}" text-anchor="middle">{tick}</text>'
+                     f'<text x="{left - 8}" y="{y + 4:.0f}" text-anchor="end">{tick}</text>')
+    parts.append(f'<path d="M{left} 20V{low}H{width - 20}" fill="none" stroke="black"/>'
+                 f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">acceptance α'
+                 '</text><text x="16" y="200" transform="rotate(-90 16 200)" '
+                 'text-anchor="middle">cost c of a draft call, in target calls</text>')
+    for speed in (1, 1.5, 2, 3):
+        line = []
+        for step in range(101):
+            alpha = step / 100
+            c = max((expected(alpha, g) / speed - 1) / g for g in range(1, 17))
+            if 0 <= c <= 1:
+                line.append("{:.1f},{:.1f}".format(*place(alpha, c)))
+        x, y = map(float, line[-1].split(","))
+        parts.append(f'<polyline points="{" ".join(line)}" fill="none" stroke="gray"/>'
+                     f'<text x="{x - 4}" y="{max(32, y + 14)}" text-anchor="end" fill="gray">'
+                     f'{speed}x</text>')
+    for name, (alpha, c, speed) in points.items():
+        x, y = place(alpha, c)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#06c"/><text '
+                     f'x="{x + 7:.1f}" y="{y + 4:.1f}" fill="#06c">{name}: {speed:.2f}x</text>')
+    for name, (tokens, gamma) in PAPER.items():
+        x, y = place(alpha_of(tokens, gamma), SHARE)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a40"/><text x="{x:.1f}" '
+                     f'y="{y - 6:.1f}" fill="#a40" transform="rotate(-60 {x:.1f} {y - 6:.1f})">'
+                     f'{name}</text>')
+    return "\n".join(parts) + "\n</svg>\n"
+
+
+# -------------------------------------------------------------------------------- long contexts
+
+def table_lengths(bench: Bench) -> None:
+    """REST, the hybrid, EAGLE, lookahead and AR by the length of the context: prompts of other
+    prompts' texts before the prompt's own."""
+    args, rng = bench.args, random.Random(0)
+    every = [prompt for _, prompt in bench.pairs()]
+    kept = Kept(args.work, "lengths", digest(bench.target.state_dict()), every,
+                args.max_new_tokens, args.rounds, args.few)
+    rows = [["tokens of context", "AR, ms a token", "8 rows / 1", "16 rows / 1", "method",
+             "tokens per call", "x AR"]]
+    for length in args.lengths:
+        prompts = []
+        for prompt in [p for p in every if len(p) <= min(args.lengths)][:args.few]:
+            others = [p for p in rng.sample(every, len(every)) if p != prompt]
+            before = list(itertools.chain.from_iterable(others))[:length - len(prompt)]
+            prompts.append(before + prompt)
+            if len(prompts[-1]) < length:
+                raise InputError(f"expected prompts of {length} tokens in all")
+        x = kept(str(length), lambda: at_length(bench, [("", p) for p in prompts]))
+        for name, (tokens, ratio) in x["methods"].items():
+            rows.append([f"{length:,}", f"{x['ms']:.1f}", f"{x['rows'][0]:.2f}",
+                         f"{x['rows'][1]:.2f}", name, f"{tokens:.2f}", f"{ratio:.2f}"])
+    print(table(rows))
+
+
+def at_length(bench: Bench, pairs: list) -> dict:
+    runs = {"AR": bench.ours(autoregressive), "lookahead, W = 0": bench.ours(lookahead, W=0),
+            **bench.rest("REST"), **bench.hybrid("none"), **bench.hybrid("hydra"),
+            **bench.eagle("EAGLE, dynamic", dynamic=True)}
+    results = bench.measure(runs, pairs)
+    lm = bench.cached(bench.target)
+    lm.start(pairs[0][1][:-1])
+    costs = row_costs(lm, 16)
+    return {"ms": results.per_token("AR", "total"), "rows": [costs[8] / costs[1],
+                                                             costs[16] / costs[1]],
+            "methods": {name: (results.per_call(name), results.ratio(name, "AR"))
+                        for name in list(runs)[1:]}}
+
+
+# ---------------------------------------------------------------------------- the command line
+
+def consistency_options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="curves.py consistency",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--target", required=True)
+    add("--data", type=Path, required=True, help="trajectories that `cllm.py collect` made")
+    add("--work", type=Path, required=True, help="checkpoints, and the trained model")
+    add("--runs", nargs="*", choices=RUNS, default=list(RUNS))
+    add("--steps", type=int, default=600, help="of the long run")
+    add("--short", type=int, default=150, help="steps of a short run")
+    add("--batch", type=int, default=4, help="answers a step")
+    add("--states", type=int, default=4, help="of each block")
+    add("--lr", type=float, default=2e-5)
+    add("--longest", type=int, default=300, help="tokens of a prompt")
+    add("--shown", type=int, default=10, help="held-out answers that are decoded")
+    add("--device")
+    return parser.parse_args(argv)
+
+
+TABLES = {"perplexity": table_perplexity, "drafts": table_drafts, "lengths": table_lengths}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["consistency"]:
+        return consistency(consistency_options(sys.argv[2:]))
+    parser = options(__doc__)
+    add = parser.add_argument
+    add("command", choices=["consistency", *TABLES])
+    add("--work", type=Path, required=True, help="folder of what was measured")
+    add("--drafts", nargs="*", default=[], help="directories of draft models")
+    add("--shares", nargs="*", type=float, default=[0, 0.25, 0.5, 0.75, 0.9, 1],
+        help="perplexity: of the target in the draft")
+    add("--beams", nargs="*", type=int, default=[1, 4, 8], help="perplexity: of MJSD")
+    add("--seeds", nargs="*", type=int, default=[0, 1, 2, 3], help="perplexity")
+    add("--picture", type=Path, help="drafts: the SVG file to make")
+    add("--lengths", nargs="*", type=int, default=[300, 600, 1200, 2400, 4000])
+    add("--few", type=int, default=4, help="lengths: prompts of each")
+    perform(parser, lambda bench: TABLES[bench.args.command](bench))
+
+
+if __name__ == "__main__":
+    main()
