@@ -1,18 +1,17 @@
 """curves.py: what was measured is kept, mixtures of models, predictions, and that its tables are
 of what they say."""
 import json
+import random
 import sys
 import xml.etree.ElementTree as xml
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import curves
 from cllm import collect
-from common import CachedLM, InputError, Sampler, autoregressive, greedy, until
+from common import CachedLM, InputError, Sampler, autoregressive, until
 from conftest import near, tiny, tokens_of
-from mjsd import mjsd
 from speculative import speculative
 from test_bench import column, made, models, tables_of  # noqa: F401  (models: a fixture)
 
@@ -108,7 +107,7 @@ def small(models, tmp_path):  # noqa: F811
     bench = made(*models, "--max-new-tokens", "8", "--rounds", "1")
     bench.prompts.pop("code")
     for name, value in dict(work=tmp_path, drafts=[], picture=None, shares=[0, 1], beams=[1, 2],
-                            seeds=[0, 1], lengths=[70, 95], few=2).items():
+                            seeds=[0, 1], lengths=[60, 120], few=2).items():
         setattr(bench.args, name, value)
     return bench
 
@@ -158,13 +157,15 @@ def test_contexts_of_several_lengths(small, capsys, monkeypatch):
     real = curves.at_length
     monkeypatch.setattr(curves, "at_length", lambda bench, pairs: seen.append(pairs) or real(
         bench, pairs))
+    rng = random.Random(0)
+    small.prompts = {"some": [rng.choices(range(300), k=50) for _ in range(4)]}
     curves.table_lengths(small)
     [rows] = tables_of(capsys.readouterr().out[-2000:].partition("\n\n")[2])
-    own = [prompt for _, prompt in small.pairs() if len(prompt) <= 70]
-    assert [[len(p) for _, p in pairs] for pairs in seen] == [[70] * len(own), [95] * len(own)]
-    assert all(p[-len(q):] == q for pairs in seen for (_, p), q in zip(pairs, own))
-    assert {row[0] for row in rows[1:]} == {"70", "95"}
-    small.args.lengths = [70, 400]
+    own = small.prompts["some"][:2]
+    assert [[len(p) for _, p in pairs] for pairs in seen] == [[60] * 2, [120] * 2]
+    assert all(p[-50:] == q and q[:5] != p[:5] for pairs in seen for (_, p), q in zip(pairs, own))
+    assert {row[0] for row in rows[1:]} == {"60", "120"}
+    small.args.lengths = [60, 400]
     with pytest.raises(InputError, match="of 400 tokens in all"):
         curves.table_lengths(small)
 
