@@ -76,7 +76,7 @@ layerskip: .venv/ready
 	$(RUN) -m survey.draft_verify search --prompts $(WORK)/prompts_blocks.jsonl \
 		--out models/blocks.json
 
-# models/hybrid.json: how far n-grams and heads are to be trusted, on answers that neither has seen
+# models/hybrid.json: how far n-grams and trained parts are to be trusted, on answers new to both
 hybrid: .venv/ready
 	mkdir -p $(WORK)
 	$(RUN) models/tasks.py 30 -5 > $(WORK)/prompts_hybrid.jsonl

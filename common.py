@@ -341,12 +341,13 @@ def prepare(model, run_as: type[CachedLM] = CachedLM):
         model.set_attn_implementation("grouped")
     try:
         lm = run_as(model.eval())
-        lm.start([3, 1, 2])
-        tree = lm.forward([4, 2, 0, 3, 1], [-1, 0, 0, 1, 2]).float()
+        a, b, c, d, e = range((len(lm.weight) - 5) // 2, len(lm.weight))[:5]  # the first: special
+        lm.start([d, b, c])
+        tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2]).float()
     except Exception as error:  # whatever its forward pass makes of them
         raise InputError(f"expected a model that takes positions, a mask and a cache, got {name}: "
                          f"{' '.join(str(error).split())[:300]}") from error
-    paths = torch.tensor([[3, 1, 2, 4, 2, 3], [3, 1, 2, 4, 0, 1]], device=lm.weight.device)
+    paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)
     alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float()
     error = (tree[torch.tensor([[0, 1, 3], [0, 2, 4]])] - alone).abs().mean() / alone.abs().mean()
     if not error < (1e-3 if model.dtype == torch.float32 else 0.1):

@@ -14,6 +14,10 @@ EOS counts for or against it. Departures: Alg. 1 misprints η ← -1 and η ← 
 verifies several beams in the one call. The released code (ZongyueQin/LLMSpeculativeSampling) draws
 all beams' children at once from a softmax over beams and vocabulary, takes that softmax at each
 step for q, and verifies all beams. Left out: batches.
+
+Of an accepted prefix -log p = -log q + log(q / p). Beams lower the first term alone; the test
+bounds the second alone, by log(1 / τ) = 2.3 nats, however small p is: an unlikely prefix passes
+where the draft is unsure too. So a text is likelier than AR's with several beams and a good draft.
 """
 import itertools
 import math

@@ -296,6 +296,7 @@ def distil_layers(argv: list[str]) -> None:
     add("--layers", type=int, nargs="+", required=True, help="of the target, from 0")
     add("--prompts", type=tasks.read_prompts, required=True, metavar="FILE")
     add("--chat", action="store_true", help="put prompts into the model's chat template")
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the target")
     add("--out", type=Path, required=True, help="directory of the draft")
     add("--work", type=Path, default=HERE / "work", help="answers and checkpoints")
     add("--max-new-tokens", type=int, default=200, help="of an answer")
@@ -306,7 +307,7 @@ def distil_layers(argv: list[str]) -> None:
     if min(args.batch, args.steps, args.max_new_tokens) < 1 or not args.lr > 0:
         raise common.InputError("expected batch, steps and max-new-tokens of 1 or more and a "
                                 "learning rate above 0")
-    target, tokenizer = common.load(args.target, args.device, "bfloat16")
+    target, tokenizer = common.load(args.target, args.device, args.dtype)
     if not set(args.layers) <= {*range(target.config.num_hidden_layers)}:
         raise common.InputError(f"expected layers below {target.config.num_hidden_layers}, got "
                                 f"{args.layers}")

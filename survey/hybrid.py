@@ -5,7 +5,7 @@ hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained gu
          (SAM-Decoding, arXiv 2411.10666)
 
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
-    python -m survey.hybrid --guess hydra --prompt "..."
+    python -m survey.hybrid --prompt "..."
 
     … the cat ── sat 1.00 ─┬─ on .71 ─┬─ the .52 ── mat .30          a child's chance is that of
                            ├─ in .12  └─ a .11                       its parent times its own
@@ -22,6 +22,7 @@ import heapq
 import json
 import sys
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -113,7 +114,13 @@ def grow(ngrams: NGrams, guess: Callable[[], dict[str, float]], w: float, most: 
     return as_tokens(root + "".join(path[-1] for path in nodes[1:])), parents, chances
 
 
-def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "hydra", nodes: int = 0,
+def width(chances: list[float], costs: list[float], rate: float) -> int:
+    """How many of the best nodes are worth `rate` times the seconds of their call."""
+    worth = [tokens - rate * cost for tokens, cost in zip(accumulate(chances), costs[1:])]
+    return worth.index(max(worth)) + 1
+
+
+def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: int = 0,
            adapter: str = "", datastore: str = DATASTORE, trust: str = f"{MODELS}/hybrid.json",
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Verify the likeliest continuations by n-grams and a trained guess, as many as pay.
@@ -139,16 +146,19 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "hydra", nodes: 
         trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
         trained.start(Pairs(prompt[:-1], target.features, prompt[1:]))
     ngrams = NGrams(as_text(prompt), store, known["trust"])
-    late = [1, 0.0, 0, 0.0]  # of ten calls or so: tokens, seconds, guesses, and what these took
+    so_far = [1, 0.0, 0, 0.0]  # tokens, seconds, guesses, seconds of these
     while True:
         power = max(target.length, 255).bit_length()
-        costs = target.once(("row costs", power), lambda: row_costs(target, 16))
-        tokens, seconds, guesses, theirs = late
+        costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
+        tokens, seconds, guesses, theirs = so_far
         row = (theirs + costs[16] - costs[1]) / (guesses + 15)  # seconds, at first as measured
-        price = row * tokens / (seconds or costs[1])
+        rate = tokens / (seconds or costs[1])
         began = time.perf_counter()
         ids, parents, chances = grow(ngrams, trained and trained.predict, w, nodes or MOST,
-                                     LEAST if nodes else max(LEAST, price))
+                                     LEAST if nodes else max(LEAST, row * rate))
+        if not nodes:  # rows come in steps: is the last one worth its price?
+            m = width(chances, costs, rate)
+            ids, parents, chances = ids[:m], parents[:m], chances[:m]
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
         ngrams.add(as_text(chunk))
@@ -156,7 +166,7 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "hydra", nodes: 
             trained.add(Pairs([ids[x] for x in path], target.features[path], chunk))
         took = time.perf_counter() - began
         new = (len(chunk), took, len(ids) - 1, took - costs[1])
-        late = [0.9 * x + y for x, y in zip(late, new)]
+        so_far = [x + y for x, y in zip(so_far, new)]
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1,
                         "chances": chances[1:], "path": [x - 1 for x in path[1:]]})

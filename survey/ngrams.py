@@ -9,6 +9,7 @@ how many different tokens followed it: 30 numbers, fitted by EM. So the model is
 Jelinek and Mercer, 1980, with the weights by counts.
 """
 from collections import Counter
+from itertools import product
 from typing import Iterator
 
 import torch
@@ -38,25 +39,31 @@ class NGrams:
                     self.own[s] = (self.own.get(s, "") + token)[-MATCHES:]
             self.text += token
 
-    def followers(self, s: str) -> Iterator[Counter]:
-        """Of a suffix: in the text, in the datastore."""
-        yield Counter(self.own.get(s, ""))
+    def followers(self, k: int, s: str) -> Counter:
+        """What follows a suffix: in the text for k = 0, in the datastore for k = 1."""
+        if k == 0:
+            return Counter(self.own.get(s, ""))
         if s not in self.known:
             self.known[s] = Counter(self.store.text[i:i + 1] for i in self.store.places(s))
             del self.known[s][BOUNDARY], self.known[s][""]
-        yield self.known[s]
+        return self.known[s]
 
     def entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
         """(its place in `trust`, its followers) of each entry that was seen, below the text and a
-        path; the longest first."""
-        end = self.text[-LENGTHS[0]:] + path
-        for n in (n for n in LENGTHS if n <= len(end)):
-            for k, counts in enumerate(self.followers(end[-n:])):
-                if counts:
-                    seen = counts.total()
-                    often = sum(seen > limit for limit in SEEN)
-                    variety = 0 if len(counts) == 1 else 1 if 3 * len(counts) <= seen else 2
-                    yield (k, often, variety), counts
+        path; the longest first, of equals the text's."""
+        end, found = self.text[-LENGTHS[0]:] + path, {}
+        for k in (0, 1):
+            for n in reversed(LENGTHS):
+                counts = self.followers(k, end[-n:]) if n <= len(end) else None
+                if not counts:
+                    break  # what is longer was not seen either
+                found[n, k] = counts
+        for n, k in product(LENGTHS, (0, 1)):
+            if counts := found.get((n, k)):
+                seen = counts.total()
+                often = sum(seen > limit for limit in SEEN)
+                variety = 0 if len(counts) == 1 else 1 if 3 * len(counts) <= seen else 2
+                yield (k, often, variety), counts
 
     def predict(self, path: str) -> dict[str, float]:
         """{next token: its chance}; the sum is below 1."""

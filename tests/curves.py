@@ -20,7 +20,7 @@ from typing import Callable
 import torch
 from tqdm import tqdm
 
-from bench import Bench, ROOT, options, perform, table
+from bench import Bench, Results, ROOT, options, perform, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from cllm import fit, training_rows  # noqa: E402  (the path is set above)
@@ -261,8 +261,9 @@ def table_drafts(bench: Bench) -> None:
         name = Path(path).name
         points[name] = (x["alpha"], x["c"], max(measured))
         rows.append([name, f"{x['alpha']:.2f}", f"{x['c']:.2f}", *(f"{y:.2f}" for y in guesses),
-                     *(f"{y:.2f}" for y in measured), f"{x['assisted']:.2f}",
-                     f"{x['ouroboros']:.2f}", f"{x['eq6']:.2f}",
+                     *(f"{x['speculative'][g]:.2f} {x['spread'][g]}" for g in map(str, GAMMAS)),
+                     *(f"{x[name]:.2f} {x['spread'][name]}" for name in ("assisted", "ouroboros")),
+                     f"{x['eq6']:.2f}",
                      f"{x['ouroboros'] / max(measured):.2f}"])
     print(table(rows))
     if args.picture:
@@ -276,7 +277,7 @@ def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
     runs = {"AR": bench.ours(autoregressive)}
     runs |= {g: bench.ours(speculative, gamma=g) for g in GAMMAS}
     runs |= {"ouroboros": bench.ours(ouroboros), "assisted": bench.theirs("draft")}
-    results = bench.measure(runs)
+    results = bench.measure(runs, numbered(prompts))
     target, draft = bench.cached(bench.target), bench.cached(bench.draft)
     for lm in (target, draft):
         lm.start(prompts[0][:-1])
@@ -295,6 +296,7 @@ def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
             "speculative": {g: results.ratio(g, "AR") for g in GAMMAS},
             "assisted": results.ratio("assisted", "AR"),
             "ouroboros": results.ratio("ouroboros", "AR"),
+            "spread": {name: extremes(results, name) for name in list(runs)[1:]},
             "eq6": (A + 1) * costs[1] / (calls * c + wide)}
 
 
@@ -358,7 +360,7 @@ def table_lengths(bench: Bench) -> None:
     kept = Kept(args.work, "lengths", digest(bench.target.state_dict()), every,
                 args.max_new_tokens, args.rounds, args.few)
     rows = [["tokens of context", "AR, ms a token", "8 rows / 1", "16 rows / 1", "method",
-             "tokens per call", "x AR"]]
+             "tokens per call", "x AR", "prompts' least and most"]]
     for length in args.lengths:
         prompts = []
         for prompt in [p for p in every if len(p) <= min(args.lengths)][:args.few]:
@@ -367,11 +369,22 @@ def table_lengths(bench: Bench) -> None:
             prompts.append(before + prompt)
             if len(prompts[-1]) < length:
                 raise InputError(f"expected prompts of {length} tokens in all")
-        x = kept(str(length), lambda: at_length(bench, [("", p) for p in prompts]))
-        for name, (tokens, ratio) in x["methods"].items():
+        x = kept(str(length), lambda: at_length(bench, numbered(prompts)))
+        for name, (tokens, ratio, spread) in x["methods"].items():
             rows.append([f"{length:,}", f"{x['ms']:.1f}", f"{x['rows'][0]:.2f}",
-                         f"{x['rows'][1]:.2f}", name, f"{tokens:.2f}", f"{ratio:.2f}"])
+                         f"{x['rows'][1]:.2f}", name, f"{tokens:.2f}", f"{ratio:.2f}", spread])
     print(table(rows))
+
+
+def numbered(prompts: list[list[int]]) -> list[tuple[str, list[int]]]:
+    """Each prompt a category of its own, so that a spread can be told."""
+    return [(str(i), prompt) for i, prompt in enumerate(prompts)]
+
+
+def extremes(results: Results, name) -> str:
+    """A method's speed over AR's on the prompt where it is least, and where most."""
+    every = [results.ratio(name, "AR", i) for i, _ in results.counts["AR"][0]]
+    return f"[{min(every):.2f}, {max(every):.2f}]"
 
 
 def at_length(bench: Bench, pairs: list) -> dict:
@@ -384,8 +397,8 @@ def at_length(bench: Bench, pairs: list) -> dict:
     costs = row_costs(lm, 16)
     return {"ms": results.per_token("AR", "total"), "rows": [costs[8] / costs[1],
                                                              costs[16] / costs[1]],
-            "methods": {name: (results.per_call(name), results.ratio(name, "AR"))
-                        for name in list(runs)[1:]}}
+            "methods": {name: (results.per_call(name), results.ratio(name, "AR"),
+                               extremes(results, name)) for name in list(runs)[1:]}}
 
 
 # ---------------------------------------------------------------------------- the command line

@@ -594,9 +594,10 @@ def lookups(bench: Bench) -> None:
     store = load_datastore(folder / "rest.safetensors", bench.target)
     known = load_trust(str(folder / "hybrid.json"), bench.target)
     ar = bench.ours(autoregressive)
-    answers = [as_text(prompt + ar(prompt).output) for _, prompt in bench.pairs()]
-    written = "".join(itertools.islice(itertools.cycle(answers), 100))
-    rows = [[f"text, with a datastore of {len(store.text):,} tokens", "nodes", "ms a call"]]
+    some = "".join(as_text(prompt + ar(prompt).output) for _, prompt in bench.pairs())
+    written = some * math.ceil(9000 / len(some))
+    rows = [[f"text, with a datastore of {len(store.text):,} tokens", "nodes", "ms a call",
+             "ms a node"]]
     for length in (500, 1000, 2000, 4000, 8000):
         ngrams = NGrams(written[:length], store, known["trust"])
         spent, nodes = 0.0, 0
@@ -605,7 +606,8 @@ def lookups(bench: Bench) -> None:
             nodes += len(grow(ngrams, None, 0.0, 64, 0.05)[0])
             ngrams.add(token)
             spent += time.perf_counter() - began
-        rows.append([f"{length:,}", f"{nodes / 200:.1f}", f"{1000 * spent / 200:.2f}"])
+        rows.append([f"{length:,}", f"{nodes / 200:.1f}", f"{1000 * spent / 200:.2f}",
+                     f"{1000 * spent / nodes:.3f}"])
     print(table(rows))
 
 

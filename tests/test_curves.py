@@ -148,7 +148,7 @@ def test_drafts_of_several_sizes(small, capsys, tmp_path):
     assert [row[0] for row in rows[1:]] == ["draft", "target"]
     assert column(rows, "agrees (α)")["target"] == "1.00"
     assert float(column(rows, "agrees (α)")["draft"]) < 1
-    assert all(float(x) > 0 for row in rows[1:] for x in row[1:])
+    assert all(float(x.split()[0]) > 0 for row in rows[1:] for x in row[1:])
     assert "target: " in (tmp_path / "plane.svg").read_text()
 
 
@@ -165,6 +165,9 @@ def test_contexts_of_several_lengths(small, capsys, monkeypatch):
     assert [[len(p) for _, p in pairs] for pairs in seen] == [[60] * 2, [120] * 2]
     assert all(p[-50:] == q and q[:5] != p[:5] for pairs in seen for (_, p), q in zip(pairs, own))
     assert {row[0] for row in rows[1:]} == {"60", "120"}
+    for *_, ratio, spread in rows[1:]:
+        least, most = map(float, spread.strip("[]").split(", "))
+        assert least <= float(ratio) <= most
     small.args.lengths = [60, 400]
     with pytest.raises(InputError, match="of 400 tokens in all"):
         curves.table_lengths(small)

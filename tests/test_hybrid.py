@@ -103,6 +103,8 @@ def test_predictions_by_hand():
     assert [place for place, _ in ngrams.entries("")] == [(0, 0, 0), (0, 0, 0), (1, 2, 2)]
     many = NGrams("xz", Datastore("ab" * 9 + BOUNDARY + "a"), trust)
     assert [*many.entries("a")] == [((1, 3, 0), Counter(b=9))]
+    third = NGrams("xz", Datastore(BOUNDARY.join(["ab", "ac"] * 3)), trust)
+    assert [*third.entries("a")] == [((1, 3, 1), Counter(b=3, c=3))]
 
 
 def test_a_text_that_grows_is_as_one_that_is_whole_and_the_latest_count():
@@ -114,7 +116,7 @@ def test_a_text_that_grows_is_as_one_that_is_whole_and_the_latest_count():
     assert grown.text == text and grown.own == whole.own
     assert {len(s) for s in whole.own} == {1, 2, 4, 8}
     after = [text[i + 1] for i in range(399) if text[i] == "a"][-MATCHES:]
-    [counts] = [c for c in whole.followers("a") if c]
+    counts = whole.followers(0, "a")
     assert len(after) == MATCHES and counts == Counter(after)
 
 
@@ -144,11 +146,14 @@ def test_the_best_nodes_first_and_a_guess_at_the_root_alone():
     assert len(asked) == 2  # not where the n-grams are sure
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "unshifted"])
 def test_a_trained_part_reads_all_final_tokens(kind):
     """Asked after every token or after some, as told in a prompt or later: the same chances."""
     model, text = tiny("llama"), [3, 14, 15, 9, 2, 6, 5, 35, 8]
     target = prepared(model)
+    if kind == "unshifted":  # a layer that reads the pairs' other tokens
+        kind = "eagle"
+        target.prepared["eagle", "part"] = Draft(model, inputs="unshifted", seed=3)
     target.start(text)
     features = target.features
     found = []
@@ -204,8 +209,6 @@ def test_a_tree_is_narrow_where_rows_are_dear(monkeypatch):
     assert sum(cheap) / len(cheap) > 1.5 * sum(dear) / len(dear)
     turned = rows_a_call(monkeypatch, 0.001, 0.3)
     assert turned[0] == cheap[0] > dear[0] and max(turned[-5:]) < max(cheap[-5:])
-    found = rows_a_call(monkeypatch, 0.3, 0.001)
-    assert found[0] == dear[0] and max(found[-5:]) > max(dear[-5:])
 
 
 def test_a_call_that_takes_longer_for_another_reason_does_not_end_all_guessing(monkeypatch):
