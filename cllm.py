@@ -403,26 +403,30 @@ def drawn(rows: list[dict], batch: int, per_block: int, local: bool,
 
 def decoded(model, rows: list[dict], eos: set[int], n: int) -> tuple[list[list[int]], dict]:
     """(answers, figures) of Jacobi decoding of the rows' prompts, up to as many tokens as their
-    answers have. Figures: tokens per call; fast-forwarded and stationary tokens, as `profile_of`;
-    the share of answers that begin with the same KEPT tokens as the rows'."""
-    lm, log, answers = CachedLM(model), [], []
+    answers have. Figures: tokens per call, of all and of each; fast-forwarded and stationary
+    tokens, as `profile_of`; the share of answers that begin with the same KEPT tokens as the
+    rows'."""
+    lm, log, answers, each = CachedLM(model), [], [], []
     for row in rows:
+        before = lm.calls
         chunks = until(cllm(lm, row["prompt"], n=n, log=log), len(row["answer"]), eos)
         answers.append([x for chunk in chunks for x in chunk])
+        each.append(len(answers[-1]) / (lm.calls - before))
     _, gained, stationary = profile_of(log, eos)
     kept = sum(x[:KEPT] == row["answer"][:KEPT] for x, row in zip(answers, rows))
-    return answers, {"per_call": sum(map(len, answers)) / lm.calls, "fast_forwarded": gained,
-                     "stationary": stationary, "kept": kept / len(rows)}
+    return answers, {"per_call": sum(map(len, answers)) / lm.calls, "each": each,
+                     "fast_forwarded": gained, "stationary": stationary, "kept": kept / len(rows)}
 
 
 def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *, steps: int,
         batch: int, states: int = 1, accumulate: int = 1, lr: float, w: float,
         divergence: str = "forward-kl", local: bool = False, recompute: bool = False, seed: int = 0,
-        shown: int = 20, watch: Callable = lambda answers: {}, work: Path | None = None) -> dict:
+        shown: list[dict] | None = None, watch: Callable = lambda answers: {}, reports: int = 10,
+        work: Path | None = None) -> dict:
     """Train all weights. The paper gives no recipe; the released one is AdamW at 2e-5, warm-up,
     then a cosine; ours: warm-up over a twentieth, then linearly to 0, gradients cut to length 1.
-    Returns {step: {"consistency", "ar", …}} on `held_out`: losses, and the figures of `decoded` on
-    the first `shown` of them, with those of watch(answers)."""
+    Returns {step: {"consistency", "ar", …}}, `reports` times: losses on `held_out`, the figures of
+    `decoded` on `shown` (20 of them), and those of watch(answers)."""
     from models.training import Training, warm_linear
 
     def loss_of(rng: random.Random) -> torch.Tensor:
@@ -437,7 +441,7 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
             measured = [losses(model, *drawn(held_out, batch, states, local, rng), divergence)
                         for _ in range(4)]
         consistency, ar = (sum(x).item() / 4 for x in zip(*measured))
-        answers, figures = decoded(model, held_out[:shown], eos, n)
+        answers, figures = decoded(model, shown or held_out[:20], eos, n)
         return ({"consistency": consistency, "ar": ar} | figures | watch(answers),
                 f"held-out consistency loss {consistency:.4f}, AR loss {ar:.4f}, "
                 f"{figures['per_call']:.2f} Jacobi tokens per call, {figures['kept']:.0%} of "
@@ -446,7 +450,7 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
     adam = torch.optim.AdamW(weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     of = n, sorted(eos), rows, held_out, batch, states, w, divergence, local
     return Training(weights, of, name="cllm", steps=steps, lr=lr, rate=warm_linear,
-                    accumulate=accumulate, optimizers=[adam], seed=seed,
+                    accumulate=accumulate, optimizers=[adam], seed=seed, reports=reports,
                     folder=work).run(loss_of, evaluate)
 
 

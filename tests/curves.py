@@ -76,25 +76,29 @@ def consistency(args) -> None:
                       for some in (rows, held_out))
     print(f"{len(rows)} answers to train on, {len(held_out)} held out, {n} tokens a block\n")
     before = CachedLM(untrained, len(tokenizer))
-    prompts = [row["prompt"] for row in held_out[:args.shown]]
-    head = ["run", "step", "Jacobi tokens per call", "fast-forwarded", "stationary",
-            "consistency loss", "AR loss", "answers kept for 32 tokens", "perplexity before"]
+    shown = [row | {"answer": row["answer"][:args.tokens]} for row in held_out[:args.shown]]
+    prompts = [row["prompt"] for row in shown]
+    head = ["run", "step", "Jacobi tokens per call", "answers' least and most",
+            "fast-forwarded", "stationary", "consistency loss", "AR loss", "answers kept for 32 tokens", "perplexity before"]
     lines, answers = [head], {}
 
     for name in args.runs:
         own = dict(w=10.0, choose=list) | RUNS[name]
+        length = (dict(steps=args.steps, reports=args.reports) if name == "long" else
+                  dict(steps=args.short, reports=1))
         model, _ = load(args.target, args.device, "float32")
 
         def watch(some: list[list[int]]) -> dict:
             return {"perplexity": perplexity(before, prompts, some), "answers": some}
         curve = fit(model, own["choose"](rows), held_out, eos_ids(model, tokenizer), n,
-                    steps=args.steps if name == "long" else args.short, batch=args.batch,
-                    states=args.states, lr=args.lr, w=own["w"], shown=args.shown, watch=watch,
-                    work=args.work)
+                    batch=args.batch, states=args.states, lr=args.lr, w=own["w"], shown=shown,
+                    watch=watch, work=args.work, **length)
         for step, x in sorted(curve.items()):
-            lines.append([name, str(step), f"{x['per_call']:.2f}", f"{x['fast_forwarded']:.2f}",
-                          f"{x['stationary']:.2f}", f"{x['consistency']:.3f}", f"{x['ar']:.3f}",
-                          f"{x['kept']:.0%}", f"{x['perplexity']:.2f}"])
+            lines.append([name, str(step), f"{x['per_call']:.2f}",
+                          f"[{min(x['each']):.2f}, {max(x['each']):.2f}]",
+                          f"{x['fast_forwarded']:.2f}", f"{x['stationary']:.2f}",
+                          f"{x['consistency']:.3f}", f"{x['ar']:.3f}", f"{x['kept']:.0%}",
+                          f"{x['perplexity']:.2f}"])
         answers[name] = curve[max(curve)]["answers"]
         if name == "long":
             model.to(torch.bfloat16).save_pretrained(args.work / "cllm")
@@ -102,7 +106,7 @@ def consistency(args) -> None:
     print(table(lines))
     for name, some in answers.items():
         pairs = [["before", f"after, {name}"]]
-        for row, answer in zip(held_out, some):
+        for row, answer in zip(shown, some):
             pairs.append([tokenizer.decode(x[:40]).replace("\n", " ").replace("|", "/")
                           for x in (row["answer"], answer)])
         print(table(pairs))
@@ -418,6 +422,8 @@ def consistency_options(argv: list[str]) -> argparse.Namespace:
     add("--lr", type=float, default=2e-5)
     add("--longest", type=int, default=300, help="tokens of a prompt")
     add("--shown", type=int, default=10, help="held-out answers that are decoded")
+    add("--tokens", type=int, default=96, help="of each of these")
+    add("--reports", type=int, default=10, help="of the long run; short ones are measured twice")
     add("--device")
     return parser.parse_args(argv)
 

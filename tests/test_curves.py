@@ -181,17 +181,26 @@ def test_consistency_training_over_its_steps(tmp_path, embedded, capsys, monkeyp
     collect(model, tokenizer, [[5, x, 9] for x in range(20)], out=tmp_path / "data.jsonl", n=5,
             max_new_tokens=10)
     argv = ["--target", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl"), "--work",
-            str(tmp_path / "work"), "--steps", "4", "--short", "2", "--shown", "2", "--batch", "2"]
+            str(tmp_path / "work"), "--steps", "4", "--short", "2", "--shown", "2", "--batch", "2",
+            "--tokens", "7", "--reports", "2"]
     monkeypatch.setattr(sys, "argv", ["curves.py", "consistency", *argv])
     capsys.readouterr()
     curves.main()
     first = capsys.readouterr().out
     curve, *answers = tables_of(first)
     assert [(row[0], row[1]) for row in curve[1:]] == [
-        *(("long", str(i)) for i in range(5)), *((name, str(i)) for name in list(curves.RUNS)[1:]
-                                                 for i in range(3))]
+        *(("long", str(i)) for i in (0, 2, 4)), *((name, str(i)) for name in list(curves.RUNS)[1:]
+                                                  for i in (0, 2))]
     assert len({tuple(row[1:]) for row in curve[1:] if row[1] == "0"}) <= 3
-    assert all(row[7] == "100%" for row in curve[1:] if row[1] == "0")
+    assert all(row[8] == "100%" for row in curve[1:] if row[1] == "0")
+    lm = CachedLM(model)
+    for row in curve[1:]:
+        least, most = map(float, row[3].strip("[]").split(", "))
+        assert least <= float(row[2]) <= most
+    rows = curves.training_rows(tmp_path / "data.jsonl", model, seed=0)[2][:2]
+    expected = [tokens_of(autoregressive(lm, row["prompt"]), 7) for row in rows]
+    assert [row[0] for row in answers[0][1:]] == [
+        tokenizer.decode(x).replace("\n", " ").replace("|", "/").strip() for x in expected]
     assert len(answers) == len(curves.RUNS) and all(len(rows) == 3 for rows in answers)
     assert (tmp_path / "work/cllm/model.safetensors").exists()
     curves.main()  # a run that is done is shown again
