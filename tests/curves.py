@@ -76,8 +76,11 @@ def consistency(args) -> None:
                       for some in (rows, held_out))
     print(f"{len(rows)} answers to train on, {len(held_out)} held out, {n} tokens a block\n")
     before = CachedLM(untrained, len(tokenizer))
-    shown = [row | {"answer": row["answer"][:args.tokens]} for row in held_out[:args.shown]]
-    prompts = [row["prompt"] for row in shown]
+    prompts = [row["prompt"] for row in held_out[:args.shown]]
+    shown = []  # in float32, as what is trained: trajectories may be of bfloat16
+    for prompt in prompts:
+        chunks = until(autoregressive(before, prompt), args.tokens, eos_ids(untrained, tokenizer))
+        shown.append({"prompt": prompt, "answer": [x for chunk in chunks for x in chunk]})
     head = ["run", "step", "Jacobi tokens per call", "answers' least and most",
             "fast-forwarded", "stationary", "consistency loss", "AR loss", "answers kept for 32 tokens", "perplexity before"]
     lines, answers = [head], {}
