@@ -8,12 +8,16 @@ leaves the rest to the next entry. Trust depends on the store, on how often an e
 how many different tokens followed it: 30 numbers, fitted by EM. So the model is smoothed as that of
 Jelinek and Mercer, 1980, with the weights by counts.
 """
+import json
 from collections import Counter
 from itertools import product
-from typing import Iterator
+from pathlib import Path
+from typing import Iterable, Iterator
 
 import torch
 
+from common import InputError
+from survey.parts import belongs
 from survey.rest import BOUNDARY, MATCHES, Datastore
 
 LENGTHS = (8, 4, 2, 1)  # of suffixes, in tokens
@@ -66,16 +70,23 @@ class NGrams:
                 yield (k, often, variety), counts
 
     def predict(self, path: str) -> dict[str, float]:
-        """{next token: its chance}; the sum is below 1."""
-        left, chances = 1.0, {}
-        for (k, often, variety), counts in self.entries(path):
-            trust, seen = self.trust[k][often][variety], counts.total()
-            for token, n in counts.items():
-                chances[token] = chances.get(token, 0.0) + left * trust * n / seen
-            left *= 1 - trust
-            if left < LEAST:
-                break
-        return chances
+        """{next token: its chance} below the text and a path; the sum is below 1."""
+        return interpolated(self.entries(path), self.trust)
+
+
+def interpolated(entries: Iterable[tuple], trust: list) -> dict[str, float]:
+    """{next token: its chance} by `entries` of NGrams, each of which takes its trust of what those
+    before it left."""
+    left, chances = 1.0, {}
+    for (k, often, variety), counts in entries:
+        mass = left * trust[k][often][variety]
+        seen = counts.total()
+        for token, n in counts.items():
+            chances[token] = chances.get(token, 0.0) + mass * n / seen
+        left -= mass
+        if left < LEAST:
+            break
+    return chances
 
 
 # ------------------------------------------------------------------------------- how far to trust
@@ -94,7 +105,8 @@ def fitted(chains: list, rounds: int = 15) -> list:
     were seen, (place in the trust, the token's share of it)."""
     trust = torch.full((2, len(SEEN) + 1, 3), 0.5)
     for _ in range(rounds):
-        took, reached = torch.zeros_like(trust), torch.full_like(trust, 1e-6)
+        reached = torch.ones_like(trust)  # as if once, in vain as often as not: else what was
+        took = reached / 2  # never seen would stay untrusted for ever
         table = trust.tolist()
         for chain in chains:
             parts, left = made(chain, table)
@@ -105,3 +117,33 @@ def fitted(chains: list, rounds: int = 15) -> list:
                 rest -= part
         trust = (took / reached).clamp(max=0.99)
     return trust.tolist()
+
+
+def weight(p: list[float], q: list[float]) -> float:
+    """w of the mixture w p + (1 - w) q that makes tokens likeliest, by EM; p and q: of each token
+    its chance by a trained part and by n-grams. A token that neither guesses says nothing."""
+    p, q = torch.tensor(p), torch.tensor(q)
+    w = 0.5
+    for _ in range(50):
+        total = w * p + (1 - w) * q + 1e-6
+        by_part = (w * p / total).sum()
+        by_ngrams = ((1 - w) * q / total).sum()
+        w = (by_part / (by_part + by_ngrams + 1e-6)).item()
+    return w
+
+
+def load_trust(path: str, model) -> dict:
+    """InputError for what is no such file, or another model's."""
+    try:
+        known = json.loads(Path(path).read_text())
+        numbers = torch.tensor(known["trust"])
+        if not belongs(torch.tensor(known["model"]), model):
+            raise ValueError("another model's")
+        if numbers.shape != (2, len(SEEN) + 1, 3) or not all(
+                0 <= x <= 1 for x in (*numbers.flatten(), *known["w"].values())):
+            raise ValueError("not 2 x 5 x 3 numbers and weights of 0 to 1")
+        return known
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError,
+            ArithmeticError) as error:
+        raise InputError("expected a file that `python -m survey.hybrid fit` made for this model, "
+                         f"got {path!r}: {error}") from error

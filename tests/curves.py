@@ -81,8 +81,9 @@ def consistency(args) -> None:
     for prompt in prompts:
         chunks = until(autoregressive(before, prompt), args.tokens, eos_ids(untrained, tokenizer))
         shown.append({"prompt": prompt, "answer": [x for chunk in chunks for x in chunk]})
-    head = ["run", "step", "Jacobi tokens per call", "answers' least and most",
-            "fast-forwarded", "stationary", "consistency loss", "AR loss", "answers kept for 32 tokens", "perplexity before"]
+    head = ["run", "step", "Jacobi tokens per call", "answers' least and most", "fast-forwarded",
+            "stationary", "consistency loss", "AR loss", "answers kept for 32 tokens",
+            "perplexity before"]
     lines, answers = [head], {}
 
     for name in args.runs:

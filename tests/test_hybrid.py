@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import (FAMILIES, MORE_FAMILIES, ROOT, chi_square_ok, main, said_in_one_line, tiny,
-                      tokens_of)
+from conftest import (FAMILIES, MORE_FAMILIES, ROOT, SCALED, chi_square_ok, main,
+                      said_in_one_line, tiny, tokens_of)
 from survey import hybrid as module
 from survey.eagle import Draft, Pairs
-from survey.hybrid import Trained, fit, grow, hybrid, load_trust, report, weight
+from survey.hybrid import (Trained, fit, grow, hybrid, load_trust, prices, report, weight,
+                           width)
 from survey.medusa import Heads
 from survey.ngrams import NGrams, fitted, made
 from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
@@ -107,6 +108,17 @@ def test_predictions_by_hand():
     assert [*third.entries("a")] == [((1, 3, 1), Counter(b=3, c=3))]
 
 
+def test_the_longest_suffix_first_and_of_equals_the_text():
+    """Of 8 tokens too; shorter ones are asked until nearly no belief is left."""
+    sure = [[[0.8] * 3] * 5] * 2
+    ngrams = NGrams("abcdefghxabcdefgh", Datastore("fghy"), sure)
+    found = [(k, dict(counts)) for (k, *_), counts in ngrams.entries("")]
+    assert found == [*[(0, {"x": 1})] * 3, (1, {"y": 1}), (0, {"x": 1}), (1, {"y": 1})]
+    assert ngrams.predict("")["x"] == pytest.approx(1 - 0.2 ** 3)
+    ngrams = NGrams("pqbxxab", Datastore("aby"), sure)
+    assert ngrams.predict("") == pytest.approx({"y": 0.8 + 0.2 * 0.2 * 0.8, "x": 0.2 * 0.8})
+
+
 def test_a_text_that_grows_is_as_one_that_is_whole_and_the_latest_count():
     text = "".join(random.Random(0).choices("abc", k=400))
     grown = NGrams(text[:7], Datastore("q"), HALF)
@@ -128,11 +140,10 @@ def test_the_best_nodes_first_and_a_guess_at_the_root_alone():
         asked.append(1)
         return {"x": 0.9, "c": 0.1}
     ids, parents, chances = grow(ngrams, guess, 0.4, 20, 0.01)
-    text = ["", *"bcd"]
     paths = []
     for node, parent in zip(ids, parents):
         paths.append(paths[parent] + as_text([node]) if parent >= 0 else "")
-    assert len(asked) == 1 and paths[0] == "" and as_text(ids[:1]) == "b" and text
+    assert len(asked) == 1 and paths[0] == "" and as_text(ids[:1]) == "b"
     assert chances == sorted(chances, reverse=True) and chances[0] == 1
     own = ngrams.predict("")
     known = dict(zip(paths, chances))
@@ -144,6 +155,33 @@ def test_the_best_nodes_first_and_a_guess_at_the_root_alone():
     sure = NGrams("zyzyzyzy", Datastore("q"), [[[0.9] * 3] * 5] * 2)
     grow(sure, guess, 0.4, 3, 0.01)
     assert len(asked) == 2  # not where the n-grams are sure
+    grow(ngrams, guess, 0.4, 1, 0.01)
+    assert len(asked) == 2  # nor for the root alone
+    for nothing in ({}, {"x": 0.0}):  # which takes no weight
+        assert grow(ngrams, lambda: nothing, 0.97, 20, 0.01) == grow(ngrams, None, 0.0, 20, 0.01)
+    equals = NGrams("abxacyaa", Datastore("q"), HALF)  # b, c, a once each: as they were pushed
+    assert as_text(grow(equals, None, 0, 4, 0.01)[0]) == "abca"
+
+
+def test_prices():
+    """By hand: a call of r rows takes 2 + 0.1 r seconds, as measured; late calls 0.4 a row more."""
+    costs = [0.0] + [2 + 0.1 * r for r in range(1, 17)]
+    assert prices(costs, []) == pytest.approx((0.1, 1 / 2.1))
+    alone = [(1, 9.0, 2)] * 20  # whatever takes long where nothing is guessed is no row's price
+    row, rate = prices(costs, alone)
+    assert row == 0 and rate == pytest.approx(41 / (2.1 + 180))
+    late = [(r, 2 + 0.5 * r, 3) for r in (2, 4, 8, 12) * 16]
+    row, rate = prices(costs, late)
+    assert row == pytest.approx(0.5, abs=0.06)
+    assert rate == pytest.approx((1 + 3 * 64) / (2.1 + sum(x[1] for x in late)))
+
+
+def test_width():
+    """As many as gain most: 0.8 and 0.1 tokens more for 0.6 seconds; 1 token for 1 second."""
+    inf = torch.inf
+    assert width([1, .5, .3, .1], [inf, 1, 1.6, 1.6, 1.6], 1.0) == 4
+    assert width([1, .5], [inf, 1, 2], 1.0) == 1
+    assert width([1, .5], [inf, 1, 2], 0.1) == 2
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "unshifted"])
@@ -173,14 +211,104 @@ def test_a_trained_part_reads_all_final_tokens(kind):
 
 
 def test_the_weight_that_makes_tokens_likeliest():
-    """Of tokens drawn by a mixture, two kinds of equally many."""
-    p = torch.tensor([0.9, 0.1] * 50)
-    assert weight(p, 1 - p) == pytest.approx(0.5, abs=0.01)
-    assert weight(p, p / 100) > 0.99 and weight(p / 100, p) < 0.01
+    """Of tokens drawn by a mixture, two kinds of equally many; those that neither guesses, and
+    none at all, say nothing."""
+    p, q = [0.9, 0.1] * 50, [0.1, 0.9] * 50
+    low = [x / 100 for x in p]
+    assert weight(p, q) == pytest.approx(0.5, abs=0.01)
+    assert weight(p, low) > 0.99 and weight(low, p) < 0.01
     a, b = torch.tensor([0.8, 0.2]), torch.tensor([0.4, 0.6])
     drawn = torch.multinomial(0.3 * a + 0.7 * b, 40_000, True,
                               generator=torch.Generator().manual_seed(0))
-    assert weight(a[drawn], b[drawn]) == pytest.approx(0.3, abs=0.05)
+    p, q = a[drawn].tolist(), b[drawn].tolist()
+    assert weight(p, q) == pytest.approx(0.3, abs=0.05)
+    assert weight(p + [0.0] * 40_000, q + [0.0] * 40_000) == pytest.approx(weight(p, q), abs=1e-3)
+    assert weight([], []) == weight([0.0], [0.0]) == 0
+
+
+def test_a_head_by_hand():
+    """Hydra's first reads the last feature and the token after it; what the model makes of its LM
+    head's output counts; a part that overflows says nothing."""
+    model, text = tiny("llama"), [3, 14, 15, 9]
+    target = prepared(model)
+    target.start(text)
+    pairs = Pairs(text[:3], target.features[:3], text[1:])
+    heads, part = target.prepared["hydra", "part"], Trained(target, "hydra", "part")
+    part.start(pairs)
+    read = torch.cat([pairs.features[-1:], model.get_input_embeddings()(torch.tensor([9]))], 1)
+    x = pairs.features[-1:] + torch.nn.functional.silu(heads.W[0](read))
+    p = model.lm_head(x).softmax(-1)[0]
+    best = p.topk(module.RANKS).indices.tolist()
+    assert part.predict() == pytest.approx({as_text([i]): p[i].item() for i in best})
+    part.logits = lambda x: 2 * x
+    p = (2 * model.lm_head(x)).softmax(-1)[0]
+    assert part.predict() == pytest.approx({as_text([i]): p[i].item() for i in best})
+    for kind in KINDS:
+        few = prepared(model).prepared[kind, "part"]
+        few.keep([2, 3, 5, 7, 11, 13])
+        target.prepared[kind, "part"] = few
+        part = Trained(target, kind, "part")
+        part.start(pairs)
+        assert {*as_tokens("".join(part.predict()))} == {2, 3, 5, 7, 11, 13}
+        for q in few.own().values():
+            q.data.fill_(torch.nan)
+        part.start(pairs)
+        assert {*part.predict().values()} == {0.0}
+
+
+@pytest.mark.parametrize("name, config", SCALED.items())
+def test_heads_of_models_that_scale_or_cap_their_logits(name, config, monkeypatch):
+    """A head without weights guesses what the model itself chooses after the same feature."""
+    monkeypatch.setitem(FAMILIES, name, config)
+    model = tiny(name)
+    target = prepared(model)
+    for p in target.prepared["medusa", "part"].own().values():
+        p.data.zero_()
+    target.start([3, 14])
+    pairs = Pairs([3, 14], target.features, [14, 15])
+    logits = model(torch.tensor([[3, 14]])).logits[0, -1]
+    part = Trained(target, "medusa", "part")
+    part.start(pairs)
+    best = logits.softmax(-1).topk(module.RANKS)
+    expected = dict(zip(as_text(best.indices.tolist()), best.values.tolist()))
+    assert part.predict() == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "unshifted"])
+def test_a_part_knows_the_text_in_a_run(kind, monkeypatch):
+    """What it says in a run, over two prompts and accepted branches, is what a fresh one says that
+    is told the whole text."""
+    model, log, asked = tiny("llama"), [], []
+    answers = {p: tokens_of(autoregressive(CachedLM(model), [*p]), 40) for p in ((3, 14), (5, 9))}
+    texts = []
+    for p, answer in answers.items():  # and wrong siblings, which come first
+        whole = [*p, *answer]
+        wrong = [[whole[i], (whole[i + 1] + 1) % 50 + 2] for i in range(1, 41, 3)]
+        texts += [whole, *(3 * wrong)]
+    target, other = prepared(model, texts=texts), prepared(model)
+    if kind == "unshifted":
+        kind = "eagle"
+        for lm in (target, other):
+            lm.prepared["eagle", "part"] = Draft(model, inputs="unshifted", seed=3)
+    real = Trained.predict
+
+    def predict(self):
+        found = real(self)
+        text = [*prompt, *answers[prompt]][:target.length + 1]
+        other.start(text[:-1])
+        part = Trained(other, kind, "part")
+        part.start(Pairs(text[:-1], other.features, text[1:]))
+        assert found == pytest.approx(real(part), rel=1e-3, abs=1e-5)
+        asked.append(found)
+        return found
+    monkeypatch.setattr(Trained, "predict", predict)
+    monkeypatch.setattr(module, "SURE", 0.9)
+    for prompt in answers:
+        tokens_of(hybrid(target, [*prompt], guess=kind, nodes=12, log=log, **FILES), 35)
+    assert len(asked) > 3
+    assert any(r["path"] and r["path"] != [*range(len(r["path"]))] for r in log)
+    assert all(len(r["chances"]) == r["guessed"] <= 11 for r in log)
+    assert all(r["accepted"] <= len(r["path"]) for r in log)
 
 
 def rows_a_call(monkeypatch, measured: float, real: float, overhead: float = 0.0) -> list[int]:
@@ -219,22 +347,31 @@ def test_a_call_that_takes_longer_for_another_reason_does_not_end_all_guessing(m
 # ------------------------------------------------------------------------------------ the trust
 
 def test_em_finds_the_trust_that_made_the_tokens():
-    """4,000 tokens drawn from chains of three entries with known trust: each within 0.06, four
-    standard deviations."""
+    """4,000 tokens, each drawn from what one of three entries saw, one token or two of six, by a
+    known trust: found within 0.06, four standard deviations. Where nothing was seen, a half."""
     rng, true = random.Random(0), {(0, 0, 0): 0.8, (1, 2, 1): 0.3, (1, 4, 2): 0.6}
     chains = []
     for _ in range(4000):
-        shares = {place: rng.choice([0.2, 0.5, 1.0]) for place in true}
-        produced = next((place for place in true if rng.random() < true[place]), None)
-        chains.append([(place, (shares[place] if rng.random() < shares[place] else 0.0)
-                        if place == produced else 0.0) for place in true])
-    found = fitted([[(place, 1.0 if place == produced else 0.0) for place in true]
-                    for produced in (next((x for x in true if rng.random() < true[x]), None)
-                                     for _ in range(4000))])
+        seen = {place: rng.sample(range(6), rng.choice([1, 2])) for place in true}
+        producer = next((place for place in true if rng.random() < true[place]), None)
+        token = rng.choice(seen[producer]) if producer else "another"
+        chains.append([(place, (token in some) / len(some)) for place, some in seen.items()])
+    found = fitted(chains)
     for (k, often, variety), trust in true.items():
         assert found[k][often][variety] == pytest.approx(trust, abs=0.06)
+    assert fitted([]) == HALF and found[0][1][1] == 0.5
+    sure = fitted([[((0, 0, 0), 1.0)]] * 500)
+    assert sure[0][0][0] == pytest.approx(0.99)
     assert made([((0, 0, 0), 0.5), ((1, 0, 0), 1.0)], HALF) == ([0.25, 0.25], 0.25)
-    assert chains
+
+
+def test_a_text_that_goes_round_is_predicted():
+    """However often it did, by the committed trust too."""
+    files = (ROOT / "models/hybrid.json", ROOT / "models/smollm2/hybrid.json")
+    for trust in (fitted([]), *(json.loads(file.read_text())["trust"] for file in files)):
+        for times in (2, 3, 7, 20):
+            ngrams = NGrams("abcdefghij" * times, Datastore(""), trust)
+            assert ngrams.predict("")["a"] > 0.4, times
 
 
 def test_chances_are_honest(embedded, held_out):
