@@ -311,9 +311,11 @@ def test_a_part_knows_the_text_in_a_run(kind, monkeypatch):
     assert all(r["accepted"] <= len(r["path"]) for r in log)
 
 
-def rows_a_call(monkeypatch, measured: float, real: float, overhead: float = 0.0) -> list[int]:
+def rows_a_call(monkeypatch, measured: float, real: float, overhead: float = 0.0,
+                step: float = 0.0) -> list[int]:
     """Of each call, where a call takes 1 s and each row more `real`, and besides it `overhead`
-    passes; `measured` is a row's price by `row_costs`. The datastore has the answer."""
+    passes; `measured` is a row's price by `row_costs`, `step` what the third takes besides. The
+    datastore has the answer."""
     model = tiny("llama")
     answer = tokens_of(autoregressive(CachedLM(model), [3, 14, 15]), 60)
     target, now, rows = prepared(model, texts=[answer, answer[::-1], answer[1::2]]), [0.0], []
@@ -324,7 +326,8 @@ def rows_a_call(monkeypatch, measured: float, real: float, overhead: float = 0.0
             rows.append(len(ids))
         return CachedLM.forward(target, ids, parents, **how)
     target.forward = forward
-    monkeypatch.setattr(module, "row_costs", lambda *_: [1 + measured * n for n in range(-1, 16)])
+    monkeypatch.setattr(module, "row_costs", lambda *_: [
+        1 + measured * n + step * (n > 1) for n in range(-1, 16)])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     chunks = hybrid(target, [3, 14, 15], guess="none", **FILES)
     assert tokens_of(chunks, 60) == answer
@@ -337,6 +340,11 @@ def test_a_tree_is_narrow_where_rows_are_dear(monkeypatch):
     assert sum(cheap) / len(cheap) > 1.5 * sum(dear) / len(dear)
     turned = rows_a_call(monkeypatch, 0.001, 0.3)
     assert turned[0] == cheap[0] > dear[0] and max(turned[-5:]) < max(cheap[-5:])
+
+
+def test_a_tree_ends_before_a_step_that_it_does_not_pay_for(monkeypatch):
+    assert rows_a_call(monkeypatch, 0.001, 0.001, step=2.0)[0] == 2
+    assert rows_a_call(monkeypatch, 0.001, 0.001, step=0.1)[0] > 2
 
 
 def test_a_call_that_takes_longer_for_another_reason_does_not_end_all_guessing(monkeypatch):
@@ -431,6 +439,42 @@ def test_trust_is_measured_and_kept_for_its_model(tmp_path, monkeypatch, capsys)
         next(hybrid(CachedLM(model), [1], guess="eagle", trust=str(tmp_path / "t.json")))
     with pytest.raises(InputError, match="another model's"):
         load_trust(str(tmp_path / "t.json"), tiny("llama", seed=1))
+
+
+def test_what_the_trust_is_measured_on(tmp_path, monkeypatch):
+    """A part is told each pair of the text and asked before every token; its weight is of tokens of
+    which the n-grams were not sure."""
+    model, prompts = tiny("llama"), [[x, 9, 7] for x in range(4, 24)]
+    answers = [tokens_of(autoregressive(CachedLM(model), p), 12, {1}) for p in prompts]
+    told, asked, sizes = [], [], []
+
+    class Told:
+        def __init__(self, *_):
+            self.start = lambda pairs: told.append([pairs])
+            self.add = lambda pairs: told[-1].append(pairs)
+            self.predict = lambda: asked.append(len(told[-1])) or {}
+    monkeypatch.setattr(module, "Trained", Told)
+    monkeypatch.setattr(module, "load_datastore", lambda *_: Datastore(BOUNDARY))
+    monkeypatch.setattr(module, "weight", lambda p, q: sizes.append((len(p), len(q))) or 0.5)
+    (tmp_path / "hydra.safetensors").touch()
+    for sure in (0.0, 0.5, 2.0):
+        monkeypatch.setattr(module, "SURE", sure)
+        fit(model, Tokenizer, prompts, out=tmp_path / "t.json", work=tmp_path, max_new_tokens=12,
+            adapters=tmp_path)
+    total = sum(map(len, answers))
+    (none, half, every) = sizes
+    assert none == (0, 0) and every == (total, total) and 0 < half[0] == half[1] < total
+    lm = CachedLM(model)
+    texts = {tuple(p): p + answer for p, answer in zip(prompts, answers)}
+    expected = []
+    for some in told:
+        before, features, tokens = zip(*some)
+        text = texts[tuple(before[0] + tokens[0][-1:])]
+        assert sum(before, []) == text[:-1] and sum(tokens, []) == text[1:]
+        lm.start(text)
+        torch.testing.assert_close(torch.cat(features), lm.features[:-1])
+        expected += range(1, len(text) - 2)
+    assert len(told) == 60 and asked == expected
 
 
 @pytest.mark.parametrize("change", [
