@@ -353,8 +353,8 @@ def plane(points: dict[str, tuple[float, float, float]]) -> str:
     for name, (tokens, gamma) in PAPER.items():
         x, y = place(alpha_of(tokens, gamma), SHARE)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a40"/><text x="{x:.1f}" '
-                     f'y="{y - 6:.1f}" fill="#a40" transform="rotate(-60 {x:.1f} {y - 6:.1f})">'
-                     f'{name}</text>')
+                     f'y="{y + 12:.1f}" text-anchor="end" fill="#a40" '
+                     f'transform="rotate(-60 {x:.1f} {y + 12:.1f})">{name}</text>')
     return "\n".join(parts) + "\n</svg>\n"
 
 
