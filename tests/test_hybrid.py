@@ -1,5 +1,6 @@
 """One tree from all that guesses: output is the target's; chances are what is accepted; the width
 is what pays; trust is fitted to what happened."""
+import itertools
 import json
 import random
 from collections import Counter
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import (FAMILIES, MORE_FAMILIES, ROOT, SCALED, chi_square_ok, main,
-                      said_in_one_line, tiny, tokens_of)
+from conftest import (FAMILIES, MORE_FAMILIES, ROOT, SCALED, ScriptedLM, chi_square_ok, main,
+                      markov, said_in_one_line, tiny, tokens_of)
 from survey import hybrid as module
 from survey.eagle import Draft, Pairs
 from survey.hybrid import (Trained, fit, grow, hybrid, load_trust, prices, report, weight,
@@ -18,6 +19,7 @@ from survey.hybrid import (Trained, fit, grow, hybrid, load_trust, prices, repor
 from survey.medusa import Heads
 from survey.ngrams import NGrams, fitted, made
 from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
+from test_rest import outcomes
 
 HALF = [[[0.5] * 3] * 5] * 2
 KINDS = module.GUESSES[1:]
@@ -84,6 +86,46 @@ def test_sampling_is_exact():
         x, y = tokens_of(chunks, 2)
         counts[x, y] += 1
     assert chi_square_ok(counts.flatten(), (p[:, None] * q).flatten())
+
+
+@pytest.mark.parametrize("vocab, n, nodes, guess", [
+    (2, 4, 2, "none"), (2, 3, 3, "none"), (3, 2, 2, "none"), (2, 3, 3, "hydra"),
+    (3, 2, 3, "eagle")])
+def test_sampling_is_exact_by_enumeration(vocab, n, nodes, guess, monkeypatch):
+    """Every outcome of the draws at all nodes of all trees: the first n tokens have the law of the
+    chain rule, whatever a part guesses by the text."""
+    model, log, total = markov(3, vocab), [], torch.zeros([vocab] * n)
+
+    class Told:
+        def __init__(self, *_):
+            self.text = []
+
+        def start(self, pairs):
+            self.text = list(pairs.tokens)
+
+        def add(self, pairs):
+            self.text += pairs.tokens
+
+        def predict(self):
+            return {as_text([self.text[-1]]): 0.3, as_text([1 - min(1, self.text[-1])]): 0.6}
+    monkeypatch.setattr(module, "Trained", Told)
+
+    def run(draw):
+        lm = ScriptedLM(model)
+        lm.features = torch.zeros(9, 1)
+        known = {"trust": HALF, "w": dict.fromkeys(module.GUESSES, 0.5)}
+        lm.prepared = {("rest", "store"): Datastore(as_text([0, 1, 1])),
+                       ("row costs", 8): [1.0] * 65, ("trust", "trust"): known}
+        chunks = hybrid(lm, [0, 1], guess=guess, nodes=nodes, sample=draw, log=log, **FILES)
+        return tokens_of(chunks, n)
+    for weight, got in outcomes(run):
+        total[tuple(got)] += weight
+    expected = torch.ones_like(total)
+    for text in itertools.product(range(vocab), repeat=n):
+        for i in range(n):
+            expected[text] *= model([0, 1, *text[:i]]).softmax(-1)[text[i]]
+    torch.testing.assert_close(total, expected, atol=1e-5, rtol=0)
+    assert {0, 1} <= {r["accepted"] for r in log}
 
 
 # ------------------------------------------------------------------------------------ the tree
