@@ -426,7 +426,7 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
     """Train all weights. The paper gives no recipe; the released one is AdamW at 2e-5, warm-up,
     then a cosine; ours: warm-up over a twentieth, then linearly to 0, gradients cut to length 1.
     Returns {step: {"consistency", "ar", …}}, `reports` times: losses on `held_out`, the figures of
-    `decoded` on `shown` (20 of them), and those of watch(answers)."""
+    `decoded` on `shown` (default: 20 of them), and those of watch(answers)."""
     from models.training import Training, warm_linear
 
     def loss_of(rng: random.Random) -> torch.Tensor:

@@ -75,11 +75,11 @@ def consistency(args) -> None:
     rows, held_out = ([row for row in some if len(row["prompt"]) <= args.longest]
                       for some in (rows, held_out))
     print(f"{len(rows)} answers to train on, {len(held_out)} held out, {n} tokens a block\n")
-    before = CachedLM(untrained, len(tokenizer))
+    before, eos = CachedLM(untrained, len(tokenizer)), eos_ids(untrained, tokenizer)
     prompts = [row["prompt"] for row in held_out[:args.shown]]
     shown = []  # in float32, as what is trained: trajectories may be of bfloat16
     for prompt in prompts:
-        chunks = until(autoregressive(before, prompt), args.tokens, eos_ids(untrained, tokenizer))
+        chunks = until(autoregressive(before, prompt), args.tokens, eos)
         shown.append({"prompt": prompt, "answer": [x for chunk in chunks for x in chunk]})
     head = ["run", "step", "Jacobi tokens per call", "answers' least and most", "fast-forwarded",
             "stationary", "consistency loss", "AR loss", "answers kept for 32 tokens",
@@ -94,7 +94,7 @@ def consistency(args) -> None:
 
         def watch(some: list[list[int]]) -> dict:
             return {"perplexity": perplexity(before, prompts, some), "answers": some}
-        curve = fit(model, own["choose"](rows), held_out, eos_ids(model, tokenizer), n,
+        curve = fit(model, own["choose"](rows), held_out, eos, n,
                     batch=args.batch, states=args.states, lr=args.lr, w=own["w"], shown=shown,
                     watch=watch, work=args.work, **length)
         for step, x in sorted(curve.items()):

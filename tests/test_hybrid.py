@@ -1,6 +1,5 @@
 """One tree from all that guesses: output is the target's; chances are what is accepted; the width
 is what pays; trust is fitted to what happened."""
-import itertools
 import json
 import random
 from collections import Counter
@@ -19,7 +18,7 @@ from survey.hybrid import (Trained, fit, grow, hybrid, load_trust, prices, repor
 from survey.medusa import Heads
 from survey.ngrams import NGrams, fitted, made
 from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
-from test_rest import outcomes
+from test_rest import assert_law_of_the_chain_rule
 
 HALF = [[[0.5] * 3] * 5] * 2
 KINDS = module.GUESSES[1:]
@@ -94,7 +93,7 @@ def test_sampling_is_exact():
 def test_sampling_is_exact_by_enumeration(vocab, n, nodes, guess, monkeypatch):
     """Every outcome of the draws at all nodes of all trees: the first n tokens have the law of the
     chain rule, whatever a part guesses by the text."""
-    model, log, total = markov(3, vocab), [], torch.zeros([vocab] * n)
+    model, log = markov(3, vocab), []
 
     class Told:
         def __init__(self, *_):
@@ -118,13 +117,7 @@ def test_sampling_is_exact_by_enumeration(vocab, n, nodes, guess, monkeypatch):
                        ("row costs", 8): [1.0] * 65, ("trust", "trust"): known}
         chunks = hybrid(lm, [0, 1], guess=guess, nodes=nodes, sample=draw, log=log, **FILES)
         return tokens_of(chunks, n)
-    for weight, got in outcomes(run):
-        total[tuple(got)] += weight
-    expected = torch.ones_like(total)
-    for text in itertools.product(range(vocab), repeat=n):
-        for i in range(n):
-            expected[text] *= model([0, 1, *text[:i]]).softmax(-1)[text[i]]
-    torch.testing.assert_close(total, expected, atol=1e-5, rtol=0)
+    assert_law_of_the_chain_rule(run, model, [0, 1], vocab, n)
     assert {0, 1} <= {r["accepted"] for r in log}
 
 

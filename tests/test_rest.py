@@ -188,22 +188,29 @@ def outcomes(run):
         yield weight, result
 
 
+def assert_law_of_the_chain_rule(run, model, prompt: list[int], vocab: int, n: int) -> None:
+    """Over every outcome of its draws the n tokens of `run(draw)` come as the model has them."""
+    total = torch.zeros([vocab] * n)
+    for weight, got in outcomes(run):
+        total[tuple(got)] += weight
+    expected = torch.ones_like(total)
+    for text in itertools.product(range(vocab), repeat=n):
+        for i in range(n):
+            expected[text] *= model([*prompt, *text[:i]]).softmax(-1)[text[i]]
+    torch.testing.assert_close(total, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("vocab, n, options", [
     (2, 4, dict(nodes=2, grow=False)), (2, 3, dict(nodes=3, grow=False)), (2, 3, dict(nodes=3)),
     (3, 2, dict(nodes=2))])
 def test_sampling_is_exact_by_enumeration(vocab, n, options):
     """Every outcome of the draws at all nodes of all trees: the first n tokens have the law of the
     chain rule."""
-    model, log, total = markov(3, vocab), [], torch.zeros([vocab] * n)
+    model, log = markov(3, vocab), []
     store = store_of([0, 1, 1])
-    for weight, got in outcomes(lambda draw: tokens_of(
-            rest(ScriptedLM(model), [0, 1], store=store, sample=draw, log=log, **options), n)):
-        total[tuple(got)] += weight
-    expected = torch.ones_like(total)
-    for text in itertools.product(range(vocab), repeat=n):
-        for i in range(n):
-            expected[text] *= model([0, 1, *text[:i]]).softmax(-1)[text[i]]
-    torch.testing.assert_close(total, expected, atol=1e-5, rtol=0)
+    assert_law_of_the_chain_rule(lambda draw: tokens_of(
+        rest(ScriptedLM(model), [0, 1], store=store, sample=draw, log=log, **options), n),
+        model, [0, 1], vocab, n)
     assert {0, 1} <= {r["accepted"] for r in log} and len({r["guessed"] for r in log}) > 1
 
 
