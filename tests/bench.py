@@ -66,6 +66,8 @@ class Count:
     output: list[int] = field(default_factory=list)
     log: list[dict] = field(default_factory=list)
     draft_calls: int = 0
+    rows: float = 0.0  # of a call of the target
+    draft_rows: float = 0.0  # of a call of the draft
 
 
 class Ours:
@@ -84,14 +86,16 @@ class Ours:
 
     def __call__(self, prompt: list[int]) -> Count:
         for lm in self.models.values():
-            lm.calls, lm.seconds, lm.prompt_seconds = 0, 0.0, 0.0
+            lm.calls, lm.rows, lm.seconds, lm.prompt_seconds = 0, 0, 0.0, 0.0
         run = Run(self.method, self.models, self.shared | self.options, self.eos)
         for _ in run.chunks(prompt, self.limit, self.sample):
             pass
         spent = {name: lm.seconds + lm.prompt_seconds for name, lm in self.models.items()}
+        rows = {name: lm.rows / max(1, lm.calls) for name, lm in self.models.items()}
         draft_calls = self.models["draft"].calls if "draft" in self.models else 0
         return Count(run.tokens, self.models["target"].calls, run.seconds, spent["target"],
-                     spent.get("draft", 0.0), run.outputs[0], run.log, draft_calls)
+                     spent.get("draft", 0.0), run.outputs[0], run.log, draft_calls,
+                     rows["target"], rows.get("draft", 0.0))
 
 
 class Theirs:
@@ -517,7 +521,7 @@ def perform(parser: argparse.ArgumentParser, tables) -> None:
               f"{len(bench.pairs())} prompts ({bench.dropped} left out for loops)\n")
         tables(bench)
     except InputError as error:
-        sys.exit(f"{parser.prog}: {error}")
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 def main() -> None:

@@ -8,13 +8,15 @@
 What was measured is kept in --work: a stopped run goes on.
 """
 import argparse
+import hashlib
+import html
 import itertools
 import json
 import math
 import random
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Callable
 
 import torch
@@ -25,7 +27,7 @@ from bench import Bench, Results, ROOT, options, perform, table
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from cllm import fit, training_rows  # noqa: E402  (the path is set above)
 from common import (CachedLM, InputError, Sampler, autoregressive,  # noqa: E402
-                    eos_ids, greedy, load, row_costs, until)
+                    context_length, eos_ids, greedy, load, row_costs, until)
 from jacobi import lookahead  # noqa: E402
 from mjsd import mjsd, perplexity  # noqa: E402
 from models.training import digest  # noqa: E402
@@ -35,14 +37,19 @@ from speculative import bild, speculative  # noqa: E402
 
 class Kept:
     """What was measured, by name, a line of JSON each. A line that was cut off is measured again.
-    `of`: what all figures depend on, models above all."""
+    `of`: what all figures depend on besides the target, the prompts and what decodes them."""
 
-    def __init__(self, work: Path, command: str, *of):
-        work.mkdir(parents=True, exist_ok=True)
-        self.path = work / f"{command}-{digest({}, *of)}.jsonl"
-        self.path.touch()
-        lines = self.path.read_text().split("\n")[:-1]
-        self.path.write_text("".join(line + "\n" for line in lines))
+    def __init__(self, bench: Bench, *of):
+        args = bench.args
+        settings = (digest(bench.target.state_dict()), str(bench.target.dtype),
+                    str(bench.target.device), args.graphs, sorted(bench.eos),
+                    [prompt for _, prompt in bench.pairs()], args.max_new_tokens, *of)
+        args.work.mkdir(parents=True, exist_ok=True)
+        self.path = args.work / f"{args.command}-{digest({}, *settings)}.jsonl"
+        with open(self.path, "a+") as file:
+            file.seek(0)
+            lines = [line for line in file if line.endswith("\n")]
+            file.truncate(sum(map(len, lines)))
         self.known = dict(map(json.loads, lines))
 
     def __call__(self, name: str, make: Callable):
@@ -69,11 +76,12 @@ RUNS = {"long": {}, "short": {}, "short, w = 1": dict(w=1.0),
 def consistency(args) -> None:
     """Tables 3 and 6 over the steps of a training run. The trained model of the long run stays in
     --work/cllm."""
-    args.work.mkdir(parents=True, exist_ok=True)
     untrained, tokenizer = load(args.target, args.device, "float32")
     n, rows, held_out = training_rows(args.data, untrained, seed=0)
     rows, held_out = ([row for row in some if len(row["prompt"]) <= args.longest]
                       for some in (rows, held_out))
+    if not rows or not held_out:
+        raise InputError(f"expected prompts of at most {args.longest} tokens")
     print(f"{len(rows)} answers to train on, {len(held_out)} held out, {n} tokens a block\n")
     before, eos = CachedLM(untrained, len(tokenizer)), eos_ids(untrained, tokenizer)
     prompts = [row["prompt"] for row in held_out[:args.shown]]
@@ -85,6 +93,8 @@ def consistency(args) -> None:
             "stationary", "consistency loss", "AR loss", "answers kept for 32 tokens",
             "perplexity before"]
     lines, answers = [head], {}
+    work = args.work / digest({}, shown, args.reports)  # checkpoints keep figures of these
+    work.mkdir(parents=True, exist_ok=True)
 
     for name in args.runs:
         own = dict(w=10.0, choose=list) | RUNS[name]
@@ -96,7 +106,7 @@ def consistency(args) -> None:
             return {"perplexity": perplexity(before, prompts, some), "answers": some}
         curve = fit(model, own["choose"](rows), held_out, eos, n,
                     batch=args.batch, states=args.states, lr=args.lr, w=own["w"], shown=shown,
-                    watch=watch, work=args.work, **length)
+                    watch=watch, work=work, **length)
         for step, x in sorted(curve.items()):
             lines.append([name, str(step), f"{x['per_call']:.2f}",
                           f"[{min(x['each']):.2f}, {max(x['each']):.2f}]",
@@ -147,9 +157,8 @@ def table_perplexity(bench: Bench) -> None:
     D (top-20, then top-p 0.9), over drafts from a poor one to the target itself."""
     args, prompts = bench.args, [prompt for _, prompt in bench.pairs()]
     target = bench.cached(bench.target)
-    kept = Kept(args.work, "perplexity", digest(bench.target.state_dict()), prompts,
-                args.max_new_tokens)
-    drafts = {f"a = {a}": (digest(bench.draft.state_dict(), a), mixture(bench, a))
+    kept = Kept(bench)
+    drafts = {f"a = {a:g}": (digest(bench.draft.state_dict(), a), mixture(bench, a))
               for a in args.shares}
     for path in args.drafts:
         model = bench.load(path)
@@ -178,7 +187,8 @@ def table_perplexity(bench: Bench) -> None:
              *(f"{x}: accepted" for x in methods)]]
     for name, (key, draft) in drafts.items():
         texts = [some[-1] for some in ar[0]]
-        agreement = kept(f"agreement {key}", lambda: agree(target, draft, prompts, texts))
+        agreement = kept(f"agreement {key} {args.seeds[0]}",
+                         lambda: agree(target, draft, prompts, texts))
         found = {x: runs(f"{x} {key}", method, [draft], **own)
                  for x, (method, own) in methods.items()}
         rows.append([name, f"{agreement:.2f}", *(beside(some, ar) for some in found.values()),
@@ -221,20 +231,22 @@ def spread(runs: list[list]) -> str:
 
 def beside(runs: list[list], ar: list[list]) -> str:
     """Perplexity, its spread over seeds, and over AR's on the same prompts and seeds with the
-    middle 90% of 1,000 draws of prompts."""
+    middle 90% of 1,000 draws of prompts and of seeds: what a seed draws is alike for all."""
     rng, ratios = random.Random(0), []
     for _ in range(1000):
         some = rng.choices(range(len(ar[0])), k=len(ar[0]))
-        ratios.append(pooled([[seed[i] for i in some] for seed in runs])
-                      / pooled([[seed[i] for i in some] for seed in ar]))
+        seeds = rng.choices(range(len(ar)), k=len(ar))
+        one, other = (pooled([[x[seed][i] for i in some] for seed in seeds]) for x in (runs, ar))
+        ratios.append(one / other)
     ratios.sort()
-    return (f"{pooled(runs):.2f} {spread(runs)}, {pooled(runs) / pooled(ar):.2f} "
-            f"[{ratios[50]:.2f}, {ratios[949]:.2f}]")
+    middle = f"[{ratios[50]:.2f}, {ratios[949]:.2f}]" if len(ar) * len(ar[0]) > 1 else "-"
+    return f"{pooled(runs):.2f} {spread(runs)}, {pooled(runs) / pooled(ar):.2f} {middle}"
 
 
 # ------------------------------------------------------------------------------ drafts of any size
 
 GAMMAS = (2, 4, 8)  # tokens of a draft
+WIDEST = 16  # rows of a call whose seconds are measured
 PAPER = {"HumanEval": (11.16, 12), "MBPP": (6.14, 6), "GSM8K": (5.23, 7),  # Ouroboros, Tables 11
          "CNN/DM": (4.71, 5), "WMT16": (2.41, 2)}  # and 12: Yi-34B/6B, block efficiency and γ
 SHARE = 6 / 34  # of that draft's parameters in the target's, taken for its cost
@@ -251,27 +263,34 @@ def predicted(alpha: float, c: float, gamma: int, verify: float = 1.0) -> float:
     return expected(alpha, gamma) / (gamma * c + verify)
 
 
+def whole(speed: float, target: float, draft: float) -> float:
+    """The speed-up of answers whose tokens come `speed` times as fast as AR's, their prompts' own
+    passes counted: of AR's time those of the target are a share `target`; a draft adds `draft`."""
+    return 1 / ((1 - target) / speed + target + draft)
+
+
 def table_drafts(bench: Bench) -> None:
     """Speculative decoding, Ouroboros and `generate` with drafts of several sizes: measured and
     predicted speed. --picture FILE: the plane of acceptance and cost."""
     args = bench.args
     every = [prompt for _, prompt in bench.pairs()]
-    kept = Kept(args.work, "drafts", digest(bench.target.state_dict()), every,
-                args.max_new_tokens, args.rounds)
+    kept = Kept(bench, torch.get_num_threads(), args.rounds, args.gamma)
     rows = [["draft", "agrees (α)", "cost of a call (c)", *(f"γ {g}: predicted" for g in GAMMAS),
-             *(f"γ {g}: x AR" for g in GAMMAS), "assisted `generate`, γ 4", "Ouroboros",
+             *(f"γ {g}: x AR" for g in GAMMAS), f"assisted `generate`, γ {args.gamma}", "Ouroboros",
              "predicted, Eq. 6", "Ouroboros / best speculative"]]
     points = {}
     for path in args.drafts:
-        x = kept(path, lambda: of_draft(bench, path, every))
-        guesses = [predicted(x["alpha"], x["c"], g, x["verify"][str(g)]) for g in GAMMAS]
+        bench.draft = bench.load(path)
+        x = kept(digest(bench.draft.state_dict()), lambda: of_draft(bench, path, every))
+        guesses = [whole(predicted(x["alpha"], x["c"], g, x["verify"][str(g)]), *x["prompts"])
+                   for g in GAMMAS]
         measured = [x["speculative"][str(g)] for g in GAMMAS]
         name = Path(path).name
         points[name] = (x["alpha"], x["c"], max(measured))
         rows.append([name, f"{x['alpha']:.2f}", f"{x['c']:.2f}", *(f"{y:.2f}" for y in guesses),
                      *(f"{x['speculative'][g]:.2f} {x['spread'][g]}" for g in map(str, GAMMAS)),
                      *(f"{x[name]:.2f} {x['spread'][name]}" for name in ("assisted", "ouroboros")),
-                     f"{x['eq6']:.2f}",
+                     f"{whole(x['eq6'], *x['prompts']):.2f}",
                      f"{x['ouroboros'] / max(measured):.2f}"])
     print(table(rows))
     if args.picture:
@@ -279,33 +298,37 @@ def table_drafts(bench: Bench) -> None:
 
 
 def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
-    """One draft's figures. α: the share of the target's greedy tokens that it guesses."""
-    bench.args.draft, bench.draft = path, bench.load(path)
+    """Figures of bench.draft, which is the model at `path`. α: the share of the target's greedy
+    tokens that it guesses; "prompts": the seconds of their passes by AR's, of target and draft."""
+    bench.args.draft = path  # what `theirs` loads
     Bench.plain.cache_clear()  # transformers' own copies: of the last draft
     runs = {"AR": bench.ours(autoregressive)}
     runs |= {g: bench.ours(speculative, gamma=g) for g in GAMMAS}
     runs |= {"ouroboros": bench.ours(ouroboros), "assisted": bench.theirs("draft")}
     results = bench.measure(runs, numbered(prompts))
     target, draft = bench.cached(bench.target), bench.cached(bench.draft)
-    for lm in (target, draft):
-        lm.start(prompts[0][:-1])
-    costs, c = row_costs(target, max(GAMMAS) + 1), row_costs(draft, 1)[1]
     right = []
     for prompt, (_, count) in zip(prompts, results.counts["AR"][0]):
+        target.start(prompt[:-1])
         draft.start(prompt[:-1])
         chosen = greedy(draft.forward([prompt[-1], *count.output[:-1]]))
+        draft.truncate(draft.length)
         right += [x == y for x, y in zip(chosen, count.output)]
-    # Ouroboros' Eq. 6 with what was measured: A, and the draft's and the target's calls a round
-    A = results.log("ouroboros", "accepted")
-    calls = results.log("ouroboros", "calls")
-    wide = costs[8]  # a verification with K phrases behind the draft
-    return {"alpha": mean(right), "c": c / costs[1],
+    costs, c = row_costs(target, WIDEST), row_costs(draft, WIDEST)
+    total = median(results.sums("AR", "total"))
+    # Ouroboros' Eq. 6 with what was measured: tokens, draft calls and rows of a round
+    rows, draft_rows = (min(WIDEST, round(mean(getattr(count, name) for some in
+                                               results.rounds("ouroboros") for count in some)))
+                        for name in ("rows", "draft_rows"))
+    a_round = results.log("ouroboros", "calls") * c[draft_rows] + costs[rows]
+    return {"alpha": mean(right), "c": c[1] / costs[1],
             "verify": {g: costs[g + 1] / costs[1] for g in GAMMAS},
             "speculative": {g: results.ratio(g, "AR") for g in GAMMAS},
             "assisted": results.ratio("assisted", "AR"),
             "ouroboros": results.ratio("ouroboros", "AR"),
             "spread": {name: extremes(results, name) for name in list(runs)[1:]},
-            "eq6": (A + 1) * costs[1] / (calls * c + wide)}
+            "prompts": [lm.prompt_seconds / total for lm in (target, draft)],
+            "eq6": results.per_call("ouroboros") * costs[1] / a_round}
 
 
 def alpha_of(tokens: float, gamma: int) -> float:
@@ -323,14 +346,16 @@ def plane(points: dict[str, tuple[float, float, float]]) -> str:
     width, height, left, low = 640, 420, 60, 380
 
     def place(alpha: float, c: float) -> tuple[float, float]:
-        return left + alpha * (width - left - 20), low - c * (low - 20)
+        return left + alpha * (width - left - 20), low - c / top * (low - 20)
+    top = max([1.0, *(c for _, c, _ in points.values())])
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
              'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" '
              'fill="white"/>']
     for tick in (0, 0.2, 0.4, 0.6, 0.8, 1):
-        x, y = place(tick, tick)
+        x, y = place(tick, tick * top)
         parts.append(f'<text x="{x:.0f}" y="{low + 16}" text-anchor="middle">{tick}</text>'
-                     f'<text x="{left - 8}" y="{y + 4:.0f}" text-anchor="end">{tick}</text>')
+                     f'<text x="{left - 8}" y="{y + 4:.0f}" text-anchor="end">{tick * top:.3g}'
+                     '</text>')
     parts.append(f'<path d="M{left} 20V{low}H{width - 20}" fill="none" stroke="black"/>'
                  f'<text x="{width / 2}" y="{height - 6}" text-anchor="middle">acceptance α'
                  '</text><text x="16" y="200" transform="rotate(-90 16 200)" '
@@ -349,7 +374,8 @@ def plane(points: dict[str, tuple[float, float, float]]) -> str:
     for name, (alpha, c, speed) in points.items():
         x, y = place(alpha, c)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#06c"/><text '
-                     f'x="{x + 7:.1f}" y="{y + 4:.1f}" fill="#06c">{name}: {speed:.2f}x</text>')
+                     f'x="{x + 7:.1f}" y="{y + 4:.1f}" fill="#06c">{html.escape(name)}: '
+                     f'{speed:.2f}x</text>')
     for name, (tokens, gamma) in PAPER.items():
         x, y = place(alpha_of(tokens, gamma), SHARE)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a40"/><text x="{x:.1f}" '
@@ -365,23 +391,34 @@ def table_lengths(bench: Bench) -> None:
     prompts' texts before the prompt's own."""
     args, rng = bench.args, random.Random(0)
     every = [prompt for _, prompt in bench.pairs()]
-    kept = Kept(args.work, "lengths", digest(bench.target.state_dict()), every,
-                args.max_new_tokens, args.rounds, args.few)
+    kept = Kept(bench, torch.get_num_threads(), args.rounds, args.nodes, trained_parts(args))
+    if max(args.lengths) + args.max_new_tokens > context_length(bench.target):
+        raise InputError(f"expected --lengths of {context_length(bench.target)} tokens or fewer, "
+                         f"{args.max_new_tokens} new ones included")
     rows = [["tokens of context", "AR, ms a token", "8 rows / 1", "16 rows / 1", "method",
              "tokens per call", "x AR", "prompts' least and most"]]
     for length in args.lengths:
         prompts = []
-        for prompt in [p for p in every if len(p) <= min(args.lengths)][:args.few]:
+        own = [p for p in every if len(p) <= min(args.lengths)][:args.few]
+        if not own:
+            raise InputError(f"expected prompts of at most {min(args.lengths)} tokens")
+        for prompt in own:
             others = [p for p in rng.sample(every, len(every)) if p != prompt]
             before = list(itertools.chain.from_iterable(others))[:length - len(prompt)]
             prompts.append(before + prompt)
             if len(prompts[-1]) < length:
                 raise InputError(f"expected prompts of {length} tokens in all")
-        x = kept(str(length), lambda: at_length(bench, numbered(prompts)))
+        x = kept(f"{length} {digest({}, prompts)}", lambda: at_length(bench, numbered(prompts)))
         for name, (tokens, ratio, spread) in x["methods"].items():
             rows.append([f"{length:,}", f"{x['ms']:.1f}", f"{x['rows'][0]:.2f}",
                          f"{x['rows'][1]:.2f}", name, f"{tokens:.2f}", f"{ratio:.2f}", spread])
     print(table(rows))
+
+
+def trained_parts(args) -> dict[str, str]:
+    """What identifies each file of --adapters."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(args.adapters.iterdir()) if path.is_file()}
 
 
 def numbered(prompts: list[list[int]]) -> list[tuple[str, list[int]]]:
@@ -429,27 +466,58 @@ def consistency_options(argv: list[str]) -> argparse.Namespace:
     add("--tokens", type=int, default=96, help="of each of these")
     add("--reports", type=int, default=10, help="of the long run; short ones are measured twice")
     add("--device")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    counts = ("steps", "short", "batch", "states", "shown", "tokens", "reports")
+    if wrong := [name for name in counts if getattr(args, name) < 1]:
+        parser.error(f"expected 1 or more for --{wrong[0]}")
+    return args
 
 
 TABLES = {"perplexity": table_perplexity, "drafts": table_drafts, "lengths": table_lengths}
 
 
+def wrong_with(args: argparse.Namespace) -> str | None:
+    """What is wrong with the command line, before anything is loaded."""
+    names = [Path(path).name for path in args.drafts]
+    checks = {
+        "different names of --drafts": len({*names}) < len(names),
+        "a directory for --work": args.work.exists() and not args.work.is_dir()}
+    if args.command == "perplexity":
+        checks |= {"a --draft": not args.draft, "--seeds": not args.seeds,
+                   "--shares between 0 and 1": not all(0 <= a <= 1 for a in args.shares),
+                   "--beams of 1 or more": min(args.beams, default=1) < 1}
+    else:
+        checks["no temperature: greedy text is compared"] = args.temperature != 0
+    if args.command == "drafts":
+        checks |= {"--drafts": not args.drafts, "a directory for --picture":
+                   bool(args.picture) and not args.picture.parent.is_dir()}
+    if args.command == "lengths":
+        checks |= {"--lengths": not args.lengths, "--few of 1 or more": args.few < 1}
+    return next((text for text, wrong in checks.items() if wrong), None)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["consistency"]:
-        return consistency(consistency_options(sys.argv[2:]))
+        args = consistency_options(sys.argv[2:])
+        try:
+            return consistency(args)
+        except InputError as error:
+            print(f"curves.py consistency: {error}", file=sys.stderr)
+            sys.exit(2)
     parser = options(__doc__)
     add = parser.add_argument
-    add("command", choices=["consistency", *TABLES])
+    add("command", choices=TABLES)
     add("--work", type=Path, required=True, help="folder of what was measured")
     add("--drafts", nargs="*", default=[], help="directories of draft models")
-    add("--shares", nargs="*", type=float, default=[0, 0.25, 0.5, 0.75, 0.9, 1],
+    add("--shares", nargs="*", type=float, default=[0.0, 0.25, 0.5, 0.75, 0.9, 1.0],
         help="perplexity: of the target in the draft")
     add("--beams", nargs="*", type=int, default=[1, 4, 8], help="perplexity: of MJSD")
     add("--seeds", nargs="*", type=int, default=[0, 1, 2, 3], help="perplexity")
     add("--picture", type=Path, help="drafts: the SVG file to make")
     add("--lengths", nargs="*", type=int, default=[300, 600, 1200, 2400, 4000])
     add("--few", type=int, default=4, help="lengths: prompts of each")
+    if problem := wrong_with(parser.parse_args()):
+        parser.exit(2, f"{parser.prog}: expected {problem}\n")
     perform(parser, lambda bench: TABLES[bench.args.command](bench))
 
 

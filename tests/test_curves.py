@@ -1,6 +1,7 @@
 """curves.py: what was measured is kept, mixtures of models, predictions, and that its tables are
 of what they say."""
 import json
+import math
 import random
 import sys
 import xml.etree.ElementTree as xml
@@ -9,29 +10,14 @@ import pytest
 import torch
 
 import curves
+from bench import Count, Results
 from cllm import collect
 from common import CachedLM, InputError, Sampler, autoregressive, until
 from conftest import near, tiny, tokens_of
 from speculative import speculative
 from test_bench import column, made, models, tables_of  # noqa: F401  (models: a fixture)
 
-
-def test_what_was_measured_is_kept(tmp_path):
-    """Once for each name; not for other settings; a line that was cut off is measured again."""
-    made = []
-
-    def make(x):
-        return lambda: made.append(x) or {"value": (x, 2)}
-    kept = curves.Kept(tmp_path, "table", "settings")
-    assert kept("a", make(1)) == kept("a", make(3)) == {"value": [1, 2]}
-    kept("b", make(4))
-    [file] = tmp_path.iterdir()
-    file.write_text(file.read_text()[:-3])
-    kept = curves.Kept(tmp_path, "table", "settings")
-    assert kept("a", make(5)) == {"value": [1, 2]} and kept("b", make(6)) == {"value": [6, 2]}
-    assert curves.Kept(tmp_path, "table", "settings").known == kept.known
-    assert curves.Kept(tmp_path, "table", "others")("a", make(7)) == {"value": [7, 2]}
-    assert made == [1, 4, 6, 7]
+E = math.exp(1)
 
 
 # ------------------------------------------------------------------------------------- mixtures
@@ -76,10 +62,10 @@ def test_predictions():
 
 
 def test_the_plane_is_a_picture_with_all_points():
-    root = xml.fromstring(curves.plane({"four layers": (0.43, 0.2, 0.9), "eight": (0.6, 0.3, 1)}))
+    root = xml.fromstring(curves.plane({"four & more": (0.43, 0.2, 0.9), "eight": (0.6, 0.3, 1)}))
     space = "{http://www.w3.org/2000/svg}"
     texts = [x.text for x in root.iter(space + "text")]
-    assert {"four layers: 0.90x", "eight: 1.00x", "HumanEval", "1.5x", "acceptance α"} <= {*texts}
+    assert {"four & more: 0.90x", "eight: 1.00x", "HumanEval", "1.5x", "acceptance α"} <= {*texts}
     assert len([*root.iter(space + "circle")]) == 2 + len(curves.PAPER)
     lines = [x.get("points").split() for x in root.iter(space + "polyline")]
     assert len(lines) == 4
@@ -88,15 +74,22 @@ def test_the_plane_is_a_picture_with_all_points():
         alpha, c = (x - 60) / 560, (380 - y) / 360
         best = max(curves.predicted(alpha, c, g) for g in range(1, 17))
         assert best == pytest.approx(speed, rel=0.02)
+    root = xml.fromstring(curves.plane({"slower than its target": (0.5, 2, 0.3)}))
+    assert all(float(x.get("cy")) >= 20 for x in root.iter(space + "circle"))
 
 
 def test_ratios_are_of_the_same_prompts_and_seeds():
     ar = [[[10.0, 5, 0, []], [3.0, 5, 0, []]], [[8.0, 5, 0, []], [5.0, 5, 0, []]]]
     half = [[[x[0] / 2, *x[1:]] for x in some] for some in ar]
-    assert curves.pooled(ar) == pytest.approx(2.718281828 ** 1.3)
+    assert curves.pooled(ar) == pytest.approx(E ** 1.3)
     text = curves.beside(half, ar)
     assert text.startswith("1.92 [1.92, 1.92], 0.52 [")
     assert curves.beside(ar, ar).endswith("1.00 [1.00, 1.00]")
+    # In one of two seeds one prompt of eight has a nat more. With that prompt drawn k times of 8
+    # and that seed j times of 2 the ratio is exp(jk / 16); P(jk > 4) = 0.02, P(jk >= 4) = 0.07
+    flat = [[[1.0, 1, 0, []]] * 8, [[2.0, 1, 0, []]] * 8]
+    odd = [[[1.0 + (i == 0), 1, 0, []] for i in range(8)], flat[1]]
+    assert curves.beside(odd, flat) == f"{E ** (25 / 16):.2f} [3.08, 7.39], 1.06 [1.00, 1.28]"
 
 
 # --------------------------------------------------------------------------------------- tables
@@ -106,10 +99,176 @@ def small(models, tmp_path):  # noqa: F811
     """Two prompts, a few tokens."""
     bench = made(*models, "--max-new-tokens", "8", "--rounds", "1")
     bench.prompts.pop("code")
-    for name, value in dict(work=tmp_path, drafts=[], picture=None, shares=[0, 1], beams=[1, 2],
-                            seeds=[0, 1], lengths=[60, 120], few=2).items():
+    for name, value in dict(command="small", work=tmp_path / "work", drafts=[], picture=None,
+                            shares=[0, 1], beams=[1, 2], seeds=[0, 1], lengths=[60, 120],
+                            few=2).items():
         setattr(bench.args, name, value)
     return bench
+
+
+def test_what_was_measured_is_kept(small):
+    """Once for each name; not for other settings; a line that was cut off is measured again."""
+    made = []
+
+    def make(x):
+        return lambda: made.append(x) or {"value": (x, 2)}
+    kept = curves.Kept(small, "settings")
+    assert kept("a", make(1)) == kept("a", make(3)) == {"value": [1, 2]}
+    kept("b", make(4))
+    [file] = small.args.work.iterdir()
+    file.write_text(file.read_text()[:-3])
+    kept = curves.Kept(small, "settings")
+    assert kept("a", make(5)) == {"value": [1, 2]} and kept("b", make(6)) == {"value": [6, 2]}
+    assert curves.Kept(small, "settings").known == kept.known
+    assert curves.Kept(small, "others")("a", make(7)) == {"value": [7, 2]}
+    assert made == [1, 4, 6, 7]
+
+
+@pytest.mark.parametrize("changed", ["prompts", "target", "max_new_tokens", "rounds", "gamma",
+                                     "nodes", "eos", "adapters"])
+@pytest.mark.parametrize("command", curves.TABLES)
+def test_what_was_measured_is_of_these_settings(command, changed, small, tmp_path,
+                                                        monkeypatch):
+    """A line of another model, prompt or setting is in another file; so is another table's."""
+    files = []
+
+    class Seen(Exception):
+        pass
+
+    def kept(*given):
+        files.append(curves_kept(*given).path.name)
+        raise Seen
+    curves_kept, small.args.command = curves.Kept, command
+    small.args.adapters = tmp_path / "adapters"
+    small.args.adapters.mkdir()
+    monkeypatch.setattr(curves, "Kept", kept)
+
+    def change():
+        if changed == "target":
+            small.target = near(small.target, 0.1)
+        elif changed == "prompts":
+            small.prompts = {"sql": [small.pairs()[0][1][1:]]}
+        elif changed == "eos":
+            small.eos = small.eos | {7}
+        elif changed == "adapters":
+            (small.args.adapters / "rest.safetensors").write_bytes(b"new")
+        else:
+            setattr(small.args, changed, getattr(small.args, changed) + 1)
+    for happens in (lambda: None, lambda: None, change):
+        happens()
+        with pytest.raises(Seen):
+            curves.TABLES[command](small)
+    depends = {"prompts", "target", "max_new_tokens", "eos"} | {
+        "perplexity": set(), "drafts": {"rounds", "gamma"},
+        "lengths": {"rounds", "nodes", "adapters"}}[command]
+    assert files[0] == files[1] and files[0].startswith(command)
+    assert (files[1] != files[2]) == (changed in depends)
+
+
+def measured(seconds: dict, output: list[int], log: list[dict]) -> Results:
+    """12 tokens in 4 calls of each of two prompts, of 5 and 6 rows, the draft's of 2."""
+    return Results({name: [[(str(i), Count(12, 4, s * (1 + i), 0.5, output=output, log=log,
+                                           rows=5 + i, draft_rows=2))
+                            for i in range(2)]] for name, s in seconds.items()})
+
+
+def test_the_figures_of_a_draft(small, tmp_path, monkeypatch):
+    """Of seconds that are known: what a draft call and a verification cost, Ouroboros' Eq. 6."""
+    near(small.target, 0.1).save_pretrained(tmp_path / "far")
+    small.tokenizer.save_pretrained(tmp_path / "far")
+    small.draft = small.load(str(tmp_path / "far"))
+    prompts = [prompt for _, prompt in small.pairs()]
+    output, asked = tokens_of(autoregressive(CachedLM(small.target), prompts[0]), 8), {}
+    log = [{"accepted": 3, "calls": 5}, {"accepted": 1, "calls": 3}]
+
+    def measure(runs, pairs):
+        asked.update(runs)
+        return measured({"AR": 12, 2: 6, 4: 4, 8: 3, "ouroboros": 2, "assisted": 8}, output, log)
+
+    def costs(lm, most):
+        one = 0.1 if lm.model is small.draft else 1.0
+        return {n: one * (1 + 0.1 * (n - 1)) for n in range(1, most + 1)}
+    monkeypatch.setattr(small, "measure", measure)
+    monkeypatch.setattr(curves, "row_costs", costs)
+    started = CachedLM.start
+
+    def start(lm, prompt):
+        before = lm.prompt_seconds
+        started(lm, prompt)
+        lm.prompt_seconds = before + (9.0 if lm.model is small.target else 4.5)
+    monkeypatch.setattr(CachedLM, "start", start)
+    x = curves.of_draft(small, str(tmp_path / "far"), prompts)
+    guesses = [small.draft(torch.tensor([p + output[:-1]])).logits[0, len(p) - 1:].argmax(-1)
+               for p in prompts]
+    right = torch.stack(guesses) == torch.tensor(output)
+    assert 0 < right.float().mean() < 1
+    assert x["alpha"] == pytest.approx(right.float().mean().item())
+    assert x["c"] == pytest.approx(0.1)
+    assert x["verify"] == pytest.approx({2: 1.2, 4: 1.4, 8: 1.8})
+    assert x["speculative"] == pytest.approx({2: 2, 4: 3, 8: 4})
+    assert x["assisted"] == pytest.approx(1.5) and x["ouroboros"] == pytest.approx(6)
+    assert x["eq6"] == pytest.approx(3 / (4 * 0.11 + 1.5))
+    assert x["prompts"] == pytest.approx([0.5, 0.25])
+    assert [asked[gamma].options["gamma"] for gamma in curves.GAMMAS] == [*curves.GAMMAS]
+    assistant = asked["assisted"].models["draft"].state_dict()
+    assert all(torch.equal(assistant[name], p) for name, p in small.draft.state_dict().items())
+
+
+def test_the_figures_of_a_length(small, monkeypatch):
+    asked = {}
+
+    def measure(runs, pairs):
+        asked.update(runs)
+        return measured({name: 12 / (1 + i) for i, name in enumerate(runs)}, [], [])
+    monkeypatch.setattr(small, "measure", measure)
+    monkeypatch.setattr(curves, "row_costs", lambda lm, most: {
+        n: lm.length + n for n in range(1, most + 1)})
+    monkeypatch.setattr(small, "fitting", lambda name, make: {name: None})  # nothing is trained
+    pairs = small.pairs()
+    length = len(pairs[0][1]) - 1
+    x = curves.at_length(small, pairs)
+    assert x["ms"] == pytest.approx(1000 * 36 / 24)
+    assert x["rows"] == pytest.approx([(length + n) / (length + 1) for n in (8, 16)])
+    names = ["lookahead, W = 0", "REST", "hybrid, none", "hybrid, hydra", "EAGLE, dynamic"]
+    assert list(x["methods"]) == names and list(asked) == ["AR", *names]
+    for i, name in enumerate(names):
+        assert x["methods"][name][:2] == (3, pytest.approx(2 + i))
+
+
+def test_agreement_is_of_warped_distributions(small):
+    prompts = [prompt for _, prompt in small.pairs()][:1]
+    text = tokens_of(autoregressive(CachedLM(small.target), prompts[0], sample=Sampler(1.0)), 6)
+    far, ids = near(small.target, 0.1), torch.tensor([prompts[0] + text[:-1]])
+    warp = Sampler(1.0, 20, 0.9)
+    p, q = (warp.probs(model(ids).logits[0, -len(text):]) for model in (small.target, far))
+    expected = (1 - (p - q).abs().sum(-1) / 2).mean().item()
+    assert 0 < expected < 1
+    found = curves.agree(CachedLM(small.target), CachedLM(far), prompts, [text])
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_methods_are_given(small, monkeypatch):
+    """γ, beams, the thresholds of BiLD, a sampler for each seed; what they accept is averaged."""
+    seen = []
+
+    def method(name):
+        def stand_in(target, draft, prompt, *, sample, log, **own):
+            seen.append((name, sample.seed, own))
+            log += [{"accepted": 1}, {"accepted": 2}, {"calls": 7}]
+            yield from autoregressive(target, prompt, sample=sample)
+        return stand_in
+    for name in ("mjsd", "bild", "speculative"):
+        monkeypatch.setattr(curves, name, method(name))
+    small.args.shares = [0]
+    curves.table_perplexity(small)
+    given = [*(("mjsd", dict(gamma=4, beams=n, eos=small.eos)) for n in (1, 2)),
+             ("bild", dict(gamma=10, fallback=0.9, rollback=2.0)), ("speculative", dict(gamma=4))]
+    assert seen == [(name, seed, own) for name, own in given for seed in (0, 1)
+                    for _ in small.pairs()]
+    [file] = small.args.work.iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    accepted = {x[2] for name, x in lines if not name.startswith(("AR", "agreement"))}
+    assert accepted == {1.5}
 
 
 def test_perplexity_by_the_draft(small, capsys, monkeypatch):
@@ -140,16 +299,27 @@ def test_perplexity_by_the_draft(small, capsys, monkeypatch):
     assert nats == pytest.approx(-p.sum().item(), rel=1e-4)
 
 
-def test_drafts_of_several_sizes(small, capsys, tmp_path):
-    small.args.drafts = [small.args.draft, small.args.target]
+def test_drafts_of_several_sizes(small, capsys, tmp_path, monkeypatch):
+    """Each once; one that was trained anew in the same directory again."""
+    measured, real = [], curves.of_draft
+    monkeypatch.setattr(curves, "of_draft", lambda bench, path, prompts: measured.append(path)
+                        or real(bench, path, prompts))
+    drafts = [small.args.draft, small.args.target]
+    small.args.drafts = drafts
     small.args.picture = tmp_path / "plane.svg"
     curves.table_drafts(small)
-    [rows] = tables_of(capsys.readouterr().out)
+    first = capsys.readouterr().out
+    curves.table_drafts(small)
+    assert measured == drafts and capsys.readouterr().out == first
+    [rows] = tables_of(first)
     assert [row[0] for row in rows[1:]] == ["draft", "target"]
     assert column(rows, "agrees (α)")["target"] == "1.00"
     assert float(column(rows, "agrees (α)")["draft"]) < 1
     assert all(float(x.split()[0]) > 0 for row in rows[1:] for x in row[1:])
     assert "target: " in (tmp_path / "plane.svg").read_text()
+    near(small.load(drafts[0]), 0.1).save_pretrained(drafts[0])
+    curves.table_drafts(small)
+    assert measured == [*drafts, drafts[0]]
 
 
 def test_contexts_of_several_lengths(small, capsys, monkeypatch):
@@ -168,23 +338,88 @@ def test_contexts_of_several_lengths(small, capsys, monkeypatch):
     for *_, ratio, spread in rows[1:]:
         least, most = map(float, spread.strip("[]").split(", "))
         assert least <= float(ratio) <= most
-    small.args.lengths = [60, 400]
-    with pytest.raises(InputError, match="of 400 tokens in all"):
-        curves.table_lengths(small)
+    for length, text in ((380, "of 380 tokens in all"), (396, "of 400 tokens or fewer, 8 new")):
+        small.args.lengths = [60, length]
+        with pytest.raises(InputError, match=text):
+            curves.table_lengths(small)
 
 
-def test_consistency_training_over_its_steps(tmp_path, embedded, capsys, monkeypatch):
+@pytest.mark.parametrize("command, argv, text", [
+    ("perplexity", [], "expected a --draft"),
+    ("perplexity", ["--draft", "x", "--seeds"], "expected --seeds"),
+    ("perplexity", ["--draft", "x", "--shares", "0", "nan"], "expected --shares between 0 and 1"),
+    ("perplexity", ["--draft", "x", "--beams", "0"], "expected --beams of 1 or more"),
+    ("perplexity", ["--draft", "x", "--drafts", "x/a", "y/a"], "expected different names"),
+    ("drafts", [], "expected --drafts"),
+    ("drafts", ["--drafts", "x", "--picture", "none/x.svg"], "expected a directory for --pic"),
+    ("drafts", ["--drafts", "x", "--temperature", "1"], "expected no temperature"),
+    ("lengths", ["--few", "0"], "expected --few of 1 or more"),
+    ("lengths", ["--lengths"], "expected --lengths"),
+    ("lengths", ["--target", "none/of/these"], "none/of/these"),
+    ("consistency", ["--target", "x", "--data", "x", "--shown", "0"], "1 or more for --shown"),
+    ("consistency", ["--target", "none/of/these", "--data", "x"], "none/of/these")])
+def test_bad_input(command, argv, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["curves.py", command, "--work", str(tmp_path), *argv])
+    with pytest.raises(SystemExit) as stop:
+        curves.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and text in lines[-1] and not [*tmp_path.iterdir()]
+
+
+@pytest.fixture
+def trajectories(tmp_path, embedded, capsys):
+    """(a model, the arguments of a short `consistency`)."""
     *_, tokenizer = embedded
     model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=400)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     collect(model, tokenizer, [[5, x, 9] for x in range(20)], out=tmp_path / "data.jsonl", n=5,
             max_new_tokens=10)
-    argv = ["--target", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl"), "--work",
-            str(tmp_path / "work"), "--steps", "4", "--short", "2", "--shown", "2", "--batch", "2",
-            "--tokens", "7", "--reports", "2"]
-    monkeypatch.setattr(sys, "argv", ["curves.py", "consistency", *argv])
     capsys.readouterr()
+    return model, ["--target", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl"),
+                   "--work", str(tmp_path / "work"), "--steps", "4", "--short", "2", "--shown",
+                   "2", "--batch", "2", "--tokens", "7", "--reports", "2"]
+
+
+def test_what_a_run_is_trained_on(trajectories, monkeypatch, tmp_path, capsys):
+    """The ablations change what they say and nothing else; perplexity is under the model before."""
+    model, argv = trajectories
+    runs = []
+    trained = near(model, 0.5).state_dict()
+
+    def fit(new, rows, held_out, eos, n, *, shown, watch, **how):
+        new.load_state_dict(trained)
+        answers = [row["answer"] for row in shown]
+        runs.append((rows, how, watch(answers)["perplexity"]))
+        figures = dict.fromkeys(("per_call", "fast_forwarded", "stationary", "kept", "ar",
+                                 "consistency"), 1.0)
+        return {0: figures | watch(answers) | {"each": [1.0]}}
+    monkeypatch.setattr(curves, "fit", fit)
+    monkeypatch.setattr(sys, "argv", ["curves.py", "consistency", *argv])
+    curves.main()
+    rows, held_out = curves.training_rows(tmp_path / "data.jsonl", model, seed=0)[1:]
+    assert [len(x[0]) for x in runs] == [len(rows)] * 4 + [(len(rows) + 3) // 4]
+    assert [x[1]["w"] for x in runs] == [10, 10, 1, 10, 10]
+    assert [(x[1]["steps"], x[1]["reports"]) for x in runs] == [(4, 2)] + [(2, 1)] * 4
+    assert all(x[0] == rows for x in runs[:3])
+    assert all(len(a["blocks"]) == 1 and a["blocks"][0] in b["blocks"]
+               for a, b in zip(runs[3][0], rows))
+    lm, prompts = CachedLM(model), [row["prompt"] for row in held_out[:2]]
+    texts = [tokens_of(autoregressive(lm, prompt), 7) for prompt in prompts]
+    expected = curves.perplexity(lm, prompts, texts)
+    assert [x[2] for x in runs] == pytest.approx([expected] * 5)
+    monkeypatch.setattr(sys, "argv", ["curves.py", "consistency", *argv, "--longest", "2"])
+    with pytest.raises(SystemExit) as stop:
+        curves.main()
+    assert stop.value.code == 2
+    assert "expected prompts of at most 2 tokens\n" in capsys.readouterr().err
+
+
+def test_consistency_training_over_its_steps(trajectories, embedded, capsys, monkeypatch,
+                                             tmp_path):
+    model, argv = trajectories
+    *_, tokenizer = embedded
+    monkeypatch.setattr(sys, "argv", ["curves.py", "consistency", *argv])
     curves.main()
     first = capsys.readouterr().out
     curve, *answers = tables_of(first)
