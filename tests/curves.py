@@ -183,18 +183,21 @@ def table_perplexity(bench: Bench) -> None:
         return [[run(name, method, draft, seed, i, **own) for i in range(len(prompts))]
                 for seed in tqdm(args.seeds, desc=name)]
     ar = runs("AR", autoregressive, [])
-    rows = [["draft", "1 - TVD", *(f"{x}: perplexity, / AR" for x in methods),
-             *(f"{x}: accepted" for x in methods)]]
+    found, heads = [], ["draft", "1 - TVD", *methods]
     for name, (key, draft) in drafts.items():
         texts = [some[-1] for some in ar[0]]
         agreement = kept(f"agreement {key} {args.seeds[0]}",
                          lambda: agree(target, draft, prompts, texts))
-        found = {x: runs(f"{x} {key}", method, [draft], **own)
-                 for x, (method, own) in methods.items()}
-        rows.append([name, f"{agreement:.2f}", *(beside(some, ar) for some in found.values()),
-                     *(f"{mean(x[2] for seed in some for x in seed):.2f}"
-                       for some in found.values())])
-    print(f"AR, sampled: {pooled(ar):.2f} {spread(ar)}\n\n{table(rows)}")
+        made = [runs(f"{x} {key}", method, [draft], **own) for x, (method, own) in methods.items()]
+        found.append(([name, f"{agreement:.2f}"], made))
+    print(f"AR, sampled: {pooled(ar):.2f} {spread(ar)}; perplexity, least and most of the seeds:\n")
+    print(table([heads, *([*row, *(f"{pooled(x):.2f} {spread(x)}" for x in made)]
+                          for row, made in found)]))
+    print("by AR's, and the middle 90% of draws of prompts and seeds:\n")
+    print(table([heads, *([*row, *(beside(x, ar) for x in made)] for row, made in found)]))
+    print("tokens of drafts accepted a round, texts weighing alike:\n")
+    print(table([heads, *([*row, *(f"{mean(x[2] for seed in some for x in seed):.2f}"
+                                   for some in made)] for row, made in found)]))
 
 
 def mixture(bench: Bench, a: float):
@@ -230,8 +233,8 @@ def spread(runs: list[list]) -> str:
 
 
 def beside(runs: list[list], ar: list[list]) -> str:
-    """Perplexity, its spread over seeds, and over AR's on the same prompts and seeds with the
-    middle 90% of 1,000 draws of prompts and of seeds: what a seed draws is alike for all."""
+    """Perplexity by AR's on the same prompts and seeds, with the middle 90% of 1,000 draws of
+    prompts and of seeds: what a seed draws is alike for all."""
     rng, ratios = random.Random(0), []
     for _ in range(1000):
         some = rng.choices(range(len(ar[0])), k=len(ar[0]))
@@ -240,7 +243,7 @@ def beside(runs: list[list], ar: list[list]) -> str:
         ratios.append(one / other)
     ratios.sort()
     middle = f"[{ratios[50]:.2f}, {ratios[949]:.2f}]" if len(ar) * len(ar[0]) > 1 else "-"
-    return f"{pooled(runs):.2f} {spread(runs)}, {pooled(runs) / pooled(ar):.2f} {middle}"
+    return f"{pooled(runs) / pooled(ar):.2f} {middle}"
 
 
 # ------------------------------------------------------------------------------ drafts of any size

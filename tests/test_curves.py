@@ -82,14 +82,14 @@ def test_ratios_are_of_the_same_prompts_and_seeds():
     ar = [[[10.0, 5, 0, []], [3.0, 5, 0, []]], [[8.0, 5, 0, []], [5.0, 5, 0, []]]]
     half = [[[x[0] / 2, *x[1:]] for x in some] for some in ar]
     assert curves.pooled(ar) == pytest.approx(E ** 1.3)
-    text = curves.beside(half, ar)
-    assert text.startswith("1.92 [1.92, 1.92], 0.52 [")
-    assert curves.beside(ar, ar).endswith("1.00 [1.00, 1.00]")
+    assert curves.spread(half) == "[1.92, 1.92]" and curves.spread(ar[:1] + half) == "[1.92, 3.67]"
+    assert curves.beside(half, ar).startswith("0.52 [")
+    assert curves.beside(ar, ar) == "1.00 [1.00, 1.00]"
     # In one of two seeds one prompt of eight has a nat more. With that prompt drawn k times of 8
     # and that seed j times of 2 the ratio is exp(jk / 16); P(jk > 4) = 0.02, P(jk >= 4) = 0.07
     flat = [[[1.0, 1, 0, []]] * 8, [[2.0, 1, 0, []]] * 8]
     odd = [[[1.0 + (i == 0), 1, 0, []] for i in range(8)], flat[1]]
-    assert curves.beside(odd, flat) == f"{E ** (25 / 16):.2f} [3.08, 7.39], 1.06 [1.00, 1.28]"
+    assert curves.beside(odd, flat) == "1.06 [1.00, 1.28]"
 
 
 # --------------------------------------------------------------------------------------- tables
@@ -275,24 +275,29 @@ def test_perplexity_by_the_draft(small, capsys, monkeypatch):
     small.args.drafts = [small.args.draft]
     curves.table_perplexity(small)
     first = capsys.readouterr().out
-    [rows] = tables_of(first)
-    assert [row[0] for row in rows[1:]] == ["a = 0", "a = 1", "draft"]
-    assert column(rows, "1 - TVD")["a = 1"] == "1.00"
-    assert column(rows, "1 beams: accepted")["a = 1"] == "4.00"
-    # The mixture without a share of the target's is the draft
-    same = [[cell for head, cell in zip(rows[0][1:], row[1:])] for row in rows[1:]]
-    assert same[0] == same[2]
+    tables = tables_of(first)
+    for rows in tables:
+        assert [row[0] for row in rows[1:]] == ["a = 0", "a = 1", "draft"]
+        assert column(rows, "1 - TVD")["a = 1"] == "1.00"
+        assert rows[1][1:] == rows[3][1:]  # without a share of the target's it is the draft
+    assert column(tables[2], "1 beams")["a = 1"] == "4.00"
+    [file] = small.args.work.iterdir()
+    kept = dict(map(json.loads, file.read_text().splitlines()))
+    key = curves.digest(small.draft.state_dict())
+    ar, beams = ([[kept[f"{name} {seed} {i}"] for i in range(2)] for seed in (0, 1)]
+                 for name in ("AR", f"2 beams {key}"))
+    assert f"AR, sampled: {curves.pooled(ar):.2f} {curves.spread(ar)}" in first
+    assert column(tables[0], "2 beams")["draft"] == f"{curves.pooled(beams):.2f} " + curves.spread(
+        beams)
+    assert column(tables[1], "2 beams")["draft"] == curves.beside(beams, ar)
     monkeypatch.setattr(curves, "mjsd", None)
     monkeypatch.setattr(curves, "perplexity", None)
     curves.table_perplexity(small)  # nothing is decoded a second time
     assert capsys.readouterr().out == first
-    kept = [json.loads(line) for file in small.args.work.iterdir()
-            for line in file.read_text().split("\n")[:-1]]
-    found = {name: value for name, value in kept}
     prompt = small.pairs()[0][1]
     chunks = autoregressive(small.cached(small.target), prompt, sample=Sampler(1.0, 20, 0.9, 1))
     text = [x for chunk in until(chunks, 8, small.eos) for x in chunk]
-    nats, tokens, _, kept_text = found["AR 1 0"]
+    nats, tokens, _, kept_text = kept["AR 1 0"]
     assert kept_text == text and tokens == len(text)
     logits = small.target(torch.tensor([prompt + text])).logits[0, len(prompt) - 1:-1]
     p = logits.float().log_softmax(-1)[torch.arange(len(text)), text]
