@@ -374,10 +374,12 @@ def plane(points: dict[str, tuple[float, float, float]]) -> str:
         parts.append(f'<polyline points="{" ".join(line)}" fill="none" stroke="gray"/>'
                      f'<text x="{x - 4}" y="{max(32, y + 14)}" text-anchor="end" fill="gray">'
                      f'{speed}x</text>')
-    for name, (alpha, c, speed) in points.items():
+    label = 0.0
+    for name, (alpha, c, speed) in sorted(points.items(), key=lambda point: -point[1][1]):
         x, y = place(alpha, c)
+        label = max(label + 13, y + 4)  # below the one before
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#06c"/><text '
-                     f'x="{x + 7:.1f}" y="{y + 4:.1f}" fill="#06c">{html.escape(name)}: '
+                     f'x="{x + 7:.1f}" y="{label:.1f}" fill="#06c">{html.escape(name)}: '
                      f'{speed:.2f}x</text>')
     for name, (tokens, gamma) in PAPER.items():
         x, y = place(alpha_of(tokens, gamma), SHARE)
