@@ -166,10 +166,11 @@ def test_what_was_measured_is_of_these_settings(command, changed, small, tmp_pat
 
 
 def measured(seconds: dict, output: list[int], log: list[dict]) -> Results:
-    """12 tokens in 4 calls of each of two prompts, of 5 and 6 rows, the draft's of 2."""
-    return Results({name: [[(str(i), Count(12, 4, s * (1 + i), 0.5, output=output, log=log,
-                                           rows=5 + i, draft_rows=2))
-                            for i in range(2)]] for name, s in seconds.items()})
+    """12 tokens in 3 calls, AR's in 4, of two prompts each; of 5 and 6 rows, the draft's of 2."""
+    def count(name, i: int) -> Count:
+        return Count(12, 3 + (name == "AR"), seconds[name] * (1 + i), 0.5, output=output, log=log,
+                     rows=5 + i, draft_rows=2)
+    return Results({name: [[(str(i), count(name, i)) for i in range(2)]] for name in seconds})
 
 
 def test_the_figures_of_a_draft(small, tmp_path, monkeypatch):
@@ -207,7 +208,7 @@ def test_the_figures_of_a_draft(small, tmp_path, monkeypatch):
     assert x["verify"] == pytest.approx({2: 1.2, 4: 1.4, 8: 1.8})
     assert x["speculative"] == pytest.approx({2: 2, 4: 3, 8: 4})
     assert x["assisted"] == pytest.approx(1.5) and x["ouroboros"] == pytest.approx(6)
-    assert x["eq6"] == pytest.approx(3 / (4 * 0.11 + 1.5))
+    assert x["eq6"] == pytest.approx(4 / (4 * 0.11 + 1.5))
     assert x["prompts"] == pytest.approx([0.5, 0.25])
     assert [asked[gamma].options["gamma"] for gamma in curves.GAMMAS] == [*curves.GAMMAS]
     assistant = asked["assisted"].models["draft"].state_dict()
@@ -232,7 +233,7 @@ def test_the_figures_of_a_length(small, monkeypatch):
     names = ["lookahead, W = 0", "REST", "hybrid, none", "hybrid, hydra", "EAGLE, dynamic"]
     assert list(x["methods"]) == names and list(asked) == ["AR", *names]
     for i, name in enumerate(names):
-        assert x["methods"][name][:2] == (3, pytest.approx(2 + i))
+        assert x["methods"][name][:2] == (4, pytest.approx(2 + i))
 
 
 def test_agreement_is_of_warped_distributions(small):
@@ -327,6 +328,23 @@ def test_drafts_of_several_sizes(small, capsys, tmp_path, monkeypatch):
     assert measured == [*drafts, drafts[0]]
 
 
+def test_a_draft_beside_its_predictions(small, capsys, tmp_path, monkeypatch):
+    """Ouroboros by the best of the measured γ, which the picture shows; predictions with what a
+    verification and the prompts' passes cost."""
+    x = {"alpha": 0.5, "c": 0.25, "verify": {2: 1.25, 4: 1.5, 8: 2}, "eq6": 2.0,
+         "speculative": {2: 0.5, 4: 0.8, 8: 0.6}, "assisted": 0.4, "ouroboros": 1.2,
+         "spread": dict.fromkeys((2, 4, 8, "assisted", "ouroboros"), "-"), "prompts": [0.2, 0.05]}
+    monkeypatch.setattr(curves, "of_draft", lambda *given: x)
+    small.args.drafts, small.args.picture = [small.args.draft], tmp_path / "plane.svg"
+    curves.table_drafts(small)
+    [rows] = tables_of(capsys.readouterr().out)
+    found = dict(zip(rows[0], rows[1]))
+    assert found["Ouroboros / best speculative"] == "1.50"
+    assert found["γ 2: predicted"] == f"{1 / (0.8 + 0.25):.2f}"  # 1.75 tokens in 1.75 calls
+    assert found["predicted, Eq. 6"] == f"{1 / (0.8 / 2 + 0.25):.2f}"
+    assert "draft: 0.80x" in small.args.picture.read_text()
+
+
 def test_contexts_of_several_lengths(small, capsys, monkeypatch):
     seen = []
     real = curves.at_length
@@ -396,9 +414,8 @@ def test_what_a_run_is_trained_on(trajectories, monkeypatch, tmp_path, capsys):
         new.load_state_dict(trained)
         answers = [row["answer"] for row in shown]
         runs.append((rows, how, watch(answers)["perplexity"]))
-        figures = dict.fromkeys(("per_call", "fast_forwarded", "stationary", "kept", "ar",
-                                 "consistency"), 1.0)
-        return {0: figures | watch(answers) | {"each": [1.0]}}
+        figures = dict(per_call=2, fast_forwarded=3, stationary=4, consistency=5, ar=6, kept=0.5)
+        return {0: figures | {"perplexity": 7, "answers": answers, "each": [1.5, 2.5]}}
     monkeypatch.setattr(curves, "fit", fit)
     monkeypatch.setattr(sys, "argv", ["curves.py", "consistency", *argv])
     curves.main()
@@ -406,7 +423,9 @@ def test_what_a_run_is_trained_on(trajectories, monkeypatch, tmp_path, capsys):
     assert [len(x[0]) for x in runs] == [len(rows)] * 4 + [(len(rows) + 3) // 4]
     assert [x[1]["w"] for x in runs] == [10, 10, 1, 10, 10]
     assert [(x[1]["steps"], x[1]["reports"]) for x in runs] == [(4, 2)] + [(2, 1)] * 4
-    assert all(x[0] == rows for x in runs[:3])
+    assert all(x[1]["states"] == 4 for x in runs) and all(x[0] == rows for x in runs[:3])
+    line = "| long | 0 | 2.00 | [1.50, 2.50] | 3.00 | 4.00 | 5.000 | 6.000 | 50% | 7.00 |"
+    assert line in capsys.readouterr().out
     assert all(len(a["blocks"]) == 1 and a["blocks"][0] in b["blocks"]
                for a, b in zip(runs[3][0], rows))
     lm, prompts = CachedLM(model), [row["prompt"] for row in held_out[:2]]
