@@ -57,16 +57,21 @@ def answered(model, eos: set[int], prompts: list[list[int]], limit: int, tempera
         yield [row[:end] for row, end in zip(rows, ends)]
 
 
+def whole_lines(file) -> list[str]:
+    """The lines of a file opened with "a+", without one that was cut off, which it loses."""
+    file.seek(0)
+    lines = [line for line in file if line.endswith("\n")]
+    file.truncate(sum(map(len, lines)))
+    return lines
+
+
 def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
                 size: int = 64) -> list[list[int]]:
     """The model's own greedy answers, which drafters learn from; a file in `work` keeps them."""
     eos = eos_ids(model, tokenizer)
     work.mkdir(parents=True, exist_ok=True)
     with open(work / f"answers-{digest(model.state_dict(), limit)}.jsonl", "a+") as kept:
-        kept.seek(0)
-        lines = [line for line in kept if line.endswith("\n")]  # not one that was cut off
-        kept.truncate(sum(map(len, lines)))
-        rows = map(json.loads, lines)
+        rows = map(json.loads, whole_lines(kept))
         known = {tuple(row["prompt"]): row["answer"] for row in rows}
         todo = sorted({tuple(p) for p in prompts} - known.keys(), key=lambda p: (len(p), p))
         with tqdm(total=len(todo), desc="answers") as bar:

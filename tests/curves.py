@@ -30,7 +30,7 @@ from common import (CachedLM, InputError, Sampler, autoregressive,  # noqa: E402
                     context_length, eos_ids, greedy, load, row_costs, until)
 from jacobi import lookahead  # noqa: E402
 from mjsd import mjsd, perplexity  # noqa: E402
-from models.training import digest  # noqa: E402
+from models.training import digest, whole_lines  # noqa: E402
 from ouroboros import ouroboros  # noqa: E402
 from speculative import bild, speculative  # noqa: E402
 
@@ -47,10 +47,7 @@ class Kept:
         args.work.mkdir(parents=True, exist_ok=True)
         self.path = args.work / f"{args.command}-{digest({}, *settings)}.jsonl"
         with open(self.path, "a+") as file:
-            file.seek(0)
-            lines = [line for line in file if line.endswith("\n")]
-            file.truncate(sum(map(len, lines)))
-        self.known = dict(map(json.loads, lines))
+            self.known = dict(map(json.loads, whole_lines(file)))
 
     def __call__(self, name: str, make: Callable):
         if name not in self.known:
@@ -183,21 +180,22 @@ def table_perplexity(bench: Bench) -> None:
         return [[run(name, method, draft, seed, i, **own) for i in range(len(prompts))]
                 for seed in tqdm(args.seeds, desc=name)]
     ar = runs("AR", autoregressive, [])
+    texts = [some[-1] for some in ar[0]]
     found, heads = [], ["draft", "1 - TVD", *methods]
     for name, (key, draft) in drafts.items():
-        texts = [some[-1] for some in ar[0]]
         agreement = kept(f"agreement {key} {args.seeds[0]}",
                          lambda: agree(target, draft, prompts, texts))
         made = [runs(f"{x} {key}", method, [draft], **own) for x, (method, own) in methods.items()]
         found.append(([name, f"{agreement:.2f}"], made))
-    print(f"AR, sampled: {pooled(ar):.2f} {spread(ar)}; perplexity, least and most of the seeds:\n")
-    print(table([heads, *([*row, *(f"{pooled(x):.2f} {spread(x)}" for x in made)]
-                          for row, made in found)]))
-    print("by AR's, and the middle 90% of draws of prompts and seeds:\n")
-    print(table([heads, *([*row, *(beside(x, ar) for x in made)] for row, made in found)]))
-    print("tokens of drafts accepted a round, texts weighing alike:\n")
-    print(table([heads, *([*row, *(f"{mean(x[2] for seed in some for x in seed):.2f}"
-                                   for some in made)] for row, made in found)]))
+    for title, cell in (
+            (f"AR, sampled: {pooled(ar):.2f} {spread(ar)}; perplexity, least and most of the seeds",
+             lambda some: f"{pooled(some):.2f} {spread(some)}"),
+            ("by AR's, and the middle 90% of draws of prompts and seeds",
+             lambda some: beside(some, ar)),
+            ("tokens of drafts accepted a round, texts weighing alike",
+             lambda some: f"{mean(x[2] for seed in some for x in seed):.2f}")):
+        print(f"{title}:\n")
+        print(table([heads, *([*row, *map(cell, made)] for row, made in found)]))
 
 
 def mixture(bench: Bench, a: float):
@@ -320,9 +318,9 @@ def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
     costs, c = row_costs(target, WIDEST), row_costs(draft, WIDEST)
     total = median(results.sums("AR", "total"))
     # Ouroboros' Eq. 6 with what was measured: tokens, draft calls and rows of a round
-    rows, draft_rows = (min(WIDEST, round(mean(getattr(count, name) for some in
-                                               results.rounds("ouroboros") for count in some)))
-                        for name in ("rows", "draft_rows"))
+    counts = [count for some in results.rounds("ouroboros") for count in some]
+    rows = min(WIDEST, round(mean(count.rows for count in counts)))
+    draft_rows = min(WIDEST, round(mean(count.draft_rows for count in counts)))
     a_round = results.log("ouroboros", "calls") * c[draft_rows] + costs[rows]
     return {"alpha": mean(right), "c": c[1] / costs[1],
             "verify": {g: costs[g + 1] / costs[1] for g in GAMMAS},
@@ -402,11 +400,11 @@ def table_lengths(bench: Bench) -> None:
                          f"{args.max_new_tokens} new ones included")
     rows = [["tokens of context", "AR, ms a token", "8 rows / 1", "16 rows / 1", "method",
              "tokens per call", "x AR", "prompts' least and most"]]
+    own = [p for p in every if len(p) <= min(args.lengths)][:args.few]
+    if not own:
+        raise InputError(f"expected prompts of at most {min(args.lengths)} tokens")
     for length in args.lengths:
         prompts = []
-        own = [p for p in every if len(p) <= min(args.lengths)][:args.few]
-        if not own:
-            raise InputError(f"expected prompts of at most {min(args.lengths)} tokens")
         for prompt in own:
             others = [p for p in rng.sample(every, len(every)) if p != prompt]
             before = list(itertools.chain.from_iterable(others))[:length - len(prompt)]
