@@ -240,7 +240,7 @@ class Tuning(torch.nn.Module):
 
 # ------------------------------------------------------------------------------------ tuning
 
-def anchored(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
+def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
     """A batch of (prompt, answer) pairs with up to `most` anchors in each: real tokens, the paper's
     k, with a group of masks after them (Section 3.1: one at random; a group's mask is Fig. 3's).
 
@@ -298,7 +298,7 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
     losses = []
     hits, total = 0, 0
     for i in range(0, len(data), size):
-        ids, at, labels = anchored(data[i:i + size], len(tuning.masks), anchors, rng)
+        ids, at, labels = sample_anchors(data[i:i + size], len(tuning.masks), anchors, rng)
         labels = labels.to(tuning.masks.device)
         logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)
         losses.append(sar_loss(logits, labels).item())
@@ -313,12 +313,12 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
     """Tune on (prompt, answer) pairs, the model frozen. Section 4.1: the rate a cosine from 3e-2,
     128 answers a step; released scripts: gradients cut to length 1, AdamW without decay. Returns
     {step: {"loss", "accept"}} on `held_out`; sets `tuning.accept`."""
-    from models.training import Training, alike, digest, length_of
+    from models.training import Training, sample_alike, digest, length_of
     model.requires_grad_(False)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = alike(data, batch, rng, length_of)
-        ids, at, labels = anchored(some, len(tuning.masks), anchors, rng)
+        some = sample_alike(data, batch, rng, length_of)
+        ids, at, labels = sample_anchors(some, len(tuning.masks), anchors, rng)
         logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)
         return sar_loss(logits, labels.to(model.device))
 

@@ -39,7 +39,7 @@ import tasks
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
-from models.training import (Training, answered, digest, divergence,  # noqa: E402
+from models.training import (Training, generate_answers, digest, divergence,  # noqa: E402
                              examples, warm_linear)
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
@@ -137,8 +137,8 @@ def answers_of(model, tokenizer, prompts: list[str], temperature: float,
     temperature 0 is greedy."""
     ids = tokenizer(prompts)["input_ids"]
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    found = answered(model, {tokenizer.eos_token_id}, [ids[i] for i in order], limit, temperature,
-                     size=128)
+    found = generate_answers(model, {tokenizer.eos_token_id}, [ids[i] for i in order], limit,
+                             temperature, size=128)
     by_number = dict(zip(order, itertools.chain.from_iterable(found)))
     return [by_number[i] for i in range(len(ids))]
 
@@ -265,8 +265,8 @@ def own_prompts(argv: list[str]) -> None:
 def written(model, tokenizer, before: list[int], args: argparse.Namespace) -> list[str]:
     """What the model writes after these tokens and ends, in a batch."""
     eos = common.eos_ids(model, tokenizer)
-    [rows] = answered(model, eos, [before] * args.batch, args.max_new_tokens, args.temperature,
-                      size=args.batch)
+    [rows] = generate_answers(model, eos, [before] * args.batch, args.max_new_tokens,
+                              args.temperature, size=args.batch)
     ended = [row[:-1] for row in rows if row[-1] in eos]
     texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in ended]
     return [text for text in texts if text]

@@ -37,8 +37,8 @@ def digest(weights: dict[str, torch.Tensor], *settings) -> str:
 # ------------------------------------------------------------------------------------ the data
 
 @torch.inference_mode()
-def answered(model, eos: set[int], prompts: list[list[int]], limit: int, temperature: float = 0.0,
-             size: int = 64):
+def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
+                     temperature: float = 0.0, size: int = 64):
     """Answers, token ids up to `limit` or to an EOS, which stays, in lists of `size`: greedy ones,
     or samples; no penalties."""
     how = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else {}
@@ -65,7 +65,7 @@ def whole_lines(file) -> list[str]:
     return lines
 
 
-def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
+def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
                 size: int = 64) -> list[list[int]]:
     """The model's own greedy answers, which drafters learn from; a file in `work` keeps them."""
     eos = eos_ids(model, tokenizer)
@@ -76,7 +76,7 @@ def own_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Pa
         todo = sorted({tuple(p) for p in prompts} - known.keys(), key=lambda p: (len(p), p))
         with tqdm(total=len(todo), desc="answers") as bar:
             left = iter(todo)
-            for answers in answered(model, eos, todo, limit, size=size):
+            for answers in generate_answers(model, eos, todo, limit, size=size):
                 for answer, prompt in zip(answers, left):
                     known[prompt] = answer
                     kept.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
@@ -94,7 +94,7 @@ def examples(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
     if len(fitting) < 2:
         raise InputError(f"expected 2 prompts or more of at most {longest} tokens, "
                          f"got {len(fitting)}")
-    answers = own_answers(model, tokenizer, fitting, limit, work, size)
+    answers = collect_answers(model, tokenizer, fitting, limit, work, size)
     data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 1]
     if len(data) < 2:
         raise InputError(f"expected 2 answers or more of 2 tokens or more, got {len(data)}")
@@ -105,7 +105,7 @@ def examples(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
     return data[few:], data[:few]
 
 
-def alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:
+def sample_alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:
     """Some of the data, at random but alike in length: little is padding."""
     pool = sorted(rng.sample(data, min(4 * batch, len(data))), key=length)
     first = min(rng.randrange(0, len(pool), batch), max(0, len(pool) - batch))
@@ -116,7 +116,7 @@ def length_of(pair: Pair) -> int:
     return len(pair[0]) + len(pair[1])
 
 
-def padded(some: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_pairs(some: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [B, T], bool [B, T - 1]: where the next token is of an answer)."""
     texts = [torch.tensor(prompt + answer) for prompt, answer in some]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
@@ -127,7 +127,7 @@ def padded(some: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def answer_logits(model, some: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits [N, V], labels [N]) of the tokens of answers, one answer after the other."""
-    ids, learns = (x.to(model.device) for x in padded(some))
+    ids, learns = (x.to(model.device) for x in pad_pairs(some))
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return logits[learns].float(), ids[:, 1:][learns]
 

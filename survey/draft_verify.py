@@ -31,7 +31,7 @@ from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, eos_
                     row_costs)
 from speculative import verify
 from survey.parts import MODELS, belongs, some_embeddings
-from survey.views import depth_of, name_of, opened, shallow
+from survey.views import depth_of, name_of, open_model, copy_shallow
 
 BLOCKS = {"attention": "Attention", "mlp": "MLP|MoE|Moe"}  # what their classes are called
 
@@ -55,8 +55,8 @@ class Skipped(torch.nn.Module):
 def without(model, skipped: dict[str, list[int]]):
     """The model without some blocks, {"attention": layers, "mlp": layers}, from 0; it shares the
     weights of the others."""
-    new, decoder, layers, _ = opened(model)
-    decoder._modules[layers] = torch.nn.ModuleList(map(shallow, decoder._modules[layers]))
+    new, decoder, layers, _ = open_model(model)
+    decoder._modules[layers] = torch.nn.ModuleList(map(copy_shallow, decoder._modules[layers]))
     for kind, numbers in skipped.items():
         for number in numbers:
             layer = decoder._modules[layers][number]
@@ -154,9 +154,9 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
     out:    the JSON file to make
     passes: over all blocks, the other way round
     """
-    from models.training import answered
-    answers = [a for some in answered(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
-               for a in some]
+    from models.training import generate_answers
+    batches = generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
+    answers = [a for some in batches for a in some]
     data = [(p, a) for p, a in zip(prompts, answers) if a]
     whole = row_costs(CachedLM(model), 8)
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]

@@ -344,7 +344,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         seed: int = 0, work: Path | None = None) -> dict:
     """Train on (prompt, answer) pairs: AdamW, the rate a cosine, values of gradients clipped at
     0.5. Returns {step: {"accept"}} on `held_out`; sets `draft.accept`."""
-    from models.training import Training, alike, digest
+    from models.training import Training, sample_alike, digest
     own = logits_of(model)
     known, others = features_of(model, data), features_of(model, held_out)
     if draft.begin == "random" and draft.inputs in ("shifted", "unshifted"):
@@ -353,7 +353,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = alike(known, batch, rng, lambda row: len(row[0]))
+        some = sample_alike(known, batch, rng, lambda row: len(row[0]))
         return eagle_loss(draft, own, some, torch.Generator().manual_seed(rng.getrandbits(60)))
 
     def evaluate() -> tuple[dict, str]:

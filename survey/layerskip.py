@@ -32,7 +32,7 @@ from tqdm import tqdm
 from common import WIDTHS, CachedLM, InputError, Sampler, eos_ids, greedy
 from speculative import verify
 from survey.parts import MODELS, fill, load_part, logits_of, save_part
-from survey.views import depth_of, halves, low_rank, merged, opened, view
+from survey.views import depth_of, split_layers, add_low_rank, merge_changes, open_model, view
 
 ADAPTER = f"{MODELS}/exit.safetensors"
 TUNED = f"{MODELS}/layerskip.safetensors"
@@ -84,7 +84,7 @@ def adapter(target: CachedLM, prompt: list[int], *, gamma: int = 6, adapter: str
     if gamma < 1:
         raise InputError(f"expected gamma of 1 or more, got {gamma}")
     trained = trained or target.once(("exit", adapter), lambda: load_exit(adapter, target.model))
-    early, late = target.once((trained, "halves"), lambda: halves(target, trained.E, trained))
+    early, late = target.once((trained, "halves"), lambda: split_layers(target, trained.E, trained))
     yield from by_halves(target, early, late, prompt, gamma, sample, log)
 
 
@@ -104,7 +104,7 @@ def layerskip(target: CachedLM, prompt: list[int], *, E: int = 0, gamma: int = 4
         raise InputError(f"expected gamma of 1 or more and E of 0 or more, got {gamma} and {E}")
     model, its_E = target.once(("layerskip", tuning), lambda: load_tuned(tuning, target.model))
     E = E or its_E
-    early, late = target.once((model, E), lambda: halves(CachedLM(model, target.vocab), E))
+    early, late = target.once((model, E), lambda: split_layers(CachedLM(model, target.vocab), E))
     yield from by_halves(target, early, late, prompt, gamma, sample, log)
 
 
@@ -115,7 +115,7 @@ class Exit(torch.nn.Module):
 
     def __init__(self, model, E: int, width: int):
         super().__init__()
-        _, decoder, _, norm = opened(model)
+        _, decoder, _, norm = open_model(model)
         self.E = E
         d = model.get_output_embeddings().weight.shape[1]
         self.norm = copy.deepcopy(decoder._modules[norm]).float()
@@ -211,7 +211,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         raise InputError(f"expected E of 1 to {depth_of(model) - 1}, width, steps, batch and "
                          "max-new-tokens of 1 or more, lr above 0")
     work = work or Path(f"{out}.work")
-    halves(CachedLM(model), E)
+    split_layers(CachedLM(model), E)
     data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -229,8 +229,8 @@ def load_tuned(path: str | Path, model):
         return model, 0
     header, tensors = load_part(path, "a LayerSkip tuning", model)
     tuned = copy.deepcopy(model)
-    fill(low_rank(tuned, header["rank"]), tensors, path)
-    return merged(tuned), header["E"]
+    fill(add_low_rank(tuned, header["rank"]), tensors, path)
+    return merge_changes(tuned), header["E"]
 
 
 def tuning_loss(model, own: Callable, some: list[tuple[list[int], list[int]]],
@@ -238,8 +238,8 @@ def tuning_loss(model, own: Callable, some: list[tuple[list[int], list[int]]],
     """Section 4.1 and 4.2 on (prompt, answer) pairs, on tokens of the answers: the cross-entropies
     (nats) of a third of the exits and of the last layer, exit l weighted by 1 + … + (l - 1), over
     the sum of weights; layer l of 0 … L - 1 is left out with 0.1 (2^{l / (L - 1)} - 1)."""
-    from models.training import padded
-    _, decoder, layers, norm = opened(model)
+    from models.training import pad_pairs
+    _, decoder, layers, norm = open_model(model)
     L, head, last = depth_of(model), model.get_output_embeddings(), decoder._modules[norm]
     kept = {}  # of layer l from 1 on its output
     hooks = []
@@ -251,7 +251,7 @@ def tuning_loss(model, own: Callable, some: list[tuple[list[int], list[int]]],
             kept[l + 1] = given[0] if left_out else x
             return (kept[l + 1], *out[1:]) if isinstance(out, tuple) else kept[l + 1]
         hooks.append(layer.register_forward_hook(hook))
-    ids, learns = (x.to(model.device) for x in padded(some))  # [B, T], [B, T - 1]
+    ids, learns = (x.to(model.device) for x in pad_pairs(some))  # [B, T], [B, T - 1]
     labels = ids[:, 1:][learns]
     model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)
     for hook in hooks:
@@ -277,22 +277,22 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     batch: answers a step
     lr:    the highest rate, after a warm-up
     """
-    from models.training import Training, alike, digest, examples, length_of, warm_linear
+    from models.training import Training, sample_alike, digest, examples, length_of, warm_linear
     if min(E, rank, steps, batch, max_new_tokens) < 1 or E >= depth_of(model) or not lr > 0:
         raise InputError(f"expected E of 1 to {depth_of(model) - 1}, rank, steps, batch and "
                          "max-new-tokens of 1 or more, lr above 0")
     work = work or Path(f"{out}.work")
-    halves(CachedLM(model), E)
+    split_layers(CachedLM(model), E)
     data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     own, of = logits_of(model), digest(model.state_dict())
     tuned = copy.deepcopy(model).requires_grad_(False)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        part = low_rank(tuned, rank)
+        part = add_low_rank(tuned, rank)
     print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        return tuning_loss(tuned, own, alike(data, batch, rng, length_of), rng)
+        return tuning_loss(tuned, own, sample_alike(data, batch, rng, length_of), rng)
 
     def evaluate() -> tuple[dict, str]:
         right = [exit_accuracy(tuned, held_out, layers) for layers in (E, depth_of(model))]
@@ -313,9 +313,9 @@ def ppd(model, tokenizer, prompts: list[list[int]], *, max_new_tokens: int = 60)
 
     max_new_tokens: of an answer
     """
-    from models.training import answered
-    answers = [a for some in answered(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
-               for a in some]
+    from models.training import generate_answers
+    batches = generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
+    answers = [a for some in batches for a in some]
     data = [(p, a) for p, a in zip(prompts, answers) if a]
     L = depth_of(model)
     layers = sorted({max(1, round(L * share)) for share in (0.25, 0.5, 0.75)})

@@ -34,11 +34,11 @@ from typing import Iterator
 import torch
 
 import bita
-from bita import anchored, attach_masks, load_tuning, mask_logits, sar_loss, shape_of
+from bita import sample_anchors, attach_masks, load_tuning, mask_logits, sar_loss, shape_of
 from common import CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
 from speculative import verify
 from survey.parts import MODELS, fill, load_part, save_part
-from survey.views import low_rank, merged
+from survey.views import add_low_rank, merge_changes
 
 TOKENS = f"{MODELS}/pass.safetensors"
 TUNED = f"{MODELS}/space.safetensors"
@@ -155,7 +155,7 @@ def all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list
     rng = random.Random(0)
     hits, total = 0, 0
     for i in range(0, len(data), 16):
-        ids, at, labels = anchored(data[i:i + 16], len(masks), anchors, rng)
+        ids, at, labels = sample_anchors(data[i:i + 16], len(masks), anchors, rng)
         guesses = mask_logits(model, masks, [], ids, at).argmax(-1).cpu()  # [B, G, k]
         whole = (labels >= 0).all(-1)
         hits = hits + (guesses == labels)[whole].cumprod(-1).sum(0)
@@ -178,8 +178,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: tokens of an answer that have masks behind them, at most
     lr:      the highest rate, after a warm-up
     """
-    from models.training import (Training, alike, answer_logits, digest, divergence, examples,
-                                 length_of, warm_linear)
+    from models.training import (Training, answer_logits, digest, divergence, examples, length_of,
+                                 sample_alike, warm_linear)
     if min(k, rank, max_new_tokens, steps, batch, anchors) < 1 or not lr > 0:
         raise InputError("expected k, rank, max-new-tokens, steps, batch and anchors of 1 or more, "
                          f"lr above 0, got {k}, {rank}, {max_new_tokens}, {steps}, {batch}, "
@@ -189,13 +189,13 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     tuned = copy.deepcopy(model).requires_grad_(False)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        part = low_rank(tuned, rank)
+        part = add_low_rank(tuned, rank)
     part["mask"] = torch.nn.Parameter(model.get_input_embeddings().weight.mean(0, keepdim=True))
     print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = alike(data, batch, rng, length_of)
-        ids, at, labels = anchored(some, k, anchors, rng)
+        some = sample_alike(data, batch, rng, length_of)
+        ids, at, labels = sample_anchors(some, k, anchors, rng)
         masked = mask_logits(tuned, part["mask"].expand(k, -1), [], ids, at)
         with torch.no_grad():
             teacher, _ = answer_logits(model, some)
@@ -221,8 +221,8 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
     header, tensors = load_part(path, "a SPACE tuning", target.model)
     tuned = copy.deepcopy(target.model)
     mask = torch.nn.Parameter(torch.zeros_like(tuned.get_input_embeddings().weight[:1]))
-    fill(low_rank(tuned, header["rank"]) | {"mask": mask}, tensors, path)
-    return CachedLM(merged(tuned), target.vocab), mask.requires_grad_(False), header["right"]
+    fill(add_low_rank(tuned, header["rank"]) | {"mask": mask}, tensors, path)
+    return CachedLM(merge_changes(tuned), target.vocab), mask.requires_grad_(False), header["right"]
 
 
 # ------------------------------------------------------------------------- the command line

@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from common import CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until
-from models.training import (Training, alike, answer_logits, digest, divergence, examples,
+from models.training import (Training, sample_alike, answer_logits, digest, divergence, examples,
                              length_of, warm_linear)
 from speculative import report, speculative
 from survey.parts import MODELS, draft_for, logits_of
@@ -194,7 +194,7 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     second = copy.deepcopy(first).requires_grad_(True)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = alike(data, batch, rng, length_of)
+        some = sample_alike(data, batch, rng, length_of)
         with torch.no_grad():
             teacher, labels = answer_logits(model, some)
             wrong = answer_logits(first, some)[0].argmax(-1) != labels

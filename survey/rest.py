@@ -207,7 +207,7 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     text: of the file's texts themselves, not of answers to them
     max_new_tokens: of an answer
     """
-    from models.training import own_answers
+    from models.training import collect_answers
     if max_new_tokens < 1:
         raise InputError(f"expected max-new-tokens of 1 or more, got {max_new_tokens}")
     longest = context_length(model) - max_new_tokens
@@ -216,7 +216,7 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         data = [(p[:1], p[1:]) for p in prompts if len(p) > 1]
     else:
         work = work or Path(f"{out}.work")
-        data = list(zip(prompts, own_answers(model, tokenizer, prompts, max_new_tokens, work)))
+        data = list(zip(prompts, collect_answers(model, tokenizer, prompts, max_new_tokens, work)))
     if len(data) < 2:
         raise InputError(f"expected 2 texts or more, or prompts of at most {longest} tokens, "
                          f"got {len(data)}")

@@ -17,7 +17,7 @@ def depth_of(model) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
-def shallow(module: torch.nn.Module) -> torch.nn.Module:
+def copy_shallow(module: torch.nn.Module) -> torch.nn.Module:
     """A copy that shares the weights, and whose parts can be replaced."""
     new = copy.copy(module)
     new._modules = dict(module._modules)
@@ -33,13 +33,13 @@ def name_of(parts: Iterator[tuple[str, torch.nn.Module]], right: Callable,
     raise InputError(f"expected {expected}")
 
 
-def opened(model) -> tuple:
+def open_model(model) -> tuple:
     """(a copy of a model, its decoder, what this calls its layers and its last norm), down to the
     list of layers; all weights are shared."""
-    top = shallow(model)
+    top = copy_shallow(model)
     decoder = top
     for name in name_of(model.named_modules(), lambda x: x is model.get_decoder()).split("."):
-        decoder._modules[name] = shallow(decoder._modules[name])
+        decoder._modules[name] = copy_shallow(decoder._modules[name])
         decoder = decoder._modules[name]
     layers = name_of(decoder.named_children(), lambda x: isinstance(x, torch.nn.ModuleList))
     norm = name_of(decoder.named_children(), lambda x: "Norm" in type(x).__name__)
@@ -50,7 +50,7 @@ def view(model, first: int, last: int, end: torch.nn.Module | None = None):
     """Layers first + 1 … last of a model as a model that shares its weights. The early ones, where
     last < L, give the hidden states as they are, for others to go on with; before their LM head
     stands the model's last norm, or `end`."""
-    new, decoder, layers, norm = opened(model)
+    new, decoder, layers, norm = open_model(model)
     decoder._modules[layers] = decoder._modules[layers][first:last]
     L = depth_of(model)
     new.config = copy.deepcopy(model.config)
@@ -66,7 +66,7 @@ def view(model, first: int, last: int, end: torch.nn.Module | None = None):
     return new
 
 
-def halves(target: CachedLM, E: int, end: torch.nn.Module | None = None):
+def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
     """(early, late): the first E layers with their exit, and the others. InputError where one after
     the other is not the whole model: where layers read more than hidden states and positions, or
     positions are added before the first."""
@@ -103,10 +103,10 @@ class LowRank(torch.nn.Module):
         return weight + (self.B @ self.A).to(weight)
 
 
-def low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
+def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     """Give every matrix of the layers a change of low rank, in place; its parameters. InputError
     where they have none of torch's Linear (GPT-2)."""
-    _, decoder, layers, _ = opened(model)
+    _, decoder, layers, _ = open_model(model)
     own = {}
     for name, part in decoder._modules[layers].named_modules():
         if isinstance(part, torch.nn.Linear):
@@ -118,7 +118,7 @@ def low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     return own
 
 
-def merged(model):
+def merge_changes(model):
     """The model with its changes in its weights, to be trained no more."""
     for part in model.modules():
         if parametrize.is_parametrized(part, "weight"):

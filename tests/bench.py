@@ -38,7 +38,7 @@ from common import (CachedLM, InputError, Sampler, autoregressive, context_lengt
 from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import mjsd  # noqa: E402
 from models import tasks  # noqa: E402
-from models.training import own_answers  # noqa: E402
+from models.training import collect_answers  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
 from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E402
 from survey.cascade import cascade  # noqa: E402
@@ -185,7 +185,7 @@ class Bench:
             raise InputError(f"expected prompts and {args.max_new_tokens} new tokens within the "
                              f"context of {context}, got a prompt of {longest} tokens")
         with tempfile.TemporaryDirectory() as work:  # AR's output, many prompts at once
-            answers = own_answers(self.target, self.tokenizer, every, args.max_new_tokens,
+            answers = collect_answers(self.target, self.tokenizer, every, args.max_new_tokens,
                                   Path(work))
         loops = [prompt for prompt, answer in zip(every, answers) if tasks.loops(answer)]
         kept = {name: [p for p in some if p not in loops] for name, some in prompts.items()}

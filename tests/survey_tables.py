@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from bita import bita, load_tuning  # noqa: E402  (path: set above)
 from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402
 from jacobi import lookahead  # noqa: E402
-from models.training import own_answers  # noqa: E402
+from models.training import collect_answers  # noqa: E402
 from speculative import (k_seq, multi_step, specdec, specinfer, spectr,  # noqa: E402
                          speculative)
 from survey import cascade as module  # noqa: E402
@@ -305,7 +305,7 @@ def table_exits(bench: Bench) -> None:
     for name, model in models.items():
         with tempfile.TemporaryDirectory() as work:
             prompts = [prompt for _, prompt in bench.pairs()]
-            answers = own_answers(model, bench.tokenizer, prompts, bench.args.max_new_tokens,
+            answers = collect_answers(model, bench.tokenizer, prompts, bench.args.max_new_tokens,
                                   Path(work))
         data = [(p, a) for p, a in zip(prompts, answers) if a]
         rows.append([name, *(f"{exit_accuracy(model, data, E):.3f}" for E in depths)])
@@ -355,8 +355,8 @@ def table_accuracy(bench: Bench) -> None:
         cells = []
         for prompts in bench.prompts.values():
             with tempfile.TemporaryDirectory() as work:
-                outputs = own_answers(model, bench.tokenizer, prompts, bench.args.max_new_tokens,
-                                      Path(work))
+                outputs = collect_answers(model, bench.tokenizer, prompts,
+                                          bench.args.max_new_tokens, Path(work))
             right = bench.graded(prompts, outputs)
             cells.append(f"{sum(right)} of {len(right)}")
         rows.append([name, *cells])
@@ -396,7 +396,7 @@ def table_masks(bench: Bench) -> None:
     print(table(rows))
     with tempfile.TemporaryDirectory() as work:
         prompts = [prompt for _, prompt in bench.pairs()]
-        answers = own_answers(bench.target, bench.tokenizer, prompts, bench.args.max_new_tokens,
+        answers = collect_answers(bench.target, bench.tokenizer, prompts, bench.args.max_new_tokens,
                               Path(work))
     data = list(zip(prompts, answers))
     rows = [["PaSS: L", "all right", "tokens per call, (2 + Σ) / 2", "measured"]]

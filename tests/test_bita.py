@@ -13,8 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 import bita as module
-from bita import (Tuning, accuracy, anchored, bita, efficient_tree, fit, full_tree, load_tuning,
-                  mask_logits, planned_tree, plans, sar_loss, save_tuning, shape_of, train)
+from bita import (Tuning, accuracy, bita, efficient_tree, fit, full_tree, load_tuning, mask_logits,
+                  planned_tree, plans, sample_anchors, sar_loss, save_tuning, shape_of, train)
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree
 from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, Decoder, chi_square_ok, interrupting,
                       main, path_to, per_call, prefill, said_in_one_line, tiny, tokens_of)
@@ -296,7 +296,7 @@ def test_the_number_of_parameters():
 
 def test_an_anchored_batch_by_hand():
     data = [([5, 6], [7, 8, 9]), ([4], [3, 2, 1, 0])]
-    ids, anchors, labels = anchored(data, 2, 9, random.Random(0))
+    ids, anchors, labels = sample_anchors(data, 2, 9, random.Random(0))
     assert ids.tolist() == [[5, 6, 7, 8, 9], [4, 3, 2, 1, 0]]
     assert anchors.tolist() == [[1, 2, 0], [0, 1, 2]]  # the third of the first is none
     assert labels.tolist() == [[[8, 9], [9, -100], [-100, -100]], [[2, 1], [1, 0], [0, -100]]]
@@ -307,7 +307,7 @@ def test_anchors_are_capped_and_drawn_evenly():
     2,000 / 6 draws, with a standard deviation of 17."""
     data, counts, rng = [([1, 2], list(range(3, 22))), ([1], [2, 3, 4])], [0] * 18, random.Random(0)
     for _ in range(2000):
-        _, anchors, labels = anchored(data, 2, 3, rng)
+        _, anchors, labels = sample_anchors(data, 2, 3, rng)
         first, second = anchors.tolist()
         assert len(first) == 3 and first == sorted(set(first)) and second == [0, 1, 0]
         assert (labels[:, :, 0] >= 0).tolist() == [[True] * 3, [True, True, False]]
@@ -327,7 +327,7 @@ def test_training_sees_what_decoding_sees(family, design):
             for n, m in ((13, 5), (1, 3), (7, 4))]
     tuning, lm = random_tuning(model, design), CachedLM(model)
     rows = prompt_rows(tuning, model)
-    ids, anchors, labels = anchored(data, 3, 9, random.Random(0))
+    ids, anchors, labels = sample_anchors(data, 3, 9, random.Random(0))
     with torch.inference_mode():
         logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors)
     for b, (prompt, answer) in enumerate(data):
@@ -364,7 +364,7 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
     monkeypatch.setattr(module, "forward", spy)
     assert all(p.requires_grad for p in model.parameters())
     for n in (20, 120):
-        ids, anchors, _ = anchored([([7] * n, [1, 2, 3, 4])], 3, 2, random.Random(0))
+        ids, anchors, _ = sample_anchors([([7] * n, [1, 2, 3, 4])], 3, 2, random.Random(0))
         seen = {}  # by storage: some tensors are views of one
 
         def keep(x):
@@ -397,7 +397,7 @@ def test_tuning_lowers_the_loss_and_reaches_nothing_else(design):
     assert accuracy(model, tuning, data, 12) == tuple(curve[40].values())
     assert all(torch.equal(p, before[name]) and p.grad is None
                for name, p in model.named_parameters())
-    ids, anchors, labels = anchored(data, 2, 12, rng)
+    ids, anchors, labels = sample_anchors(data, 2, 12, rng)
     sar_loss(mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors), labels).backward()
     assert all(p.numel() == 0 or p.grad.abs().sum() > 0 for p in tuning.parameters())
 
@@ -422,7 +422,7 @@ def test_three_steps_by_hand(optimizer, clipped, monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)
     fit(model, tuning, DATA, DATA, steps=3, batch=2, accumulate=2, anchors=9, lr=1e-2)
     for factor in (1, 0.75, 0.25):
-        ids, anchors, labels = anchored(DATA, 2, 9, random.Random(0))
+        ids, anchors, labels = sample_anchors(DATA, 2, 9, random.Random(0))
         with torch.autocast("cpu", torch.bfloat16):
             logits = mask_logits(model, plain.masks, plain.rows(model), ids, anchors)
             loss = sar_loss(logits, labels)
@@ -446,7 +446,7 @@ def test_options_reach_the_batches(monkeypatch, capsys):
     passes, rows = [], DATA * 3
 
     def spy(data, M, most, rng):
-        made = anchored(data, M, most, rng)
+        made = sample_anchors(data, M, most, rng)
         passes.append((data, most, made[1].shape[1]))
         return made
     model = tiny("llama")
@@ -720,7 +720,7 @@ def test_every_pass_has_its_own_batch(monkeypatch):
 
     def spy(data, *rest):
         seen[-1].append([prompt[0] for prompt, _ in data])
-        return anchored(data, *rest)
+        return sample_anchors(data, *rest)
     monkeypatch.setattr(module, "anchored", spy)
     monkeypatch.setattr(module, "accuracy", lambda *_: (0.0, []))
     for seed in (0, 1, 0):

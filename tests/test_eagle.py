@@ -647,7 +647,7 @@ def test_bad_options_are_refused(tmp_path):
 
 def test_the_most_frequent_tokens_are_kept(tmp_path, monkeypatch):
     """Of prompts and answers."""
-    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    monkeypatch.setattr(training, "collect_answers", lambda *given: [[7, 2, 7, 7]] * 2)
     train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4, 9]], out=tmp_path / "o", steps=1, vocab=2,
           max_new_tokens=9, work=tmp_path)
     assert load_draft(tmp_path / "o", tiny("llama")).vocab.tolist() == [7, 9]
@@ -655,7 +655,7 @@ def test_the_most_frequent_tokens_are_kept(tmp_path, monkeypatch):
 
 def test_options_reach_the_draft(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    monkeypatch.setattr(training, "collect_answers", lambda *given: [[7, 2, 7, 7]] * 2)
     monkeypatch.setattr(module, "fit", lambda model, draft, *_, **__: made.append(draft))
     for options in (dict(begin="last"), dict(mlp=24), dict(inputs="token"), dict(seed=1), {}):
         train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4]], out=tmp_path / "o", max_new_tokens=9,
@@ -693,7 +693,7 @@ def test_a_plan_costs_its_passes_and_its_call(monkeypatch):
 
 def test_at_most_50_answers_are_held_out(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7]] * 600)
+    monkeypatch.setattr(training, "collect_answers", lambda *given: [[7, 2, 7]] * 600)
     monkeypatch.setattr(module, "fit", lambda model, draft, data, held_out, **_: seen.append(
         len(held_out)))
     train(tiny("llama"), WORDLESS, [[n % 50, n // 50] for n in range(600)], out=tmp_path / "o",

@@ -17,7 +17,7 @@ from survey.layerskip import (Exit, adapter, exit_accuracy, fit, hidden_states, 
                               load_exit, load_tuned, ppd, report, train, tune,
                               tuning_loss)
 from survey.parts import save_part
-from survey.views import depth_of, halves, low_rank, view
+from survey.views import depth_of, split_layers, add_low_rank, view
 
 PROMPT = [3, 14, 15]
 WHOLE = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "opt")]
@@ -50,7 +50,7 @@ def test_early_and_late_are_the_whole_on_any_tree(name):
     model, rng = deep(name), random.Random(0)
     whole = CachedLM(model)
     for E in (1, 3):
-        early, late = halves(whole, E)
+        early, late = split_layers(whole, E)
         whole.start([5, 6, 7])
         early.start([5, 6, 7])
         late.start([])
@@ -91,7 +91,7 @@ def test_models_whose_positions_come_before_the_layers_are_refused(name):
 def test_layers_that_there_are_not_are_refused():
     for E in (0, 2, 7):
         with pytest.raises(InputError, match=f"expected to exit after 1 to 1 layers, got {E}"):
-            halves(CachedLM(tiny("llama")), E)
+            split_layers(CachedLM(tiny("llama")), E)
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -298,7 +298,7 @@ def test_low_rank_changes_are_nothing_at_first_and_are_kept(tmp_path):
     model, ids = deep("llama"), torch.tensor([PROMPT])
     expected = model(input_ids=ids).logits
     tuned = deep("llama")
-    part = low_rank(tuned, 3)
+    part = add_low_rank(tuned, 3)
     assert len(part) == 2 * 4 * 7
     torch.testing.assert_close(tuned(input_ids=ids).logits, expected)
     for p in part.values():

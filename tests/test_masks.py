@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from bita import Tuning, anchored, load_tuning, mask_logits, shape_of
+from bita import Tuning, sample_anchors, load_tuning, mask_logits, shape_of
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from conftest import (FAMILIES, MORE_FAMILIES, ROOT, Zeros, chi_square_ok, interrupting, main,
                       per_call, said_in_one_line, tiny, tokens_of)
@@ -18,7 +18,7 @@ from models.training import answer_logits
 from survey import masks as module
 from survey.masks import (all_right, load_space, parallel, report, space, train, tune, widths)
 from survey.parts import load_part, save_part
-from survey.views import low_rank
+from survey.views import add_low_rank
 
 PROMPT = [3, 14, 15]
 LINEAR = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "openai-gpt")]
@@ -35,7 +35,7 @@ def random_tokens(model, L=3, seed=0, design="none") -> Tuning:
 
 def random_space(path, model, k=3, size=0.1, right=None) -> str:
     """A file of random changes of a model, and a random mask."""
-    rng, own = torch.Generator().manual_seed(7), low_rank(copy.deepcopy(model), 2)
+    rng, own = torch.Generator().manual_seed(7), add_low_rank(copy.deepcopy(model), 2)
     for p in own.values():
         p.data = size * torch.randn(p.shape, generator=rng)
     width = model.get_input_embeddings().weight.shape[1]
@@ -96,7 +96,7 @@ def test_of_a_model_that_repeats_itself_all_is_accepted(tmp_path):
     chunks = parallel(target, [3, 14], trained=tokens, log=log)
     assert [len(next(chunks)) for _ in range(5)] == [6] * 5 and target.calls == 10
     assert log == [{"drafted": 4, "accepted": 4}] * 5
-    part = {name: torch.zeros_like(p) for name, p in low_rank(copy.deepcopy(model), 2).items()}
+    part = {name: torch.zeros_like(p) for name, p in add_low_rank(copy.deepcopy(model), 2).items()}
     save_part(tmp_path / "t", "a SPACE tuning", model, part | {"mask": embedded[None]}, rank=2,
               right=[0.5] * 3)
     log, target = [], CachedLM(model)
@@ -320,7 +320,7 @@ def test_tuning_learns_and_keeps(tmp_path, capsys):
     assert right == header["right"] and len(right) == 2 and lm.vocab == 10
     assert torch.equal(mask.bfloat16(), tensors["mask"])
     assert last == pytest.approx(right[0], abs=6e-4)
-    part = low_rank(tuned := copy.deepcopy(model), 4)
+    part = add_low_rank(tuned := copy.deepcopy(model), 4)
     for name, p in part.items():
         p.data = tensors[name].float()
     ids = torch.tensor([PROMPT[:1] * 3])
@@ -374,9 +374,9 @@ def test_pass_tokens_are_trained_without_prompt_tokens(tmp_path):
 def test_the_masks_loss_reaches_the_changes_and_the_mask():
     """And plain text's only the changes."""
     model = copy.deepcopy(tiny("llama")).requires_grad_(False)
-    part = low_rank(model, 2)
+    part = add_low_rank(model, 2)
     mask = torch.nn.Parameter(torch.ones(1, 32))
-    ids, at, labels = anchored(DATA, 2, 3, random.Random(0))
+    ids, at, labels = sample_anchors(DATA, 2, 3, random.Random(0))
     module.sar_loss(mask_logits(model, mask.expand(2, -1), [], ids, at), labels).backward()
     assert mask.grad.abs().sum() > 0
     assert all(p.grad is not None and p.grad.abs().sum() > 0

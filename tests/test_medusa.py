@@ -309,7 +309,7 @@ def test_wrong_numbers_are_refused(tmp_path):
 
 def test_the_most_frequent_tokens_are_kept(tmp_path, monkeypatch):
     """Of prompts and answers."""
-    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    monkeypatch.setattr(training, "collect_answers", lambda *given: [[7, 2, 7, 7]] * 2)
     train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4, 9]], out=tmp_path / "o", steps=1, vocab=2,
           max_new_tokens=9, work=tmp_path)
     assert load_heads(tmp_path / "o", "medusa", tiny("llama")).vocab.tolist() == [7, 9]
@@ -448,7 +448,7 @@ def test_each_seed_learns_from_positions_of_its_own():
 
 def test_options_reach_the_training(tmp_path, monkeypatch):
     seen, options = [], dict(steps=7, batch=3, lr=0.5, seed=9)
-    monkeypatch.setattr(training, "own_answers", lambda *given: [[7, 2, 7, 7]] * 2)
+    monkeypatch.setattr(training, "collect_answers", lambda *given: [[7, 2, 7, 7]] * 2)
     monkeypatch.setattr(module, "fit", lambda *_, **given: seen.append(given))
     train(tiny("llama"), WORDLESS, [[9, 9, 4], [9, 4, 9]], out=tmp_path / "o", work=tmp_path,
           max_new_tokens=9, **options)

@@ -365,8 +365,10 @@ def small(monkeypatch):
             model.model.layers[1].mlp.down_proj.weight.add_(small.noise)
         return model, Letters()
     monkeypatch.setattr(recipe.common, "load", loaded)
-    monkeypatch.setattr(training, "own_answers", lambda model, tokenizer, prompts, limit, work, _: (
-        work.mkdir(exist_ok=True), [p[:1] * min(limit, 4) for p in prompts])[1])
+    def collect(model, tokenizer, prompts, limit, work, _):
+        work.mkdir(exist_ok=True)
+        return [p[:1] * min(limit, 4) for p in prompts]
+    monkeypatch.setattr(training, "collect_answers", collect)
     return small
 
 
@@ -462,10 +464,10 @@ def test_a_model_that_ends_no_prompt_is_refused(small, tmp_path, monkeypatch):
     monkeypatch.setattr(Letters, "chat_template", "{{ messages }}")
     for row, said in (([5, 6], "no new one of 3, 0 before"), ([1], "no new one of 3, 0 before"),
                       ([7, 1], "no new one of 3, 1 before")):
-        def answered(model, *asked, size):
+        def generate_answers(model, *asked, size):
             assert asked == ({1}, [Letters().encode("ab")] * 3, 7, 0.5)
             return iter([[row] * size])
-        monkeypatch.setattr(recipe, "answered", answered)
+        monkeypatch.setattr(recipe, "generate_answers", generate_answers)
         with pytest.raises(InputError, match=said):
             recipe.own_prompts(argv)
     assert read_prompts(tmp_path / "out") == ["7"]

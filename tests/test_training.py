@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from common import CachedLM, InputError, autoregressive, encode
 from conftest import interrupting, tiny, tokens_of
 from models import training
-from models.training import (Training, alike, answered, cosine, digest, examples, most_frequent,
-                             own_answers, warm_linear)
+from models.training import (Training, collect_answers, cosine, digest, examples, generate_answers,
+                             most_frequent, sample_alike, warm_linear)
 
 
 class WORDLESS:
@@ -268,7 +268,7 @@ def test_answers_are_greedy_whatever_the_generation_settings_say(tmp_path):
             min_new_tokens=18, eos_token_id=eos)
         expected = [tokens_of(autoregressive(lm, p), 20, eos) for p in prompts]
         (tmp_path / family).mkdir()  # of llama and mistral the weights are the same
-        answers = own_answers(model, WORDLESS, prompts, 20, tmp_path / family, size=2)
+        answers = collect_answers(model, WORDLESS, prompts, 20, tmp_path / family, size=2)
         assert answers == expected and model.generation_config is before, family
         assert len(set(map(len, expected))) > 1
 
@@ -277,7 +277,7 @@ def test_sampled_answers():
     """At a high temperature they differ, and end with an EOS or at the limit."""
     torch.manual_seed(0)
     eos, prompts = {*range(0, 60, 9)}, [[5, 9, 3], [7]] * 20
-    batches = [*answered(tiny("llama"), eos, prompts, 12, temperature=3.0, size=16)]
+    batches = [*generate_answers(tiny("llama"), eos, prompts, 12, temperature=3.0, size=16)]
     assert [len(some) for some in batches] == [16, 16, 8]
     answers = [tuple(answer) for some in batches for answer in some]
     assert len({*answers}) > 30
@@ -290,7 +290,7 @@ def test_the_embedded_models_answers(tmp_path, embedded):
     import tasks
     model, _, tokenizer = embedded
     prompts = [encode(tokenizer, e.prompt) for e in tasks.take("sql", "test", 3, seed=3)]
-    answers, lm = own_answers(model, tokenizer, prompts, 30, tmp_path, size=2), CachedLM(model)
+    answers, lm = collect_answers(model, tokenizer, prompts, 30, tmp_path, size=2), CachedLM(model)
     for prompt, answer in zip(prompts, answers):
         assert answer == tokens_of(autoregressive(lm, prompt), 30, {tokenizer.eos_token_id})
 
@@ -299,17 +299,17 @@ def test_answers_are_kept(tmp_path):
     """What is done is not done again; a last line that was cut off is."""
     model, prompts = tiny("llama"), [[5, 9, 3], [7], [4, 4, 17], [8, 2]]
     work = tmp_path / "made" / "here"
-    first = own_answers(model, WORDLESS, prompts[:3], 8, work, size=2)
+    first = collect_answers(model, WORDLESS, prompts[:3], 8, work, size=2)
     [file] = work.iterdir()
     lines = file.read_text()
-    answers = own_answers(model, WORDLESS, prompts, 8, work, size=2)
+    answers = collect_answers(model, WORDLESS, prompts, 8, work, size=2)
     whole = file.read_text()
     assert answers[:3] == first and whole.startswith(lines) and whole.count("\n") == 4
     marked = whole.splitlines()
     marked[0] = json.dumps(json.loads(marked[0]) | {"answer": [1, 2, 3]})
     for cut in (1, 30, len(marked[3])):
         file.write_text("\n".join([*marked[:3], marked[3][:cut]]))
-        again = own_answers(model, WORDLESS, prompts, 8, work)
+        again = collect_answers(model, WORDLESS, prompts, 8, work)
         assert [a == b for a, b in zip(again, answers)].count(False) == 1 and [1, 2, 3] in again
         assert file.read_text() == "\n".join([*marked, ""])
 
@@ -320,7 +320,7 @@ def test_answers_of_another_model_or_length_are_not_taken(tmp_path):
         model = tiny("llama", seed=seed)
         lm = CachedLM(model)
         expected = [tokens_of(autoregressive(lm, p), limit, {1}) for p in prompts]
-        assert own_answers(model, WORDLESS, prompts, limit, tmp_path) == expected
+        assert collect_answers(model, WORDLESS, prompts, limit, tmp_path) == expected
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -334,7 +334,7 @@ def answers(monkeypatch):
 
     def own(model, tokenizer, prompts, limit, work, size):
         return [known.get(tuple(p), p[:1] * min(limit, 4)) for p in prompts]
-    monkeypatch.setattr(training, "own_answers", own)
+    monkeypatch.setattr(training, "collect_answers", own)
     return known
 
 
@@ -380,10 +380,10 @@ def test_a_batch_is_alike_in_length():
     """All are learnt from, and each batch is as large as was asked for."""
     rows, rng = [[3] * n for n in range(30)], random.Random(0)
     for batch in (4, 8):
-        lengths = [sorted(map(len, alike(rows, batch, rng, len))) for _ in range(80)]
+        lengths = [sorted(map(len, sample_alike(rows, batch, rng, len))) for _ in range(80)]
         assert {len(some) for some in lengths} == {batch} and {*sum(lengths, [])} == {*range(30)}
         assert sum(some[-1] - some[0] for some in lengths) / 80 < 11  # any four: 19, any eight: 24
-    assert sorted(map(len, alike(rows[:3], 8, rng, len))) == [0, 1, 2]
+    assert sorted(map(len, sample_alike(rows[:3], 8, rng, len))) == [0, 1, 2]
 
 
 def test_the_most_frequent_tokens():
