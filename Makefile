@@ -17,14 +17,14 @@ test: .venv/ready  # two halves at once, a core for each
 	wait $$half; first=$$?; cat .half.log; rm .half.log; exit $$((first + second))
 
 bench: .venv/ready
-	$(RUN) tests/bench.py
+	$(RUN) results/bench.py
 
 models: .venv/ready
 	$(RUN) models/train.py
 
 # .github/decode.svg, the README's picture: a run on this machine
 picture: .venv/ready
-	$(RUN) -m cli.picture
+	$(RUN) results/picture.py
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv

@@ -13,7 +13,7 @@ from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, Dee
                           Qwen2Config, Qwen3Config, Qwen3MoeConfig, StableLmConfig)
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "results")]
 torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import cli
-from cli.picture import picture
 from cli.trace import PAGE, Trace, page
 from common import CachedLM, autoregressive, encode, greedy
 from conftest import ROOT, interrupting, main, said_in_one_line, tiny, tokens_of
+from picture import picture
 from speculative import speculative
 from test_structure import FILES, functions_of
 

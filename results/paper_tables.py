@@ -1,6 +1,6 @@
 """The papers' own tables and figures, measured here, and where the time goes.
 
-    python tests/paper_tables.py --table ouroboros            # or mjsd, bita, cllm, profile
+    python results/paper_tables.py --table ouroboros            # or mjsd, bita, cllm, profile
 
 Prompts, rounds and medians are those of bench.py. Joules (mjsd) come from nvidia-smi or from the
 CPU's own counters; "not measured" where this machine has neither.

@@ -1,7 +1,7 @@
 """Tables of the survey's other systems, measured here.
 
-    python tests/survey_tables.py --table medusa              # or another of TABLES, at the end
-    python tests/survey_tables.py --table inputs --adapters FOLDER
+    python results/survey_tables.py --table medusa              # or another of TABLES, at the end
+    python results/survey_tables.py --table inputs --adapters FOLDER
 
 FOLDER holds a draft layer of EAGLE's for each choice of `python -m survey.eagle train --inputs`,
 all trained equally long: shifted.safetensors, … Prompts, rounds and medians are those of bench.py.

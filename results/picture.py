@@ -6,11 +6,14 @@ import sys
 from html import escape
 from pathlib import Path
 
-from cli.trace import Trace
-from common import CachedLM, autoregressive, encode, eos_ids, greedy, load
-from models.tasks import read_prompts
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cli import Run  # noqa: E402  (the path is set above)
+from cli.trace import Trace  # noqa: E402
+from common import CachedLM, autoregressive, encode, eos_ids, greedy, load  # noqa: E402
+from models.tasks import read_prompts  # noqa: E402
+from ouroboros import PhrasePool, ouroboros  # noqa: E402
+
 SLOWER = 30
 STYLE = """
 svg { background: #ffffff; font: 13px ui-monospace, Menlo, Consolas, monospace; }
@@ -96,8 +99,6 @@ def picture(runs: list[dict], tokenizer, width: int = 860) -> str:
 
 def main() -> None:
     """Ouroboros and token by token on the last example, after a run of each to warm up."""
-    from cli import Run
-    from ouroboros import PhrasePool, ouroboros
     (target, tokenizer), (draft, _) = (load(f"{ROOT}/models/{x}", "cpu", "float32")
                                        for x in ("target", "draft"))
     prompt = encode(tokenizer, read_prompts(ROOT / "models/examples.jsonl")[-1])

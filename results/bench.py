@@ -1,7 +1,7 @@
 """Every method and transformers' own `generate` on the same prompts in one run, as Markdown tables.
 
     make bench                            # the embedded models on held-out prompts of each task
-    python tests/bench.py --target DIR --draft DIR --adapters FOLDER --prompts FILE --chat
+    python results/bench.py --target DIR --draft DIR --adapters FOLDER --prompts FILE --chat
 
 Each round gives every prompt to every method, one method after another, so that a noisy machine
 slows all alike; a ratio is taken within a round, and the median over the rounds is shown. Prompts
@@ -412,14 +412,12 @@ def table(rows: list[list[str]]) -> str:
 
 # --------------------------------------------------------------------------------- all methods
 
-def all_methods(bench: Bench) -> None:
-    """Every method at its defaults beside transformers' own; without a draft, those that need
-    none."""
-    gamma, only = bench.args.gamma, bench.args.only
-    speculation = f"speculative, draft of {gamma} tokens"
-    runs = {
+def all_methods(bench: Bench) -> dict[str, Ours]:
+    """Build every method at its defaults; without a draft, those that need none."""
+    gamma, grams = bench.args.gamma, str(bench.args.adapters / "rest.safetensors")
+    return {
         "AR": bench.ours(autoregressive),
-        **bench.run(speculation, speculative, gamma=gamma),
+        **bench.run(f"speculative, draft of {gamma} tokens", speculative, gamma=gamma),
         **bench.run("ouroboros", ouroboros),
         "jacobi": bench.ours(jacobi),
         "lookahead": bench.ours(lookahead),
@@ -439,22 +437,37 @@ def all_methods(bench: Bench) -> None:
         **bench.hybrid("medusa"),
         **bench.hybrid("hydra"),
         **bench.hybrid("eagle"),
-        **bench.run("cascade", cascade, grams=str(bench.args.adapters / "rest.safetensors")),
+        **bench.run("cascade", cascade, grams=grams),
         **bench.run("specinfer", specinfer, gamma=gamma),
         **bench.run("spectr", spectr, gamma=gamma),
         **bench.run("bild (lossy)", bild),
         **bench.run("specdec (lossy)", specdec),
         **bench.run("mjsd (lossy)", mjsd),
         **bench.cllm("cllm (another model)")}
+
+
+def peers_of(bench: Bench) -> dict[str, tuple[str, "Theirs"]]:
+    """Build transformers' own `generate` in each of its forms.
+
+    returns  {a method of ours: (the name of what is nearest to it in transformers, that)}
+    """
+    gamma = bench.args.gamma
+    peers = {"AR": ("`generate`", bench.theirs())}
+    if bench.draft:
+        peers[f"speculative, draft of {gamma} tokens"] = (
+            f"`generate`, assistant, draft of {gamma} tokens", bench.theirs("draft"))
+    peers["lookahead, W = 0"] = ("`generate`, prompt lookup of 4",
+                                 bench.theirs(prompt_lookup_num_tokens=4))
+    return peers
+
+
+def table_methods(bench: Bench) -> None:
+    """Measure every method, or those of --only, beside transformers' own and print two tables."""
+    only, runs = bench.args.only, all_methods(bench)
     starts = tuple(set(only) - runs.keys())  # a whole name means itself alone
     runs = {name: run for name, run in runs.items()
             if not only or name in ("AR", *only) or name.startswith(starts)}
-    peers = {"AR": ("`generate`", bench.theirs())}
-    if bench.draft:
-        peers[speculation] = (f"`generate`, assistant, draft of {gamma} tokens",
-                              bench.theirs("draft"))
-    peers["lookahead, W = 0"] = ("`generate`, prompt lookup of 4",
-                                 bench.theirs(prompt_lookup_num_tokens=4))
+    peers = peers_of(bench)
     both = runs | dict(peers.values())
     results, names = bench.measure(both), list(bench.prompts)
     exact = bench.args.temperature == 0
@@ -528,7 +541,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", nargs="*", default=[],
                         help="AR and the methods of ours named so, or whose names begin so")
-    perform(parser, all_methods)
+    perform(parser, table_methods)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Where the papers' claims begin to hold on a real model: curves, not single points.
 
-    python tests/curves.py consistency --target MODEL --data FILE --work DIR   # cllm.py, over steps
-    python tests/curves.py perplexity --target MODEL --draft DIR --prompts FILE --chat --work DIR
-    python tests/curves.py drafts --target MODEL --drafts DIR ... --prompts FILE --chat --work DIR
-    python tests/curves.py lengths --target MODEL --adapters DIR --prompts FILE --chat --work DIR
+    python results/curves.py consistency --target MODEL --data FILE --work DIR  # cllm.py, its steps
+    python results/curves.py perplexity --target MODEL --draft DIR --prompts FILE --chat --work DIR
+    python results/curves.py drafts --target MODEL --drafts DIR ... --prompts FILE --chat --work DIR
+    python results/curves.py lengths --target MODEL --adapters DIR --prompts FILE --chat --work DIR
 
 What was measured is kept in --work: a stopped run goes on.
 """
@@ -93,34 +93,55 @@ def consistency(args) -> None:
     work = args.work / digest({}, shown, args.reports)  # checkpoints keep figures of these
     work.mkdir(parents=True, exist_ok=True)
 
-    for name in args.runs:
-        own = dict(w=10.0, choose=list) | RUNS[name]
-        length = (dict(steps=args.steps, reports=args.reports) if name == "long" else
-                  dict(steps=args.short, reports=1))
-        model, _ = load(args.target, args.device, "float32")
+    def watch(some: list[list[int]]) -> dict:
+        return {"perplexity": perplexity(before, prompts, some), "answers": some}
 
-        def watch(some: list[list[int]]) -> dict:
-            return {"perplexity": perplexity(before, prompts, some), "answers": some}
-        curve = fit(model, own["choose"](rows), held_out, eos, n,
-                    batch=args.batch, states=args.states, lr=args.lr, w=own["w"], shown=shown,
-                    watch=watch, work=work, **length)
-        for step, x in sorted(curve.items()):
-            lines.append([name, str(step), f"{x['per_call']:.2f}",
-                          f"[{min(x['each']):.2f}, {max(x['each']):.2f}]",
-                          f"{x['fast_forwarded']:.2f}", f"{x['stationary']:.2f}",
-                          f"{x['consistency']:.3f}", f"{x['ar']:.3f}", f"{x['kept']:.0%}",
-                          f"{x['perplexity']:.2f}"])
+    for name in args.runs:
+        model, curve = train_one(args, name, rows, held_out, eos, n, shown=shown, watch=watch,
+                                 work=work)
+        lines += [consistency_row(name, step, x) for step, x in sorted(curve.items())]
         answers[name] = curve[max(curve)]["answers"]
         if name == "long":
             model.to(torch.bfloat16).save_pretrained(args.work / "cllm")
             tokenizer.save_pretrained(args.work / "cllm")
     print(table(lines))
     for name, some in answers.items():
-        pairs = [["before", f"after, {name}"]]
-        for row, answer in zip(shown, some):
-            pairs.append([tokenizer.decode(x[:40]).replace("\n", " ").replace("|", "/")
-                          for x in (row["answer"], answer)])
-        print(table(pairs))
+        print_answers(name, tokenizer, [row["answer"] for row in shown], some)
+
+
+def train_one(args, name: str, rows: list, held_out: list, eos: set[int], n: int,
+              **hooks) -> tuple:
+    """Train a fresh copy of the target as the run of this name asks.
+
+    hooks    `shown`, `watch` and `work` of cllm.py's `fit`
+    returns  the trained model, and its curve {step: figures}
+    """
+    own = dict(w=10.0, choose=list) | RUNS[name]
+    length = dict(steps=args.short, reports=1)
+    if name == "long":
+        length = dict(steps=args.steps, reports=args.reports)
+    model, _ = load(args.target, args.device, "float32")
+    curve = fit(model, own["choose"](rows), held_out, eos, n, batch=args.batch,
+                states=args.states, lr=args.lr, w=own["w"], **hooks, **length)
+    return model, curve
+
+
+def consistency_row(name: str, step: int, x: dict) -> list[str]:
+    """Format the figures x that a run of this name had after a step."""
+    return [name, str(step), f"{x['per_call']:.2f}",
+            f"[{min(x['each']):.2f}, {max(x['each']):.2f}]",
+            f"{x['fast_forwarded']:.2f}", f"{x['stationary']:.2f}",
+            f"{x['consistency']:.3f}", f"{x['ar']:.3f}", f"{x['kept']:.0%}",
+            f"{x['perplexity']:.2f}"]
+
+
+def print_answers(name: str, tokenizer, before: list[list[int]], after: list[list[int]]) -> None:
+    """Print the first 40 tokens of each held-out answer, before a run and after it."""
+    pairs = [["before", f"after, {name}"]]
+    for some in zip(before, after):
+        pairs.append([tokenizer.decode(x[:40]).replace("\n", " ").replace("|", "/")
+                      for x in some])
+    print(table(pairs))
 
 
 # ---------------------------------------------------------------- MJSD's perplexity, by the draft
