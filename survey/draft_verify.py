@@ -18,7 +18,6 @@ Departures: blocks are searched by measured agreement and time (the paper: Bayes
 tokens a second); fresh coins for each guess.
 """
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -72,6 +71,19 @@ def without(model, skipped: dict[str, list[int]]):
 
 # ---------------------------------------------------------------------------------- decoding
 
+def move_threshold(threshold: float, share: float, full: bool) -> float:
+    """Return the threshold that a round calls for (Eq. 6, with the released code's exception).
+
+    threshold  the threshold of the round
+    share      which share of the guesses was accepted recently
+    full       whether the round drafted as many tokens as it may
+    """
+    if share <= 0.9:
+        return threshold + 0.01
+    # A full draft was not ended by the threshold, so a lower one would not lengthen it.
+    return threshold if full else threshold - 0.01
+
+
 def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, threshold: float = 0.6,
                  adaptive: bool = True, blocks: str = f"{MODELS}/blocks.json",
                  skipped: dict[str, list[int]] | None = None, sample: Sampler = greedy,
@@ -97,7 +109,7 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
     draft.cache = target.cache  # of final tokens it sees the rows of the whole model
     target.start(prompt[:-1])
     root = prompt[-1]
-    right = 0.9  # the share of accepted guesses, of late
+    share = 0.9  # of accepted guesses, recently
     while True:
         draft.length, draft.parents = target.length, []
         guesses, draft_probs = [], []
@@ -111,9 +123,9 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         target.commit(range(1 + accepted))
         if adaptive:
-            right = 0.5 * right + 0.5 * accepted / len(guesses)
-            if len(guesses) < gamma:
-                threshold = 0.9 * threshold + 0.1 * (threshold + math.copysign(0.01, 0.9 - right))
+            share = 0.5 * share + 0.5 * accepted / len(guesses)  # Eq. 5
+            goal = move_threshold(threshold, share, len(guesses) == gamma)
+            threshold = 0.9 * threshold + 0.1 * goal  # Eq. 7
         if log is not None:
             log.append({"drafted": len(guesses), "accepted": accepted,
                         "layers": len(guesses) * (L - left_out) + L})

@@ -112,8 +112,7 @@ def test_a_guess_is_made_on_the_whole_models_rows(monkeypatch):
 
 
 def test_drafting_stops_after_a_token_below_the_threshold(monkeypatch):
-    """γ moves by a tenth of 0.01, up where less than 0.9 is accepted, down else, and stays where
-    the maximum was drafted (Eq. 5 to 7)."""
+    """γ moves by a tenth of 0.01, up where less than 0.9 is accepted, down else (Eq. 5 to 7)."""
     model = tiny("llama")
     chances, rounds = iter([0.9, 0.5, 0.7, 0.3, 0.9, 0.9, 0.59995] + [0.0] * 99), []
     target = CachedLM(model)
@@ -141,7 +140,8 @@ def test_drafting_stops_after_a_token_below_the_threshold(monkeypatch):
     next(chunks)
     assert rounds == [2, 2, 0]  # 0.7, then 0.3; right: 0.35: γ is 0.602
     next(chunks)
-    assert rounds == [2, 2, 3, 0]  # the most: γ stays
+    assert rounds == [2, 2, 3, 0]  # the most
+    assert chunks.gi_frame.f_locals["threshold"] == pytest.approx(0.603)  # right: 0.508
 
 
 @pytest.mark.parametrize("adaptive, after", [(True, 0.599), (False, 0.6)])
@@ -155,6 +155,31 @@ def test_the_threshold_falls_where_all_is_accepted(adaptive, after):
     assert [r["drafted"] for r in log] == [1, 1, 1]  # no token is as likely as 1
     states = chunks.gi_frame.f_locals
     assert states["threshold"] == pytest.approx(1 - 0.003 if adaptive else 1)
+
+
+def play_rounds(monkeypatch, accepted: list[int], threshold: float) -> list[float]:
+    """The threshold after each round of 2 guesses, of which so many are accepted."""
+    script = iter(accepted)
+    monkeypatch.setattr(module, "verify", lambda p, q, guesses, sample: (next(script), 7))
+    chunks = draft_verify(CachedLM(tiny("llama")), PROMPT, gamma=2, threshold=threshold,
+                          skipped=NOTHING)
+    found = []
+    for _ in accepted:
+        next(chunks)
+        found.append(chunks.gi_frame.f_locals["threshold"])
+    return found
+
+
+def test_a_draft_that_is_too_sure_of_itself_raises_the_threshold(monkeypatch):
+    """Every draft is as long as it may be, and its guesses are rejected."""
+    assert play_rounds(monkeypatch, [0] * 4, 0.0) == pytest.approx([0.001, 0.002, 0.003, 0.004])
+
+
+def test_a_full_draft_that_is_accepted_leaves_the_threshold(monkeypatch):
+    """The released code: it would not be longer with a lower one. After a bad round the share has
+    to recover first: 0.475, 0.7375, 0.86875, 0.934375."""
+    expected = [0.0, 0.001, 0.002, 0.003, 0.003]
+    assert play_rounds(monkeypatch, [2, 0, 2, 2, 2], 0.0) == pytest.approx(expected)
 
 
 def test_sampling_is_exact():
