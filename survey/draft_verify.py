@@ -20,8 +20,9 @@ tokens a second); fresh coins for each guess.
 import json
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Iterator
+from typing import Iterable, Iterator, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -33,6 +34,7 @@ from survey.parts import MODELS, belongs, some_embeddings
 from survey.views import depth_of, name_of, open_model, copy_shallow
 
 BLOCKS = {"attention": "Attention", "mlp": "MLP|MoE|Moe"}  # what their classes are called
+MOST = 7  # guesses a round that the search considers
 
 
 # ------------------------------------------------------------------------- a model without blocks
@@ -50,22 +52,38 @@ class Skipped(torch.nn.Module):
         return nothing if self.more is None else (nothing, *self.more)
 
 
+def record_outputs(model, modules: list[torch.nn.Module]) -> list:
+    """Run the model once on one token and return what each of its modules gave."""
+    outputs = {}
+
+    def keep(module, args, output) -> None:
+        outputs[module] = output
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(keep))
+        model(input_ids=torch.tensor([[3]], device=model.device), use_cache=False)
+    return [outputs[module] for module in modules]
+
+
 @torch.inference_mode()
 def without(model, skipped: dict[str, list[int]]):
-    """The model without some blocks, {"attention": layers, "mlp": layers}, from 0; it shares the
-    weights of the others."""
+    """Return the model without some of its blocks; it shares the weights of the others.
+
+    skipped  {"attention": layers, "mlp": layers}, the first layer being 0
+    """
     new, decoder, layers, _ = open_model(model)
     decoder._modules[layers] = torch.nn.ModuleList(map(copy_shallow, decoder._modules[layers]))
+    places = []  # (layer, name of a block in it)
     for kind, numbers in skipped.items():
         for number in numbers:
             layer = decoder._modules[layers][number]
             name = name_of(layer.named_children(),
                            lambda x: re.search(BLOCKS[kind], type(x).__name__),
                            f"layers whose {kind} is a module, got {type(layer).__name__}")
-            given = []
-            with layer._modules[name].register_forward_hook(lambda *x: given.append(x[2])):
-                model(input_ids=torch.tensor([[3]], device=model.device), use_cache=False)
-            layer._modules[name] = Skipped(given[0])
+            places.append((layer, name))
+    outputs = record_outputs(model, [layer._modules[name] for layer, name in places])
+    for (layer, name), output in zip(places, outputs):
+        layer._modules[name] = Skipped(output)
     return new
 
 
@@ -156,41 +174,86 @@ def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
     return right / total
 
 
+class Costs(NamedTuple):
+    """What a call takes: the cost of a draft is the sum of its blocks' costs and of the rest."""
+    block: dict[str, float]  # seconds of one attention block and of one MLP block, on one row
+    rest: float  # seconds of all that no draft skips, on one row
+    whole: list[float]  # [n]: seconds of the whole model on n rows
+
+    def of_draft(self, kept: list[str]) -> float:
+        """Return the seconds of a draft call; `kept` has the kind of each block that runs."""
+        return self.rest + sum(self.block[kind] for kind in kept)
+
+
+def measure_costs(model) -> Costs:
+    """Time three models, the whole one and the one without all blocks of each kind."""
+    L = depth_of(model)
+    whole = row_costs(CachedLM(model), MOST + 1)
+    block = {}
+    for kind in BLOCKS:
+        seconds = row_costs(CachedLM(without(model, {kind: [*range(L)]})), 1)[1]
+        block[kind] = max(0.0, whole[1] - seconds) / L
+    rest = max(0.0, whole[1] - L * sum(block.values()))
+    return Costs(block, rest, whole)
+
+
+def predict_speed(agreement: float, draft: float, whole: list[float]) -> tuple[float, int]:
+    """Return how many times as fast as token by token a draft is, and its best guesses a round.
+
+    agreement  how often the draft guesses right
+    draft      seconds of a draft call
+    whole      [n]: seconds of a call of the whole model on n rows
+    """
+    speeds = []
+    for gamma in range(1, MOST + 1):
+        tokens = sum(agreement ** i for i in range(gamma + 1))
+        seconds = gamma * draft + whole[gamma + 1]
+        speeds.append((tokens * whole[1] / seconds, gamma))
+    return max(speeds)
+
+
 def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tokens: int = 60,
            passes: int = 1) -> None:
-    """Which blocks to skip: those that the model agrees best without, alone, first; as many as are
-    fastest; then each block the other way round, where that is faster. Fastest by agreement and the
-    measured time of a draft call, for the best number of guesses (the paper: Bayesian optimization
-    of tokens a second).
+    """Choose the blocks to skip, by measured agreement and by costs that are a sum over blocks.
+
+    Rank the blocks by how often the model agrees with itself when only this one is skipped. Skip
+    the first n of them, where n is the one with the best predicted speed. Then flip each block once
+    more, and keep the flip if the prediction improves.
 
     out:    the JSON file to make
-    passes: over all blocks, the other way round
+    max_new_tokens: length of the answers on which agreement is measured
+    passes: how often each block is flipped
     """
     from models.training import generate_answers
     batches = generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
-    answers = [a for some in batches for a in some]
-    data = [(p, a) for p, a in zip(prompts, answers) if a]
-    whole = row_costs(CachedLM(model), 8)
+    answers = [answer for batch in batches for answer in batch]
+    data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
+    costs = measure_costs(model)
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
 
+    def agree(skipped: Iterable[tuple[str, int]]) -> float:
+        return agreement(model, by_kind(skipped), data)
+
     def speed(skipped: list[tuple[str, int]]) -> tuple[float, int]:
-        """(times token by token, guesses a round)."""
-        named = {kind: [layer for k, layer in skipped if k == kind] for kind in BLOCKS}
-        a = agreement(model, named, data)
-        draft = row_costs(CachedLM(without(model, named)), 1)[1]
-        return max((sum(a ** i for i in range(gamma + 1)) * whole[1]
-                    / (gamma * draft + whole[gamma + 1]), gamma) for gamma in range(1, 8))
-    alone = {block: agreement(model, {block[0]: [block[1]]}, data)
-             for block in tqdm(blocks, desc="blocks")}
-    ranked = sorted(blocks, key=lambda x: -alone[x])
-    best = max((ranked[:n] for n in range(1, len(blocks) // 2 + 1)), key=speed)
-    for block in tqdm(blocks * passes, desc="swaps"):
-        other = [x for x in best if x != block] if block in best else [*best, block]
-        best = max(best, other, key=speed)
-    times, gamma = speed(best)
+        kept = [kind for kind, layer in blocks if (kind, layer) not in skipped]
+        return predict_speed(agree(skipped), costs.of_draft(kept), costs.whole)
+    alone = {block: agree([block]) for block in tqdm(blocks, desc="blocks")}
+    ranked = sorted(blocks, key=lambda block: -alone[block])
+    candidates = [ranked[:n] for n in range(1, len(blocks) // 2 + 1)]
+    (times, gamma), best = max(((speed(some), some) for some in candidates), key=lambda x: x[0])
+    for block in tqdm(blocks * passes, desc="flips"):
+        flipped = [x for x in best if x != block] if block in best else [*best, block]
+        predicted = speed(flipped)
+        if predicted > (times, gamma):
+            (times, gamma), best = predicted, flipped
     print(f"{len(best)} of {len(blocks)} blocks, gamma {gamma}: {times:.2f}x token by token")
-    named = {kind: sorted(layer for k, layer in best if k == kind) for kind in BLOCKS}
-    out.write_text(json.dumps({"model": some_embeddings(model)[:16, :16].tolist()} | named) + "\n")
+    facts = {"model": some_embeddings(model)[:16, :16].tolist()} | by_kind(best)
+    out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+
+
+def by_kind(blocks: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    """Return {"attention": layers, "mlp": layers} of blocks, each a kind and a layer."""
+    return {kind: sorted(layer for k, layer in blocks if k == kind) for kind in BLOCKS}
 
 
 def load_blocks(path: str, model) -> dict[str, list[int]]:

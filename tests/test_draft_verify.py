@@ -10,7 +10,8 @@ from common import CachedLM, InputError, Sampler, autoregressive
 from conftest import (FAMILIES, MORE_FAMILIES, ROOT, chi_square_ok, main, near, said_in_one_line,
                       tiny, tokens_of)
 from survey import draft_verify as module
-from survey.draft_verify import agreement, draft_verify, load_blocks, report, search, without
+from survey.draft_verify import (agreement, draft_verify, load_blocks, measure_costs,
+                                 predict_speed, report, search, without)
 
 PROMPT = [3, 14, 15]
 NOTHING = {"attention": [], "mlp": []}
@@ -223,6 +224,47 @@ def test_agreement_of_all_blocks_is_one(tmp_path):
     assert agreement(model, NOTHING, answers) == 1
 
 
+class Tokenizer:
+    eos_token_id = None
+
+
+def timed(skipped_costs: dict[str, float], rest: float, calls: list):
+    """Stand in for `row_costs`: an exact clock of a model with 3 layers. It appends to `calls`."""
+    def costs(lm, most):
+        calls.append(lm)
+        kinds = [type(x).__name__ for x in lm.model.modules()]
+        attention = kinds.count("LlamaAttention")
+        mlp = kinds.count("LlamaMLP")
+        seconds = rest + skipped_costs["attention"] * attention + skipped_costs["mlp"] * mlp
+        return [0.0, *[seconds] * 8]
+    return costs
+
+
+def test_a_draft_costs_the_sum_of_its_blocks_and_of_the_rest(monkeypatch):
+    model = tiny("llama", num_hidden_layers=3)
+    monkeypatch.setattr(module, "row_costs", timed({"attention": 2.0, "mlp": 1.0}, 0.5, []))
+    costs = measure_costs(model)
+    assert costs.block == pytest.approx({"attention": 2.0, "mlp": 1.0})
+    assert costs.whole[1] == 9.5 and costs.rest == pytest.approx(0.5)
+    assert costs.of_draft(["attention", "mlp", "mlp"]) == pytest.approx(4.5)
+
+
+def test_the_predicted_speed_by_hand():
+    """Two guesses bring 1 + a + a² tokens for two draft calls and one call of three rows."""
+    whole = [0.0, 10.0, 10.0, 10.0, 1000.0, 1000.0, 1000.0, 1000.0, 1000.0]
+    times, gamma = predict_speed(0.8, 2.0, whole)
+    assert gamma == 2 and times == pytest.approx((1 + 0.8 + 0.64) * 10 / (2 * 2 + 10))
+
+
+def test_search_asks_the_clock_three_times(monkeypatch, tmp_path):
+    """Timings of candidates that differ in one block would differ by noise."""
+    calls = []
+    monkeypatch.setattr(module, "row_costs", timed({"attention": 2.0, "mlp": 1.0}, 0.5, calls))
+    model = zeroed("llama", {"attention": [1], "mlp": [0, 2]})
+    search(model, Tokenizer, [p for p, _ in DATA], out=tmp_path / "x", max_new_tokens=9)
+    assert len(calls) == 3
+
+
 def test_search_finds_the_blocks_that_add_nothing(tmp_path, monkeypatch):
     """Where each block costs the same, all that can go for nothing go; the file is loaded again."""
     nothing = {"attention": [1], "mlp": [0, 2]}
@@ -233,8 +275,7 @@ def test_search_finds_the_blocks_that_add_nothing(tmp_path, monkeypatch):
         return [0.0, *[6.0 - blocks + 0.5] * 8]
     monkeypatch.setattr(module, "row_costs", costs)
     file = tmp_path / "blocks.json"
-    search(model, type("None", (), {"eos_token_id": None})(), [p for p, _ in DATA], out=file,
-           max_new_tokens=20)
+    search(model, Tokenizer, [p for p, _ in DATA], out=file, max_new_tokens=20)
     assert load_blocks(str(file), model) == nothing
     with pytest.raises(InputError, match="expected blocks that .* found for this model, got"):
         load_blocks(str(file), tiny("llama", seed=1, num_hidden_layers=3))
