@@ -18,7 +18,7 @@ step for q, and verifies all beams. Left out: batches.
 Of an accepted prefix -log p = -log q + log(q / p). Beams lower the first term alone; the test
 bounds the second alone, by log(1 / τ) = 2.3 nats, however small p is: an unlikely prefix passes
 where the draft is unsure too. So a text is likelier than AR's with several beams and a good draft:
-on a real model from a 1 - TVD of about 0.6 on (results/README.md).
+on a real model from a 1 - TVD of about 0.6 on (results/mjsd.md).
 """
 import itertools
 import math
