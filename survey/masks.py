@@ -34,8 +34,8 @@ from typing import Iterator
 import torch
 
 import bita
-from bita import sample_anchors, attach_masks, load_tuning, mask_logits, sar_loss, shape_of
-from common import CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
+from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
+from common import WIDTHS, CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
 from speculative import verify
 from survey.parts import MODELS, fill, load_part, save_part
 from survey.views import add_low_rank, merge_changes
@@ -122,8 +122,10 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
 def widths(lm: CachedLM, right: list[float]) -> Iterator[tuple]:
     """(k, expected tokens, seconds) of a call with k candidates, and k masks behind each: of so
     many in a row all are right."""
-    costs = row_costs(lm, (1 + len(right)) ** 2)
-    for k in range(1, 1 + len(right)):
+    measured = WIDTHS[-1]  # the clock measures no wider call, and no k beyond it is chosen here
+    choices = [k for k in range(1, 1 + len(right)) if (1 + k) ** 2 <= measured]
+    costs = row_costs(lm, (1 + choices[-1]) ** 2)
+    for k in choices:
         yield k, 1 + sum(right[:k]), costs[(1 + k) ** 2]
 
 
@@ -190,7 +192,9 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         part = add_low_rank(tuned, rank)
-    part["mask"] = torch.nn.Parameter(model.get_input_embeddings().weight.mean(0, keepdim=True))
+    table = model.get_input_embeddings().weight
+    # In bfloat16 a step of AdamW would round to nothing.
+    part["mask"] = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
     print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
     def loss_of(rng: random.Random) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """PaSS and SPACE: any look-ahead tokens and any tuning leave the output as it is; guesses are what
 training sees; as many are accepted as the measured chances say."""
 import copy
+import importlib
 import itertools
 import random
 
@@ -265,6 +266,18 @@ def test_as_many_masks_as_pay(monkeypatch):
     assert list(widths(None, [0.5, 0.25])) == [(1, 1.5, 4), (2, 1.75, 9)]
 
 
+def test_many_masks_are_tried_as_far_as_the_clock_measures(tmp_path):
+    """11 masks behind each of 12 candidates are 144 rows, and the clock ends at 128."""
+    model = tiny("llama")
+    file = random_space(tmp_path / "t", model, right=[0.9] * 11)
+    tried = [k for k, _, _ in widths(CachedLM(model), [0.9] * 11)]
+    assert tried == [*range(1, 11)]
+    tuned = load_space(file, CachedLM(model))[0]
+    expected = tokens_of(autoregressive(tuned, PROMPT), 20)
+    for k in (0, 11):
+        assert tokens_of(space(CachedLM(model), PROMPT, k=k, tuning=file), 20) == expected
+
+
 # ---------------------------------------------------------------------------------- training
 
 def test_how_often_all_guesses_are_right_by_hand():
@@ -360,6 +373,32 @@ def test_a_stopped_tuning_goes_on(tmp_path, monkeypatch):
     assert all(torch.equal(whole[name], half[name]) for name in whole)
     tune(model, Tokenizer, PROMPTS, out=tmp_path / "other", work=tmp_path / "b", k=3, **SMALL)
     assert len(load_part(tmp_path / "other", "a SPACE tuning", model)[0]["right"]) == 3
+
+
+TRAININGS = [("survey.masks", "tune", dict(k=2)), ("survey.masks", "train", dict(L=2)),
+             ("bita", "train", {}), ("bita", "train", dict(design="shallow")),
+             ("survey.medusa", "train", dict(heads="medusa")),
+             ("survey.medusa", "train", dict(heads="hydra")),
+             ("survey.eagle", "train", {}), ("survey.eagle", "train", dict(begin="last")),
+             ("survey.layerskip", "train", dict(E=1)), ("survey.layerskip", "tune", dict(E=1))]
+
+
+@pytest.mark.parametrize("file, name, options", TRAININGS)
+def test_what_is_trained_for_a_model_in_bfloat16_is_float32(tmp_path, monkeypatch, file, name,
+                                                            options):
+    """A step of AdamW is about lr: bfloat16, whose numbers near 0.02 are 1e-4 apart, rounds most of
+    it to nothing."""
+    found = {}
+
+    def started(self, part, *more, **how):
+        found.update({name: p.dtype for name, p in part.items()})
+        raise KeyboardInterrupt
+    monkeypatch.setattr(training.Training, "__init__", started)
+    command = getattr(importlib.import_module(file), name)
+    with pytest.raises(KeyboardInterrupt):
+        command(tiny("llama").bfloat16(), Tokenizer, PROMPTS, out=tmp_path / "t", max_new_tokens=8,
+                **options)
+    assert {*found.values()} == {torch.float32}, found
 
 
 def test_pass_tokens_are_trained_without_prompt_tokens(tmp_path):
