@@ -193,7 +193,7 @@ class CachedLM:
             self.prefix = keys.shape[1]
         features = []
         for i in range(0, len(ids), WIDTHS[-1]):  # a long prompt comes in parts
-            self.forward(ids[i:i + WIDTHS[-1]], keep=1, counts=False)
+            self.forward(ids[i:i + WIDTHS[-1]], keep=0, counts=False)
             self.commit(range(len(self.parents)))
             features.append(self.features)
         self.features = torch.cat(features) if features else self.weight[:0]
@@ -201,10 +201,19 @@ class CachedLM:
 
     @torch.inference_mode()
     def forward(self, ids: list[int] | torch.Tensor, parents: list[int] | None = None, *,
-                sees_prefix: list[bool] | None = None, keep: int = 0, counts: bool = True):
-        """Append n nodes to the pending tree, tokens or input embeddings [n, d]; the logits [n, V]
-        after each, or after the last `keep` (0: all). `parents`: earlier pending nodes, or -1, the
-        context's end; None: a chain from the last. `sees_prefix`: which do. `counts`: a call?"""
+                sees_prefix: list[bool] | None = None, keep: int | None = None,
+                counts: bool = True) -> torch.Tensor:
+        """Run the model once over n new nodes, which join the pending tree.
+
+        ids          tokens, or input embeddings [n, d]
+        parents      for each node an earlier pending node, or -1 for the context's end. None: a
+                     chain from the last pending node
+        sees_prefix  for each node whether it sees the prefix. None: no node does
+        keep         the LM head reads the last `keep` nodes alone. 0: it reads no node, where only
+                     the cache or `features` are wanted. None: it reads all
+        counts       whether this is one of `calls`
+        returns      the logits [n or keep, V] after each node that the LM head read
+        """
         began = time.perf_counter()
         n, old = len(ids), len(self.parents)
         parents = list(range(old - 1, old + n - 1) if parents is None else parents)
@@ -240,13 +249,19 @@ class CachedLM:
         mask = attention_mask(self.windows, visible[None], rows[None], slots[None], self.weight)
         return rows[None].to(self.weight.device), mask
 
-    def run(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
-        """One pass of the model over ids [1, n] or embeddings [1, n, d]: (logits [1, n, V], of the
-        last `keep` rows unless it is 0; features [1, n, d])."""
+    def run(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int | None):
+        """Run the model once over ids [1, n] or embeddings [1, n, d].
+
+        returns  logits [1, n or keep, V] and features [1, n, d]
+        """
         features = []
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-        if inputs.device.type == "cpu":  # rows by index: for a slice bfloat16 copies the LM head
-            keep = torch.arange(inputs.shape[1])[-keep:]
+        n = inputs.shape[1]
+        first = 0 if keep is None else max(0, n - keep)
+        # transformers takes the rows by index, or a number of last rows, of which 0 means all.
+        # On a CPU an index is needed, since a slice makes bfloat16 copy the LM head.
+        by_index = inputs.device.type == "cpu" or first == n
+        keep = torch.arange(first, n) if by_index else n - first
         with self.model.get_decoder().register_forward_hook(
                 lambda module, args, output: features.append(output[0])):
             output = self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,

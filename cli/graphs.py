@@ -69,7 +69,7 @@ class GraphedLM(CachedLM):
         self.cache.written = None
         super().start(ids, prefix)
 
-    def run(self, inputs, positions, mask, keep: int):
+    def run(self, inputs, positions, mask, keep: int | None):
         first, n = self.cache.start, inputs.shape[1]
         width = next((width for width in WIDTHS if width >= n), n)
         if self.cache.reserve(first + 2 * width):  # the last ones are for captures
@@ -87,7 +87,8 @@ class GraphedLM(CachedLM):
                 self.captured[shape] = self.graph_of(tensors)
             run = self.captured[shape]
         logits, features = run(*tensors)
-        return logits[:, :n][:, -keep:].clone(), features[:, :n].clone()
+        read = 0 if keep is None else max(0, n - keep)  # the first row whose logits are wanted
+        return logits[:, read:n].clone(), features[:, :n].clone()
 
     def graph_of(self, tensors: tuple):
         """Captured on other inputs than it is first used with, in the last slots: the check on
@@ -105,4 +106,4 @@ class GraphedLM(CachedLM):
         """Logits and features of all rows."""
         self.cache.written = written
         mask = dict(zip(self.windows, masks)) if len(masks) > 1 else masks[0]
-        return super().run(inputs, positions, mask, 0)
+        return super().run(inputs, positions, mask, None)

@@ -168,7 +168,7 @@ def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
         mask = attention_mask(whole.windows, visible[None], rows[None], slots[None], whole.weight)
         whole.cache.start = T
         ids = torch.tensor([(prompt + answer)[T - n:T]], device=whole.weight.device)
-        logits, _ = draft.run(ids, rows[None].to(ids.device), mask, 0)
+        logits, _ = draft.run(ids, rows[None].to(ids.device), mask, None)
         right += sum(x == y for x, y in zip(greedy(logits[0]), answer))
         total += n
     return right / total
