@@ -313,11 +313,11 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
     """Tune on (prompt, answer) pairs, the model frozen. Section 4.1: the rate a cosine from 3e-2,
     128 answers a step; released scripts: gradients cut to length 1, AdamW without decay. Returns
     {step: {"loss", "accept"}} on `held_out`; sets `tuning.accept`."""
-    from models.training import Training, sample_alike, digest, length_of
+    from models.training import Training, sample_alike, digest, count_tokens
     model.requires_grad_(False)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(data, batch, rng, length_of)
+        some = sample_alike(data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(some, len(tuning.masks), anchors, rng)
         logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)
         return sar_loss(logits, labels.to(model.device))
@@ -329,7 +329,7 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
                 f"held-out loss {loss:.3f}, accuracy by mask {right}")
     of = digest(model.state_dict()), tuning.design, data, held_out, batch, anchors
     curve = Training(dict(tuning.named_parameters()), of, name="tuning", steps=steps, lr=lr,
-                     accumulate=accumulate, seed=seed, folder=work).run(loss_of, evaluate)
+                     accumulate=accumulate, seed=seed, folder=work).train(loss_of, evaluate)
     tuning.accept = curve[steps]["accept"]
     return curve
 
@@ -349,14 +349,14 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     anchors: mask groups of an answer, at most
     lr:     where the cosine begins
     """
-    from models.training import examples
+    from models.training import collect_examples
     if min(steps, batch, accumulate, anchors, max_new_tokens) < 1 or not lr > 0:
         raise InputError("expected steps, batch, accumulate, anchors and max-new-tokens of 1 or "
                          "more and a learning rate above 0")
     work = work or Path(f"{out}.work")
     tuning = Tuning(shape_of(model), design, P, M, seed).to(model.device)
-    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
-                              size=4 * batch)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
+                                      size=4 * batch)
     print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters")
     fit(model, tuning, data, held_out, steps=steps, batch=batch, anchors=anchors, lr=lr,
         accumulate=accumulate, seed=seed, work=work)

@@ -451,7 +451,7 @@ def fit(model, rows: list[dict], held_out: list[dict], eos: set[int], n: int, *,
     of = n, sorted(eos), rows, held_out, batch, states, w, divergence, local
     return Training(weights, of, name="cllm", steps=steps, lr=lr, rate=warm_linear,
                     accumulate=accumulate, optimizers=[adam], seed=seed, reports=reports,
-                    folder=work).run(loss_of, evaluate)
+                    folder=work).train(loss_of, evaluate)
 
 
 def training_rows(path: Path, model, seed: int) -> tuple[int, list[dict], list[dict]]:

@@ -40,7 +40,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
 from models.training import (Training, generate_answers, digest, divergence,  # noqa: E402
-                             examples, warm_linear)
+                             collect_examples, warm_linear)
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
 # in the target's second phase: arithmetic takes longest
@@ -193,7 +193,7 @@ def fit(name: str, model, loss_of, held_out, of: tuple, *, lr: float, steps: int
         return {"loss": loss}, f"held-out loss {loss:.4f}"
     part = {n: p for n, p in model.named_parameters() if p.requires_grad}
     Training(part, of, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
-             optimizers=optimizers(model, lr), folder=work).run(loss_of, evaluate)
+             optimizers=optimizers(model, lr), folder=work).train(loss_of, evaluate)
 
 
 def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int, *, lr: float,
@@ -313,7 +313,8 @@ def distil_layers(argv: list[str]) -> None:
                                 f"{args.layers}")
     torch.set_default_device(target.device)
     prompts = [common.encode(tokenizer, text, args.chat) for text in args.prompts]
-    data, held_out = examples(target, tokenizer, prompts, args.max_new_tokens, args.work, seed=0)
+    data, held_out = collect_examples(target, tokenizer, prompts, args.max_new_tokens, args.work,
+                                      seed=0)
     rows, others = answer_rows(*zip(*data)), answer_rows(*zip(*held_out))
     draft = some_layers(target, args.layers)
 

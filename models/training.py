@@ -1,8 +1,11 @@
 """How anything here is trained: on a model's own greedy answers, by one loop that can be stopped.
 
-A method brings its part (named parameters), `loss_of(rng)` and `evaluate()`; `Training` does the
-rest: the rate, accumulation, clipping, checkpoints, the curve. Nothing half made is ever saved, and
-another model, data or setting never goes on from a checkpoint: its name is made of all of them."""
+A method brings its part (parameters by name), `loss_of(rng)` and `evaluate()`. `Training` does the
+rest: it sets the rate, accumulates and clips gradients, writes checkpoints and keeps the curve.
+
+A checkpoint is written only between updates. Its file name holds a hash of the part as it begins,
+the frozen model, the data and all settings, so a run goes on only from a checkpoint of exactly the
+same run."""
 import hashlib
 import json
 import math
@@ -21,17 +24,38 @@ from transformers import GenerationConfig
 
 from common import InputError, context_length, eos_ids
 
+PAUSE = 120  # seconds between two checkpoints, or more:
+SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
+
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 
 def digest(weights: dict[str, torch.Tensor], *settings) -> str:
-    """A name for files that belong to these weights and settings, and to no others."""
-    of = hashlib.sha256(repr(settings).encode())
+    """Name what belongs to these weights and settings, and to no others.
+
+    weights   tensors by name, of which about a thousand numbers each are read
+    settings  anything whose `repr` says what it is
+    returns   16 hexadecimal digits
+    """
+    found = hashlib.sha256(repr(settings).encode())
     for name, x in weights.items():
-        of.update(repr((name, x.shape)).encode())
-        some = x.detach().flatten()[::1 + x.numel() // 1009]
-        of.update(some.float().cpu().numpy().tobytes())
-    return of.hexdigest()[:16]
+        found.update(repr((name, x.shape)).encode())
+        sample = x.detach().flatten()[::1 + x.numel() // 1009]
+        found.update(sample.float().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def require(fits: bool, option: str, expected: str, got) -> None:
+    """Raise an InputError that names one option, unless its value fits."""
+    if not fits:
+        raise InputError(f"--{option.replace('_', '-')} must be {expected}, got {got}")
+
+
+def require_training_options(lr: float, **numbers: int) -> None:
+    """Refuse a learning rate that is not above 0, and numbers (by the option's name) below 1."""
+    for option, number in numbers.items():
+        require(number >= 1, option, "1 or more", number)
+    require(lr > 0, "lr", "above 0", lr)
 
 
 # ------------------------------------------------------------------------------------ the data
@@ -39,26 +63,34 @@ def digest(weights: dict[str, torch.Tensor], *settings) -> str:
 @torch.inference_mode()
 def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
                      temperature: float = 0.0, size: int = 64):
-    """Answers, token ids up to `limit` or to an EOS, which stays, in lists of `size`: greedy ones,
-    or samples; no penalties."""
-    how = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else {}
+    """Let the model answer prompts, without any of its generation settings (such as penalties).
+
+    eos          token ids that end an answer
+    limit        the most tokens of an answer
+    temperature  0 for greedy answers; above 0 for samples at this temperature
+    size         prompts that are answered at once
+    yields       lists of `size` answers, token ids; an EOS that ended an answer stays
+    """
+    how = {}
+    if temperature > 0:
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) or None,
-                              pad_token_id=0, **how)  # pads are masked or cut
+                              pad_token_id=0, **how)  # padding is masked, or cut off below
     for i in range(0, len(prompts), size):
-        some = prompts[i:i + size]
-        width = max(map(len, some))
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in some], device=model.device)
-        padding = torch.tensor([[width - len(p)] for p in some], device=model.device)
+        batch = prompts[i:i + size]
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in batch], device=model.device)
+        padding = torch.tensor([[width - len(p)] for p in batch], device=model.device)
         real = torch.arange(width, device=model.device) >= padding
-        before, model.generation_config = model.generation_config, config  # penalties of its own
+        settings, model.generation_config = model.generation_config, config
         rows = model.generate(ids, attention_mask=real.long())[:, width:].tolist()
-        model.generation_config = before
+        model.generation_config = settings
         ends = [next((n + 1 for n, x in enumerate(row) if x in eos), limit) for row in rows]
         yield [row[:end] for row, end in zip(rows, ends)]
 
 
-def whole_lines(file) -> list[str]:
-    """The lines of a file opened with "a+", without one that was cut off, which it loses."""
+def read_whole_lines(file) -> list[str]:
+    """Read the lines of a file opened with "a+"; a last line that was cut off is removed from it."""
     file.seek(0)
     lines = [line for line in file if line.endswith("\n")]
     file.truncate(sum(map(len, lines)))
@@ -66,85 +98,109 @@ def whole_lines(file) -> list[str]:
 
 
 def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
-                size: int = 64) -> list[list[int]]:
-    """The model's own greedy answers, which drafters learn from; a file in `work` keeps them."""
+                    size: int = 64) -> list[list[int]]:
+    """Return the model's own greedy answer to each prompt; a file in `work` keeps all answers.
+
+    limit  the most tokens of an answer
+    size   prompts that are answered at once
+    """
     eos = eos_ids(model, tokenizer)
     work.mkdir(parents=True, exist_ok=True)
-    with open(work / f"answers-{digest(model.state_dict(), limit)}.jsonl", "a+") as kept:
-        rows = map(json.loads, whole_lines(kept))
-        known = {tuple(row["prompt"]): row["answer"] for row in rows}
-        todo = sorted({tuple(p) for p in prompts} - known.keys(), key=lambda p: (len(p), p))
+    path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
+    with open(path, "a+", encoding="utf-8") as file:
+        rows = map(json.loads, read_whole_lines(file))
+        answer_of = {tuple(row["prompt"]): row["answer"] for row in rows}
+        todo = sorted({tuple(p) for p in prompts} - answer_of.keys(), key=lambda p: (len(p), p))
         with tqdm(total=len(todo), desc="answers") as bar:
             left = iter(todo)
             for answers in generate_answers(model, eos, todo, limit, size=size):
                 for answer, prompt in zip(answers, left):
-                    known[prompt] = answer
-                    kept.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
-                kept.flush()
+                    answer_of[prompt] = answer
+                    file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+                file.flush()
                 bar.update(len(answers))
-    return [known[tuple(p)] for p in prompts]
+    return [answer_of[tuple(p)] for p in prompts]
 
 
-def examples(model, tokenizer, prompts: list[list[int]], limit: int, work: Path, *, seed: int,
-             most: int = 100, size: int = 64) -> tuple[list[Pair], list[Pair]]:
-    """(to train on, held out): pairs of a prompt and the model's own answer. A tenth of them, at
-    random and at most `most`, are held out; each prompt counts once."""
+def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, work: Path, *,
+                     seed: int, most: int = 100, size: int = 64) -> tuple[list[Pair], list[Pair]]:
+    """Collect the model's own answers and split them at random; each prompt counts once.
+
+    limit    the most tokens of an answer
+    work     folder of the answers
+    most     a tenth of the examples is held out, but no more than this number
+    size     prompts that are answered at once
+    returns  pairs of a prompt and its answer to train on, and held-out pairs
+    """
     longest = context_length(model) - limit
-    fitting = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
-    if len(fitting) < 2:
-        raise InputError(f"expected 2 prompts or more of at most {longest} tokens, "
-                         f"got {len(fitting)}")
-    answers = collect_answers(model, tokenizer, fitting, limit, work, size)
-    data = [(p, a) for p, a in zip(fitting, answers) if len(a) > 1]
+    usable = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
+    if len(usable) < 2:
+        raise InputError(f"--prompts must hold 2 prompts or more of at most {longest} tokens, "
+                         f"got {len(usable)}")
+    answers = collect_answers(model, tokenizer, usable, limit, work, size)
+    data = [(p, a) for p, a in zip(usable, answers) if len(a) > 1]
     if len(data) < 2:
-        raise InputError(f"expected 2 answers or more of 2 tokens or more, got {len(data)}")
+        raise InputError("--prompts must hold 2 prompts or more that the model answers with 2 "
+                         f"tokens or more, got {len(data)}")
     random.Random(seed).shuffle(data)
     few = max(1, min(most, len(data) // 10))
     print(f"{len(data) - few} answers of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held "
-          f"out, {len(prompts) - len(fitting)} prompts too long or repeated")
+          f"out, {len(prompts) - len(usable)} prompts too long or repeated")
     return data[few:], data[:few]
 
 
 def sample_alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:
-    """Some of the data, at random but alike in length: little is padding."""
+    """Sample `batch` items at random but alike in length, so that little is padding.
+
+    length  a function that gives an item's length
+    """
     pool = sorted(rng.sample(data, min(4 * batch, len(data))), key=length)
     first = min(rng.randrange(0, len(pool), batch), max(0, len(pool) - batch))
     return pool[first:first + batch]
 
 
-def length_of(pair: Pair) -> int:
+def count_tokens(pair: Pair) -> int:
+    """Count the tokens of a prompt and its answer."""
     return len(pair[0]) + len(pair[1])
 
 
-def pad_pairs(some: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [B, T], bool [B, T - 1]: where the next token is of an answer)."""
-    texts = [torch.tensor(prompt + answer) for prompt, answer in some]
+def pad_pairs(pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put pairs into one batch.
+
+    returns  ids [B, T], and bool [B, T - 1], which is true where the next token is of an answer
+    """
+    texts = [torch.tensor(prompt + answer) for prompt, answer in pairs]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     place = torch.arange(1, ids.shape[1])
-    learns = [(place >= len(p)) & (place < len(p) + len(a)) for p, a in some]
+    learns = [(place >= len(p)) & (place < len(p) + len(a)) for p, a in pairs]
     return ids, torch.stack(learns)
 
 
-def answer_logits(model, some: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits [N, V], labels [N]) of the tokens of answers, one answer after the other."""
-    ids, learns = (x.to(model.device) for x in pad_pairs(some))
+def score_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the model over pairs; return logits [N, V] for all tokens of answers, and these tokens
+    [N], one answer after the other."""
+    ids, learns = (x.to(model.device) for x in pad_pairs(pairs))
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return logits[learns].float(), ids[:, 1:][learns]
 
 
-def most_frequent(data: list[Pair], n: int) -> list[int]:
-    """The n most frequent tokens of prompts and answers, fewer where there are fewer; [] for 0."""
-    seen = Counter(token for prompt, answer in data for token in prompt + answer)
-    return [token for token, _ in seen.most_common(n)] if n else []
+def find_frequent(data: list[Pair], n: int) -> list[int]:
+    """Find the n most frequent tokens of prompts and answers, or all where there are fewer."""
+    counts = Counter(token for prompt, answer in data for token in prompt + answer)
+    return [token for token, _ in counts.most_common()[:n]]
 
 
 # ------------------------------------------------------------------------------------ the loop
 
 def divergence(kind: str, target_logits, draft_logits):
-    """D(target, draft) in nats at each position: [..., V], [..., V] -> [...]. DistillSpec, Table 1;
-    `tvd` is 1 - acceptance rate."""
+    """Compute D(target, draft) in nats at each position (DistillSpec, Table 1).
+
+    kind                         forward-kl, reverse-kl, jsd or tvd, which is 1 - acceptance rate
+    target_logits, draft_logits  [..., V]
+    returns                      [...]
+    """
     log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
-    if kind == "forward-kl":  # by itself: V may be large
+    if kind == "forward-kl":  # first, for it needs no q: V may be large
         return (log_p.exp() * (log_p - log_q)).sum(-1)
     p, q = log_p.exp(), log_q.exp()
     if kind == "reverse-kl":
@@ -158,45 +214,60 @@ def divergence(kind: str, target_logits, draft_logits):
 
 
 def cosine(done: int, steps: int) -> float:
+    """Return the rate of a step that falls from 1 to 0 along a cosine."""
     return 0.5 * (1 + math.cos(math.pi * done / steps))
 
 
 def warm_linear(done: int, steps: int) -> float:
-    """A warm-up over a twentieth of the steps, then linearly to 0."""
+    """Return the rate of a step that rises over a twentieth of the steps, then falls to 0."""
     return min((done + 1) / max(1, 0.05 * steps), 1 - done / steps)
 
 
 class Training:
-    """A training run of `steps` updates, which goes on where it was stopped.
+    """Train a part for `steps` updates; a run that was stopped goes on where it was.
 
-    part:       the parameters that are trained, by name; a checkpoint keeps them
-    of:         all that the loss depends on besides: the frozen model's weights, data, settings
-    lr, rate:   the learning rate, and rate(done, steps), what it is multiplied with
-    accumulate: losses an update, of which the mean counts
-    norm:       gradients are cut to this length; value: and each of their values to this
-    optimizers: in place of AdamW without weight decay; all with the same rate
-    folder:     of checkpoints; None: there are none
+    part         the parameters that are trained, by name; a checkpoint keeps them
+    fingerprint  everything else that the loss depends on: frozen weights, data, settings
+    name         of the run: of its checkpoints and of its progress bar
+    lr, rate     the learning rate, and a function of (done, steps) that it is multiplied with
+    accumulate   losses of an update, of which the mean counts
+    max_norm     a longer gradient is scaled down to this length
+    max_value    larger values of the gradient are then cut to this size
+    optimizers   what to use in place of AdamW without weight decay; all have the same rate
+    reports      how often `evaluate` is called, besides before the first and after the last update
+    folder       of checkpoints; None keeps none
     """
 
-    def __init__(self, part: dict[str, torch.nn.Parameter], of: tuple, *, name: str, steps: int,
-                 lr: float, rate: Callable = cosine, accumulate: int = 1, norm: float = 1.0,
-                 value: float = math.inf, optimizers: list | None = None, seed: int = 0,
-                 reports: int = 10, folder: Path | None = None):
-        self.part, self.name = part, name
-        self.steps, self.accumulate, self.seed = steps, accumulate, seed
-        self.lr, self.rate, self.norm, self.value = lr, rate, norm, value
+    def __init__(self, part: dict[str, torch.nn.Parameter], fingerprint: tuple, *, name: str,
+                 steps: int, lr: float, rate: Callable = cosine, accumulate: int = 1,
+                 max_norm: float = 1.0, max_value: float = math.inf,
+                 optimizers: list | None = None, seed: int = 0, reports: int = 10,
+                 folder: Path | None = None):
+        self.part = part
+        self.name = name
+        self.steps = steps
+        self.lr = lr
+        self.rate = rate
+        self.accumulate = accumulate
+        self.max_norm = max_norm
+        self.max_value = max_value
         self.optimizers = optimizers or [torch.optim.AdamW(part.values(), lr=lr, weight_decay=0.0)]
-        self.between = max(1, steps // reports)
+        self.seed = seed
+        self.steps_between_reports = max(1, steps // reports)
         self.device = next(iter(part.values())).device
-        self.done, self.curve, self.whole = 0, {}, True
-        settings = (of, name, steps, lr, rate.__name__, accumulate, norm, value, seed,
+        self.done = 0  # updates
+        self.curve = {}  # step: figures
+        self.inside_update = False
+        settings = (fingerprint, name, steps, lr, rate.__name__, accumulate, max_norm, max_value, seed,
                     [type(x).__name__ for x in self.optimizers])
         self.file = folder and folder / f"{name}-{digest(part, settings)}.pt"
-        self.saved = time.time()
+        self.saved_at = time.monotonic()
+        self.save_seconds = 0.0
         if self.file and self.file.exists():
             self.load()
 
     def load(self) -> None:
+        """Go on from the checkpoint."""
         try:
             state = torch.load(self.file, weights_only=True, map_location="cpu")
             with torch.no_grad():
@@ -204,42 +275,58 @@ class Training:
                     p.copy_(state["part"][name])
             for optimizer, saved in zip(self.optimizers, state["optimizers"]):
                 optimizer.load_state_dict(saved)
-            self.done, self.curve = state["done"], state["curve"]
+            self.done = state["done"]
+            self.curve = state["curve"]
         except (RuntimeError, LookupError, EOFError, UnpicklingError) as error:
             raise InputError(f"expected a checkpoint, got a damaged one in {self.file}; without it "
                              "the run begins anew") from error
 
     def save(self) -> None:
-        """Unless an update is half made. The file is whole at any time."""
-        if self.file and self.whole:
-            torch.save({"part": self.part, "done": self.done, "curve": self.curve,
-                        "optimizers": [x.state_dict() for x in self.optimizers]},
-                       self.file.with_suffix(".new"))
-            os.replace(self.file.with_suffix(".new"), self.file)
-            self.saved = time.time()
+        """Write a checkpoint, unless an update is half made; at any time the file is whole."""
+        if self.file is None or self.inside_update:
+            return
+        began = time.monotonic()
+        torch.save({"part": self.part, "done": self.done, "curve": self.curve,
+                    "optimizers": [x.state_dict() for x in self.optimizers]},
+                   self.file.with_suffix(".new"))
+        os.replace(self.file.with_suffix(".new"), self.file)
+        self.saved_at = time.monotonic()
+        self.save_seconds = self.saved_at - began
 
-    def run(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
-        """{step: figures} of ten or so steps, the last among them.
+    def save_when_due(self) -> None:
+        """Write a checkpoint if the last one is old.
 
-        loss_of(rng):  a loss, in bfloat16 autocast; what is random in it, by `rng` alone
-        evaluate():    (figures, a line that says them), on held-out data
+        A large model's checkpoint takes minutes. Training goes on for at least SHARE times as long
+        as the last one took, so that checkpoints cost 5% of the time at most.
+        """
+        age = time.monotonic() - self.saved_at
+        if age > max(PAUSE, SHARE * self.save_seconds):
+            self.save()
+
+    def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
+        """Make all updates that are left; a checkpoint is written also when Ctrl-C ends them.
+
+        loss_of   a function of a random generator that gives a loss, under bfloat16 autocast;
+                  whatever is random in it comes from the generator
+        evaluate  a function that gives figures, of held-out data, and a line that says them
+        returns   {step: figures} of about ten steps, the last one among them
         """
         with tqdm(total=self.steps, initial=self.done, desc=self.name) as bar:
             try:
-                while True:
-                    self.report(evaluate)
-                    if self.done == self.steps:
-                        return self.curve
+                self.evaluate_when_due(evaluate)
+                while self.done < self.steps:
                     loss = self.update(loss_of)
                     bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                     bar.update()
-                    if time.time() - self.saved > 120:
-                        self.save()
-            finally:  # Ctrl-C, too
+                    self.save_when_due()
+                    self.evaluate_when_due(evaluate)
+                return self.curve
+            finally:
                 self.save()
 
-    def report(self, evaluate: Callable) -> None:
-        due = self.done % self.between == 0 or self.done == self.steps
+    def evaluate_when_due(self, evaluate: Callable) -> None:
+        """Add a point to the curve after every tenth or so of the steps, and after the last."""
+        due = self.done % self.steps_between_reports == 0 or self.done == self.steps
         if due and self.done not in self.curve:
             figures, line = evaluate()
             self.curve[self.done] = figures
@@ -247,7 +334,7 @@ class Training:
             self.save()
 
     def update(self, loss_of: Callable) -> float:
-        """One step; the loss before it."""
+        """Make one update; return the loss before it."""
         rng = random.Random(f"{self.name} {self.seed} {self.done}")
         total = 0.0
         for optimizer in self.optimizers:
@@ -258,14 +345,14 @@ class Training:
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
                 loss = loss_of(rng) / self.accumulate
             if not loss.isfinite():
-                raise InputError(f"expected a learning rate below {self.lr}: the loss is {loss}")
+                raise InputError(f"--lr must be below {self.lr}: the loss is {loss}")
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(self.part.values(), self.norm)
-        torch.nn.utils.clip_grad_value_(self.part.values(), self.value)
-        self.whole = False
+        torch.nn.utils.clip_grad_norm_(self.part.values(), self.max_norm)
+        torch.nn.utils.clip_grad_value_(self.part.values(), self.max_value)
+        self.inside_update = True
         for optimizer in self.optimizers:
             optimizer.step()
         self.done += 1
-        self.whole = True
+        self.inside_update = False
         return total

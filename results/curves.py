@@ -30,7 +30,7 @@ from common import (CachedLM, InputError, Sampler, autoregressive,  # noqa: E402
                     context_length, eos_ids, greedy, load, row_costs, until)
 from jacobi import lookahead  # noqa: E402
 from mjsd import mjsd, perplexity  # noqa: E402
-from models.training import digest, whole_lines  # noqa: E402
+from models.training import digest, read_whole_lines  # noqa: E402
 from ouroboros import ouroboros  # noqa: E402
 from speculative import bild, speculative  # noqa: E402
 
@@ -47,7 +47,7 @@ class Kept:
         args.work.mkdir(parents=True, exist_ok=True)
         self.path = args.work / f"{args.command}-{digest({}, *settings)}.jsonl"
         with open(self.path, "a+") as file:
-            self.known = dict(map(json.loads, whole_lines(file)))
+            self.known = dict(map(json.loads, read_whole_lines(file)))
 
     def __call__(self, name: str, make: Callable):
         if name not in self.known:

@@ -362,8 +362,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
     kept = draft.vocab.tolist()
     of = digest(model.state_dict()), draft.inputs, draft.mlp, kept, data, held_out, batch
-    curve = Training(draft.own(), of, name="eagle", steps=steps, lr=lr, norm=math.inf, value=0.5,
-                     seed=seed, folder=work).run(loss_of, evaluate)
+    curve = Training(draft.own(), of, name="eagle", steps=steps, lr=lr, max_norm=math.inf, max_value=0.5,
+                     seed=seed, folder=work).train(loss_of, evaluate)
     draft.accept = curve[steps]["accept"]
     return curve
 
@@ -386,15 +386,16 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   answers a step
     lr:      where the cosine begins
     """
-    from models.training import examples, most_frequent
+    from models.training import collect_examples, find_frequent
     if min(steps, batch, max_new_tokens) < 1 or min(mlp, vocab) < 0 or not lr > 0:
         raise InputError("expected steps, batch and max-new-tokens of 1 or more, mlp and vocab of "
                          "0 or more, lr above 0")
     work = work or Path(f"{out}.work")
     draft = Draft(model, inputs, begin, mlp, seed)
-    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed, most=50)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
+                                      most=50)
     if vocab:
-        draft.keep(most_frequent(data, vocab))
+        draft.keep(find_frequent(data, vocab))
     print(f"{sum(x.numel() for x in draft.own().values()):,} parameters")
     fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_draft(out, draft, model)

@@ -201,9 +201,9 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     adapters:  folder of medusa.safetensors, hydra.safetensors, eagle.safetensors or some of them
     max_new_tokens: of an answer
     """
-    from models.training import examples
-    data = sum(examples(model, tokenizer, prompts, max_new_tokens, work or Path(f"{out}.work"),
-                        seed=0), [])
+    from models.training import collect_examples
+    work = work or Path(f"{out}.work")
+    data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=0), [])
     few = min(32, max_new_tokens)  # tokens that an answer is known by
     begins = {as_text(answer[:few]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)

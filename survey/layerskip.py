@@ -190,7 +190,7 @@ def fit(model, exit: Exit, data: list, held_out: list, *, steps: int, batch: int
         return {"right": right}, f"held-out guesses right {right:.3f}"
     of = digest(model.state_dict()), exit.E, data, held_out, batch
     return Training(exit.own(), of, name="exit", steps=steps, lr=lr, seed=seed,
-                    folder=work).run(loss_of, evaluate)
+                    folder=work).train(loss_of, evaluate)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,
@@ -206,13 +206,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch: positions a step
     lr:    where the cosine begins
     """
-    from models.training import examples
+    from models.training import collect_examples
     if min(E, width, steps, batch, max_new_tokens) < 1 or E >= depth_of(model) or not lr > 0:
         raise InputError(f"expected E of 1 to {depth_of(model) - 1}, width, steps, batch and "
                          "max-new-tokens of 1 or more, lr above 0")
     work = work or Path(f"{out}.work")
     split_layers(CachedLM(model), E)
-    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         exit = Exit(model, E, width)
@@ -277,13 +277,14 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     batch: answers a step
     lr:    the highest rate, after a warm-up
     """
-    from models.training import Training, sample_alike, digest, examples, length_of, warm_linear
+    from models.training import (Training, collect_examples, count_tokens, digest, sample_alike,
+                                 warm_linear)
     if min(E, rank, steps, batch, max_new_tokens) < 1 or E >= depth_of(model) or not lr > 0:
         raise InputError(f"expected E of 1 to {depth_of(model) - 1}, rank, steps, batch and "
                          "max-new-tokens of 1 or more, lr above 0")
     work = work or Path(f"{out}.work")
     split_layers(CachedLM(model), E)
-    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     own, of = logits_of(model), digest(model.state_dict())
     tuned = copy.deepcopy(model).requires_grad_(False)
     with torch.random.fork_rng():
@@ -292,7 +293,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        return tuning_loss(tuned, own, sample_alike(data, batch, rng, length_of), rng)
+        return tuning_loss(tuned, own, sample_alike(data, batch, rng, count_tokens), rng)
 
     def evaluate() -> tuple[dict, str]:
         right = [exit_accuracy(tuned, held_out, layers) for layers in (E, depth_of(model))]
@@ -300,7 +301,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
                 f"after all {right[1]:.3f}")
     settings = of, data, held_out, batch
     Training(part, settings, name="layerskip", steps=steps, lr=lr, rate=warm_linear, seed=seed,
-             folder=work).run(loss_of, evaluate)
+             folder=work).train(loss_of, evaluate)
     save_part(out, "a LayerSkip tuning", model, part, E=E, rank=rank)
 
 

@@ -180,14 +180,14 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: tokens of an answer that have masks behind them, at most
     lr:      the highest rate, after a warm-up
     """
-    from models.training import (Training, answer_logits, digest, divergence, examples, length_of,
-                                 sample_alike, warm_linear)
+    from models.training import (Training, collect_examples, count_tokens, digest, divergence,
+                                 sample_alike, score_answers, warm_linear)
     if min(k, rank, max_new_tokens, steps, batch, anchors) < 1 or not lr > 0:
         raise InputError("expected k, rank, max-new-tokens, steps, batch and anchors of 1 or more, "
                          f"lr above 0, got {k}, {rank}, {max_new_tokens}, {steps}, {batch}, "
                          f"{anchors} and {lr}")
     work = work or Path(f"{out}.work")
-    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     tuned = copy.deepcopy(model).requires_grad_(False)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -198,24 +198,24 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(data, batch, rng, length_of)
+        some = sample_alike(data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(some, k, anchors, rng)
         masked = mask_logits(tuned, part["mask"].expand(k, -1), [], ids, at)
         with torch.no_grad():
-            teacher, _ = answer_logits(model, some)
-        plain = divergence("forward-kl", teacher, answer_logits(tuned, some)[0])
+            teacher, _ = score_answers(model, some)
+        plain = divergence("forward-kl", teacher, score_answers(tuned, some)[0])
         return plain.mean() + sar_loss(masked, labels.to(model.device))
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
         right = all_right(tuned, part["mask"].expand(k, -1), held_out)
-        logits, labels = answer_logits(tuned, held_out)
+        logits, labels = score_answers(tuned, held_out)
         kept = (logits.argmax(-1) == labels).float().mean().item()
         return ({"right": right, "kept": kept}, f"held-out tokens kept {kept:.3f}, guesses all "
                 f"right {' '.join(f'{x:.3f}' for x in right)}")
     settings = digest(model.state_dict()), data, held_out, k, batch, anchors
     curve = Training(part, settings, name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed,
-                     folder=work).run(loss_of, evaluate)
+                     folder=work).train(loss_of, evaluate)
     save_part(out, "a SPACE tuning", model, part, rank=rank, right=curve[steps]["right"])
 
 

@@ -307,7 +307,7 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
     kept = trained.vocab.tolist()
     of = digest(model.state_dict()), trained.kind, trained.K, kept, data, held_out, batch
     curve = Training(trained.own(), of, name=trained.kind, steps=steps, lr=lr, seed=seed,
-                     folder=work).run(loss_of, evaluate)
+                     folder=work).train(loss_of, evaluate)
     trained.accept = curve[steps]["accept"]
     return curve
 
@@ -326,15 +326,15 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:  positions a step
     lr:     where the cosine begins
     """
-    from models.training import examples, most_frequent
+    from models.training import collect_examples, find_frequent
     if min(steps, batch, max_new_tokens) < 1 or vocab < 0 or not lr > 0:
         raise InputError("expected steps, batch and max-new-tokens of 1 or more, vocab of 0 or "
                          "more, lr above 0")
     work = work or Path(f"{out}.work")
     trained = Heads(model, heads, K)
-    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     if vocab:
-        trained.keep(most_frequent(data, vocab))
+        trained.keep(find_frequent(data, vocab))
     print(f"{sum(x.numel() for x in trained.own().values()):,} parameters")
     fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_heads(out, trained, model)

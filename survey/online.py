@@ -27,8 +27,8 @@ import torch
 from tqdm import tqdm
 
 from common import CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until
-from models.training import (Training, sample_alike, answer_logits, digest, divergence, examples,
-                             length_of, warm_linear)
+from models.training import (Training, collect_examples, count_tokens, digest, divergence,
+                             sample_alike, score_answers, warm_linear)
 from speculative import report, speculative
 from survey.parts import MODELS, draft_for, logits_of
 
@@ -190,27 +190,27 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         raise InputError("expected max-new-tokens, steps, batch of 1 or more and lr above 0")
     first = draft_for(model, tokenizer, draft).float()
     work = work or Path(f"{out}.work")
-    data, held_out = examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     second = copy.deepcopy(first).requires_grad_(True)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(data, batch, rng, length_of)
+        some = sample_alike(data, batch, rng, count_tokens)
         with torch.no_grad():
-            teacher, labels = answer_logits(model, some)
-            wrong = answer_logits(first, some)[0].argmax(-1) != labels
-        rows, _ = answer_logits(second, some)
+            teacher, labels = score_answers(model, some)
+            wrong = score_answers(first, some)[0].argmax(-1) != labels
+        rows, _ = score_answers(second, some)
         wrong[0] |= not wrong.any()  # a mean of nothing is none
         return divergence("forward-kl", teacher[wrong], rows[wrong]).mean()
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        (a, labels), (b, _) = (answer_logits(x, held_out) for x in (first, second))
+        (a, labels), (b, _) = (score_answers(x, held_out) for x in (first, second))
         right = torch.stack([x.argmax(-1) == labels for x in (a, b)])  # [2, N]
         shares = [*right.float().mean(1).tolist(), right.any(0).float().mean().item()]
         return {"right": shares}, "held-out right: {:.3f}, {:.3f}, either {:.3f}".format(*shares)
     of = digest(model.state_dict()), digest(first.state_dict()), data, held_out, batch
     Training(dict(second.named_parameters()), of, name="boost", steps=steps, lr=lr,
-             rate=warm_linear, seed=seed, folder=work).run(loss_of, evaluate)
+             rate=warm_linear, seed=seed, folder=work).train(loss_of, evaluate)
     second.to(model.dtype).save_pretrained(out)
     tokenizer.save_pretrained(out)
 

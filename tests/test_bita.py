@@ -595,7 +595,7 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch, capsys):
     def examples(model, tokenizer, *some, **rest):
         asked.append((model is LLAMA, tokenizer is WORDLESS, *some, rest))
         return DATA, HELD_OUT
-    monkeypatch.setattr(training, "examples", examples)
+    monkeypatch.setattr(training, "collect_examples", examples)
     monkeypatch.setattr(module, "fit", lambda model, *some, **rest: given.append((*some, rest)))
     for work, made in ((None, tmp_path / "o.work"), (tmp_path / "here", tmp_path / "here")):
         options = dict(steps=7, batch=3, accumulate=2, anchors=5, lr=0.1, seed=4)

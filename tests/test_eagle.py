@@ -675,7 +675,7 @@ def test_acceptance_is_measured_on_held_out_answers(monkeypatch):
 
 
 def test_tokens_of_held_out_answers_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "examples", lambda *_, **__: (
+    monkeypatch.setattr(training, "collect_examples", lambda *_, **__: (
         [([9, 9], [7, 7, 7])], [([2, 2], [2] * 9)]))
     train(tiny("llama"), WORDLESS, [[3], [4]], out=tmp_path / "o", steps=1, vocab=2,
           max_new_tokens=9, work=tmp_path)

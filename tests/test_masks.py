@@ -15,7 +15,7 @@ from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from conftest import (FAMILIES, MORE_FAMILIES, ROOT, Zeros, chi_square_ok, interrupting, main,
                       per_call, said_in_one_line, tiny, tokens_of)
 from models import training
-from models.training import answer_logits
+from models.training import score_answers
 from survey import masks as module
 from survey.masks import (all_right, load_space, parallel, report, space, train, tune, widths)
 from survey.parts import load_part, save_part
@@ -303,7 +303,7 @@ def test_how_often_all_guesses_are_right_by_hand():
 
 def test_answer_logits_are_those_of_each_answer_alone():
     model = tiny("llama")
-    logits, labels = answer_logits(model, DATA)
+    logits, labels = score_answers(model, DATA)
     assert labels.tolist() == [x for _, answer in DATA for x in answer]
     alone = [model(input_ids=torch.tensor([p + a])).logits[0, len(p) - 1:-1] for p, a in DATA]
     torch.testing.assert_close(logits, torch.cat(alone), atol=1e-4, rtol=1e-4)

@@ -303,7 +303,7 @@ def test_wrong_numbers_are_refused(tmp_path):
         with pytest.raises(InputError, match="expected (steps|medusa or hydra)"):
             train(tiny("llama"), WORDLESS, [[2], [3]], out=tmp_path / "o",
                   **{"max_new_tokens": 9} | wrong)
-    with pytest.raises(InputError, match="expected 2 prompts or more"):
+    with pytest.raises(InputError, match="must hold 2 prompts or more"):
         train(tiny("llama"), WORDLESS, [[2]], out=tmp_path / "o", max_new_tokens=9)
 
 
@@ -413,7 +413,7 @@ def test_rows_beyond_the_tokenizer_are_never_guessed(kind):
 
 
 def test_tokens_of_held_out_answers_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "examples", lambda *_, **__: (
+    monkeypatch.setattr(training, "collect_examples", lambda *_, **__: (
         [([9, 9], [7, 7, 7])], [([2, 2], [2] * 9)]))
     train(tiny("llama"), WORDLESS, [[3], [4]], out=tmp_path / "o", steps=1, vocab=2,
           max_new_tokens=9, work=tmp_path)

@@ -274,9 +274,9 @@ def test_a_second_draft_learns_where_the_first_is_wrong(pair, tmp_path, capsys, 
     assert first[0] == first[1] == first[2] == last[0] and last[2] > last[0]
     assert len(places) == 40
     learner = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    data, _ = training.examples(pair, Tokenizer(), prompts, 8, tmp_path / "b.work", seed=0)
+    data, _ = training.collect_examples(pair, Tokenizer(), prompts, 8, tmp_path / "b.work", seed=0)
     draft = near(pair, 0.1)
-    logits, labels = training.answer_logits(draft, data)
+    logits, labels = training.score_answers(draft, data)
     wrong = logits.argmax(-1) != labels
     assert max(len(x) for x, _ in places) < 8 * 8 and 0.1 < wrong.float().mean() < 0.98
     first_batch = places[0][1]  # before the first step the second is the first: it is wrong there

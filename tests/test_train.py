@@ -347,7 +347,7 @@ def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path,
     assert draft.config.num_hidden_layers == 2
     assert torch.equal(draft.get_input_embeddings().weight,
                        embedded[0].get_input_embeddings().weight)
-    with pytest.raises(InputError, match="expected 2 prompts or more of at most 2 tokens, got 0"):
+    with pytest.raises(InputError, match="--prompts must hold 2 prompts or more of at most 2 tokens, got 0"):
         recipe.distil_layers([*argv, "--max-new-tokens", "2046", "--out", str(tmp_path / "none")])
     with pytest.raises(InputError, match="expected layers below 12, got "):
         recipe.distil_layers([*argv, "--layers", "12", "--out", str(tmp_path / "none")])

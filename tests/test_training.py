@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from common import CachedLM, InputError, autoregressive, encode
 from conftest import interrupting, tiny, tokens_of
 from models import training
-from models.training import (Training, collect_answers, cosine, digest, examples, generate_answers,
-                             most_frequent, sample_alike, warm_linear)
+from models.training import (Training, collect_answers, collect_examples, cosine, digest,
+                             find_frequent, generate_answers, sample_alike, warm_linear)
 
 
 class WORDLESS:
@@ -46,7 +46,7 @@ class Toy:
         return {"total": total, "list": [[total]]}, f"in all {total:.3f}"
 
     def run(self) -> dict:
-        return self.training.run(self.loss_of, self.evaluate)
+        return self.training.train(self.loss_of, self.evaluate)
 
     def weights(self) -> list[float]:
         return torch.nn.utils.parameters_to_vector(self.part.values()).tolist()
@@ -61,7 +61,7 @@ def test_updates_are_adamws_on_the_mean_loss_cut_to_length_1():
     """By hand, with the rate of each step; a value instead of a length where it is asked for."""
     for scale, norm, value in ((1.0, 1.0, math.inf), (100.0, 1.0, math.inf),
                                (1.0, math.inf, 0.5), (1e-3, 1.0, math.inf)):
-        toy = Toy(scale=scale, norm=norm, value=value, steps=6)
+        toy = Toy(scale=scale, max_norm=norm, max_value=value, steps=6)
         plain = Toy(scale=scale).part
         adam = torch.optim.AdamW(plain.values(), lr=0.1, weight_decay=0.0)
         toy.run()
@@ -96,7 +96,7 @@ def test_rates():
     part = {"w": torch.nn.Parameter(torch.ones(1))}
     for rate in cosine, warm_linear:
         spies = [Spy(part.values(), lr=1.0), Spy(part.values(), lr=1.0)]
-        Training(part, (), name="x", steps=5, lr=0.3, rate=rate, optimizers=spies).run(
+        Training(part, (), name="x", steps=5, lr=0.3, rate=rate, optimizers=spies).train(
             lambda rng: part["w"].sum(), lambda: ({}, ""))
         assert rates == pytest.approx([0.3 * rate(n, 5) for n in range(5) for _ in spies])
         rates.clear()
@@ -131,13 +131,13 @@ def test_reports(capsys):
 
 def test_a_loss_that_is_not_finite_is_one_line(tmp_path):
     for scale in (math.inf, math.nan):
-        with pytest.raises(InputError, match="expected a learning rate below 0.1: the loss is"):
+        with pytest.raises(InputError, match="--lr must be below 0.1: the loss is"):
             Toy(tmp_path, scale=scale).run()
 
 
 @pytest.mark.parametrize("change", [
     dict(of=("model", 1)), dict(of=([([1, 2], [3])],)), dict(steps=5), dict(lr=0.2), dict(seed=1),
-    dict(accumulate=1), dict(norm=2.0), dict(value=0.5), dict(rate=warm_linear)],
+    dict(accumulate=1), dict(max_norm=2.0), dict(max_value=0.5), dict(rate=warm_linear)],
     ids=lambda change: next(iter(change)))
 def test_another_training_in_the_same_folder_starts_over(change, tmp_path):
     """And the same one is only loaded."""
@@ -213,7 +213,7 @@ def test_an_update_is_never_half_made(tmp_path, monkeypatch):
 def test_a_killed_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
     """One is written every two minutes: here after every step."""
     now = [0]
-    monkeypatch.setattr(training.time, "time", lambda: now[0])
+    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
     for minutes, kept in ((1, [0, 0, 0]), (3, [0, 1, 2])):  # after each step, of a minute or three
         toy = Toy(tmp_path, of=(minutes,), reports=1, steps=3)
         files = []
@@ -223,12 +223,33 @@ def test_a_killed_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatc
                 files.append(shutil.copy(toy.training.file, tmp_path / f"{minutes} {len(files)}"))
                 now[0] += 60 * minutes
             return toy.loss_of(rng)
-        curve = toy.training.run(loss_of, toy.evaluate)
+        curve = toy.training.train(loss_of, toy.evaluate)
         assert [torch.load(file)["done"] for file in files] == kept
         for file in files:
             shutil.copy(file, toy.training.file)
             again = result(tmp_path, of=(minutes,), reports=1, steps=3)
             assert again == (curve, toy.weights())
+
+
+@pytest.mark.parametrize("cost, kept", [(1, [0, 2, 4, 6]), (11, [0, 4, 6])])
+def test_checkpoints_are_rarer_where_they_take_long(cost, kept, tmp_path, monkeypatch):
+    """Steps of 70 seconds: after 120 seconds where writing takes 1, but after 220 where it takes
+    11. The first and the last checkpoint are those of the two reports."""
+    now, made, save = [0.0], [], torch.save
+    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
+    toy = Toy(tmp_path, steps=6, reports=1, accumulate=1)
+
+    def slow_save(state, file):
+        now[0] += cost
+        made.append(state["done"])
+        save(state, file)
+    monkeypatch.setattr(torch, "save", slow_save)
+
+    def slow_loss(rng):
+        now[0] += 70
+        return toy.loss_of(rng)
+    toy.training.train(slow_loss, toy.evaluate)
+    assert list(dict.fromkeys(made)) == kept
 
 
 def test_a_checkpoint_is_whole_at_any_time(tmp_path, monkeypatch):
@@ -342,7 +363,7 @@ def test_held_out_answers_are_drawn_from_the_whole_file(tmp_path, answers, capsy
     """One in ten, of each half alike, and none of them is trained on."""
     prompts, early, splits = [[n, 5] for n in range(50)], 0, set()
     for seed in range(30):
-        data, held_out = examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=seed)
+        data, held_out = collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=seed)
         numbers = [p[0] for p, _ in held_out]
         splits.add(tuple(sorted(numbers)))
         assert len(numbers) == 5 and sorted(p[0] for p, _ in data + held_out) == list(range(50))
@@ -352,14 +373,15 @@ def test_held_out_answers_are_drawn_from_the_whole_file(tmp_path, answers, capsy
     assert 50 < early < 100  # of 150: a standard deviation is 6
     assert "45 answers of 180 tokens, 5 held out, 0 prompts too long" in capsys.readouterr().out
     for most, few in ((3, 3), (100, 5)):
-        data, held_out = examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0, most=most)
+        data, held_out = collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0,
+                                          most=most)
         assert len(held_out) == few and len(data) == 50 - few
 
 
 def test_a_prompt_counts_once(tmp_path, answers):
     """It never stands on both sides."""
     prompts = [[n % 7, 5] for n in range(60)]
-    data, held_out = examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0)
+    data, held_out = collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0)
     assert sorted(p[0] for p, _ in data + held_out) == list(range(7))
 
 
@@ -367,13 +389,13 @@ def test_prompts_without_room_for_an_answer_are_skipped(tmp_path, answers, capsy
     """Of 160 tokens an answer may take 20; too short an answer has nothing to predict."""
     prompts = [[3] * 140, [4] * 141, [5] * 2, [6] * 500, [7]]
     answers[7,] = [7]
-    data, held_out = examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0)
+    data, held_out = collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0)
     assert sorted(len(p) for p, _ in data + held_out) == [2, 140]
     assert "1 answers of 4 tokens, 1 held out, 2 prompts too long" in capsys.readouterr().out
     with pytest.raises(InputError, match="2 prompts or more of at most 140 tokens, got 1"):
-        examples(LLAMA, WORDLESS, prompts[:2], 20, tmp_path, seed=0)
-    with pytest.raises(InputError, match="2 answers or more of 2 tokens or more, got 1"):
-        examples(LLAMA, WORDLESS, prompts[2::2], 20, tmp_path, seed=0)
+        collect_examples(LLAMA, WORDLESS, prompts[:2], 20, tmp_path, seed=0)
+    with pytest.raises(InputError, match="that the model answers with 2 tokens or more, got 1"):
+        collect_examples(LLAMA, WORDLESS, prompts[2::2], 20, tmp_path, seed=0)
 
 
 def test_a_batch_is_alike_in_length():
@@ -388,5 +410,5 @@ def test_a_batch_is_alike_in_length():
 
 def test_the_most_frequent_tokens():
     data = [([1, 2, 2], [3, 3, 3]), ([2], [9])]
-    assert most_frequent(data, 2) == [2, 3] and most_frequent(data, 0) == []
-    assert sorted(most_frequent(data, 10)) == [1, 2, 3, 9]
+    assert find_frequent(data, 2) == [2, 3] and find_frequent(data, 0) == []
+    assert sorted(find_frequent(data, 10)) == [1, 2, 3, 9]
