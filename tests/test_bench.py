@@ -1,4 +1,5 @@
-"""The benchmark: what it counts, its ratios and medians, energy, and that its tables run."""
+"""What guards the numbers of results/: what the benchmark counts, its ratios and medians, and its
+tables, each of which runs on tiny models."""
 import functools
 import itertools
 import json
@@ -6,7 +7,7 @@ import shlex
 import sys
 import time
 from argparse import ArgumentTypeError
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ import bench as module
 import paper_tables as papers
 from bita import Tuning, save_tuning, shape_of
 from bench import Bench, Count, Ours, Results, by_category, options, table
-from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive
 from conftest import near, tiny
 from jacobi import jacobi
@@ -255,109 +255,9 @@ def test_power_is_integrated_over_time():
     assert integral(readings, 0.0, 3.0) == pytest.approx(50 + 150 + 100)
 
 
-UUID = "8f1a2b3c-0123-4567-89ab-cdef01234567"
-SMI = """#!/bin/sh
-# Takes the options that its manual lists, in any order, and refuses all else
-for option; do
-    case "$option" in
-        --id=GPU-%s) found=1 ;;
-        --id=*) echo "No devices were found"; exit 6 ;;
-        --query-gpu=power.draw) asked=1 ;;
-        --format=csv,noheader,nounits) bare=1 ;;
-        --loop-ms=20) loop=1 ;;
-        *) echo "Invalid combination of input arguments."; exit 1 ;;
-    esac
-done
-[ "$found$asked$bare$loop" = 1111 ] || exit 1
-sleep 0.1
-%s
-while true; do echo "%s"; sleep 0.02; done
-"""
-
-
-class Uuid:
-    """As torch has it: no text, but it can be printed."""
-
-    def __init__(self, text):
-        self.text = text
-
-    def __str__(self):
-        return self.text
-
-
-def wait_for(condition):
-    deadline = time.perf_counter() + 20
-    while not condition():
-        assert time.perf_counter() < deadline
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def smi(tmp_path, monkeypatch):
-    """smi(line, uuid): a GPU and a program nvidia-smi that prints this line again and again."""
-    def put(line, uuid=UUID, first=":"):
-        script = tmp_path / "nvidia-smi"
-        script.write_text(SMI % (UUID, first, line))
-        script.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        properties = type("Properties", (), {"uuid": Uuid(uuid)})
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    return put
-
-
-@pytest.mark.parametrize("uuid", [UUID, f"GPU-{UUID}"])
-def test_a_gpus_power_is_read_while_it_works(smi, uuid):
-    """Its id is given as the program wants it, whether torch prints the prefix or not. What is
-    shorter than the program's start has a reading too."""
-    smi("80.00", uuid)
-    outside = time.perf_counter()
-    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
-        inside = time.perf_counter()
-        wait_for(lambda: len(meter.watts) >= 3)
-        least = time.perf_counter() - inside
-    assert 80 * least <= meter.joules < 80 * (time.perf_counter() - outside - 0.09)
-    assert all(watts == 80 for _, watts in meter.watts)
-    assert meter.process.returncode is not None and not meter.reader.is_alive()
-    with EnergyMeter(torch.device("cuda:0"), interval=0.02) as meter:
-        pass
-    assert meter.joules > 0
-
-
-@pytest.mark.parametrize("line", ["[N/A]", "[Not Supported]", "[Unknown Error]", ""])
-def test_a_gpu_without_a_power_reading_is_not_measured(smi, line):
-    smi(line)
-    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
-        time.sleep(0.1)
-        assert meter.reader.is_alive()  # it goes on reading
-    assert meter.joules is None and meter.watts == []
-
-
-def test_one_reading_that_is_none_is_left_out(smi):
-    smi("60.5", first='echo "[N/A]"')
-    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
-        wait_for(lambda: meter.watts)
-        inside = time.perf_counter()
-    assert meter.joules >= 60.5 * (inside - meter.began) > 0
-
-
-def test_without_its_program_or_with_another_gpu_nothing_is_measured(smi, tmp_path, monkeypatch):
-    smi("80.00", uuid="0" * 8 + UUID[8:])
-    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
-        pass
-    assert meter.joules is None
-    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    with EnergyMeter(torch.device("cuda")) as meter:
-        pass
-    assert meter.joules is None
-
-
-def test_a_cpus_counters_may_wrap_or_be_missing(tmp_path, monkeypatch):
+def test_a_cpus_counters_may_wrap(tmp_path, monkeypatch):
     monkeypatch.setattr(papers, "COUNTERS", tmp_path)
-    with EnergyMeter(torch.device("cpu")) as meter:
-        pass
-    assert meter.joules is None
-    zones = (("intel-rapl:0", 9_000_000), ("intel-rapl:1", 1_000_000), ("intel-rapl:0:0", 5))
-    for zone, before in zones:
+    for zone, before in (("intel-rapl:0", 9_000_000), ("intel-rapl:1", 1_000_000)):
         (tmp_path / zone).mkdir()
         (tmp_path / zone / "energy_uj").write_text(str(before))
         (tmp_path / zone / "max_energy_range_uj").write_text("9999999")
@@ -365,6 +265,26 @@ def test_a_cpus_counters_may_wrap_or_be_missing(tmp_path, monkeypatch):
         (tmp_path / "intel-rapl:0/energy_uj").write_text("2000000")  # wrapped: 3 J
         (tmp_path / "intel-rapl:1/energy_uj").write_text("1500000")
     assert meter.joules == pytest.approx(3.5)
+
+
+SMI = """#!/bin/sh
+[ "$1" = --id=GPU-abc ] || exit 6
+echo "[N/A]"
+while true; do echo 80.00; sleep 0.02; done
+"""
+
+
+def test_a_gpus_power_is_read_while_it_works(tmp_path, monkeypatch):
+    """The program's words that are no number are no reading."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    properties = SimpleNamespace(uuid="GPU-abc")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
+        while not meter.watts and meter.reader.is_alive():
+            pass
+    assert meter.joules > 0 and {watts for _, watts in meter.watts} == {80}
 
 
 # ---------------------------------------------------------------------------------- the stopwatch
@@ -393,48 +313,36 @@ def test_a_stopwatch_gives_each_part_its_own_time():
 
 # ------------------------------------------------------------------------------------ the tables
 
-def test_a_table_is_markdown():
-    text = table([["a", "b"], ["1", "2"]])
-    assert text == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
-    assert tables_of(text) == [[["a", "b"], ["1", "2"]]]
-
-
 def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypatch, capsys):
-    argv = ["tests/bench.py", *models, "--max-new-tokens", "12", "--only", "speculative",
-            "ouroboros", "lookahead, W", "bita", "cllm"]
+    argv = ["results/bench.py", *models, "--max-new-tokens", "12", "--only", "speculative",
+            "lookahead, W", "cllm"]
     monkeypatch.setattr(sys, "argv", argv)
     module.main()
     text = capsys.readouterr().out
     assert text.startswith(f"`python {shlex.join(argv)}`\n\ncpu, torch.float32, ")
     assert "medians of 1 rounds over 3 prompts (0 left out for loops)" in text
     rows, ratios = tables_of(text)
+    speculation = "speculative, draft of 6 tokens"
+    assisted = "`generate`, assistant, draft of 6 tokens"
     assert [row[0] for row in rows[1:]] == [
-        "AR", "speculative, draft of 6 tokens", "ouroboros", "lookahead, W = 0",
-        "bita", "cllm (another model)", "`generate`",
-        "`generate`, assistant, draft of 6 tokens", "`generate`, prompt lookup of 4"]
-    assert rows[0] == ["method", "tokens per target call", "target layers a token", "tokens/s",
-                       "x AR", "x AR, sql", "x AR, math", "x AR, code", "realised share",
-                       "ms a token: target", "draft", "rest", "output as AR's"]
+        "AR", speculation, "lookahead, W = 0", "cllm (another model)", "`generate`", assisted,
+        "`generate`, prompt lookup of 4"]
     same, per_call = column(rows, "output as AR's"), column(rows, "tokens per target call")
-    assert same.pop("cllm (another model)") != "3 of 3"
-    assert set(same.values()) == {"3 of 3"}
+    assert same.pop("cllm (another model)") != "3 of 3" and set(same.values()) == {"3 of 3"}
     assert per_call["AR"] == per_call["`generate`"] == "1.00" == column(rows, "x AR")["AR"]
-    assert (float(per_call["speculative, draft of 6 tokens"])
-            == float(per_call["`generate`, assistant, draft of 6 tokens"]) > 2)
-    for name, draft in column(rows, "draft").items():
-        assert (float(draft) > 0) == any(x in name for x in ("specul", "ouro", "assistant"))
-    for name, layers in column(rows, "target layers a token").items():
-        L = float(column(rows, "target layers a token")["AR"])
-        assert float(layers) == pytest.approx(L / float(per_call[name]), abs=0.1)
+    assert float(per_call[speculation]) == float(per_call[assisted]) > 2
+    layers = column(rows, "target layers a token")
+    for name, count in layers.items():
+        once = float(layers["AR"]) / float(per_call[name])
+        assert float(count) == pytest.approx(once, abs=0.1)
     for row in rows[1:]:
         target, draft, rest = map(float, row[9:12])
-        assert target > 0 and rest > 0
+        assert target > 0 and rest > 0 and (draft > 0) == (row[0] in (speculation, assisted))
         assert 1000 / (target + draft + rest) == pytest.approx(float(row[3]), rel=0.1)
         share = 100 * float(row[4]) / float(row[1])
         assert float(row[8].rstrip("%")) == pytest.approx(share, abs=2)
     assert [row[0] for row in ratios[1:]] == [
-        "AR / `generate`",
-        "speculative, draft of 6 tokens / `generate`, assistant, draft of 6 tokens",
+        "AR / `generate`", f"{speculation} / {assisted}",
         "lookahead, W = 0 / `generate`, prompt lookup of 4"]
 
 
@@ -446,19 +354,6 @@ def test_layers_that_run_for_a_token():
     assert (results.layers("plain", 12), results.layers("own", 12)) == (6, 7)
 
 
-def test_a_model_or_a_tuning_that_does_not_fit_is_left_out(models, tmp_path, monkeypatch, capsys):
-    bench = made(*models, "--max-new-tokens", "1", "--adapters", str(tmp_path / "none"), "--cllm",
-                 str(tmp_path))
-    assert bench.bita("bita") == {} == bench.cllm("cllm")
-    text = capsys.readouterr().out
-    assert "bita left out: expected a file made by" in text and "cllm left out: expected" in text
-    real = module.load
-    monkeypatch.setattr(module, "load", lambda path, *how: (
-        real(path, *how)[0], type("Tokenizer", (), {"get_vocab": lambda self: {"a": len(path)}})()))
-    with pytest.raises(InputError, match="another vocabulary"):
-        bench.load(bench.args.draft)
-
-
 def test_answers_to_tasks_are_graded_and_no_others(models):
     bench = made(*models, "--max-new-tokens", "1")
     prompt, example = next(iter(bench.examples.items()))
@@ -467,56 +362,26 @@ def test_answers_to_tasks_are_graded_and_no_others(models):
 
 
 def test_without_a_draft_there_are_the_methods_that_need_none(models, monkeypatch, capsys):
-    only = ["--max-new-tokens", "4", "--only", "AR", "look"]
+    """Sampled outputs are not compared with AR's."""
+    only = ["--max-new-tokens", "4", "--temperature", "1", "--only", "AR", "look"]
     monkeypatch.setattr(sys, "argv", ["bench.py", *models[:2], *models[4:], *only])
     module.main()
     text = capsys.readouterr().out
     for name in "speculative, draft of 6 tokens", "sequoia", "mjsd (lossy)":
         assert f"{name} left out: expected a --draft\n" in text
     rows, ratios = tables_of(text)
+    assert rows[0][-1] == "rest" and len(ratios) == 3
     assert [row[0] for row in rows[1:]] == ["AR", "lookahead", "lookahead, W = 0", "`generate`",
                                             "`generate`, prompt lookup of 4"]
-    assert [row[0] for row in ratios[1:]] == ["AR / `generate`",
-                                              "lookahead, W = 0 / `generate`, prompt lookup of 4"]
-
-
-def test_sampled_outputs_are_not_compared_and_mistakes_told(models, monkeypatch, capsys):
-    argv = ["bench.py", *models, "--max-new-tokens", "4", "--only", "none"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--temperature", "1"])
-    module.main()
-    rows, ratios = tables_of(capsys.readouterr().out)
-    assert rows[0][-1] == "rest" and [row[0] for row in rows[1:3]] == ["AR", "`generate`"]
-    assert len(rows) == 5 and [row[0] for row in ratios[1:]] == ["AR / `generate`"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--top-p", "7"])
-    with pytest.raises(SystemExit) as stop:
-        module.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("bench.py: expected a temperature")
-    assert error.endswith("got 0.0, 0 and 7.0\n")
 
 
 def test_nodes_are_those_of_every_tree():
     bench = made(*TINY, "--max-new-tokens", "8", "--nodes", "5")
-    runs = (bench.heads("medusa") | bench.heads("hydra") | bench.eagle("eagle")
-            | bench.eagle("dynamic", dynamic=True) | bench.rest("rest"))
-    assert len(runs) == 5  # none was left out
-    for name, run in runs.items():
-        guessed = max(record["guessed"] for _, prompt in bench.pairs()
-                      for record in run(prompt).log)
-        assert guessed == (5 if name == "rest" else 4)  # elsewhere the root counts as a node
-
-
-def test_graphs_reach_every_model(models, monkeypatch):
-    """Each is checked as it is run."""
-    checked, check = [], module.prepare
-    monkeypatch.setattr(module, "prepare",
-                        lambda model, run_as: checked.append(run_as) or check(model, run_as))
-    bench = made(*models, "--max-new-tokens", "6", "--graphs")
-    runs = {"AR": bench.ours(autoregressive), "speculative": bench.ours(speculative),
-            **bench.cllm("cllm")}
-    assert {type(lm) for run in runs.values() for lm in run.models.values()} == {GraphedLM}
-    assert checked == [GraphedLM] * 3
-    assert bench.measure(runs).same("speculative", "AR") == "3 of 3"
+    bench.prompts = {"sql": bench.prompts["sql"]}
+    runs = bench.heads("hydra") | bench.eagle("dynamic", dynamic=True) | bench.rest("rest")
+    for name, most in (("hydra", 4), ("dynamic", 4), ("rest", 5)):  # all but the root; guesses
+        log = [record for _, prompt in bench.pairs() for record in runs[name](prompt).log]
+        assert max(record["guessed"] for record in log) == most
 
 
 @pytest.fixture(scope="module")
@@ -530,9 +395,7 @@ def small(models):
 def test_the_profile_adds_up(small, capsys):
     papers.table_profile(small)
     [rows] = tables_of(capsys.readouterr().out)
-    assert rows[0] == ["a round", "ms", "target", "draft", "inputs, masks, positions", "cache",
-                       "argmax, sampling, transfer", "Python", "outside forward passes"]
-    assert len(rows) == 16 and {"AR", "bita", "mjsd", "mjsd, sampled"} <= {row[0] for row in rows}
+    assert len(rows) == 16
     for name, total, *parts, outside in rows[1:]:
         total, parts = float(total), list(map(float, parts))
         assert sum(parts) == pytest.approx(total, abs=0.05)
@@ -540,73 +403,41 @@ def test_the_profile_adds_up(small, capsys):
         assert (parts[1] > 0) == any(x in name for x in ("spec", "ouro", "mjsd", "bild"))
         share = 100 * (1 - (parts[0] + parts[1]) / total)
         assert float(outside.rstrip("%")) == pytest.approx(share, abs=1)
-    assert max(float(row[5]) for row in rows[1:]) > 0 < max(float(row[6]) for row in rows[1:])
-    assert CachedLM.forward.__name__ == "forward" and Sampler.draw.__name__ == "draw"
 
 
 def test_the_tables_of_ouroboros(small, capsys, monkeypatch):
     monkeypatch.setattr(papers, "LENGTHS", (3, 9))
     papers.table_ouroboros(small)
     steps, local, suffixes, matches, lengths, temperatures = tables_of(capsys.readouterr().out)
-    assert [row[0] for row in steps[1:]] == [
-        "AR", "none (greedy draft, token by token)", "+ phrases", "+ lengthen", "+ verification",
-        "+ history", "speculative, gamma 6"]
     plain, phrases, speculation = steps[2], steps[3], steps[7]
+    assert plain[0] == "none (greedy draft, token by token)" and phrases[0] == "+ phrases"
     assert plain[1] == speculation[1] and plain[4:] == speculation[4:] == ["6.00", plain[5], "1.00"]
-    assert float(phrases[6]) < 1 and steps[1][4:] == ["-"] * 3
+    assert float(phrases[6]) < 1
     assert [row[:2] for row in local[1:]] == [
         [how, pool] for how in ("shuffled", "one after another")
         for pool in ("fresh for each prompt", "kept")]
     assert [row[0] for row in suffixes[1:]] == ["0", "1", "2", "3", "5", "8"]
-    assert matches[0][1:] == ["sql"] and matches[2][0] == "#Match"
     assert all(0 < float(a) <= 7 for a in matches[1][1:])  # of 20 drafted 7 can be given out
-    tokens = list(map(float, column(lengths, "tokens an answer").values()))
-    assert list(column(lengths, "tokens an answer")) == ["3", "9"] and tokens == [3, 9]
+    assert column(lengths, "tokens an answer") == {"3": "3", "9": "9"}
     assert [row[0] for row in temperatures[1:]] == ["0.0", "0.5", "1.0"]
 
 
 def test_the_tables_of_joint_decoding(small, capsys, monkeypatch):
     monkeypatch.setattr(papers, "CALLS", 2)
-    monkeypatch.setattr(papers, "COUNTERS", Path("nowhere"))
     papers.table_mjsd(small)
     warped, greedy, beams, tau, joint, rows, drafts = tables_of(capsys.readouterr().out)
     for some in (warped, greedy, beams, tau, joint):
         assert some[0][1:] == papers.HEAD and some[1][2] == "1.00"
-        assert set(column(some, "J/token").values()) == {"not measured"}
         assert set(column(some, "accuracy").values()) <= {"0%", "100%"}
         assert all(float(x) >= 1 for x in column(some, "perplexity").values())
-    assert [row[0] for row in greedy[1:]] == ["AR", "speculative", "BiLD", "SpecTr, 4 drafts",
-                                              "MJSD", "MJSD, width 4"]
     accepted = column(greedy, "accepted a round (Fig. 3)")
     assert accepted["AR"] == "-" and 0 < float(accepted["MJSD"]) <= 4
     assert column(greedy, "perplexity")["AR"] == column(greedy, "perplexity")["speculative"]
-    assert [row[0] for row in tau[1:]] == ["AR", "0.0", "0.1", "0.3", "0.5", "0.7", "0.9", "1.0"]
     assert column(tau, "tokens per target call")["1.0"] == "1.00"
-    assert [row[0] for row in joint[1:]] == [f"MJGD, K = {K}" for K in range(1, 6)]
     assert column(joint, "tokens per target call")["MJGD, K = 1"] == "1.00"
     assert [row[0] for row in rows[1:]] == ["1", "2", "4", "8", "16", "32", "64"]
-    assert [row[0] for row in drafts[1:]] == [f"{name}, {K} drafts" for name in ("SpecInfer",
-                                                                                "SpecTr")
-                                              for K in (1, 2, 4)]
-
-
-def test_a_tables_joules_are_those_of_its_tokens(small, monkeypatch):
-    """The meter runs while a method decodes, and the median over the rounds is shown."""
-    class Meter:
-        readings = iter([300.0, 42.0, 7.0])
-
-        def __init__(self, device):
-            self.joules = next(self.readings)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-    monkeypatch.setattr(papers, "EnergyMeter", Meter)
-    monkeypatch.setattr(small.args, "rounds", 3)
-    [rows] = tables_of(papers.quality_table(small, "", {"AR": small.ours(autoregressive)}))
-    assert column(rows, "J/token") == {"AR": "6.000"}  # 42 J for 7 tokens
+    assert [row[0] for row in drafts[1:]] == [
+        f"{name}, {K} drafts" for name in ("SpecInfer", "SpecTr") for K in (1, 2, 4)]
 
 
 def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
@@ -617,13 +448,7 @@ def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
             models[models.index("--adapters") + 1] + "/bita.safetensors"]
     monkeypatch.setattr(sys, "argv", argv)
     papers.main()
-    text = capsys.readouterr().out
-    assert text.startswith(f"`python {shlex.join(argv)}`\n")
-    trees, tunings = tables_of(text)
-    assert trees[0][1:4] == ["tokens per target call", "prompts", "rows a call"]
-    assert [row[0] for row in trees[1:]] == [
-        "straightforward", *(f"full tree, k = {k}" for k in (1, 2, 3, 4)),
-        *(f"efficient tree, k = {k}" for k in (1, 3, 5)), "best tree"]
+    trees, tunings = tables_of(capsys.readouterr().out)
     assert set(column(trees, "output as AR's").values()) == {"1 of 1"}
     rows = {name: float(x) for name, x in column(trees, "rows a call").items()}
     assert rows["efficient tree, k = 5"] < 64 < rows["full tree, k = 4"]
@@ -636,12 +461,9 @@ def test_the_tables_of_consistency_models(small, capsys, monkeypatch):
     answers_of = functools.partial(papers.recipe.answers_of, limit=9)
     monkeypatch.setattr(papers.recipe, "answers_of", answers_of)
     monkeypatch.setattr(small.args, "cllms", [small.args.draft], raising=False)
-    prompts = small.prompts
+    monkeypatch.setattr(small, "prompts", small.prompts)
     papers.table_cllm(small)
-    small.prompts = prompts
-    text = capsys.readouterr().out
-    assert text.startswith("0 more prompts left out for repetition by either model\n")
-    decoded, profile, lengths = tables_of(text)
+    decoded, profile, lengths = tables_of(capsys.readouterr().out)
     assert [row[0] for row in decoded[1:]] == [f"{name} + {how}" for name in ("target", "CLLM")
                                                for how in ("AR", "Jacobi", "lookahead")]
     assert set(column(decoded, "output as its AR's").values()) == {"1 of 1"}
@@ -649,4 +471,3 @@ def test_the_tables_of_consistency_models(small, capsys, monkeypatch):
     assert column(decoded, "x AR of the target")["target + AR"] == "1.00"
     assert [row[0] for row in profile[1:]] == ["target", "CLLM"]
     assert [row[0] for row in lengths[1:]] == ["target", "cllm", "draft"]
-    assert lengths[0][1:6] == [f"n = {n}" for n in (4, 8, 16, 32, 64)]
