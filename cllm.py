@@ -226,7 +226,8 @@ def read_trajectories(path: Path) -> tuple[dict, list[dict]]:
     """(settings, rows) of a file that `collect` made: its first line has the settings, every other
     one a prompt, its answer and its blocks."""
     try:
-        lines = path.read_text().split("\n")[:-1]  # what follows the last newline was cut off
+        # what follows the last newline was cut off
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         settings, *rows = map(json.loads, lines)
         if not settings.keys() >= {"model", "n"} or not all(
                 row.keys() == {"number", "prompt", "answer", "blocks"} for row in rows):
@@ -264,10 +265,12 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     todo = sorted(numbers - {row["number"] for row in rows}, key=lambda i: (len(prompts[i]), i))
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh = out.with_name(out.name + ".new")
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in [settings, *rows]))
+    lines = "".join(json.dumps(line) + "\n" for line in [settings, *rows])
+    fresh.write_text(lines, encoding="utf-8")
     os.replace(fresh, out)  # without a line that was cut off
     dropped = 0
-    with open(out, "a") as file, tqdm(total=len(todo), desc="trajectories") as bar:
+    bar = tqdm(total=len(todo), desc="trajectories")
+    with bar, open(out, "a", encoding="utf-8") as file:
         for first in range(0, len(todo), batch):
             some = todo[first:first + batch]
             found = trajectories(model, [prompts[i] for i in some], some, n=n, limit=max_new_tokens,

@@ -322,7 +322,8 @@ def traced(session: Session) -> Iterator[None]:
     try:
         yield
     finally:
-        path.write_text(page(session.trace.runs, session.tokenizer))
+        shown = page(session.trace.runs, session.tokenizer)
+        path.write_text(shown, encoding="utf-8")
         print(f"trace: {path.resolve()}", file=sys.stderr)
 
 
@@ -347,7 +348,7 @@ def perform(methods: list, report, argv: list[str], *, lossy=(), viewers={}, sha
     args = parse_decoding(methods, target, argv)
     method = next(f for f in methods if f.__name__ == args.method)
     if args.trace:
-        args.trace.open("a").close()  # it can be written, before anything is decoded
+        args.trace.open("ab").close()  # it can be written, before anything is decoded
     options = given(args, method, methods)
     session = Session(args, method, report, shared)
     session.check(options)

@@ -178,4 +178,4 @@ def texts(runs: list[dict], tokenizer) -> dict[int, str]:
 def page(runs: list[dict], tokenizer) -> str:
     """One HTML file that needs no other: its script draws the data that stands in it."""
     data = json.dumps({"runs": runs, "texts": texts(runs, tokenizer)}, ensure_ascii=True)
-    return PAGE.read_text().replace("DATA", data.replace("<", "\\u003c"), 1)
+    return PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"), 1)

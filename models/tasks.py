@@ -56,18 +56,63 @@ def take(task: str, split: str, n: int, seed: int = 0) -> list[Example]:
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """The prompts of a file, one a line or JSON lines with "prompt", "question" or "turns" (the
-    first of these): what `python models/tasks.py N` prints, for one. For argparse's `type`."""
+    """Read the prompts of a file, one a line or JSON lines; argparse takes this function as a type.
+
+    path     a file that `read_rows` reads, for example what `python models/tasks.py N` prints
+    returns  of each line "prompt", "question" or the first of "turns", or the line itself
+    """
+    return [prompt_of(row) for row in read_rows(path)]
+
+
+def read_rows(path: str | Path) -> list[dict]:
+    """Read the lines of a file of prompts, which is UTF-8 with or without a byte order mark.
+
+    path     the file. Lines that begin with "{" are JSON, and so are all lines of a file that is
+             named *.jsonl. Blank lines are left out.
+    returns  a dictionary for each line, {"prompt": line} for a plain one
+    raises   ArgumentTypeError, a line that argparse prints, where no prompts are to be had
+    """
+    rows, number = [], 0
     try:
-        lines = [line for line in Path(path).read_text().split("\n") if line.strip()]
-        rows = [json.loads(line) if line.startswith("{") else {"prompt": line} for line in lines]
-        texts = [row.get("prompt", row.get("question")) or row["turns"][0] for row in rows]
-        if not "".join(texts):  # which also sees one that is no text
-            raise ValueError("no prompt in it")
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"expected a file of prompts, one a line or JSON lines, "
-                                         f"got {str(path)!r}: {error!r}") from error
-    return texts
+        text = Path(path).read_text(encoding="utf-8-sig")
+        for number, line in enumerate(text.split("\n"), 1):
+            line = line.removeprefix("\ufeff")  # several files in one have their marks within
+            if line.strip():
+                rows.append(parse_line(line, Path(path).suffix.lower() == ".jsonl"))
+    except (OSError, ValueError, RecursionError) as error:
+        where = f"line {number}: " if number else ""
+        refuse_prompts(path, f"{where}{error}", error)
+    if not "".join(map(prompt_of, rows)):
+        refuse_prompts(path, "no prompt in it")
+    return rows
+
+
+def refuse_prompts(path: str | Path, reason: str, error: Exception | None = None) -> None:
+    """Raise the error that a file of prompts cannot be used, for this reason."""
+    raise argparse.ArgumentTypeError("expected a file of prompts, one a line or JSON lines, in "
+                                     f"UTF-8, got {str(path)!r}: {reason}") from error
+
+
+def parse_line(line: str, is_json: bool) -> dict:
+    """Return what a line of a file of prompts says; ValueError where it has no prompt."""
+    if not is_json and not line.lstrip().startswith("{"):
+        return {"prompt": line}
+    try:
+        row = json.loads(line.strip())
+        prompt = prompt_of(row)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error.msg} at column {error.colno}") from error
+    except (LookupError, TypeError, AttributeError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise ValueError('no text under "prompt", "question" or "turns"')
+    return row
+
+
+def prompt_of(row: dict) -> str:
+    """Return the prompt of a line: "prompt", or else "question", or else the first of "turns"."""
+    prompt = row.get("prompt", row.get("question"))
+    return prompt if prompt else row["turns"][0]
 
 
 def grade(example: Example, answer: str) -> bool:
@@ -702,9 +747,10 @@ print("equal" if results[0] == results[1] else "different")
 """
     try:
         return subprocess.run(
-            [sys.executable, "-I", "-c", run],
+            [sys.executable, "-I", "-X", "utf8", "-c", run],
             input=json.dumps([example.check["name"], example.check["inputs"], programs]),
-            text=True, capture_output=True, timeout=5).stdout.endswith("equal\n")
+            encoding="utf-8", errors="replace", capture_output=True,
+            timeout=5).stdout.endswith("equal\n")
     except subprocess.TimeoutExpired:
         return False
 

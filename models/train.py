@@ -248,7 +248,8 @@ def own_prompts(argv: list[str]) -> None:
     before = tokenizer.encode(chat.partition("HERE")[0], add_special_tokens=False)
     torch.manual_seed(args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with open(args.out, "w") as out, tqdm(total=args.count, desc="prompts") as bar:
+    bar = tqdm(total=args.count, desc="prompts")
+    with bar, open(args.out, "w", encoding="utf-8") as out:
         found = set()
         while len(found) < args.count:
             for text in written(model, tokenizer, before, args):
@@ -451,8 +452,9 @@ def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
     target, draft = load(HERE / "target")[0], load(HERE / "draft")[0]
     figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
                "acceptance": acceptance(target, draft, tokenizer, held_out_prompts())}
-    (HERE / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps(figures, indent=1))
+    lines = json.dumps(figures, indent=1)
+    (HERE / "evaluation.json").write_text(lines + "\n", encoding="utf-8")
+    print(lines)
 
 
 STAGES = {"target": make_target, "plain-draft": plain_draft, "compare": compare_divergences,

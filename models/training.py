@@ -89,10 +89,15 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
         yield [row[:end] for row, end in zip(rows, ends)]
 
 
-def read_whole_lines(file) -> list[str]:
-    """Read the lines of a file opened with "a+"; a last line that was cut off is removed from it."""
+def read_whole_lines(file) -> list[bytes]:
+    """Read the whole lines of a file, and cut off what follows the last of them.
+
+    file     a file opened with "a+b": bytes, since a truncated file is measured in bytes, and since
+             a last line that was cut off may end within a character
+    returns  the lines, each with its newline
+    """
     file.seek(0)
-    lines = [line for line in file if line.endswith("\n")]
+    lines = [line for line in file if line.endswith(b"\n")]
     file.truncate(sum(map(len, lines)))
     return lines
 
@@ -107,7 +112,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work
     eos = eos_ids(model, tokenizer)
     work.mkdir(parents=True, exist_ok=True)
     path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
-    with open(path, "a+", encoding="utf-8") as file:
+    with open(path, "a+b") as file:
         rows = map(json.loads, read_whole_lines(file))
         answer_of = {tuple(row["prompt"]): row["answer"] for row in rows}
         todo = sorted({tuple(p) for p in prompts} - answer_of.keys(), key=lambda p: (len(p), p))
@@ -116,7 +121,8 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work
             for answers in generate_answers(model, eos, todo, limit, size=size):
                 for answer, prompt in zip(answers, left):
                     answer_of[prompt] = answer
-                    file.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+                    line = json.dumps({"prompt": prompt, "answer": answer}) + "\n"
+                    file.write(line.encode())
                 file.flush()
                 bar.update(len(answers))
     return [answer_of[tuple(p)] for p in prompts]

@@ -12,7 +12,6 @@ prompt a line, or JSON lines with "prompt", "question" or "turns" (the first of 
 import argparse
 import functools
 import inspect
-import json
 import shlex
 import sys
 import tempfile
@@ -146,11 +145,10 @@ def clock(device: torch.device) -> float:
 
 def by_category(path: str) -> dict[str, list[str]]:
     """{category: prompts} of a file of prompts; a line without a category is one of "prompts"."""
-    texts, groups = tasks.read_prompts(path), {}
-    lines = (line for line in Path(path).read_text().split("\n") if line.strip())
-    for line, text in zip(lines, texts):
-        row = json.loads(line) if line.startswith("{") else {}
-        groups.setdefault(str(row.get("category", "prompts")), []).append(text)
+    groups = {}
+    for row in tasks.read_rows(path):
+        category = str(row.get("category", "prompts"))
+        groups.setdefault(category, []).append(tasks.prompt_of(row))
     return groups
 
 

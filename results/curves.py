@@ -46,13 +46,13 @@ class Kept:
                     [prompt for _, prompt in bench.pairs()], args.max_new_tokens, *of)
         args.work.mkdir(parents=True, exist_ok=True)
         self.path = args.work / f"{args.command}-{digest({}, *settings)}.jsonl"
-        with open(self.path, "a+") as file:
+        with open(self.path, "a+b") as file:
             self.known = dict(map(json.loads, read_whole_lines(file)))
 
     def __call__(self, name: str, make: Callable):
         if name not in self.known:
             self.known[name] = json.loads(json.dumps(make()))
-            with open(self.path, "a") as file:
+            with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps([name, self.known[name]]) + "\n")
         return self.known[name]
 
@@ -316,7 +316,7 @@ def table_drafts(bench: Bench) -> None:
                      f"{x['ouroboros'] / max(measured):.2f}"])
     print(table(rows))
     if args.picture:
-        args.picture.write_text(plane(points))
+        args.picture.write_text(plane(points), encoding="utf-8")
 
 
 def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:

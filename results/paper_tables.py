@@ -237,7 +237,8 @@ class EnergyMeter:
                    "--query-gpu=power.draw", "--format=csv,noheader,nounits",
                    f"--loop-ms={round(1000 * self.interval)}"]
         try:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE,
+                                            encoding="utf-8")
         except OSError:  # no such program
             return self
         self.watts, self.heard = [], threading.Event()
@@ -264,7 +265,7 @@ class EnergyMeter:
         without a counter that may be read."""
         names = ("energy_uj", "max_energy_range_uj")
         try:
-            return [tuple(int((zone / name).read_text()) for name in names)
+            return [tuple(int((zone / name).read_text(encoding="utf-8")) for name in names)
                     for zone in sorted(COUNTERS.glob("intel-rapl:?"))]
         except OSError:
             return []

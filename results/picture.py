@@ -115,7 +115,7 @@ def main() -> None:
                 pass
     out = ROOT / ".github/decode.svg"
     out.parent.mkdir(exist_ok=True)
-    out.write_text(picture(trace.runs, tokenizer))
+    out.write_text(picture(trace.runs, tokenizer), encoding="utf-8")
     print(f"{out}: {out.stat().st_size:,} bytes", file=sys.stderr)
 
 

@@ -259,7 +259,7 @@ def by_kind(blocks: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
 def load_blocks(path: str, model) -> dict[str, list[int]]:
     """InputError for blocks of another model."""
     try:
-        file = json.loads(Path(path).read_text())
+        file = json.loads(Path(path).read_text(encoding="utf-8"))
         known, here = torch.tensor(file["model"]), some_embeddings(model)[:16, :16]
         if known.shape != here.shape or not belongs(known, model):
             raise ValueError("another model's")

@@ -218,8 +218,9 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     asked = [i for i, chances in enumerate(q) if max(chances.values(), default=0.0) < SURE]
     by_ngrams = [q[i].get(tokens[i], 0.0) for i in asked]
     w = {kind: weight([p[i] for i in asked], by_ngrams) for kind, p in guessed.items()}
-    out.write_text(json.dumps({"model": some_embeddings(model)[:16, :16].tolist(), "trust": trust,
-                               "w": {"none": 0.0} | w}) + "\n")
+    facts = {"model": some_embeddings(model)[:16, :16].tolist(), "trust": trust,
+             "w": {"none": 0.0} | w}
+    out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
     print(f"{len(tokens):,} tokens; weights of the trained parts where n-grams are not sure, for "
           f"{len(asked):,} of them: {w}")
 

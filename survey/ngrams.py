@@ -135,7 +135,7 @@ def weight(p: list[float], q: list[float]) -> float:
 def load_trust(path: str, model) -> dict:
     """InputError for what is no such file, or another model's."""
     try:
-        known = json.loads(Path(path).read_text())
+        known = json.loads(Path(path).read_text(encoding="utf-8"))
         numbers = torch.tensor(known["trust"])
         if not belongs(torch.tensor(known["model"]), model):
             raise ValueError("another model's")

@@ -122,7 +122,7 @@ def answered_before(file, prompts: list[list[int]], requests: int, every: int) -
     """Leave the answers to so many requests in a file, the first of `prompts`; InputError where it
     has others, or anything else."""
     file.seek(0)
-    lines = [line for line in file if line.endswith("\n")]  # not one that was cut off
+    lines = [line for line in file if line.endswith(b"\n")]  # not one that was cut off
     try:
         right = [json.loads(line)["prompt"] for line in lines] == prompts[:len(lines)]
     except (ValueError, LookupError, TypeError):
@@ -157,14 +157,14 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     settings = gamma, every, max_new_tokens, temperature, seed
     learner = Learner(target, first, divergence, lr, work, settings)
     begun = learner.training.done * every
-    with open(out, "a+") as file:
+    with open(out, "a+b") as file:
         answered_before(file, prompts, begun, every)
         for i in tqdm(range(begun, len(prompts)), desc="requests"):
             log, sample = [], Sampler(temperature, seed=seed + i)
             chunks = until(learner.serve(prompts[i], gamma, sample, log), max_new_tokens, eos, log)
             row = {"prompt": prompts[i], "answer": [token for chunk in chunks for token in chunk]}
             row |= {name: sum(r[name] for r in log) for name in ("drafted", "accepted")}
-            file.write(json.dumps(row) + "\n")
+            file.write((json.dumps(row) + "\n").encode())
             file.flush()
             if (i + 1) % every == 0:
                 learner.learn()

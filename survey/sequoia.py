@@ -269,7 +269,8 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
             list(until(chunks, TOKENS, eos_ids(model, tokenizer)))  # fills the log
         P[t] = [round(sum(call["ranks"] == [b] for call in log) / len(log), 4)  # P_1 first
                 for b in range(len(one_level.parents) - 1)]
-    out.write_text(json.dumps({"target": known(model), "draft": known(small), "rates": P}) + "\n")
+    facts = {"target": known(model), "draft": known(small), "rates": P}
+    out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def known(model) -> list[list[float]]:
@@ -280,7 +281,7 @@ def known(model) -> list[list[float]]:
 def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
     """{temperature: P_1, P_2, …}. A rate of 0 becomes 1e-9: trees still have their nodes."""
     try:
-        file = json.loads(Path(path).read_text())
+        file = json.loads(Path(path).read_text(encoding="utf-8"))
         for model, name in (target, "target"), (draft, "draft"):
             if not belongs(torch.tensor(file[name]), model):
                 raise ValueError(f"another {name}'s")

@@ -218,7 +218,7 @@ def test_ratios_are_taken_within_a_round_and_medians_over_the_rounds():
 
 
 def test_prompts_come_by_category_and_those_in_a_loop_are_left_out(tmp_path, monkeypatch, models):
-    file = tmp_path / "prompts.jsonl"
+    file = tmp_path / "prompts"
     file.write_text('{"question": "one", "category": "qa"}\n\n  plain text\n'
                     '{"turns": ["two", "three"], "category": "qa"}\n{"prompt": "four"}\n'
                     '{"prompt": "five", "category": 7}\n')

@@ -308,7 +308,7 @@ def test_several_prompts_and_stdin(capsys, monkeypatch):
 
 
 def test_a_file_of_prompts(capsys, tmp_path):
-    file, few = tmp_path / "prompts.jsonl", ["--max-new-tokens", "6"]
+    file, few = tmp_path / "prompts", ["--max-new-tokens", "6"]
     file.write_text(json.dumps({"prompt": PROMPTS[0]}) + f"\n{SHORT}\n")
     assert run("--prompts", str(file), *few) == 0
     out = capsys.readouterr().out

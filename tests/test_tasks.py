@@ -88,6 +88,9 @@ def rows(*rows: dict) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+MARK = b"\xef\xbb\xbf"  # the byte order mark, with which some editors begin a file
+
+
 @pytest.mark.parametrize("data, texts", [
     (b"one\ntwo words\n", ["one", "two words"]),
     (b"\n  \none\n\n  two\n   \nthree", ["one", "  two", "three"]),  # without blank lines
@@ -98,12 +101,27 @@ def rows(*rows: dict) -> bytes:
     (rows({"turns": ["g", "h"], "question_id": 81}), ["g"]),
     (rows({"prompt": "i", "question": "j", "turns": ["k"]}), ["i"]),
     (rows({"turns": ["l"]}, {"question": "m"}) + b"n\n[1, 2]\n" + rows({"prompt": "o"}),
-     ["l", "m", "n", "[1, 2]", "o"])])
+     ["l", "m", "n", "[1, 2]", "o"]),
+    (MARK + b"one\n" + MARK + b"two\n", ["one", "two"]),  # also of two files in one
+    (MARK + rows({"prompt": "a"}, {"prompt": "b"}), ["a", "b"]),
+    (b"\n \t" + rows({"prompt": "a"}) + "\u00a0{\"turns\": [\"b\"]} \r\n".encode(), ["a", "b"])])
 def test_prompts_of_a_file(tmp_path, data, texts):
     """Plain lines, JSON lines of three kinds, and both in one file."""
     file = tmp_path / "prompts"
     file.write_bytes(data)
     assert tasks.read_prompts(file) == tasks.read_prompts(str(file)) == texts
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.JSONL"])
+def test_a_file_of_json_lines_by_its_name(tmp_path, name):
+    """A line in it that is no JSON is a mistake, not a prompt, whatever its first character."""
+    file = tmp_path / name
+    file.write_bytes(MARK + b"\n  " + rows({"prompt": "a"}) + MARK + rows({"question": "b"}))
+    assert tasks.read_prompts(file) == ["a", "b"]
+    for line in b"x", b"[1, 2]", b'"a"', b'x {"prompt": "c"}', b"7", b"null":
+        file.write_bytes(rows({"prompt": "a"}) + line)
+        with pytest.raises(argparse.ArgumentTypeError, match=r"prompts.(?i:jsonl)': line 2: no "):
+            tasks.read_prompts(file)
 
 
 def test_what_tasks_prints_can_be_read_back(tmp_path):
@@ -118,7 +136,8 @@ def test_what_tasks_prints_can_be_read_back(tmp_path):
 @pytest.mark.parametrize("data", [
     b"", b"\n \n", b"caf\xe9\n", b'{"prompt": "x"\n', b'{"prompt": 5}\n', b'{"prompt": ""}\n',
     b'{"prompt": ["x"]}\n', b'{"question": null}\n', b'{"answer": "x"}\n', b'{"turns": [7]}\n',
-    b'{"turns": 7}\n', b'{"turns": []}\n', b'{"turns": [""]}\n', b'{}\n', b'x\n{"prompt": 1.5}\n'])
+    b'{"turns": 7}\n', b'{"turns": []}\n', b'{"turns": [""]}\n', b'{}\n', b'x\n{"prompt": 1.5}\n',
+    b'{"a": ' * 9999, b'{"prompt": "x"} {\n', b"caf\xe9 \n" * 100_000, b"\xff\xfea\0\n\0"])
 def test_files_without_prompts_are_refused(tmp_path, data):
     """By one line that names the file: argparse prints it."""
     file = tmp_path / "prompts"
@@ -126,6 +145,7 @@ def test_files_without_prompts_are_refused(tmp_path, data):
     with pytest.raises(argparse.ArgumentTypeError) as error:
         tasks.read_prompts(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < 300 + len(str(file))  # and it does not say the whole file
 
 
 def test_what_is_no_file_is_refused(tmp_path):
