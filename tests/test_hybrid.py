@@ -34,7 +34,7 @@ def prepared(model, vocab=None, texts=((3, 14, 15, 9, 2, 6),), w=0.5) -> CachedL
     for kind in ("medusa", "hydra"):
         torch.manual_seed(3)
         heads = Heads(model, kind, 2)
-        for p in heads.own().values():
+        for p in heads.trainable().values():
             p.data.normal_(0, 0.3)
         target.prepared[kind, "part"] = heads
     draft = Draft(model, seed=3)
@@ -271,7 +271,7 @@ def test_a_head_by_hand():
     heads, part = target.prepared["hydra", "part"], Trained(target, "hydra", "part")
     part.start(pairs)
     read = torch.cat([pairs.features[-1:], model.get_input_embeddings()(torch.tensor([9]))], 1)
-    x = pairs.features[-1:] + torch.nn.functional.silu(heads.W[0](read))
+    x = heads.R[0](read) + torch.nn.functional.silu(heads.W[0](read))
     p = model.lm_head(x).softmax(-1)[0]
     best = p.topk(module.RANKS).indices.tolist()
     assert part.predict() == pytest.approx({as_text([i]): p[i].item() for i in best})
@@ -285,7 +285,7 @@ def test_a_head_by_hand():
         part = Trained(target, kind, "part")
         part.start(pairs)
         assert {*as_tokens("".join(part.predict()))} == {2, 3, 5, 7, 11, 13}
-        for q in few.own().values():
+        for q in (p for p in few.parameters() if p.requires_grad):
             q.data.fill_(torch.nan)
         part.start(pairs)
         assert {*part.predict().values()} == {0.0}
@@ -297,7 +297,7 @@ def test_heads_of_models_that_scale_or_cap_their_logits(name, config, monkeypatc
     monkeypatch.setitem(FAMILIES, name, config)
     model = tiny(name)
     target = prepared(model)
-    for p in target.prepared["medusa", "part"].own().values():
+    for p in target.prepared["medusa", "part"].trainable().values():
         p.data.zero_()
     target.start([3, 14])
     pairs = Pairs([3, 14], target.features, [14, 15])

@@ -11,8 +11,9 @@ from conftest import (CONTEXT, FAMILIES, ROOT, SCALED, Decoder, ScriptedLM, inte
                       markov, per_call, tiny, tokens_of)
 from models import training
 from survey import medusa as module
-from survey.medusa import (Heads, accuracy, fit, load_heads, medusa, positions, save_heads, train,
-                           typical_path)
+from survey.medusa import (Heads, accuracy, collect_features, fit, load_heads, medusa, save_heads,
+                           train, typical_path)
+from survey.parts import save_part
 
 KINDS = ("medusa", "hydra")
 
@@ -26,10 +27,10 @@ ACCEPT = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.1]]  # trees of up to three level
 WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
 
 
-def random_heads(model, kind: str, K: int = 3, seed: int = 0) -> Heads:
-    heads, rng = Heads(model, kind, K), torch.Generator().manual_seed(seed)
+def random_heads(model, kind: str, K: int = 3, seed: int = 0, residual: str = "") -> Heads:
+    heads, rng = Heads(model, kind, K, residual), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in heads.own().values():
+        for p in heads.trainable().values():
             p.copy_(torch.randn(p.shape, generator=rng))
     heads.accept = ACCEPT
     return heads
@@ -96,7 +97,7 @@ def test_right_heads_are_accepted_whole(kind, reads):
         chunks = medusa(CachedLM(model), text[:n], nodes=4, trained=heads)
         assert list(itertools.islice(chunks, 4)) == [text[i:i + 4] for i in range(n, n + 16, 4)]
     data = [(text[:4], text[4:9]), (text[:1], text[1:20]), (text[:7], text[7:9])]
-    f, tokens = positions(model, data, 3)
+    f, tokens = collect_features(model, data, 3)
     assert len(f) == len(tokens) == 5 + 18 + 2
     assert (tokens >= 0).sum(0).tolist() == [25, 25, 22, 19]
     assert accuracy(heads, model, same_logits, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3
@@ -111,6 +112,26 @@ def test_right_heads_are_accepted_whole(kind, reads):
     assert accuracy(heads, model, same_logits, f, tokens)[1][0] == [share] + [0.0] * 9 and share < 1
     chunks = medusa(CachedLM(model), text[:2], nodes=4, trained=heads)
     assert next(chunks) == text[2:5]  # two guesses and what the model says after them
+
+
+@pytest.mark.parametrize("kind, residual", [("medusa", ""), ("hydra", ""), ("hydra", "feature")])
+def test_a_head_by_hand(kind, residual):
+    """Medusa adds to the feature. Hydra adds to a linear map of all that it reads, as released;
+    older files add to the feature."""
+    model = tiny("llama")
+    heads = random_heads(model, kind, residual=residual)
+    rng = torch.Generator().manual_seed(7)
+    f, tokens = torch.randn(2, 32, generator=rng), torch.tensor([[3, 9, 14], [2, 7, 30]])
+    embedded = model.get_input_embeddings()(tokens)
+    for k in (1, 2, 3):
+        z = torch.stack([torch.cat([row, *x[:k]]) for row, x in zip(f, embedded)])
+        z = f if kind == "medusa" else z
+        W, R = heads.W[k - 1], heads.R[k - 1] if heads.R else None
+        gate = z @ W.weight.T + W.bias
+        base = f if R is None else z @ R.weight.T + R.bias
+        expected = base + gate * gate.sigmoid()
+        torch.testing.assert_close(heads(k, f, embedded[:, :k]), expected)
+    assert len(heads.R) == (3 if kind == "hydra" and not residual else 0)
 
 
 EYE = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
@@ -195,6 +216,20 @@ def test_the_tree_that_pays(monkeypatch):
         assert len(tree) == n
 
 
+def test_a_fixed_tree_is_planned_once(monkeypatch):
+    """With --nodes no call plans again; without, the clock is asked at each call, for the context
+    grows."""
+    planned, asked, model = [], [], tiny("llama")
+    heads, plan = random_heads(model, "medusa"), module.best_tree
+    monkeypatch.setattr(module, "best_tree", lambda *given: planned.append(given) or plan(*given))
+    monkeypatch.setattr(module, "fastest", lambda *given: asked.append(given) or plan(ACCEPT, 3))
+    tokens_of(medusa(CachedLM(model), [3, 4], nodes=5, trained=heads), 20)
+    assert planned == [(ACCEPT, 5)] and asked == []
+    log = []
+    tokens_of(medusa(CachedLM(model), [3, 4], trained=heads, log=log), 20)
+    assert len(asked) == len(log) > 5 and {r["rows"] for r in log} == {3}
+
+
 def test_the_tree_is_planned_once_for_all_prompts(monkeypatch):
     """And the heads are loaded once; what that takes is set-up. Another target has its own."""
     model, loads, measured = tiny("llama"), [], []
@@ -211,11 +246,14 @@ def test_the_tree_is_planned_once_for_all_prompts(monkeypatch):
 
 
 def test_bad_options_are_refused():
-    for wrong in (dict(heads="three"), dict(nodes=-1), dict(nodes=129), dict(epsilon=0.0),
-                  dict(delta=-1.0)):
-        with pytest.raises(InputError, match="expected medusa or hydra heads, 0 to 128 nodes"):
+    for wrong, said in ((dict(heads="three"), "--heads must be medusa or hydra, got three"),
+                        (dict(nodes=-1), "--nodes must be 0 to 128, got -1"),
+                        (dict(nodes=129), "--nodes must be 0 to 128, got 129"),
+                        (dict(epsilon=0.0), "--epsilon must be above 0, got 0.0"),
+                        (dict(delta=-1.0), "--delta must be above 0, got -1.0")):
+        with pytest.raises(InputError, match=said):
             next(medusa(None, [1], trained=object(), **wrong))
-    with pytest.raises(InputError, match="heads and K of 1 or more"):
+    with pytest.raises(InputError, match="--K must be 1 or more, got 0"):
         Heads(None, "medusa", 0)
 
 
@@ -232,12 +270,12 @@ def fitted(work=None, kind="hydra", model=0, data=DATA, K=2, vocab=range(61), **
     heads.keep([*vocab])
     curve = fit(model, heads, data, HELD_OUT, work=work,
                 **dict(steps=4, batch=5, lr=1e-2) | options)
-    return {name: x.tolist() for name, x in heads.own().items()}, heads.accept, curve
+    return {name: x.tolist() for name, x in heads.trainable().items()}, heads.accept, curve
 
 
 def test_new_heads_guess_what_the_lm_head_says():
     model = tiny("llama")
-    f, tokens = positions(model, DATA, 2)
+    f, tokens = collect_features(model, DATA, 2)
     for kind in KINDS:
         for logits, _ in module.head_logits(Heads(model, kind, 2), model, same_logits,
                                                 f.float(), tokens):
@@ -297,10 +335,36 @@ def test_a_file_belongs_to_its_model(tmp_path):
             load_heads(bad, "hydra", model)
 
 
+def test_the_header_tells_the_form_of_the_residual(tmp_path):
+    """Files without it were made when Hydra's heads added to the feature: these guess as before."""
+    model, path = tiny("llama"), tmp_path / "h.safetensors"
+    f = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
+    between = model.get_input_embeddings()(torch.tensor([[5, 6]]))
+    for residual in ("feature", "trained"):
+        heads = random_heads(model, "hydra", residual=residual)
+        save_heads(path, heads, model)
+        loaded = load_heads(path, "hydra", model)
+        assert loaded.residual == residual
+        torch.testing.assert_close(loaded(2, f, between), heads(2, f, between), atol=0.1, rtol=0.1)
+    heads = random_heads(model, "hydra", residual="feature")
+    save_part(path, "hydra heads", model, heads.trainable(), K=3, accept=ACCEPT)
+    loaded = load_heads(path, "hydra", model)
+    expected = f + torch.nn.functional.silu(heads.W[1](torch.cat([f, between.flatten(1)], 1)))
+    torch.testing.assert_close(loaded(2, f, between), expected, atol=0.1, rtol=0.1)
+    save_part(path, "hydra heads", model, heads.trainable(), K=3, accept=ACCEPT, residual="trained")
+    with pytest.raises(InputError, match="expected tensors"):
+        load_heads(path, "hydra", model)
+
+
 def test_wrong_numbers_are_refused(tmp_path):
-    for wrong in (dict(steps=0), dict(batch=0), dict(lr=0), dict(max_new_tokens=0), dict(K=0),
-                  dict(heads="three"), dict(vocab=-1)):
-        with pytest.raises(InputError, match="expected (steps|medusa or hydra)"):
+    for wrong, said in ((dict(steps=0), "--steps must be 1 or more, got 0"),
+                        (dict(batch=0), "--batch must be 1 or more, got 0"),
+                        (dict(lr=0), "--lr must be above 0, got 0"),
+                        (dict(max_new_tokens=0), "--max-new-tokens must be 1 or more, got 0"),
+                        (dict(K=0), "--K must be 1 or more, got 0"),
+                        (dict(heads="three"), "--heads must be medusa or hydra, got three"),
+                        (dict(vocab=-1), "--vocab must be 0 or more, got -1")):
+        with pytest.raises(InputError, match=said):
             train(tiny("llama"), WORDLESS, [[2], [3]], out=tmp_path / "o",
                   **{"max_new_tokens": 9} | wrong)
     with pytest.raises(InputError, match="must hold 2 prompts or more"):
@@ -318,7 +382,7 @@ def test_the_most_frequent_tokens_are_kept(tmp_path, monkeypatch):
 def test_the_loss_is_of_the_tokens_that_are_kept():
     """Over their logits alone; what is right is counted over all tokens."""
     model = tiny("llama")
-    (f, tokens), heads = positions(model, DATA, 2), random_heads(model, "hydra", 2)
+    (f, tokens), heads = collect_features(model, DATA, 2), random_heads(model, "hydra", 2)
     heads.keep(vocab := [8, 2, 4, 11, 30])
     losses, accept = accuracy(heads, model, same_logits, f.float(), tokens)
     embedded, whole = model.get_input_embeddings(), model.get_output_embeddings()
@@ -335,7 +399,8 @@ def test_the_loss_is_of_the_tokens_that_are_kept():
         assert accept[k - 1] == pytest.approx((right / counted).tolist()) and 0 < sum(right)
         assert counted < (tokens[:, k] >= 0).sum() or k == 1
     weights, _, curve = fitted(vocab=[60])  # none of it is ever right: nothing is learnt
-    assert not any(torch.tensor(x).any() for x in weights.values()) and curve[4]["loss"] == [0, 0]
+    new = Heads(tiny("llama"), "hydra", 2).trainable()
+    assert weights == {name: x.tolist() for name, x in new.items()} and curve[4]["loss"] == [0, 0]
 
 
 def test_guesses_count_where_those_before_them_are_right():
@@ -344,7 +409,7 @@ def test_guesses_count_where_those_before_them_are_right():
     model, heads = tiny("llama"), None
     heads = random_heads(model, "medusa")
     f = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
-    ranked = [heads.likeliest(heads(k, f, None), None) for k in (1, 2)]
+    ranked = [heads.rank_tokens(heads(k, f, None), None) for k in (1, 2)]
     one, two = ([row[rank] for row, rank in zip(rows, ranks)]
                 for rows, ranks in zip(ranked, ((0, 9, 0, 0), (2, 0, 2, 0))))
     wrong = next(token for token in range(61) if token not in ranked[0][2])
@@ -361,7 +426,7 @@ def test_heads_of_fewer_tokens_than_ranks():
     for kind in KINDS:
         heads = random_heads(model, kind)
         heads.keep([7, 30, 5])
-        f, tokens = positions(model, DATA, 3)
+        f, tokens = collect_features(model, DATA, 3)
         found = accuracy(heads.requires_grad_(False), model, same_logits, f.float(), tokens)[1]
         assert [len(ranks) for ranks in found] == [3, 3, 3]
         heads.accept = [[0.3, 0.2, 0.1]] * 3
@@ -433,12 +498,13 @@ def test_a_tree_of_128_nodes():
     assert tokens_of(chunks, 8) == expected and {r["rows"] for r in log} == {128}
 
 
-def test_later_heads_weigh_less():
+@pytest.mark.parametrize("kind, weights", [("medusa", (0.8, 0.64, 0.512)), ("hydra", (1, 1, 1))])
+def test_later_heads_of_medusa_weigh_less(kind, weights):
     model = tiny("llama")
-    heads, (f, tokens) = random_heads(model, "hydra"), positions(model, DATA, 3)
+    heads, (f, tokens) = random_heads(model, kind), collect_features(model, DATA, 3)
     losses, _ = accuracy(heads, model, same_logits, f.float(), tokens)
     loss = module.heads_loss(heads, model, same_logits, f.float(), tokens)
-    expected = 0.8 * losses[0] + 0.64 * losses[1] + 0.512 * losses[2]
+    expected = sum(weight * x for weight, x in zip(weights, losses))
     assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
@@ -460,7 +526,7 @@ def test_figures_are_of_held_out_answers(monkeypatch):
     monkeypatch.setattr(module, "accuracy", lambda heads, model, own, f, tokens: seen.append(
         tokens.tolist()) or ([0.0] * 2, [[1.0]] * 2))
     fitted()
-    assert seen == [positions(tiny("llama"), HELD_OUT, 2)[1].tolist()] * 5
+    assert seen == [collect_features(tiny("llama"), HELD_OUT, 2)[1].tolist()] * 5
 
 
 # ------------------------------------------------------------------------- the command line
