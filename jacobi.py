@@ -10,12 +10,31 @@ lookahead   Fu et al., "Break the Sequential Dependency of LLM Inference Using L
     lookahead:  W columns run such an iteration ahead of the text; the n-grams that they pass
                 through become guesses
 
-Both are lossless: a guess becomes final only where it equals the token that the target chooses
-there, greedily or by one draw a node. Departures: the prompt's last token is the first block's root
-(CLLM, Alg. 3 spends a call on the prompt alone); a block's last token needs no call of its own, it
-is the next block's root (Alg. 3 as printed never ends: its i* stops at len - 1); sampling (Santilli
-and CLLM are greedy); n-grams of the text itself may enter the pool, and with W = 0 they alone do,
-which is prompt lookup with several candidates in one call. Left out: several GPUs.
+Both are lossless. A guess becomes final only where it equals the token that the target chooses
+there, by the argmax or by one sample a node.
+
+The lookahead window with W = 3 columns and N = 4, so N - 1 = 3 levels. A letter is a level, a
+number is the position after the root that the token guesses:
+
+    column       0      1      2            the same window as a token tree
+    level 0    root    a1     a2
+    level 1     b1     b2     b3            root ─┬─ a1 ─┬─ a2 ─── b3 ─── c4   then d5
+    level 2     c2     c3     c4                  │      └─ b2 ─── c3          then d4
+    new         d3     d4     d5                  └─ b1 ─── c2                 then d3
+
+One call gives the new level d: the argmax after every token of level 2. Each column, read
+downwards, is now an n-gram: (root, b1, c2, d3), (a1, b2, c3, d4), (a2, b3, c4, d5). Then level 0
+is dropped, and the next root takes the place of b1.
+
+Departures (paper / here / why):
+    first root: CLLM's Alg. 3 computes it from the prompt / the prompt's last token / a call less
+    block's end: CLLM's Alg. 3 as printed never ends, its i* is at most len - 1 / the block's last
+        token is the next block's root / no call is needed for it
+    sampling: Santilli and CLLM are greedy / at a temperature too / one sample a node is exact
+    n-grams of the text: Fu's pool has those of the window, the released code may add the prompt's /
+        those of the growing text enter too / answers copy. With W = 0 the pool has no others, and
+        the method is prompt lookup with several candidates in one call
+Left out: several GPUs.
 """
 import random
 import sys
@@ -28,78 +47,131 @@ from common import CachedLM, InputError, Sampler, greedy, trie, walk
 
 def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
-    """Solve for the n - 1 tokens after the root, and the next root, by fixed-point iteration. CLLM,
-    Alg. 3 and Eq. 3. --show draws the trajectories.
+    """Guess a block of n - 1 tokens after the root, recompute all of them in one call, and repeat
+    until none changes. CLLM, Alg. 3 and Eq. 3.
 
     n: tokens of a block, its root included, 2 or more
-    Yields chunks of 1 to n tokens. Logs {"states", "final"} a block, which grows with every call:
-    the Jacobi trajectory y(0), y(1), … (lists of n tokens, the root first), and how many leading
-    tokens of each state are final; n + 1 where the next block's root is too.
+    Yields chunks of 1 to n tokens; logs {"states", "final"} a block, extended by every call.
+    states[j] is y(j) of the Jacobi trajectory, a list of n tokens whose first is the root. final[j]
+    is how many leading tokens of states[j] are final. It is n + 1 if the token after the block, the
+    next root, is final as well.
     """
     if n < 2:
-        raise InputError(f"expected n of 2 or more, got {n}")
+        raise InputError(f"--n must be 2 or more, got {n}")
     rng = random.Random(sample.seed)
     root = prompt[-1]
     target.start(prompt[:-1])
     while True:
-        y = [root, *rng.choices(prompt, k=n - 1)]  # lines 2 and 5
-        final = 1
+        # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
+        y = [root, *rng.choices(prompt, k=n - 1)]
+        final = 1  # so many leading tokens of y are final
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
         while final < n:  # lines 6 and 15
-            logits = target.forward(y[final - 1:])  # line 8, [n - final + 1, V]
+            # Line 8: one call on the last final token and all guesses after it
+            logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             guesses = greedy(logits)
-            chosen = guesses if sample.temperature == 0 else sample(logits)
-            agreed = 0  # guesses that are what the target chooses there: line 9
+            chosen = guesses
+            if sample.temperature > 0:
+                chosen = sample(logits)
+            # Line 9: count the leading guesses that the target chooses too
+            agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
                 agreed += 1
-            target.commit(range(1 + agreed))  # line 13
-            root = chosen[agreed]  # the token chosen after the last agreed one is final too
-            y = (y[:final] + chosen[:agreed + 1] + guesses[agreed + 1:])[:n]  # lines 10 and 14
-            final += agreed + 1  # line 11; n + 1 where all agreed: the root opens the next block
+            # They are final, and so is the token that the target chooses after them
+            chunk = chosen[:agreed + 1]
+            # Line 13: keep the cache of the last final token and of the guesses that agreed
+            target.commit(range(agreed + 1))
+            # Lines 10 and 14: the other guesses become argmaxes, also with sampling, where a call
+            # draws every token anew: the argmax is the likeliest to be drawn
+            y = (y[:final] + chunk + guesses[agreed + 1:])[:n]
+            final += agreed + 1  # line 11
             trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)
-            yield chosen[:agreed + 1]
+            yield chunk
+        root = chunk[-1]  # y's last token where final is n, the token after y where it is n + 1
 
 
 # --------------------------------------------------------------------------------- lookahead
 
 def remember(pool: dict[int, dict[tuple, None]], ngram: tuple[int, ...], G: int) -> None:
-    """Put an n-gram into the pool under its first token: newest last, at most G of them."""
+    """Put an n-gram into the pool as its newest one, and drop the oldest one of the same first
+    token if there are more than G of them.
+
+    pool   for each first token the other N - 1 tokens of its n-grams; the keys of a dictionary
+           serve as a set with an order, the oldest first
+    """
     rests = pool.setdefault(ngram[0], {})
-    rests.pop(ngram[1:], None)
+    rests.pop(ngram[1:], None)  # an n-gram that is known already becomes the newest again
     rests[ngram[1:]] = None
     if len(rests) > G:
-        del rests[next(iter(rests))]
+        oldest = next(iter(rests))
+        del rests[oldest]
 
 
-def lookahead_branch(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
-    """Add the window to a tree with node 0 as its root; the nodes of the last level. The first
-    level is a chain below the root, every other token hangs below the one a level up."""
-    above = []
-    for level in levels:
-        nodes = [] if above else [0]
-        for i, token in enumerate(level[len(nodes):], len(nodes)):
-            nodes.append(len(ids))
-            ids.append(token)
-            parents.append(above[i] if above else nodes[i - 1])
+def list_ngrams(text: list[int], N: int, first: int = 0) -> list[tuple[int, ...]]:
+    """List the n-grams of a text that begin at token number `first` or later."""
+    return [tuple(text[i:i + N]) for i in range(max(first, 0), len(text) - N + 1)]
+
+
+def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
+    """Add the lookahead window to a tree whose node 0 is the root.
+
+    levels        the tokens of each level, the top level first; none while the window is off
+    ids, parents  the tree's tokens and parents, changed in place
+    returns       the nodes of the last level, whose argmaxes are the window's new level
+
+    The root stands for the first token of the first level. The other tokens of the first level are
+    a chain below the root. Every token of a later level hangs below the token that stands in its
+    column one level up.
+    """
+    if not levels:
+        return []
+    nodes = [0]
+    for token in levels[0][1:]:
+        ids.append(token)
+        parents.append(nodes[-1])
+        nodes.append(len(ids) - 1)
+    for level in levels[1:]:
         above = nodes
-    return above
+        nodes = []
+        for token, parent in zip(level, above):
+            ids.append(token)
+            parents.append(parent)
+            nodes.append(len(ids) - 1)
+    return nodes
 
 
-def moved(levels: list[list[int]], new: list[int], root: int,
-          N: int) -> tuple[list[list[int]], list[tuple]]:
-    """(the window after a call, the n-grams that it found): `new` follows its last level, `root` is
-    the next root. It grows to N - 1 levels, each time by a level and less by a column; then every
-    column is an n-gram, and the levels move down."""
-    if len(levels) < N - 1:
-        levels, found = [level[1:] for level in levels] + [new[1:]], []
-    else:
-        found = list(zip(*levels, new))
-        levels = [*levels[1:], new]
-    levels[0] = [root, *levels[0][1:]]
-    return levels, found
+def move_window(levels: list[list[int]], root: int, new: list[int],
+                N: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    """Move the lookahead window by one position after a call.
+
+    levels   the tokens of each level in this call
+    root     the root of this call, which stood for the first token of the first level
+    new      the argmaxes after the last level's tokens
+    N        tokens of an n-gram; the grown window has N - 1 levels
+    returns  the levels of the next call, and the n-grams that this call completed
+    """
+    if len(levels) < N - 1:  # still growing: one level more, one column less
+        levels = [level[1:] for level in levels]
+        return [*levels, new[1:]], []
+    first = [root, *levels[0][1:]]
+    columns = zip(first, *levels[1:], new)
+    return [*levels[1:], new], list(columns)
+
+
+def check_lookahead(W: int, N: int, G: int, prompt_ngrams: bool) -> None:
+    """Raise InputError if an option of lookahead cannot be used."""
+    if W < 0:
+        raise InputError(f"--W must be 0 or more, got {W}")
+    if N < 2:
+        raise InputError(f"--N must be 2 or more, got {N}")
+    if G < 1:
+        raise InputError(f"--G must be 1 or more, got {G}")
+    if W == 0 and not prompt_ngrams:
+        raise InputError("--W must be 1 or more with --no-prompt-ngrams, got 0: nothing is left "
+                         "to guess from")
 
 
 def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G: int = 15,
@@ -115,37 +187,37 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows", "ngrams"} a call: tokens
     verified, those of them that became final, rows of the call, n-grams that it found.
     """
-    if W < 0 or N < 2 or G < 1:
-        raise InputError("expected W of 0 or more, N of 2 or more and G of 1 or more, "
-                         f"got {W}, {N} and {G}")
-    if W == 0 and not prompt_ngrams:
-        raise InputError("expected W of 1 or more, or n-grams of the prompt: nothing is left to "
-                         "guess from")
+    check_lookahead(W, N, G, prompt_ngrams)
     target.start(prompt[:-1])
     root = prompt[-1]
-    text, pool = list(prompt), {}
-    # levels[l][i] guesses the token at position i + l after the root, which is levels[0][0]; after
-    # a call that accepts tokens only roughly, for the window moves by one. One level at first
-    levels = [[root, *random.Random(sample.seed).choices(prompt, k=W + N - 3)]] if W else []
+    text = list(prompt)
+    pool = {}
+    # levels[l][i] guesses the token at position i + l after the root. That is exact only while no
+    # guess is accepted, for the window moves by one position whatever the number of accepted tokens
+    levels = []
+    if W > 0:
+        # The window starts as one level of random tokens, wide enough to lose a column N - 2 times
+        levels = [[root, *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
     if prompt_ngrams:
-        for i in range(len(text) - N + 1):
-            remember(pool, tuple(text[i:i + N]), G)
+        for ngram in list_ngrams(text, N):
+            remember(pool, ngram, G)
     while True:
-        # Verification branch: the root's n-grams as a trie, node 0 the root
+        # Verification branch (Section 3.2): the root's n-grams as a trie, node 0 the root
         ids, parents, _ = trie(root, pool.get(root, ()))
         size = len(ids)
-        last = lookahead_branch(levels, ids, parents)
+        # Lookahead branch (Section 3.1): the window, whose nodes are never merged with the trie's
+        last_level = add_window(levels, ids, parents)
+        # Section 3.3: both branches in one call
         logits = target.forward(ids, parents)  # [nodes, V]
         path, chunk = walk(ids[:size], parents[:size], sample(logits[:size]))
         target.commit(path)
-        root = chunk[-1]
         found = []
         if levels:
-            levels, found = moved(levels, greedy(logits[last]), root, N)
+            levels, found = move_window(levels, root, greedy(logits[last_level]), N)
+        root = chunk[-1]
         text += chunk
-        if prompt_ngrams:
-            first = max(N, len(text) - len(chunk) + 1)
-            found += [tuple(text[end - N:end]) for end in range(first, len(text) + 1)]
+        if prompt_ngrams:  # those that end in the chunk
+            found += list_ngrams(text, N, len(text) - len(chunk) - N + 1)
         for ngram in found:
             remember(pool, ngram, G)
         if log is not None:
@@ -156,43 +228,11 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
 
 # ------------------------------------------------------------------------- the command line
 
-def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
-    """Print each block's trajectory when it is final, as CLLM's Fig. 2: a line a state, a column a
-    token, wrong ones red (in brackets where stdout is no terminal), and the text at the end."""
-    text, shown = [], len(log) - 1  # the last block has begun
-    for chunk in chunks:
-        text += chunk
-        while shown < len(log) and log[shown]["final"][-1] >= len(log[shown]["states"][0]):
-            print_states(log[shown]["states"], tokenizer)
-            shown += 1
-    for block in log[shown:]:  # of one that EOS or the limit cut what is final
-        final = block["final"][-1]
-        print_states([y[:final] for y in block["states"]], tokenizer)
-    print(tokenizer.decode(text, skip_special_tokens=True), flush=True)
-
-
-def print_states(states: list[list[int]], tokenizer) -> None:
-    terminal = sys.stdout.isatty()
-    y_star = states[-1]
-
-    def cell(i: int, token: int) -> str:
-        word = repr(tokenizer.decode([token]))[1:-1]
-        return word if terminal or token == y_star[i] else f"[{word}]"
-    rows = [[cell(i, token) for i, token in enumerate(y)] for y in states]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for number, (y, row) in enumerate(zip(states, rows)):
-        cells = [word.ljust(width) for word, width in zip(row, widths)]
-        if terminal:
-            colours = [32 if token == right else 31 for token, right in zip(y, y_star)]
-            cells = [f"\033[{colour}m{x}\033[0m" for colour, x in zip(colours, cells)]
-        print(f"{number:3}: {' '.join(cells)}".rstrip())
-    print(flush=True)
-
-
 def report(run) -> str:
+    """Describe what the calls of a run did, in one line."""
     if run.method is jacobi:
-        states = [len(r["states"]) - 1 for r in run.log]
-        return f"{len(states)} blocks, {sum(states) / len(states):.2f} calls for each"
+        calls = [len(block["states"]) - 1 for block in run.log]
+        return f"{len(calls)} blocks, {sum(calls) / len(calls):.2f} calls for each"
     rows, guessed, accepted = (sum(r[name] for r in run.log) / len(run.log)
                                for name in ("rows", "guessed", "accepted"))
     return f"a call: {rows:.1f} rows, {guessed:.1f} of them guesses, {accepted:.2f} accepted"
@@ -200,5 +240,6 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli import main
+    from cli.trajectory import show_trajectory
     sys.exit(main([jacobi, lookahead], report, viewers={jacobi: show_trajectory}, ranges={
         "n": (2, 4, 8, 16, 32), "W": (0, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}))

@@ -6,14 +6,42 @@ arXiv 2402.13720
     speed-up = (A(γ + β) + 1) t_target / (γ / c · t_draft + t_target)                        Eq. 6
     A(γ + β): accepted tokens of a draft of γ + β tokens, which takes γ / c draft calls
 
-Four mechanisms, each with a switch (Table 4 is their ablation): `phrases` (Section 3.1), `lengthen`
-(3.2), `verification` (3.3) and `history` (3.4). Without any of them this is speculative decoding
-with a greedy draft. Lossless: drafts are only guesses, and a guess becomes final only where it
-equals the token that the target chooses there, greedily or by one draw a node of the tree.
-Departures: all suffixes that were tried are corrected, after a rejected draft too (the paper: after
-a full acceptance, those not accepted); a draft may be longer than γ by part of a phrase (the
-released code cuts it); the target's argmax makes phrases also when sampling; W and β default to
-what suits a CPU (the paper: W 15 to 20, β 5 to 7). Left out: batches.
+A phrase is β tokens, and its first token is its key. A round with γ = 3 and β = 3, where the pool
+holds the phrases "sat on the", "mat and then" and "mat by me", and the text ends in "sat":
+
+    draft (3.1)      sat ── on ── the                   one draft call on the root and a phrase: "on
+                                                        the" is right, and "mat" comes after it
+    lengthen (3.2)   sat ── on ── the ── mat ─┬─ and ── then    one target call on the draft, which
+                                              └─ by ─── me      is "on the mat", and two suffixes
+    verify           the target chooses on, the, mat, and, slept: they are the chunk
+    learn (3.3)      "mat and slept" takes the place of "mat and then" in the pool, and "mat and"
+                     with what the target chose after "by" that of "mat by me"
+
+Four mechanisms, each with a switch (Table 4 is their ablation):
+    phrases       Section 3.1: the draft model decodes by lookahead, with phrases as guesses
+    lengthen      Section 3.2: phrases that begin with the last draft token are verified below it
+    verification  Section 3.3: discarded draft tokens and corrected suffixes become phrases
+    history       Section 3.4: phrases outlive the prompt that they come from
+Without any of them this is speculative decoding with a greedy draft. Lossless: drafts are only
+guesses, and a guess becomes final only where it equals the token that the target chooses there, by
+the argmax or by one sample a node.
+
+Where the paper's text and the released code differ, two rules here are the released code's:
+    phrases of a discarded draft: the paper keeps segments that match the target's choices / a
+        phrase begins at every discarded token, also at the rejected one, and ends with the target's
+        choice (add_extra_ngram)
+    corrected suffixes: the paper corrects the unused ones after a full acceptance / all that were
+        tried are corrected, also after a rejection (update_in_place)
+Departures (paper / here / why):
+    length of a draft: the released code cuts it to γ / the last phrase is kept whole / it is free
+    window after a rejection: not said / the draft's window runs on, with positions that are
+        approximate / its tokens are only guesses
+    which phrases: not said / the newest K and G / recent text is the likeliest to come again
+    size of the pool: not said / 16 phrases a key, more where K or G is more, and 100,000 in all
+    sampling: the paper's drafts and phrases are greedy too / phrases are made of the target's
+        argmax, which is the likeliest to be drawn
+    W and β: W 15 to 20, β 5 to 7 / 2 and 3 / they suit a CPU, where every row of a call costs
+Left out: batches.
 """
 import itertools
 import random
@@ -23,37 +51,109 @@ from typing import Iterator
 from common import CachedLM, InputError, Sampler, greedy, trie, walk
 
 
+# -------------------------------------------------------------------------- the pool of phrases
+
 class PhrasePool:
-    """Phrases (tuples of tokens) by their first token. The oldest ones are dropped beyond `most` of
-    one first token and beyond `size` in all."""
+    """Keeps phrases, which are tuples of tokens, by their first token.
+
+    most     phrases of one first token that are kept; beyond that the oldest of them is dropped
+    size     phrases that are kept in all; beyond that the oldest is dropped
+    phrases  all phrases, the oldest first; the keys of a dictionary serve as a set with an order
+    rests    for each first token the other tokens of its phrases, the oldest first
+    """
 
     def __init__(self, most: int = 16, size: int = 100_000):
         self.most = most
         self.size = size
-        self.phrases = {}  # {phrase: None}, the oldest first
+        self.phrases = {}  # {phrase: None}
         self.rests = {}  # {first token: {the rest of a phrase: None}}
 
     def add(self, phrase: tuple[int, ...]) -> None:
+        """Add a phrase as the newest one, also if it is known already."""
         self.remove(phrase)
-        rests = self.rests.setdefault(phrase[0], {})
-        self.phrases[phrase] = rests[phrase[1:]] = None
+        key = phrase[0]
+        rests = self.rests.setdefault(key, {})
+        rests[phrase[1:]] = None
+        self.phrases[phrase] = None
         if len(rests) > self.most:
-            self.remove((phrase[0], *next(iter(rests))))
+            oldest = next(iter(rests))
+            self.remove((key, *oldest))
         if len(self.phrases) > self.size:
-            self.remove(next(iter(self.phrases)))
+            oldest = next(iter(self.phrases))
+            self.remove(oldest)
 
     def remove(self, phrase: tuple[int, ...]) -> None:
+        """Remove a phrase, if the pool has it."""
         if phrase in self.phrases:
-            del self.phrases[phrase], self.rests[phrase[0]][phrase[1:]]
+            del self.phrases[phrase]
+            del self.rests[phrase[0]][phrase[1:]]
 
     def newest(self, token: int, n: int) -> list[tuple[int, ...]]:
-        """The rests of the n newest phrases that begin with this token, newest first."""
-        return list(itertools.islice(reversed(self.rests.get(token, {})), n))
+        """List what follows `token` in the n newest phrases that begin with it, newest first."""
+        rests = reversed(self.rests.get(token, {}))
+        return list(itertools.islice(rests, n))
+
+
+# ------------------------------------------------------- Section 3.1: drafting phrase by phrase
+
+def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
+    """Add the lookahead window to a tree whose node 0 is the root.
+
+    levels        the tokens of each level, the top level first; none while the window is off
+    ids, parents  the tree's tokens and parents, changed in place
+    returns       the nodes of the last level, whose argmaxes are the window's new level
+
+    The root stands for the first token of the first level. The other tokens of the first level are
+    a chain below the root. Every token of a later level hangs below the token that stands in its
+    column one level up.
+    """
+    if not levels:
+        return []
+    nodes = [0]
+    for token in levels[0][1:]:
+        ids.append(token)
+        parents.append(nodes[-1])
+        nodes.append(len(ids) - 1)
+    for level in levels[1:]:
+        above = nodes
+        nodes = []
+        for token, parent in zip(level, above):
+            ids.append(token)
+            parents.append(parent)
+            nodes.append(len(ids) - 1)
+    return nodes
+
+
+def move_window(levels: list[list[int]], root: int, new: list[int],
+                N: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    """Move the lookahead window by one position after a call.
+
+    levels   the tokens of each level in this call
+    root     the root of this call, which stood for the first token of the first level
+    new      the argmaxes after the last level's tokens
+    N        tokens of an n-gram; the grown window has N - 1 levels
+    returns  the levels of the next call, and the n-grams that this call completed
+    """
+    if len(levels) < N - 1:  # still growing: one level more, one column less
+        levels = [level[1:] for level in levels]
+        return [*levels, new[1:]], []
+    first = [root, *levels[0][1:]]
+    columns = zip(first, *levels[1:], new)
+    return [*levels[1:], new], list(columns)
 
 
 class Drafter:
-    """Greedy decoding of the draft model, several tokens a call: lookahead decoding (Fu et al.,
-    arXiv 2402.02057) with the pool's phrases as guesses. Section 3.1."""
+    """Decodes greedily with the draft model, several tokens a call: lookahead decoding (Fu et al.,
+    arXiv 2402.02057) with the pool's phrases as guesses.
+
+    draft   the draft model
+    prompt  the window starts with random tokens of it
+    pool    the phrases that are tried, and where the window's phrases go
+    W       columns of the window; 0 switches phrases off, so that a call drafts one token
+    beta    tokens of a phrase (β); it is the N of lookahead decoding
+    G       phrases tried in one call, at most
+    seed    of the window's first tokens
+    """
 
     def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, W: int, beta: int,
                  G: int, seed: int):
@@ -61,64 +161,68 @@ class Drafter:
         self.pool = pool
         self.beta = beta
         self.G = G
-        # levels[l][i] guesses the token at position i + l after the root, roughly: the window moves
-        # by one a call. levels[0][0] stands for the root. W = 0: no levels, one token a call
-        rng = random.Random(seed)
-        self.levels = [[prompt[-1], *rng.choices(prompt, k=W + beta - 3)]] if W else []
+        # levels[l][i] guesses the token at position i + l after the root. That is exact only while
+        # every call drafts one token and none is rejected, for the window moves by one position
+        self.levels = []
+        if W > 0:
+            # One level of random tokens, wide enough to lose a column β - 2 times
+            first = random.Random(seed).choices(prompt, k=W + beta - 3)
+            self.levels = [[prompt[-1], *first]]
 
     def step(self, unseen: list[int]) -> list[int]:
-        """One draft call: `unseen` are the tokens that are not cached yet, the root last; returns
-        those that follow, and caches all but the last."""
+        """Draft the next tokens in one call of the draft model.
+
+        unseen   the tokens at the end of the text and draft that the draft model has not cached,
+                 the root last
+        returns  the tokens that follow, 1 or more; all of them but the last are now cached
+        """
         root = unseen[-1]
-        base = len(unseen) - 1  # the root's node in the draft's pending tree
-        rests = self.pool.newest(root, self.G) if self.levels else []
-        ids, parents, _ = trie(root, [rest[:self.beta - 1] for rest in rests])
-        size = len(ids)
-        last = self.window(ids, parents)
-        below = [base + parent for parent in parents]
-        logits = self.draft.forward(unseen[:-1] + ids, [*range(-1, base - 1), *below])[base:]
-        path, tokens = walk(ids[:size], parents[:size], greedy(logits[:size]))
-        self.draft.commit([*range(base), *(base + node for node in path)])
+        guesses = []
         if self.levels:
-            self.move(root, greedy(logits[last]))
+            guesses = [rest[:self.beta - 1] for rest in self.pool.newest(root, self.G)]
+        ids, parents, _ = trie(root, guesses)
+        size = len(ids)  # nodes of the root and of the guesses; the window's come after them
+        last_level = add_window(self.levels, ids, parents)
+        # What is unseen before the root is a chain of `base` nodes, and the tree hangs below it
+        base = len(unseen) - 1
+        chain = list(range(-1, base - 1))
+        below = [base + parent for parent in parents]
+        logits = self.draft.forward(unseen[:-1] + ids, chain + below)[base:]
+        path, tokens = walk(ids[:size], parents[:size], greedy(logits[:size]))
+        accepted = [base + node for node in path]
+        self.draft.commit([*range(base), *accepted])
+        if self.levels:
+            new = greedy(logits[last_level])
+            self.levels, phrases = move_window(self.levels, root, new, self.beta)
+            for phrase in phrases:
+                self.pool.add(phrase)
         return tokens
 
-    def window(self, ids: list[int], parents: list[int]) -> list[int]:
-        """Add the window to a tree with node 0 as its root; the nodes of the last level. The first
-        level is a chain below the root, every other token hangs below the one a level up."""
-        above = []
-        for level in self.levels:
-            nodes = [] if above else [0]
-            for i, token in enumerate(level[len(nodes):], len(nodes)):
-                nodes.append(len(ids))
-                ids.append(token)
-                parents.append(above[i] if above else nodes[i - 1])
-            above = nodes
-        return above
 
-    def move(self, root: int, new: list[int]) -> None:
-        """Move the window on; `new` is what follows its last level. Once it has grown to β - 1
-        levels every column is a phrase."""
-        if len(self.levels) < self.beta - 1:
-            self.levels = [level[1:] for level in self.levels] + [new[1:]]
-            return
-        self.levels[0] = [root, *self.levels[0][1:]]
-        for phrase in zip(*self.levels, new):
-            self.pool.add(phrase)
-        self.levels = [*self.levels[1:], new]
-
+# -------------------------------------------------- Section 3.3: phrases from the verification
 
 def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int, ...]]:
-    """Phrases from a draft d of which A tokens were accepted (Section 3.3, Fig. 4): v[i] is the
-    target's choice after d[:i]. From each discarded token on, the target's choices for as long as
-    the draft agrees with them, where that makes a phrase of β tokens."""
+    """List the phrases that the discarded tokens of a draft make (Fig. 4), by the released code's
+    rule.
+
+    d        the draft
+    v        the target's choices: v[i] after d[:i], so that d[i] is right if it equals v[i]
+    A        accepted tokens of the draft
+    beta     tokens of a phrase
+    returns  a phrase for each discarded token that begins one of β tokens: first that token, then
+             the target's choices, up to the first choice that the draft does not agree with
+
+    For example d = 5 6 7 8 9 and v = 5 1 7 8 2 4: the draft's 5 is accepted, its 7 and 8 agree
+    again. With β = 3 the phrases are 6 7 8 and 7 8 2; from 8 on there is 8 2, which is too short.
+    """
     found = []
     for i in range(A, len(d)):
-        phrase, j = [d[i]], i + 1
+        phrase = [d[i]]
+        j = i + 1
         while len(phrase) < beta:
             phrase.append(v[j])
             if j == len(d) or d[j] != v[j]:
-                break
+                break  # v[j + 1] is chosen after another token than v[j]
             j += 1
         if len(phrase) == beta:
             found.append(tuple(phrase))
@@ -127,16 +231,38 @@ def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int,
 
 def learn(pool: PhrasePool, d: list[int], v: list[int], rests: list[tuple], tried: list[list[int]],
           A: int, beta: int) -> list[tuple[int, ...]]:
-    """Put the tried suffixes into the pool as the target corrects them, and phrases of what it
-    discards: Section 3.3. Returns them, the newest last. `tried`: the nodes of each suffix, after
-    those of the root and of d."""
+    """Put corrected suffixes and phrases of discarded tokens into the pool: Section 3.3.
+
+    d, A     the draft and how many of its tokens were accepted
+    v        the target's choice after every node: nodes 0 … γ are the root and d, so that v[i] is
+             also the choice after d[:i]; the suffixes' nodes come after those
+    rests    the suffixes that were tried, without their first token, which is d's last
+    tried    for each of them the nodes of root, d and suffix, as far as it was tried
+    returns  the phrases that were put into the pool, the newest last
+    """
+    key = d[-1]
     for rest in rests:
-        pool.remove((d[-1], *rest))
-    found = [(d[-1], *(v[node] for node in nodes[len(d):-1])) for nodes in reversed(tried)]
+        pool.remove((key, *rest))
+    found = []
+    # In reverse, for `rests` has the newest first, and the newest is to stay the newest
+    for nodes in reversed(tried):
+        # p_1 v_2 … v_β replaces p_1 p_2 … p_β: v_i is the choice after p_(i-1)
+        choosing = nodes[len(d):-1]
+        found.append((key, *(v[node] for node in choosing)))
     found += phrases_of(d, v, A, beta)
     for phrase in found:
         pool.add(phrase)
     return found
+
+
+# ------------------------------------------------------------------------------------ the method
+
+def check_options(**options: int) -> None:
+    """Raise InputError if a number is too small; beta is 2 or more, all others are 1 or more."""
+    for name, value in options.items():
+        least = 2 if name == "beta" else 1
+        if value < least:
+            raise InputError(f"--{name} must be {least} or more, got {value}")
 
 
 def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, W: int = 2,
@@ -156,14 +282,13 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     lengthen: hang phrases below the last draft token (3.2)
     verification: make phrases of what the target discards (3.3)
     history: keep the phrases of earlier prompts (3.4)
-    Yields chunks of 1 to gamma + 2 beta - 1 tokens. `pool` is changed in place. Logs a record a
-    round: {"drafted", "calls" of the draft model, "accepted", of suffixes too, "matched" (Eq. 10),
-    "phrases" made by verification}.
+    Yields chunks of 1 to gamma + 2 beta - 1 tokens; logs a record a round: {"drafted", "calls" of
+    the draft model, "accepted", of suffixes too, "matched" (Eq. 10), "phrases" made by
+    verification}. `pool` is changed in place: its phrases, and its `most` where K or G is more.
     """
-    if gamma < 1 or W < 1 or beta < 2 or K < 1 or G < 1:
-        raise InputError("expected gamma, W, K and G of 1 or more and beta of 2 or more, got "
-                         f"{gamma}, {W}, {K}, {G} and {beta}")
-    pool = PhrasePool() if pool is None or not history else pool
+    check_options(gamma=gamma, W=W, beta=beta, K=K, G=G)
+    if pool is None or not history:
+        pool = PhrasePool()
     pool.most = max(pool.most, K, G)
     target.start(prompt[:-1])
     draft.start(prompt[:-1])
@@ -173,41 +298,55 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     while True:
         # Section 3.1: draft d_1 … d_γ, or a few more; the draft goes on from what it has cached
         d = []
-        calls = draft.calls
+        calls_before = draft.calls
         while len(d) < gamma:
-            d += drafter.step((text + d)[draft.length:])
-        # Eq. 7: the K newest phrases that begin with d_γ lengthen it
+            unseen = (text + d)[draft.length:]
+            d += drafter.step(unseen)
+        # Section 3.2, Eq. 7: the K newest phrases that begin with d_γ lengthen the draft
         rests = pool.newest(d[-1], K) if lengthen else []
         lengthened = [d + list(rest[:beta - 1]) for rest in rests]
         ids, parents, paths = trie(root, [d, *lengthened])
-        # Eq. 2 and 8: v of all of it in one target call; Eq. 3 and 9: the longest accepted path
-        logits = target.forward(ids, parents)
-        v = greedy(logits)  # v[node]: the target's argmax after it; nodes 0 … γ: the root and d
-        path, chunk = walk(ids, parents, v if sample.temperature == 0 else sample(logits))
+        # Eq. 2 and 8: what the target chooses after every node, in one call
+        logits = target.forward(ids, parents)  # [nodes, V]
+        v = greedy(logits)
+        chosen = v if sample.temperature == 0 else sample(logits)
+        # Eq. 3 and 9: the longest path that the target chooses
+        path, chunk = walk(ids, parents, chosen)
         target.commit(path)
         accepted = len(path) - 1
         text += chunk
         root = chunk[-1]
-        draft.truncate(min(draft.length, len(text) - 1))  # d_γ was never cached
-        found = learn(pool, d, v, rests, paths[1:], accepted, beta) if verification else []
+        # Drop rejected tokens from the draft's cache, which may end before them: it lacks d_γ
+        draft.truncate(min(draft.length, len(text) - 1))
+        # Section 3.3
+        found = []
+        if verification:
+            found = learn(pool, d, v, rests, paths[1:], accepted, beta)
         if log is not None:
-            log.append({"drafted": len(d), "calls": draft.calls - calls, "accepted": accepted,
-                        "matched": sum(x == y for x, y in zip(d, v)), "phrases": found})
+            log.append({"drafted": len(d), "calls": draft.calls - calls_before,
+                        "accepted": accepted, "matched": sum(x == y for x, y in zip(d, v)),
+                        "phrases": found})
         yield chunk
 
 
+# ------------------------------------------------------------------------------ the command line
+
 def report(run) -> str:
-    """What a round did, and the speed-up to be expected (Eq. 6) with the costs of this run."""
-    target, draft, rounds = run.models["target"], run.models["draft"], len(run.log)
+    """Describe what a round did, and predict the speed-up (Eq. 6) from the costs of this run."""
+    target = run.models["target"]
+    draft = run.models["draft"]
+    rounds = len(run.log)
     drafted, calls, accepted, matched = (sum(r[name] for r in run.log) / rounds
                                          for name in ("drafted", "calls", "accepted", "matched"))
     suffix = sum(max(0, r["accepted"] - r["drafted"]) for r in run.log) / rounds
     cost = (draft.seconds / draft.calls) / (target.seconds / target.calls)
-    kept = f"; {len(run.options['pool'].phrases)} phrases kept"
+    kept = ""
+    if run.options.get("history", True):  # the pool that all prompts of the run shared
+        kept = f"; {len(run.options['pool'].phrases)} phrases kept"
     return (f"a round: {drafted:.2f} tokens drafted in {calls:.2f} draft calls, {matched:.2f} are "
             f"the target's choice, {accepted:.2f} accepted, {suffix:.2f} of them from suffixes"
-            f"{kept if run.options.get('history', True) else ''}\npredicted, a draft call costing "
-            f"{cost:.2f} of a target call: speed-up {(accepted + 1) / (calls * cost + 1):.2f}x")
+            f"{kept}\npredicted, a draft call costing {cost:.2f} of a target call: speed-up "
+            f"{(accepted + 1) / (calls * cost + 1):.2f}x")
 
 
 if __name__ == "__main__":

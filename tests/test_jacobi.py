@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import jacobi as module
+from cli.trajectory import show_trajectory
 from common import CachedLM, InputError, Sampler, autoregressive, until
 from conftest import CONTEXT, ROOT, ScriptedLM, chi_square_ok, markov, prefill, tiny, tokens_of
-from jacobi import jacobi, lookahead, remember, report, show_trajectory
+from jacobi import jacobi, list_ngrams, lookahead, remember, report
 from test_speculative import choices, counts_of, law
 
 PROMPT = [3, 14, 15, 3, 14]
@@ -262,6 +263,13 @@ def test_each_ngram_of_the_text_is_remembered_once(prompt):
     assert max(r["guessed"] for r in log) > 2 and max(r["accepted"] for r in log) == N - 1
 
 
+def test_the_ngrams_of_a_text():
+    """All of them, those of its end alone, and none of a text that is too short."""
+    assert list_ngrams([1, 2, 3, 4], 3) == [(1, 2, 3), (2, 3, 4)]
+    assert list_ngrams([1, 2, 3, 4], 3, 1) == [(2, 3, 4)] and list_ngrams([1, 2, 3, 4], 3, 2) == []
+    assert list_ngrams([1, 2, 3], 3, -4) == [(1, 2, 3)] and list_ngrams([1, 2], 3, -5) == []
+
+
 def test_the_pool_keeps_the_newest():
     pool = {}
     for ngram in [(1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 5, 6), (2, 2, 3)]:
@@ -329,9 +337,11 @@ def test_unmerged_candidates_would_be_biased(monkeypatch):
 # ------------------------------------------------------------------- mistakes, the command line
 
 @pytest.mark.parametrize("method, options, message", [
-    (jacobi, dict(n=1), "n of 2 or more, got 1"), (lookahead, dict(N=1), "got 15, 1 and 15"),
-    (lookahead, dict(W=-1), "got -1, 5"), (lookahead, dict(G=0), "5 and 0"),
-    (lookahead, dict(W=0, prompt_ngrams=False), "nothing is left to guess from")])
+    (jacobi, dict(n=1), "--n must be 2 or more, got 1"),
+    (lookahead, dict(N=1), "--N must be 2 or more, got 1"),
+    (lookahead, dict(W=-1), "--W must be 0 or more, got -1"),
+    (lookahead, dict(G=0), "--G must be 1 or more, got 0"),
+    (lookahead, dict(W=0, prompt_ngrams=False), "--W must be 1 or more with --no-prompt-ngrams")])
 def test_bad_options_are_refused(method, options, message):
     with pytest.raises(InputError, match=message):
         next(method(ScriptedLM(markov(1)), [0, 1], **options))

@@ -1,4 +1,5 @@
 """Ouroboros: the target's own output whatever the phrases are, and each of the four mechanisms."""
+import inspect
 import itertools
 import random
 from types import SimpleNamespace
@@ -6,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import jacobi
 import ouroboros as module
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from conftest import CONTEXT, ScriptedLM, chi_square_ok, main, markov, near, tiny, tokens_of
@@ -339,11 +341,19 @@ def test_more_phrases_than_the_pool_keeps_raise_its_limit(name):
     assert options["pool"].most == 50
 
 
-@pytest.mark.parametrize("options", [dict(gamma=0), dict(W=0), dict(K=0), dict(G=0),
-                                     dict(beta=0), dict(beta=1)])
-def test_bad_options_are_refused(options):
-    with pytest.raises(InputError, match="of 1 or more and beta of 2 or more"):
-        next(ouroboros(counting(), counting(), [1], **options))
+@pytest.mark.parametrize("name, least", dict(gamma=1, W=1, beta=2, K=1, G=1).items())
+def test_bad_options_are_refused(name, least):
+    """A number that is too small is named, and no other option."""
+    with pytest.raises(InputError) as error:
+        next(ouroboros(counting(), counting(), [1], **{name: least - 1}))
+    assert str(error.value) == f"--{name} must be {least} or more, got {least - 1}"
+    assert next(ouroboros(counting(), counting(), [1], **{name: least}))
+
+
+def test_the_window_is_that_of_lookahead_decoding():
+    """Word for word: who compares the two files has nothing to compare."""
+    for name in ("add_window", "move_window"):
+        assert inspect.getsource(getattr(module, name)) == inspect.getsource(getattr(jacobi, name))
 
 
 def test_command_line(capfd):

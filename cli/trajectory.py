@@ -1,0 +1,54 @@
+"""Draws a Jacobi trajectory in the terminal, as CLLM's Fig. 2: `python jacobi.py --show`."""
+import sys
+
+RIGHT = 32  # the terminal's number of green
+WRONG = 31  # the terminal's number of red
+
+
+def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
+    """Print each block's trajectory when the block is final, and the text at the end.
+
+    chunks     the chunks of a Jacobi decoding that has begun already
+    tokenizer  turns tokens into text
+    colour     unused: whether stdout is a terminal decides
+    log        the log of the decoding, one record a block
+    """
+    text = []
+    shown = len(log) - 1  # the last block of the log has begun, those before are of other prompts
+    for chunk in chunks:
+        text += chunk
+        while shown < len(log) and is_complete(log[shown]):
+            print_states(log[shown]["states"], tokenizer)
+            shown += 1
+    for block in log[shown:]:  # a block that EOS or the limit cut: print what is final of it
+        final = block["final"][-1]
+        print_states([y[:final] for y in block["states"]], tokenizer)
+    print(tokenizer.decode(text, skip_special_tokens=True), flush=True)
+
+
+def is_complete(block: dict) -> bool:
+    """Say whether all tokens of a block are final."""
+    return block["final"][-1] >= len(block["states"][0])
+
+
+def print_states(states: list[list[int]], tokenizer) -> None:
+    """Print the states of a block, a line for each state and a column for each token.
+
+    Right tokens are green and wrong ones red. Where stdout is no terminal, wrong tokens stand in
+    brackets instead.
+    """
+    terminal = sys.stdout.isatty()
+    y_star = states[-1]
+
+    def cell_of(token: int, right: int) -> str:
+        word = repr(tokenizer.decode([token]))[1:-1]
+        return word if terminal or token == right else f"[{word}]"
+    rows = [[cell_of(token, right) for token, right in zip(y, y_star)] for y in states]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for number, (y, row) in enumerate(zip(states, rows)):
+        cells = [word.ljust(width) for word, width in zip(row, widths)]
+        if terminal:
+            colours = [RIGHT if token == right else WRONG for token, right in zip(y, y_star)]
+            cells = [f"\033[{colour}m{cell}\033[0m" for colour, cell in zip(colours, cells)]
+        print(f"{number:3}: {' '.join(cells)}".rstrip())
+    print(flush=True)
