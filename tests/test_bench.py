@@ -17,7 +17,7 @@ import paper_tables as papers
 from bita import Tuning, save_tuning, shape_of
 from bench import Bench, Count, Ours, Results, by_category, options, table
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import near, tiny
+from families import near, tiny
 from jacobi import jacobi
 from mjsd import mjsd
 from ouroboros import ouroboros

@@ -16,8 +16,10 @@ import bita as module
 from bita import (Tuning, accuracy, bita, efficient_tree, fit, full_tree, load_tuning, mask_logits,
                   planned_tree, plans, sample_anchors, sar_loss, save_tuning, shape_of, train)
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree
-from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, Decoder, chi_square_ok, interrupting,
-                      main, path_to, per_call, prefill, said_in_one_line, tiny, tokens_of)
+from fake_models import Decoder, path_to
+from families import CONTEXT, FAMILIES, MORE_FAMILIES, tiny
+from helpers import ROOT, interrupting, main, per_call, prefill, said_in_one_line, tokens_of
+from laws import chi_square_ok
 from models import training
 
 PROMPT = [3, 14, 15]

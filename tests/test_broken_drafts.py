@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 import bita
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from conftest import ROOT, near, tiny, tokens_of
+from families import near, tiny
+from helpers import ROOT, tokens_of
 from mjsd import mjsd
 from ouroboros import ouroboros
 from speculative import bild, specdec, specinfer, spectr, speculative

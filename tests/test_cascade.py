@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, attention_mask, autoregressive, windows_of
-from conftest import (FAMILIES, MORE_FAMILIES, ScriptedLM, chi_square_ok, main, markov, near,
-                      said_in_one_line, tiny, tokens_of)
+from fake_models import ScriptedLM, markov
+from families import FAMILIES, MORE_FAMILIES, near, tiny
+from helpers import main, said_in_one_line, tokens_of
+from laws import chi_square_ok
 from survey import cascade as module
 from survey.cascade import (Level, MaxGram, Part, bigrams, cascade, ends, queries, report,
                             retrieved, review, triforce)

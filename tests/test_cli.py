@@ -26,7 +26,8 @@ import cli
 from cli import Run
 from cli.graphs import GraphedLM
 from common import CachedLM, autoregressive, encode, eos_ids, greedy, load
-from conftest import ROOT, main, near, tiny, tokens_of
+from families import near, tiny
+from helpers import ROOT, main, tokens_of
 from speculative import report, speculative
 from test_structure import METHODS
 

@@ -19,8 +19,10 @@ import jacobi
 from cllm import (Pair, augmented, cllm, collect, distance, drawn, fit, losses, profile,
                   profile_of, read_trajectories, repeats, train, training_tree, trajectories)
 from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
-from conftest import (CONTEXT, ROOT, ScriptedLM, chi_square_ok, interrupting, main, markov, path_to,
-                      said_in_one_line, tiny, tokens_of)
+from fake_models import ScriptedLM, markov, path_to
+from families import CONTEXT, tiny
+from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
+from laws import chi_square_ok
 from models.training import digest
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]

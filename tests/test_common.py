@@ -18,8 +18,10 @@ from cli.graphs import GraphedLM
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
                     autoregressive, best_tree, context_length, fastest, greedy, load, prepare,
                     row_costs, trie, until, walk, windows_of)
-from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, VOCAB, Zeros, chi_square_ok,
-                      path_to, prefill, tiny, tokens_of)
+from fake_models import Zeros, path_to
+from families import CONTEXT, FAMILIES, MORE_FAMILIES, VOCAB, tiny
+from helpers import ROOT, prefill, tokens_of
+from laws import chi_square_ok
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 BOTH = pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])

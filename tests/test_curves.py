@@ -13,7 +13,8 @@ import curves
 from bench import Count, Results
 from cllm import collect
 from common import CachedLM, InputError, Sampler, autoregressive, until
-from conftest import near, tiny, tokens_of
+from families import near, tiny
+from helpers import tokens_of
 from speculative import speculative
 from test_bench import column, made, models, tables_of  # noqa: F401  (models: a fixture)
 

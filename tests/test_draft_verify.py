@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import (FAMILIES, MORE_FAMILIES, ROOT, chi_square_ok, main, near, said_in_one_line,
-                      tiny, tokens_of)
+from families import FAMILIES, MORE_FAMILIES, near, tiny
+from helpers import ROOT, main, said_in_one_line, tokens_of
+from laws import chi_square_ok
 from survey import draft_verify as module
 from survey.draft_verify import (agreement, draft_verify, load_blocks, measure_costs,
                                  predict_speed, report, search, without)

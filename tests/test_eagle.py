@@ -17,8 +17,9 @@ from transformers import AutoTokenizer, DeepseekV3Config, OPTConfig, SmolLM3Conf
 
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree, encode, walk
-from conftest import (CONTEXT, FAMILIES, MORE_FAMILIES, ROOT, SCALED, SHAPE, SMALL, interrupting,
-                      main, path_to, prefill, said_in_one_line, tiny, tokens_of)
+from fake_models import path_to
+from families import CONTEXT, FAMILIES, MORE_FAMILIES, SCALED, SHAPE, SMALL, tiny
+from helpers import ROOT, interrupting, main, prefill, said_in_one_line, tokens_of
 from models import training
 from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, Draft, Pairs, acceptance, eagle, eagle_loss, features_of,

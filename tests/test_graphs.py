@@ -12,7 +12,8 @@ from cli import graphs
 from cli.graphs import GraphedLM, capture
 from cllm import cllm
 from common import WIDTHS, CachedLM, InputError, autoregressive, load, prepare
-from conftest import CONTEXT, ROOT, main, near, prefill, tiny, tokens_of
+from families import CONTEXT, near, tiny
+from helpers import ROOT, main, prefill, tokens_of
 from jacobi import jacobi, lookahead
 from mjsd import mjgd, mjsd
 from ouroboros import ouroboros

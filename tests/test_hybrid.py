@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import (FAMILIES, MORE_FAMILIES, ROOT, SCALED, ScriptedLM, chi_square_ok, main,
-                      markov, said_in_one_line, tiny, tokens_of)
+from fake_models import ScriptedLM, markov
+from families import FAMILIES, MORE_FAMILIES, SCALED, tiny
+from helpers import ROOT, main, said_in_one_line, tokens_of
+from laws import chi_square_ok
 from survey import hybrid as module
 from survey.eagle import Draft, Pairs
 from survey.hybrid import (Trained, fit, grow, hybrid, load_trust, prices, report, weight,

@@ -13,17 +13,14 @@ import torch.nn.functional as F
 import jacobi as module
 from cli.trajectory import show_trajectory
 from common import CachedLM, InputError, Sampler, autoregressive, until
-from conftest import CONTEXT, ROOT, ScriptedLM, chi_square_ok, markov, prefill, tiny, tokens_of
+from fake_models import Recorder, ScriptedLM, counting, markov, scripted
+from families import CONTEXT, tiny
+from helpers import ROOT, choices, prefill, tokens_of
+from laws import chi_square_ok, counts_of, law
 from jacobi import jacobi, list_ngrams, lookahead, remember, report
-from test_speculative import choices, counts_of, law
 
 PROMPT = [3, 14, 15, 3, 14]
 ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
-
-
-def scripted(following, vocab):
-    """A scripted model that puts token following(text) after a text."""
-    return ScriptedLM(lambda text: F.one_hot(torch.tensor(following(text)), vocab).float())
 
 
 def test_greedy_jacobi_equals_autoregressive(family):
@@ -148,14 +145,10 @@ def earlier():
     return [{"states": [[7, 7], [7, 7]], "final": [1, 3]}, {"states": [[7, 7]], "final": [1]}]
 
 
-def counting():
-    return scripted(lambda text: text[-1] + 1, 8)
-
-
 def test_the_trajectory_as_plain_text(capsys):
     """A line a state, wrong tokens in brackets, columns in line; nothing of an earlier prompt; of a
     block that was cut what is final; the text at the end."""
-    shown(counting(), [0], 3, 5, earlier())
+    shown(counting(8), [0], 3, 5, earlier())
     assert capsys.readouterr().out == (
         "  0: a [a] [a]\n"
         "  1: a \\n  [\\n]\n"
@@ -176,7 +169,7 @@ def test_the_trajectory_of_a_block_that_the_first_chunk_completes(capsys):
 def test_the_trajectory_on_a_terminal(capsys, monkeypatch):
     """Right tokens are green, wrong ones red."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    shown(counting(), [0], 3, 2, earlier())
+    shown(counting(8), [0], 3, 2, earlier())
     green, red = ("\033[{}m{{}}\033[0m".format(colour).format for colour in (32, 31))
     assert capsys.readouterr().out == (
         f"  0: {green('a')} {red('a ')} {red('a ')}\n"
@@ -185,18 +178,6 @@ def test_the_trajectory_on_a_terminal(capsys, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------- lookahead
-
-class Recorder(ScriptedLM):
-    """Keeps every call's token tree."""
-
-    def start(self, ids, prefix=()):
-        super().start(ids, prefix)
-        self.trees = []
-
-    def forward(self, ids, parents=None):
-        self.trees.append((list(ids), list(parents)))
-        return super().forward(ids, parents)
-
 
 def test_the_window_of_the_survey(monkeypatch):
     """W = 5, N = 4: the colours of the figure as hundreds, the position as units: blue 0, orange 1,

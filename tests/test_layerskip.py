@@ -10,8 +10,8 @@ from torch.nn.utils import parametrize
 
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import (FAMILIES, MORE_FAMILIES, ROOT, interrupting, main, per_call,
-                      said_in_one_line, tiny, tokens_of)
+from families import FAMILIES, MORE_FAMILIES, tiny
+from helpers import ROOT, interrupting, main, per_call, said_in_one_line, tokens_of
 from survey import layerskip as module
 from survey.layerskip import (Exit, adapter, exit_accuracy, fit, hidden_states, layerskip,
                               load_exit, load_tuned, ppd, report, train, tune,

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from bita import Tuning, sample_anchors, load_tuning, mask_logits, shape_of
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from conftest import (FAMILIES, MORE_FAMILIES, ROOT, Zeros, chi_square_ok, interrupting, main,
-                      per_call, said_in_one_line, tiny, tokens_of)
+from fake_models import Zeros
+from families import FAMILIES, MORE_FAMILIES, tiny
+from helpers import ROOT, interrupting, main, per_call, said_in_one_line, tokens_of
+from laws import chi_square_ok
 from models import training
 from models.training import score_answers
 from survey import masks as module

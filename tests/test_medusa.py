@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree
-from conftest import (CONTEXT, FAMILIES, ROOT, SCALED, Decoder, ScriptedLM, interrupting, main,
-                      markov, per_call, tiny, tokens_of)
+from fake_models import Decoder, ScriptedLM, markov
+from families import CONTEXT, FAMILIES, SCALED, tiny
+from helpers import ROOT, interrupting, main, per_call, tokens_of
 from models import training
 from survey import medusa as module
 from survey.medusa import (Heads, accuracy, collect_features, fit, load_heads, medusa, save_heads,

@@ -7,8 +7,10 @@ import torch
 
 import mjsd as module
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from conftest import (CONTEXT, ScriptedLM, chi_square_ok, few_families, main, markov, near, tiny,
-                      tokens_of)
+from fake_models import ScriptedLM, drifting, markov, uncached
+from families import CONTEXT, few_families, near, tiny
+from helpers import main, tokens_of
+from laws import chi_square_ok
 from mjsd import beam_search, children, longest_prefix, mjgd, mjsd, path_to, perplexity
 
 PROMPT = [3, 14, 15]
@@ -17,25 +19,6 @@ WARPED = Sampler(0.8, top_k=12, top_p=0.9)
 
 
 # ----------------------------------------------------- references: no cache, no tree, no ids
-
-def recomputed(model):
-    """The logits [V] after a text, run from its beginning."""
-    known = {}
-
-    @torch.inference_mode()
-    def logits_of(tokens):
-        if tuple(tokens) not in known:
-            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
-            known[tuple(tokens)] = logits[0, -1]
-        return known[tuple(tokens)]
-    return logits_of
-
-
-def drifting(seed: int):
-    """Logits that depend on the last two tokens and on the length: greedy text does not repeat."""
-    tables = [markov(100 * seed + i, vocab=5, scale=1.0) for i in range(31)]
-    return lambda tokens: tables[len(tokens) % 31](tokens)
-
 
 def joints(logits_of, context: list[int], tokens, sample: Sampler = greedy) -> list[float]:
     """log p(tokens[:i] | context) for i from 1, of the model or as a sampler warps it."""
@@ -227,7 +210,7 @@ def test_mjgd_on_a_real_cache(name):
     """Equal to a search without a cache, also where some chunks end in an EOS."""
     model = tiny(name)
     for eos in (set(), set(range(0, 61, 4))):
-        context, logits_of, lengths = PROMPT, recomputed(model), set()
+        context, logits_of, lengths = PROMPT, uncached(model).logits_of, set()
         chunks = mjgd(CachedLM(model), PROMPT, K=3, beams=4, eos=eos)
         for chunk in itertools.islice(chunks, 14):
             assert tuple(chunk) == search(logits_of, context, 3, 4, eos)[0][0]
@@ -269,7 +252,7 @@ def test_drafts_on_real_caches_equal_those_without_a_cache(family):
     """Round by round, past the window of those that have one, one beam verified or three; and with
     a quarter of the tokens EOS, so that some drafts end early, before or after other beams."""
     model, draft = tiny(family), near(tiny(family), 0.05)
-    references, drafted = (recomputed(model), recomputed(draft)), []
+    references, drafted = (uncached(model).logits_of, uncached(draft).logits_of), []
     for width, eos in ((1, set()), (3, set(range(0, 61, 4))), (1, set(range(0, 61, 4)))):
         options = dict(gamma=3, beams=4, width=width, tau=0.3, eos=eos)
         models = CachedLM(model), CachedLM(draft)
@@ -436,7 +419,7 @@ def test_bad_options_are_refused(method, options, message):
 
 def test_perplexity_is_that_of_the_model_itself():
     model, prompts, outputs = tiny("llama"), [[3, 4, 5], [7]], [[8, 9, 10, 11], [2]]
-    logits_of = recomputed(model)
+    logits_of = uncached(model).logits_of
     nll = -sum(joints(logits_of, p, o)[-1] for p, o in zip(prompts, outputs))
     found = perplexity(CachedLM(model), prompts, outputs)
     assert found == pytest.approx(math.exp(nll / 5), rel=1e-4)

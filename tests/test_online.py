@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from conftest import (FAMILIES, MORE_FAMILIES, ROOT, interrupting, main, near, said_in_one_line,
-                      tiny, tokens_of)
+from families import FAMILIES, MORE_FAMILIES, near, tiny
+from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
 from models import training
 from survey import online as module
 from survey.online import Learner, boost, online, report, serve

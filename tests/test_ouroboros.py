@@ -10,7 +10,10 @@ import torch
 import jacobi
 import ouroboros as module
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from conftest import CONTEXT, ScriptedLM, chi_square_ok, main, markov, near, tiny, tokens_of
+from fake_models import Recorder, ScriptedLM, counting, markov, scripted
+from families import CONTEXT, near, tiny
+from helpers import main, tokens_of
+from laws import chi_square_ok
 from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 
 PROMPT = [3, 14, 15, 3, 14]
@@ -123,24 +126,6 @@ def test_sampled_output_has_the_targets_distribution():
 
 
 # -------------------------------------------------------------------------------- the mechanisms
-
-class Recorder(ScriptedLM):
-    """Keeps the (ids, parents) of every call."""
-
-    def __init__(self, logits_of):
-        super().__init__(logits_of)
-        self.trees = []
-
-    def forward(self, ids, parents=None):
-        self.trees.append((list(ids), None if parents is None else list(parents)))
-        return super().forward(ids, parents)
-
-
-def counting(vocab: int = 20, exceptions: dict = {}) -> Recorder:
-    """A model that counts, but for {token: what follows it}."""
-    eye = torch.eye(vocab)
-    return Recorder(lambda tokens: eye[exceptions.get(tokens[-1], (tokens[-1] + 1) % vocab)])
-
 
 def first(chunks, n: int) -> list[list[int]]:
     return list(itertools.islice(chunks, n))

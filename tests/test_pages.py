@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from helpers import ROOT
 from test_structure import written
 
 PAGES = [name for name in written() if name.endswith(".md")]

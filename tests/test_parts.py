@@ -6,7 +6,8 @@ import torch
 from safetensors import safe_open
 
 from common import InputError
-from conftest import ROOT, tiny
+from families import tiny
+from helpers import ROOT
 from survey.parts import (belongs, fill, head_for, load_part, logits_of, save_part,
                           some_embeddings)
 

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import tasks
 from common import CachedLM, InputError, Sampler, autoregressive, encode, eos_ids, greedy
-from conftest import CONTEXT, ROOT, ScriptedLM, main, markov, near, tiny, tokens_of
+from fake_models import ScriptedLM, markov, scripted
+from families import CONTEXT, near, tiny
+from helpers import ROOT, choices, main, tokens_of
 from survey import rest as module
 from survey.parts import load_part, save_part
 from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, Gain, as_text, as_tokens, build,
                          load_datastore, report, rest, retrieve, tokens_per_call)
-from test_speculative import choices
 
 PROMPT = [3, 14, 15, 3, 14]
 ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
@@ -23,11 +23,6 @@ ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
 
 def store_of(*texts):
     return Datastore("".join(as_text(text) + BOUNDARY for text in texts))
-
-
-def scripted(following, vocab):
-    """A scripted model that puts token following(text) after a text."""
-    return ScriptedLM(lambda text: F.one_hot(torch.tensor(following(text)), vocab).float())
 
 
 # -------------------------------------------------------------------------------------- lookup

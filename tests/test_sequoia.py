@@ -9,8 +9,10 @@ import torch
 
 import survey.sequoia as module
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy, until
-from conftest import (CONTEXT, ROOT, VOCAB, ScriptedLM, Zeros, chi_square_ok, main, markov, near,
-                      tiny, tokens_of)
+from fake_models import ScriptedLM, Zeros, markov, uncached
+from families import CONTEXT, VOCAB, near, tiny
+from helpers import ROOT, main, tokens_of
+from laws import chi_square_ok, law
 from survey import parts
 from survey.sequoia import (calibrate, decode, draw_children, known, load_rates, parents_of, plans,
                             report, sequoia, shape_of, tables, verify)
@@ -379,19 +381,6 @@ def test_the_target_as_its_own_draft_is_always_accepted(family, tmp_path):
         assert len(tokens_of(chunks, 30)) == 30
         assert all(r["ranks"] == [0] * 4 and r["drafted"] == nodes - 1 for r in log)
         assert (target.calls - before[0], draft.calls - before[1]) == (6, 24)
-
-
-def uncached(model):
-    """In place of CachedLM(model): runs the whole text before each node alone."""
-    texts = {}
-
-    @torch.inference_mode()
-    def logits_of(tokens):
-        if (key := tuple(tokens)) not in texts:
-            ids = torch.tensor([tokens])
-            texts[key] = model(input_ids=ids, use_cache=False).logits[0, -1]
-        return texts[key]
-    return ScriptedLM(logits_of)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

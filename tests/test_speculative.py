@@ -1,6 +1,4 @@
 """Speculative decoding: the target's own output, exactly, and full use of a good draft."""
-import copy
-import functools
 import itertools
 import math
 import random
@@ -11,8 +9,10 @@ import torch
 
 import speculative as module
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from conftest import (CONTEXT, ScriptedLM, Zeros, chi_square_ok, few_families, markov, near,
-                      tiny, tokens_of)
+from fake_models import ScriptedLM, Zeros, markov, uncached
+from families import CONTEXT, few_families, near, tiny
+from helpers import choices, tokens_of
+from laws import chi_square_ok, counts_of, law, outcomes, remember, remember_logits
 from speculative import (Drafts, bild, k_seq, multi_step, report, residual, several_drafts,
                          specdec, specinfer, spectr, speculative, verify, verify_tree)
 from test_common import CLOSE, buffers_of
@@ -152,44 +152,6 @@ def test_residual():
 
 # ------------------------------------------------------------------------------------ sampling
 
-def remembered_logits(logits_of):
-    """`logits_of`, each text once."""
-    cached = functools.cache(lambda *tokens: logits_of(tokens))
-    return lambda tokens: cached(*tokens)
-
-
-def remembered(function):
-    """A function of tensors and lists that computes each result once: scripted models give few."""
-    results = {}
-
-    def wrapper(*inputs):
-        key = tuple((x.shape, x.numpy().tobytes()) if isinstance(x, torch.Tensor) else tuple(x)
-                    for x in inputs)
-        if key not in results:
-            results[key] = function(*inputs)
-        return results[key]
-    wrapper.results = results
-    return wrapper
-
-
-def law(logits_of, sample, prompt, n):
-    """The probability of each continuation of n tokens, [4 ** n], by the chain rule."""
-    result = torch.ones([4] * n)
-    for tokens in itertools.product(range(4), repeat=n):
-        for i in range(n):
-            result[tokens] *= sample.probs(logits_of([*prompt, *tokens[:i]]))[tokens[i]]
-    return result.flatten()
-
-
-def counts_of(chunks_of, sample, n, runs):
-    """How often each continuation of n tokens came out of chunks_of(sample), [4 ** n]."""
-    sample, counts = copy.copy(sample), torch.zeros([4] * n)
-    sample.probs = remembered(sample.probs)
-    for _ in range(runs):
-        counts[tuple(tokens_of(chunks_of(sample), n))] += 1
-    return counts.flatten()
-
-
 @pytest.mark.parametrize("temperature, top_k, top_p, gamma, runs",
                          [(1, 0, 1, 3, 4000), (0.7, 3, 0.95, 2, 2000), (1.5, 0, 0.8, 1, 2000)])
 def test_sampled_output_has_the_targets_distribution(temperature, top_k, top_p, gamma, runs):
@@ -201,15 +163,6 @@ def test_sampled_output_has_the_targets_distribution(temperature, top_k, top_p, 
     assert chi_square_ok(counts, law(target, sample, [0, 1], 4))
     wrong = law(lambda tokens: 0.85 * target(tokens) + 0.15 * draft(tokens), sample, [0, 1], 4)
     assert not chi_square_ok(counts, wrong)
-
-
-def uncached(model):
-    """In place of CachedLM(model): runs the whole text before each node alone."""
-    @functools.cache
-    @torch.inference_mode()
-    def logits_of(*tokens):
-        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-    return ScriptedLM(lambda tokens: logits_of(*tokens))
 
 
 @pytest.mark.parametrize("method, options", [
@@ -244,13 +197,6 @@ def test_models_with_different_padding_of_the_vocabulary():
     draft = CachedLM(tiny("llama", seed=2, vocab_size=70), vocab=61)
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 80)
     assert tokens_of(speculative(target, draft, PROMPT, gamma=2), 80) == expected
-
-
-def choices(model, prompt, tokens):
-    """What the target chooses in place of each token after those before: one pass, no cache."""
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits
-    return logits[0, len(prompt) - 1:-1].argmax(-1).tolist()
 
 
 def test_held_out_prompts_of_the_embedded_pair(embedded):
@@ -342,7 +288,7 @@ def test_equal_draws_must_be_kept(rule):
 def test_several_sampled_drafts_have_the_targets_distribution(method, rule, gamma, K, monkeypatch):
     """2,500 seeded runs: chi-square test of the first three tokens (64 cells) at a false-failure
     probability of 1e-6."""
-    spy = remembered(RULES[rule])
+    spy = remember(RULES[rule])
     monkeypatch.setattr(module, rule, spy)
     target, draft, sample = markov(1), markov(2), Sampler(0.9, top_p=0.97, seed=7)
     counts = counts_of(lambda sample: method(ScriptedLM(target), ScriptedLM(draft), [0, 1],
@@ -404,25 +350,6 @@ def test_draws_of_several_models_are_exact_by_enumeration():
     assert max(errors) > 0.1
 
 
-def outcomes(experiment):
-    """(probability, result) of every way in which experiment(choose) can end, where choose(odds)
-    is i with probability odds[i]."""
-    todo = [[]]  # beginnings of the lists of choices
-    while todo:
-        script, taken, weights = todo.pop(), [], []
-
-        def choose(odds):
-            if len(taken) == len(script):
-                first, *others = [i for i, odd in enumerate(odds) if odd > 0]
-                todo.extend([*taken, i] for i in others)
-                script.append(first)
-            taken.append(script[len(taken)])
-            weights.append(odds[taken[-1]])
-            return taken[-1]
-        result = experiment(choose)
-        yield math.prod(weights), result
-
-
 class Chosen:
     """A sampler whose every draw is a choice. Coins are not: `decided` makes them certain."""
 
@@ -449,7 +376,7 @@ class Chosen:
 def test_a_round_of_several_models_is_exact_by_enumeration(vocab, models, K):
     """All draws, acceptances and replacements of a round with gamma = 2: the first three tokens
     have the target's distribution. Those after the chunk are the target's."""
-    logits_of, *drafts = (remembered_logits(markov(seed, vocab)) for seed in range(1 + models))
+    logits_of, *drafts = (remember_logits(markov(seed, vocab)) for seed in range(1 + models))
 
     def first_chunk(choose):
         sample = Chosen(choose)

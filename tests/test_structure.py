@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import cli
 from common import CachedLM, autoregressive, encode, eos_ids
-from conftest import ROOT, main, tokens_of
+from helpers import ROOT, main, tokens_of
 from survey.parts import save_part
 from survey.views import add_low_rank
 

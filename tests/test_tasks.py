@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import tasks
-from conftest import ROOT
+from helpers import ROOT
 
 WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSELECT 1; SELECT 2;")
 

@@ -3,7 +3,7 @@ import ast
 
 import pytest
 
-from conftest import ROOT
+from helpers import ROOT
 from models.training import read_whole_lines
 from test_structure import written
 

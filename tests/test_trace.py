@@ -9,7 +9,8 @@ import torch
 import cli
 from cli.trace import PAGE, Trace, page
 from common import CachedLM, autoregressive, encode, greedy
-from conftest import ROOT, interrupting, main, said_in_one_line, tiny, tokens_of
+from families import tiny
+from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
 from picture import picture
 from speculative import speculative
 from test_structure import FILES, functions_of

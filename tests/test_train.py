@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import ROOT, interrupting, near, said_in_one_line, tiny, tokens_of
+from families import near, tiny
+from helpers import ROOT, interrupting, said_in_one_line, tokens_of
 
 sys.path.append(str(ROOT / "models"))
 import train as recipe  # noqa: E402  (the path is set above)

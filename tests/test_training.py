@@ -12,7 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 from common import CachedLM, InputError, autoregressive, encode
-from conftest import interrupting, tiny, tokens_of
+from families import tiny
+from helpers import interrupting, tokens_of
 from models import training
 from models.training import (Training, collect_answers, collect_examples, cosine, digest,
                              find_frequent, generate_answers, sample_alike, warm_linear)

@@ -1,0 +1,137 @@
+"""Models whose output a test writes down, for decoding methods that take them for a CachedLM.
+
+A method sees of a model only what common.CachedLM offers: `start`, `forward`, `commit`, `truncate`.
+`ScriptedLM` offers the same and computes logits with a Python function of the whole text. It has no
+weights and no cache, so it is fast, exact, and does whatever a test wants:
+
+    target = ScriptedLM(logits_of)                    logits_of(text: list[int]) -> logits [V]
+    chunks = speculative(target, draft, [0, 1])       any method of the project
+    assert tokens_of(chunks, 4) == [2, 3, 4, 5]       of helpers.py: the first four tokens
+    assert target.calls == 1 and target.rows == 5     counted as CachedLM counts them
+
+These make one, or the logits for one:
+
+    scripted(following, vocab)    after a text comes the token following(text)
+    counting(vocab, exceptions)   after token i comes i + 1, but for {i: what comes instead}
+    markov(seed, vocab)           random logits that depend on the last two tokens: for sampling,
+                                  as the law of such an output can be enumerated (laws.py)
+    drifting(seed)                as markov, by the length too: greedy text does not loop
+    uncached(model)               a real model that runs each text anew from its beginning, which
+                                  a model with a cache must agree with
+
+Variants:
+
+    Recorder   keeps the token tree of each call in `trees`, to compare it with one drawn by hand
+    Zeros      a sampler whose coins are all 0, the smallest there are, on which anything passes
+    Decoder    the inside of a fake transformers model, for code that reads features with a hook
+
+A method that needs weights (heads on features, a layer of its own) gets a tiny random model of
+families.py instead, and a draft that is often right is `near(model, noise)` there."""
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from common import CachedLM, Sampler
+
+
+class ScriptedLM:
+    """Stand in for a CachedLM: `logits_of(tokens)` gives the logits [V] after a whole text, the
+    prompt included."""
+
+    def __init__(self, logits_of):
+        self.logits_of, self.tokens, self.parents, self.ids = logits_of, [], [], []
+        self.calls, self.rows = 0, 0
+        self.prepared = {}
+
+    once = CachedLM.once
+    setup_seconds = 0.0
+
+    @property
+    def length(self):
+        return len(self.tokens)
+
+    def start(self, ids, prefix=()):
+        self.tokens, self.parents, self.ids = list(ids), [], []
+
+    def forward(self, ids, parents=None):
+        start = len(self.parents)
+        self.parents += range(start - 1, start + len(ids) - 1) if parents is None else parents
+        self.ids, self.calls, self.rows = self.ids + list(ids), self.calls + 1, self.rows + len(ids)
+        texts = ([self.ids[j] for j in path_to(i, self.parents)]
+                 for i in range(start, len(self.parents)))
+        return torch.stack([self.logits_of(self.tokens + text) for text in texts])
+
+    def commit(self, path):
+        path = list(path)
+        assert all(self.parents[node] == parent for parent, node in zip([-1, *path], path))
+        self.tokens, self.parents = self.tokens + [self.ids[i] for i in path], []
+        self.ids = []
+
+    def truncate(self, length):
+        assert length <= len(self.tokens)
+        self.tokens, self.parents, self.ids = self.tokens[:length], [], []
+
+
+class Recorder(ScriptedLM):
+    """Keep the token tree of each call in `trees`, as (ids, parents); parents None: a chain."""
+
+    def __init__(self, logits_of):
+        super().__init__(logits_of)
+        self.trees = []
+
+    def forward(self, ids, parents=None):
+        self.trees.append((list(ids), None if parents is None else list(parents)))
+        return super().forward(ids, parents)
+
+
+def scripted(following, vocab: int) -> Recorder:
+    """Make a model that puts the token following(text) after a text."""
+    return Recorder(lambda text: F.one_hot(torch.tensor(following(text)), vocab).float())
+
+
+def counting(vocab: int = 20, exceptions: dict = {}) -> Recorder:
+    """Make a model that counts, but for exceptions {token: the token that follows it}."""
+    return scripted(lambda text: exceptions.get(text[-1], (text[-1] + 1) % vocab), vocab)
+
+
+def markov(seed: int, vocab: int = 4, scale: float = 1.2):
+    """Make random logits, a function of a text, that depend on its last two tokens."""
+    rng = torch.Generator().manual_seed(seed)
+    table = scale * torch.randn(vocab, vocab, vocab, generator=rng)
+    return lambda tokens: table[tokens[-2], tokens[-1]]
+
+
+def drifting(seed: int, vocab: int = 5):
+    """Make random logits, a function of a text, that depend on its last two tokens and on its
+    length: greedy text does not repeat itself."""
+    tables = [markov(100 * seed + i, vocab, scale=1.0) for i in range(31)]
+    return lambda tokens: tables[len(tokens) % 31](tokens)
+
+
+def uncached(model) -> ScriptedLM:
+    """Stand in for CachedLM(model): the model runs the whole text before each node alone."""
+    @functools.cache
+    @torch.inference_mode()
+    def logits_of(*tokens):
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    return ScriptedLM(lambda tokens: logits_of(*tokens))
+
+
+class Zeros(Sampler):
+    """Draw with coins of 0, the smallest there are."""
+
+    def uniform(self, shape, device):
+        return torch.zeros(shape, dtype=torch.float64)
+
+
+class Decoder(torch.nn.Module):
+    """Stand in for the inside of a transformers model: what it is called with are the features."""
+
+    def forward(self, features=None, **_):
+        return (features,)
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """Find the nodes from the root of a tree down to a node."""
+    return [] if node < 0 else path_to(parents[node], parents) + [node]

@@ -1,0 +1,72 @@
+"""What many test files use: the first tokens of a method, a command line, a call that Ctrl-C stops.
+
+Tiny models are in families.py, scripted ones in fake_models.py, distributions in laws.py."""
+import itertools
+from pathlib import Path
+
+import torch
+
+import cli
+from common import CachedLM, until
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tokens_of(chunks, n: int, eos=()) -> list[int]:
+    """Take the first n tokens of a method's chunks, or those up to the first of `eos`."""
+    return [token for chunk in until(chunks, n, eos) for token in chunk]
+
+
+def prefill(lm, ids: list[int]) -> torch.Tensor:
+    """Cache all of ids, and return the logits [1, V] after the last."""
+    lm.start(ids[:-1])
+    logits = lm.forward(ids[-1:])
+    lm.commit([0])
+    return logits
+
+
+def choices(model, prompt: list[int], tokens: list[int]) -> list[int]:
+    """Compute what the target chooses in place of each token after those before: one pass, no
+    cache."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits
+    return logits[0, len(prompt) - 1:-1].argmax(-1).tolist()
+
+
+def per_call(method, model, held_out, **options) -> float:
+    """Count tokens per target call on held-out prompts, where the output is AR's."""
+    target = CachedLM(model)
+    for prompt, expected in held_out:
+        assert tokens_of(method(target, prompt, **options), len(expected)) == expected
+    return sum(len(expected) for _, expected in held_out) / target.calls
+
+
+def main(*args, **special) -> int:
+    """Run `cli.main`, also where argparse ends the process; return the exit status."""
+    try:
+        return cli.main(*args, **special)
+    except SystemExit as end:
+        return end.code
+
+
+def interrupting(act, number: int, after: bool = False):
+    """Wrap `act` so that Ctrl-C stops its call of this number, before it does anything or
+    `after` it."""
+    calls = itertools.count(1)
+
+    def stopped(*args, **options):
+        last = next(calls) == number
+        if last and not after:
+            raise KeyboardInterrupt
+        result = act(*args, **options)
+        if last:
+            raise KeyboardInterrupt
+        return result
+    return stopped
+
+
+def said_in_one_line(said: str, capfd) -> None:
+    """Check that a refused command printed one line alone, on stderr, but for progress bars."""
+    out, err = capfd.readouterr()
+    lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
+    assert out == "" and len(lines) == 1 and said in lines[0], err
