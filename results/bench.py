@@ -1,13 +1,15 @@
-"""Every method and transformers' own `generate` on the same prompts in one run, as Markdown tables.
+"""Measure every method and transformers' own `generate` on the same prompts in one run.
 
     make bench                            # the embedded models on held-out prompts of each task
     python results/bench.py --target DIR --draft DIR --adapters FOLDER --prompts FILE --chat
 
-Each round gives every prompt to every method, one method after another, so that a noisy machine
-slows all alike; a ratio is taken within a round, and the median over the rounds is shown. Prompts
-whose AR output loops are left out and counted: a model in a loop accepts every guess. FILE holds a
-prompt a line, or JSON lines with "prompt", "question" or "turns" (the first of these), and perhaps
-"category". The papers' own tables are in paper_tables.py.
+The figures are printed as Markdown tables. Each round gives every prompt to every method, one
+method after another, so that a noisy machine slows all methods alike. A ratio is taken within a
+round, and the median over the rounds is shown. Prompts whose AR output loops are left out and
+counted, since a model in a loop accepts every guess.
+
+FILE holds a prompt a line. A line may also be JSON with "prompt", "question" or "turns", of which
+the first counts, and with a "category". The papers' own tables are in paper_tables.py.
 """
 import argparse
 import functools
@@ -56,7 +58,7 @@ from survey.views import depth_of  # noqa: E402
 
 @dataclass
 class Count:
-    """What one method did on one prompt in one round."""
+    """Hold what one method did on one prompt in one round."""
     tokens: int
     calls: int  # of the target
     total: float  # seconds
@@ -70,7 +72,15 @@ class Count:
 
 
 class Ours:
-    """A method of this project with caches of its own. What its prompts share lasts a round."""
+    """Run a method of this project with caches of its own.
+
+    method   the method, a generator
+    models   the cached models by the names of the method's arguments
+    limit    tokens of an answer
+    options  further arguments of the method
+
+    What the prompts of a round share, like a pool of phrases, begins anew with each round.
+    """
 
     def __init__(self, method, models: dict[str, CachedLM], limit: int, eos: set[int],
                  sample: Sampler, **options):
@@ -98,8 +108,15 @@ class Ours:
 
 
 class Theirs:
-    """transformers' generate. Hooks count and time the passes of its models; the one over the
-    prompt is a call like any other, since it gives a token."""
+    """Run transformers' generate.
+
+    models   its models, "target" and perhaps "draft"
+    limit    tokens of an answer
+    options  further arguments of generate
+
+    Hooks count and time the passes of the models. The pass over the prompt is a call like any
+    other, since it gives a token.
+    """
 
     def __init__(self, models: dict, limit: int, sample: Sampler, **options):
         self.models, self.limit, self.options = models, limit, options | {"do_sample": False}
@@ -137,14 +154,17 @@ class Theirs:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds; a GPU is waited for."""
+    """Return the time in seconds, after the GPU has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def by_category(path: str) -> dict[str, list[str]]:
-    """{category: prompts} of a file of prompts; a line without a category is one of "prompts"."""
+    """Read a file of prompts and return {category: prompts}.
+
+    A line without a category belongs to "prompts".
+    """
     groups = {}
     for row in tasks.read_rows(path):
         category = str(row.get("category", "prompts"))
@@ -153,7 +173,10 @@ def by_category(path: str) -> dict[str, list[str]]:
 
 
 class Bench:
-    """Loaded models and prompts {category: token ids}, and the methods that can be run on them."""
+    """Hold the loaded models and the prompts, and build the methods that can be run on them.
+
+    args  the parsed command line
+    """
 
     def __init__(self, args: argparse.Namespace):
         if min(args.n, args.rounds, args.max_new_tokens) < 1:
@@ -194,12 +217,12 @@ class Bench:
                              "that do")
 
     def prepared(self, path: str) -> tuple:
-        """(model, tokenizer), checked as it will be run."""
+        """Load a model and its tokenizer, and check the model as it will be run."""
         model, tokenizer = load(path, self.args.device, self.args.dtype)
         return prepare(model, self.run_as), tokenizer
 
     def load(self, path: str):
-        """Another model, with the target's tokenizer."""
+        """Load another model, which must have the target's tokenizer."""
         model, tokenizer = self.prepared(path)
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(f"expected a model with the target's tokenizer, got {path!r}, which "
@@ -220,7 +243,10 @@ class Bench:
                     limit or self.args.max_new_tokens, self.eos, sample or self.sample, **options)
 
     def fitting(self, name: str, make) -> dict[str, Ours]:
-        """{name: make()}; nothing, and a line that says why, where what it needs does not fit."""
+        """Build a method and return {name: method}.
+
+        Where something that the method needs does not fit, a line says why and {} is returned.
+        """
         try:
             return {name: make()}
         except InputError as error:
@@ -271,7 +297,7 @@ class Bench:
         return self.fitting(name, make)
 
     def masks(self) -> dict[str, Ours]:
-        """PaSS, and SPACE, which is another model."""
+        """Build PaSS and SPACE; SPACE decodes another model."""
         tokens, tuning = (self.args.adapters / f"{x}.safetensors" for x in ("pass", "space"))
 
         def tuned() -> Ours:
@@ -282,7 +308,10 @@ class Bench:
                 **self.fitting("space (another model)", tuned)}
 
     def fewer_layers(self) -> dict[str, Ours]:
-        """The target drafts for itself; LayerSkip's is another model, tuned for it."""
+        """Build the methods with which the target drafts for itself.
+
+        LayerSkip's target is another model, tuned for it.
+        """
         exit, tuning, blocks = (self.args.adapters / name for name in (
             "exit.safetensors", "layerskip.safetensors", "blocks.json"))
 
@@ -302,8 +331,10 @@ class Bench:
 
     @functools.cache
     def plain(self, name: str):
-        """The target or the draft as transformers has it, with its own attention, without the
-        penalties that a checkpoint may ask for."""
+        """Load the target or the draft as transformers has it.
+
+        Its attention is transformers' own. The penalties that a checkpoint may ask for are dropped.
+        """
         path, like = getattr(self.args, name), self.target
         model = AutoModelForCausalLM.from_pretrained(path, dtype=like.dtype).to(like.device).eval()
         pad, eos = model.generation_config.pad_token_id, sorted(self.eos)
@@ -320,19 +351,25 @@ class Bench:
         return Theirs(models, self.args.max_new_tokens, self.sample, **options)
 
     def graded(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[bool]:
-        """Which answers are right, of the prompts that are tasks: others have no grade."""
+        """Grade the answers of those prompts that are tasks: return whether each is right."""
         known = [(self.examples[tuple(prompt)], output) for prompt, output in zip(prompts, outputs)
                  if tuple(prompt) in self.examples]
         return [tasks.grade(example, self.tokenizer.decode(output, skip_special_tokens=True))
                 for example, output in known]
 
     def pairs(self) -> list[tuple[str, list[int]]]:
-        """All (category, prompt), category after category."""
+        """Return all (category, prompt), category after category."""
         return [(name, prompt) for name, some in self.prompts.items() for prompt in some]
 
     def measure(self, runs: dict, pairs: list | None = None) -> "Results":
-        """Every method on every prompt, `rounds` times, after a few to warm up: with graphs after
-        all, so that none is captured while the clock runs."""
+        """Run every method on every prompt in each round, after a few prompts to warm up.
+
+        runs     {name: method}
+        pairs    (category, prompt) of each prompt, all prompts of the benchmark by default
+        returns  the counts of all runs
+
+        With graphs all prompts warm up, so that no graph is captured while the clock runs.
+        """
         pairs, counts = pairs or self.pairs(), {method: [] for method in runs}
         for _, prompt in pairs if self.args.graphs else pairs[:3]:
             for run in runs.values():
@@ -348,7 +385,12 @@ class Bench:
 
 
 class Results:
-    """counts[method][round] is a list of (category, Count); without a category all count."""
+    """Compute figures from the counts of a measurement.
+
+    counts  counts[method][round] is a list of (category, Count)
+
+    A figure without a category is of all prompts.
+    """
 
     def __init__(self, counts: dict):
         self.counts = counts
@@ -358,12 +400,12 @@ class Results:
                 for some in self.counts[method]]
 
     def sums(self, method, what: str, category: str | None = None) -> list[float]:
-        """The sum of `tokens`, `calls`, `total`, `target` or `draft` in each round."""
+        """Sum `tokens`, `calls`, `total`, `target` or `draft` over each round's prompts."""
         return [sum(getattr(count, what) for count in some)
                 for some in self.rounds(method, category)]
 
     def speeds(self, method, category: str | None = None) -> list[float]:
-        """Tokens a second in each round."""
+        """Return the tokens a second of each round."""
         return [tokens / seconds for tokens, seconds in zip(self.sums(method, "tokens", category),
                                                             self.sums(method, "total", category))]
 
@@ -371,39 +413,42 @@ class Results:
         return median(self.speeds(method))
 
     def ratio(self, method, other, category: str | None = None) -> float:
-        """How many times as fast: within a round, then the median."""
+        """Return how many times as fast a method is as another, the median over the rounds."""
         return median(a / b for a, b in zip(self.speeds(method, category),
                                             self.speeds(other, category)))
 
     def per_call(self, method, category: str | None = None) -> float:
-        """Tokens per target call, all rounds together."""
+        """Return the tokens per target call of all rounds together."""
         return (sum(self.sums(method, "tokens", category))
                 / sum(self.sums(method, "calls", category)))
 
     def per_token(self, method, what: str) -> float:
-        """Milliseconds a token in `total`, or in passes of `target` or `draft`."""
+        """Return the milliseconds a token in `total`, or in passes of `target` or `draft`."""
         return median(1000 * seconds / tokens for seconds, tokens
                       in zip(self.sums(method, what), self.sums(method, "tokens")))
 
     def log(self, method, what: str, category: str | None = None) -> float:
-        """The mean of a log entry over all records of all rounds."""
+        """Return the mean of a log entry over all records of all rounds."""
         return mean(record[what] for some in self.rounds(method, category)
                     for count in some for record in count.log)
 
     def layers(self, method, L: int) -> float:
-        """Layers of the target, of L, that run one after the other for each token."""
+        """Count the layers of the target that run one after the other for each token.
+
+        L  all layers of the target
+        """
         records = [record for some in self.rounds(method) for count in some for record in count.log]
         run = sum(record.get("layers", 0) for record in records)
         return (run or L * sum(self.sums(method, "calls"))) / sum(self.sums(method, "tokens"))
 
     def same(self, method, other) -> str:
-        """How many outputs of the first round equal another method's."""
+        """Count the outputs of the first round that equal another method's."""
         ours, theirs = self.rounds(method)[0], self.rounds(other)[0]
         return f"{sum(a.output == b.output for a, b in zip(ours, theirs))} of {len(ours)}"
 
 
 def table(rows: list[list[str]]) -> str:
-    """Markdown; the first row is the head."""
+    """Format rows of cells as a Markdown table; the first row is its head."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -493,7 +538,7 @@ def table_methods(bench: Bench) -> None:
 # ---------------------------------------------------------------------------- the command line
 
 def options(description: str) -> argparse.ArgumentParser:
-    """What all tables take."""
+    """Make a parser with the options that all tables take."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, models = parser.add_argument, ROOT / "models"
@@ -520,7 +565,10 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 def perform(parser: argparse.ArgumentParser, tables) -> None:
-    """Load what the command line asks for; print the command, the machine and tables(bench)."""
+    """Load what the command line asks for, print the command and the machine, and print the tables.
+
+    tables  a function of the loaded Bench that prints them
+    """
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

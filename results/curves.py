@@ -36,8 +36,12 @@ from speculative import bild, speculative  # noqa: E402
 
 
 class Kept:
-    """What was measured, by name, a line of JSON each. A line that was cut off is measured again.
-    `of`: what all figures depend on besides the target, the prompts and what decodes them."""
+    """Keep what was measured, by name, a line of JSON each.
+
+    of  all that the figures depend on besides the target, the prompts and what decodes them
+
+    A figure that is kept is not measured again. A line that was cut off is.
+    """
 
     def __init__(self, bench: Bench, *of):
         args = bench.args
@@ -60,7 +64,7 @@ class Kept:
 # ---------------------------------------------------------------------------- consistency LLMs
 
 def one_block(rows: list[dict]) -> list[dict]:
-    """Of each answer one block, at random: the states of others are not trained on."""
+    """Choose one block of each answer at random; the states of the others are not trained on."""
     rng = random.Random(0)
     return [row | {"blocks": rng.sample(row["blocks"], 1)} for row in rows]
 
@@ -71,8 +75,10 @@ RUNS = {"long": {}, "short": {}, "short, w = 1": dict(w=1.0),
 
 
 def consistency(args) -> None:
-    """Tables 3 and 6 over the steps of a training run. The trained model of the long run stays in
-    --work/cllm."""
+    """Print CLLM's Tables 3 and 6 over the steps of a training run.
+
+    The trained model of the long run stays in the folder `cllm` of --work.
+    """
     untrained, tokenizer = load(args.target, args.device, "float32")
     n, rows, held_out = training_rows(args.data, untrained, seed=0)
     rows, held_out = ([row for row in some if len(row["prompt"]) <= args.longest]
@@ -147,8 +153,12 @@ def print_answers(name: str, tokenizer, before: list[list[int]], after: list[lis
 # ---------------------------------------------------------------- MJSD's perplexity, by the draft
 
 class Mixture:
-    """A draft between two cached models, its logits (1 - a) log q + a log p: their geometric
-    mixture, a the target's share."""
+    """Stand in for a draft between two cached models.
+
+    a  the target's share
+
+    The logits (1 - a) log q + a log p are those of the models' geometric mixture.
+    """
 
     def __init__(self, draft: CachedLM, target: CachedLM, a: float):
         self.models, self.a = (draft, target), a
@@ -171,8 +181,10 @@ class Mixture:
 
 
 def table_perplexity(bench: Bench) -> None:
-    """Perplexity of MJSD's text under the target, unwarped, where p and q are warped as in Appendix
-    D (top-20, then top-p 0.9), over drafts from a poor one to the target itself."""
+    """Print the perplexity of MJSD's text under the target, by the quality of the draft.
+
+    p and q are warped as in Appendix D, by top-20 and then top-p 0.9. The perplexity is unwarped.
+    """
     args, prompts = bench.args, [prompt for _, prompt in bench.pairs()]
     target = bench.cached(bench.target)
     kept = Kept(bench)
@@ -197,7 +209,7 @@ def table_perplexity(bench: Bench) -> None:
         return kept(f"{name} {seed} {i}", make)
 
     def runs(name: str, method, draft: list, **own) -> list[list]:
-        """Of each seed, of each prompt: nats, tokens, accepted a round, text."""
+        """Return (nats, tokens, accepted a round, text) of each seed and each prompt."""
         return [[run(name, method, draft, seed, i, **own) for i in range(len(prompts))]
                 for seed in tqdm(args.seeds, desc=name)]
     ar = runs("AR", autoregressive, [])
@@ -228,7 +240,7 @@ def mixture(bench: Bench, a: float):
 
 @torch.inference_mode()
 def agree(target: CachedLM, draft, prompts: list[list[int]], texts: list[list[int]]) -> float:
-    """Mean of 1 - TVD of the two distributions, warped, along these texts."""
+    """Return the mean of 1 - TVD of the two models' warped distributions along these texts."""
     warp, found = Sampler(1.0, 20, 0.9), []
     for prompt, text in zip(prompts, texts):
         probs = []
@@ -240,20 +252,23 @@ def agree(target: CachedLM, draft, prompts: list[list[int]], texts: list[list[in
 
 
 def pooled(runs: list[list]) -> float:
-    """Perplexity over all tokens of runs [seed][prompt]."""
+    """Return the perplexity over all tokens of runs [seed][prompt]."""
     return math.exp(sum(x[0] for some in runs for x in some)
                     / sum(x[1] for some in runs for x in some))
 
 
 def spread(runs: list[list]) -> str:
-    """The least and the largest of the seeds."""
+    """Format the least and the largest perplexity of the seeds."""
     each = [pooled([some]) for some in runs]
     return f"[{min(each):.2f}, {max(each):.2f}]"
 
 
 def beside(runs: list[list], ar: list[list]) -> str:
-    """Perplexity by AR's on the same prompts and seeds, with the middle 90% of 1,000 draws of
-    prompts and of seeds: what a seed draws is alike for all."""
+    """Format a perplexity over AR's on the same prompts and seeds.
+
+    The brackets hold the middle 90% of 1,000 draws of prompts and of seeds. What a seed draws is
+    alike for all methods.
+    """
     rng, ratios = random.Random(0), []
     for _ in range(1000):
         some = rng.choices(range(len(ar[0])), k=len(ar[0]))
@@ -275,25 +290,39 @@ SHARE = 6 / 34  # of that draft's parameters in the target's, taken for its cost
 
 
 def expected(alpha: float, gamma: int) -> float:
-    """Tokens a round (Leviathan et al., Eq. 1)."""
+    """Return the expected tokens of a round (Leviathan et al., Eq. 1)."""
     return gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def predicted(alpha: float, c: float, gamma: int, verify: float = 1.0) -> float:
-    """Speed-up (Leviathan et al., Theorem 3.8, and Ouroboros' Eq. 5 with A + 1 tokens a round): a
-    draft call costs c target calls, a verification `verify`."""
+    """Return the expected speed-up.
+
+    alpha   the acceptance
+    c       the cost of a draft call, in target calls
+    gamma   tokens of a draft
+    verify  the cost of a verification, in target calls
+
+    This is Theorem 3.8 of Leviathan et al., and Ouroboros' Eq. 5 with A + 1 tokens a round.
+    """
     return expected(alpha, gamma) / (gamma * c + verify)
 
 
 def whole(speed: float, target: float, draft: float) -> float:
-    """The speed-up of answers whose tokens come `speed` times as fast as AR's, their prompts' own
-    passes counted: of AR's time those of the target are a share `target`; a draft adds `draft`."""
+    """Return the speed-up of whole answers, the passes over their prompts included.
+
+    speed   how many times as fast as AR's the tokens come
+    target  the share of AR's time that the target's passes over the prompts take
+    draft   the time of the draft's passes over the prompts, as a share of AR's time
+    """
     return 1 / ((1 - target) / speed + target + draft)
 
 
 def table_drafts(bench: Bench) -> None:
-    """Speculative decoding, Ouroboros and `generate` with drafts of several sizes: measured and
-    predicted speed. --picture FILE: the plane of acceptance and cost."""
+    """Print the measured and the predicted speed with drafts of several sizes.
+
+    Speculative decoding, Ouroboros and `generate` are measured. --picture FILE draws the plane of
+    acceptance and cost.
+    """
     args = bench.args
     every = [prompt for _, prompt in bench.pairs()]
     kept = Kept(bench, torch.get_num_threads(), args.rounds, args.gamma)
@@ -320,8 +349,15 @@ def table_drafts(bench: Bench) -> None:
 
 
 def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
-    """Figures of bench.draft, which is the model at `path`. α: the share of the target's greedy
-    tokens that it guesses; "prompts": the seconds of their passes by AR's, of target and draft."""
+    """Measure the figures of bench.draft.
+
+    path     the directory of that model
+    prompts  each a category of its own
+    returns  "alpha", the share of the target's greedy tokens that it guesses
+             "c" and "verify", the costs of a draft call and of a verification, in target calls
+             the speed-ups of each method
+             "prompts", the time of the prompts' passes, of target and draft, as a share of AR's
+    """
     bench.args.draft = path  # what `theirs` loads
     Bench.plain.cache_clear()  # transformers' own copies: of the last draft
     runs = {"AR": bench.ours(autoregressive)}
@@ -354,7 +390,7 @@ def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
 
 
 def alpha_of(tokens: float, gamma: int) -> float:
-    """The acceptance with which a round makes so many tokens, by bisection."""
+    """Find the acceptance with which a round makes so many tokens, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -363,8 +399,13 @@ def alpha_of(tokens: float, gamma: int) -> float:
 
 
 def plane(points: dict[str, tuple[float, float, float]]) -> str:
-    """An SVG picture: lines of equal speed-up by the best γ up to 16, a call of γ + 1 rows costing
-    as one; drafts with what was measured; the pairs of a paper."""
+    """Draw the plane of acceptance and cost as an SVG picture.
+
+    points  {name: (acceptance, cost, measured speed-up)} of the drafts
+
+    The lines are those of equal speed-up by the best γ up to 16, where a call of γ + 1 rows costs
+    what one row does. The pairs of the Ouroboros paper are drawn as well.
+    """
     width, height, left, low = 640, 420, 60, 380
 
     def place(alpha: float, c: float) -> tuple[float, float]:
@@ -411,8 +452,10 @@ def plane(points: dict[str, tuple[float, float, float]]) -> str:
 # -------------------------------------------------------------------------------- long contexts
 
 def table_lengths(bench: Bench) -> None:
-    """REST, the hybrid, EAGLE, lookahead and AR by the length of the context: prompts of other
-    prompts' texts before the prompt's own."""
+    """Print REST, the hybrid, EAGLE, lookahead and AR by the length of the context.
+
+    A context is text of other prompts before the prompt's own.
+    """
     args, rng = bench.args, random.Random(0)
     every = [prompt for _, prompt in bench.pairs()]
     kept = Kept(bench, torch.get_num_threads(), args.rounds, args.nodes, trained_parts(args))
@@ -440,18 +483,18 @@ def table_lengths(bench: Bench) -> None:
 
 
 def trained_parts(args) -> dict[str, str]:
-    """What identifies each file of --adapters."""
+    """Return {name: hash} of the files of --adapters."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(args.adapters.iterdir()) if path.is_file()}
 
 
 def numbered(prompts: list[list[int]]) -> list[tuple[str, list[int]]]:
-    """Each prompt a category of its own, so that a spread can be told."""
+    """Make each prompt a category of its own, so that a spread can be told."""
     return [(str(i), prompt) for i, prompt in enumerate(prompts)]
 
 
 def extremes(results: Results, name) -> str:
-    """A method's speed over AR's on the prompt where it is least, and where most."""
+    """Format a method's speed over AR's on the prompts where it is least and most."""
     every = [results.ratio(name, "AR", i) for i, _ in results.counts["AR"][0]]
     return f"[{min(every):.2f}, {max(every):.2f}]"
 
@@ -501,7 +544,7 @@ TABLES = {"perplexity": table_perplexity, "drafts": table_drafts, "lengths": tab
 
 
 def wrong_with(args: argparse.Namespace) -> str | None:
-    """What is wrong with the command line, before anything is loaded."""
+    """Return what is wrong with the command line, before anything is loaded, or None."""
     names = [Path(path).name for path in args.drafts]
     checks = {
         "different names of --drafts": len({*names}) < len(names),

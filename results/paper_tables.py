@@ -1,9 +1,9 @@
-"""The papers' own tables and figures, measured here, and where the time goes.
+"""Measure the papers' own tables and figures, and where the time of a round goes.
 
     python results/paper_tables.py --table ouroboros            # or mjsd, bita, cllm, profile
 
-Prompts, rounds and medians are those of bench.py. Joules (mjsd) come from nvidia-smi or from the
-CPU's own counters; "not measured" where this machine has neither.
+Prompts, rounds and medians are those of bench.py. The energy of MJSD's tables comes from nvidia-smi
+or from the CPU's own counters. Where a machine has neither, the table says "not measured".
 """
 import itertools
 import random
@@ -37,16 +37,19 @@ GRADED = 100  # held-out prompts of each task that a model's accuracy and loss a
 # ------------------------------------------------------------------------- where the time goes
 
 class Stopwatch:
-    """A context that times functions. `parts`: for each part (owner, name) pairs, the names of
-    functions in a class, an object or a module. `seconds`: spent in each part, but not in what its
-    functions call of another."""
+    """Time functions while the context lasts.
+
+    parts    {part: (owner, name) pairs}, the names of functions in a class, an object or a module
+    now      the clock
+    seconds  the time spent in each part, without what its functions call of another part
+    """
 
     def __init__(self, parts: dict[str, list[tuple]], now=time.perf_counter):
         self.parts, self.now, self.seconds = parts, now, dict.fromkeys(parts, 0.0)
         self.running, self.since = [], 0.0  # parts that have been entered and not left
 
     def switch(self) -> None:
-        """What has passed since the last switch was the innermost part's."""
+        """Add the time since the last switch to the innermost part."""
         now = self.now()
         if self.running:
             self.seconds[self.running[-1]] += now - self.since
@@ -83,7 +86,10 @@ PARTS = {
 
 
 def table_profile(bench: Bench) -> None:
-    """A round is a target call and all that leads to it; a prompt's own pass is shared out."""
+    """Print where the milliseconds of a round go.
+
+    A round is a target call and all that leads to it. The passes over the prompts are shared out.
+    """
     gamma, sampled = dict(gamma=bench.args.gamma), Sampler(1.0, seed=bench.args.seed)
     methods = {"AR": (autoregressive, {}), "speculative": (speculative, gamma),
                "ouroboros": (ouroboros, {}), "jacobi": (jacobi, {}), "lookahead": (lookahead, {}),
@@ -126,7 +132,7 @@ LENGTHS = (64, 128, 256, 512)  # new tokens of an answer, at most
 
 
 def mechanisms(bench: Bench) -> None:
-    """Table 4: one mechanism after the other."""
+    """Print Table 4, one mechanism after the other."""
     runs = {"AR": bench.ours(autoregressive)}
     runs |= {name: bench.ours(ouroboros, **own) for name, own in STEPS.items()}
     speculation = f"speculative, gamma {bench.args.gamma}"
@@ -150,7 +156,7 @@ def speed_row(results, name: str) -> list[str]:
 
 
 def locality(bench: Bench) -> None:
-    """Table 16: phrases of earlier prompts, when the tasks come mixed or one after another."""
+    """Print Table 16, phrases of earlier prompts, with the tasks mixed and one after another."""
     pairs = bench.pairs()
     mixed = random.Random(0).sample(pairs, len(pairs))
     rows = [["Table 16: the tasks", "pool", "tokens per target call", "tokens/s", "x AR"]]
@@ -164,7 +170,7 @@ def locality(bench: Bench) -> None:
 
 
 def suffixes(bench: Bench) -> None:
-    """Fig. 6: how many phrases are tried behind a draft."""
+    """Print Fig. 6, how many phrases are tried behind a draft."""
     runs = {"AR": bench.ours(autoregressive),
             "0": bench.ours(ouroboros, history=False, lengthen=False)}
     runs |= {str(K): bench.ours(ouroboros, history=False, K=K) for K in (1, 2, 3, 5, 8)}
@@ -174,7 +180,7 @@ def suffixes(bench: Bench) -> None:
 
 
 def matches(bench: Bench) -> None:
-    """Table 1: of a long draft, how much is accepted (A) and how much matches in its place."""
+    """Print Table 1: how much of a long draft is accepted (A) and how much matches."""
     results = bench.measure({"ouroboros": bench.ours(ouroboros, gamma=20, **OFF)})
     rows = [["Table 1: draft of 20 tokens", *bench.prompts]]
     for what, key in (("A", "accepted"), ("#Match", "matched")):
@@ -183,7 +189,7 @@ def matches(bench: Bench) -> None:
 
 
 def lengths(bench: Bench) -> None:
-    """Table 14: longer and longer answers."""
+    """Print Table 14, longer and longer answers."""
     rows = [["Table 14: at most", "tokens an answer", "speculative, x AR", "ouroboros, x AR",
              "tokens per target call: speculative", "ouroboros"]]
     for limit in LENGTHS:
@@ -198,7 +204,7 @@ def lengths(bench: Bench) -> None:
 
 
 def temperatures(bench: Bench) -> None:
-    """Table 3: greedy and sampled, with top-p 0.8."""
+    """Print Table 3, greedy and sampled, with top-p 0.8."""
     rows = [["Table 3: temperature", "speculative, x AR", "lookahead, x AR", "ouroboros, x AR",
              "tokens per target call: speculative", "lookahead", "ouroboros"]]
     for temperature in (0.0, 0.5, 1.0):
@@ -219,10 +225,15 @@ COUNTERS = Path("/sys/class/powercap")  # a CPU's energy counters, where the ker
 
 
 class EnergyMeter:
-    """A context; after it `joules` is what was used inside, or None where that is not measured.
+    """Measure the energy that is used while the context lasts.
 
-    On a GPU the power that nvidia-smi reports every `interval` seconds, integrated over time (the
-    paper's App. B); else the counters of the CPU packages, for all that runs on them."""
+    device    whose energy counts
+    interval  seconds between two readings of a GPU
+    joules    the energy after the context, or None where it cannot be measured
+
+    A GPU's power, as nvidia-smi reports it, is integrated over time (the paper's App. B). Otherwise
+    the counters of the CPU packages are read, which count all that runs on them.
+    """
 
     def __init__(self, device: torch.device, interval: float = 0.1):
         self.device, self.interval, self.joules = device, interval, None
@@ -249,9 +260,12 @@ class EnergyMeter:
         return self
 
     def _read(self) -> None:
-        """A line is a number, the watts of the whole board: "80.25". A GPU that has no reading
-        gives "[N/A]" or "[Not Supported]", and a driver that fails a sentence: none of these is a
-        reading."""
+        """Read the watts that nvidia-smi prints, a line each, until it ends.
+
+        A reading is a number like "80.25", the power of the whole board. A GPU without a reading
+        gives "[N/A]" or "[Not Supported]", and a driver that fails gives a sentence. These lines
+        are left out.
+        """
         for line in self.process.stdout:
             try:
                 self.watts.append((time.perf_counter(), float(line)))
@@ -261,8 +275,11 @@ class EnergyMeter:
         self.heard.set()  # it has ended
 
     def _counters(self) -> list[tuple[int, int]]:
-        """(microjoules, the last value before the counter begins again) of each CPU package; []
-        without a counter that may be read."""
+        """Read the counter of each CPU package.
+
+        returns  (microjoules, the last value before the counter begins again) of each package, or
+                 [] where no counter may be read
+        """
         names = ("energy_uj", "max_energy_range_uj")
         try:
             return [tuple(int((zone / name).read_text(encoding="utf-8")) for name in names)
@@ -284,8 +301,13 @@ class EnergyMeter:
 
 
 def integral(readings: list[tuple[float, float]], began: float, ended: float) -> float | None:
-    """Joules between two times of (seconds, watts) readings by the trapezoid rule, the first and
-    the last held outwards; None without any."""
+    """Integrate power over time by the trapezoid rule.
+
+    readings  (seconds, watts), of which the first and the last are held outwards
+    began     the first second
+    ended     the last second
+    returns   joules, or None without any reading
+    """
     if not readings:
         return None
     readings = [(began, readings[0][1]), *(r for r in readings if began < r[0] < ended),
@@ -300,7 +322,10 @@ HEAD = ["tokens/s", "speed-up", "J/token", "perplexity", "accuracy", "tokens per
 
 
 def quality(bench: Bench, run: Ours, lm: CachedLM) -> dict[str, float | None]:
-    """One method over all prompts: the figures of HEAD, but for the speed-up."""
+    """Run one method over all prompts and return the figures of HEAD, without the speed-up.
+
+    lm  the target, under which the perplexity is
+    """
     prompts = [prompt for _, prompt in bench.pairs()]
     run(prompts[0])  # warm-up
     run.new_round()
@@ -318,8 +343,12 @@ def quality(bench: Bench, run: Ours, lm: CachedLM) -> dict[str, float | None]:
 
 
 def quality_table(bench: Bench, title: str, runs: dict[str, Ours]) -> str:
-    """A row for each method: medians over the rounds. In a round one method after the other has
-    all prompts, which energy asks for; the speed-up is over the first one."""
+    """Make a table with a row for each method, medians over the rounds.
+
+    runs  {name: method}; speed-ups are over the first one
+
+    In a round one method after the other has all prompts, since energy can only be read so.
+    """
     lm, first, rows = bench.cached(bench.target), next(iter(runs)), [[title, *HEAD]]
     rounds = [{name: quality(bench, run, lm) for name, run in runs.items()}
               for _ in tqdm(range(bench.args.rounds), desc=title, leave=False)]
@@ -355,7 +384,7 @@ def table_mjsd(bench: Bench) -> None:
 
 
 def rows_a_call(bench: Bench) -> None:
-    """Table 1: what a call costs that has more rows."""
+    """Print Table 1, what a call costs that has more rows."""
     rows = [["Table 1: rows a call", "ms a call", "ms a row", "J a call"]]
     (_, prompt), lm = bench.pairs()[0], bench.cached(bench.target)
     lm.start(prompt)
@@ -375,7 +404,7 @@ def rows_a_call(bench: Bench) -> None:
 
 
 def several_drafts(bench: Bench) -> None:
-    """What more drafts bring at temperature 1."""
+    """Print what more drafts bring at temperature 1."""
     rows = [["temperature 1, gamma 4", "accepted a round, mean ± standard error"]]
     sample = Sampler(1.0, seed=bench.args.seed)
     for name, method in (("SpecInfer", specinfer), ("SpecTr", spectr)):
@@ -391,7 +420,7 @@ def several_drafts(bench: Bench) -> None:
 # ----------------------------------------------------------------------------------------- BiTA
 
 def table_bita(bench: Bench) -> None:
-    """Table 4, and those of --tunings: Table 3, Figs. 8 and 9."""
+    """Print Table 4, and with --tunings Table 3 and Figs. 8 and 9."""
     trees = {"straightforward": dict(tree="chain")}
     trees |= {f"full tree, k = {k}": dict(tree="full", k=k) for k in (1, 2, 3, 4)}
     trees |= {f"efficient tree, k = {k}": dict(tree="efficient", k=k) for k in (1, 3, 5)}
@@ -419,7 +448,7 @@ def table_bita(bench: Bench) -> None:
 # ---------------------------------------------------------------------------- consistency LLMs
 
 def grades(bench: Bench, model) -> list[str]:
-    """Accuracy on each task, and the loss, of GRADED held-out prompts."""
+    """Grade GRADED held-out prompts: return the accuracy on each task, and the loss."""
     if not bench.examples:
         return ["-"] * (len(bench.prompts) + 1)
     figures = recipe.evaluate(model, bench.tokenizer, GRADED)
@@ -428,9 +457,11 @@ def grades(bench: Bench, model) -> list[str]:
 
 
 def table_cllm(bench: Bench) -> None:
-    """Tables 1 and 3, before and after consistency training; at other lengths, and for the models
-    of --cllms (Tables 4 and 6, Fig. 3). Prompts count whose AR output repeats itself in neither of
-    the two models."""
+    """Print Tables 1, 3, 4 and 6 and Fig. 3, before and after consistency training.
+
+    The last table has other lengths of a block, and the models of --cllms. Those prompts count that
+    neither of the two models answers with repetition.
+    """
     models = {"target": bench.target, "CLLM": bench.load(bench.args.cllm)}
     ars = [bench.ours(autoregressive, greedy, target=model) for model in models.values()]
 

@@ -1,7 +1,9 @@
-"""`make picture`: an animated SVG of one real run beside token by token, from the data of --trace.
+"""Draw an animated SVG of one real run beside token by token: `make picture`.
 
-It needs no script: CSS alone moves it, and its first frame, all text in grey above the calls' real
-times, says the same. A token gets its colour when its call is over, 30 times slower than real."""
+The data are those of --trace. The picture needs no script, since CSS alone moves it. Its first
+frame says the same, all text in grey above the calls' real times. A token gets its colour when its
+call is over, 30 times slower than it was.
+"""
 import sys
 from html import escape
 from pathlib import Path
@@ -41,7 +43,11 @@ def calls_of(run: dict) -> list[dict]:
 
 
 def written(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
-    """(the run's text as SVG, each token coloured when its round ends; its lines)."""
+    """Write a run's text as SVG, each token coloured when its round ends.
+
+    x, y     where it begins
+    returns  the SVG, and the number of lines
+    """
     lines = [[]]
     for step in run["rounds"]:
         after = SLOWER * step["calls"][-1]["time"][1] / 1000
@@ -60,7 +66,7 @@ def written(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
 
 
 def lane(run: dict, scale: float, x: int, y: int) -> str:
-    """The run's calls over real time, and a line that passes over them."""
+    """Draw a run's calls over real time, and a line that passes over them."""
     end = max(call["time"][1] for call in calls_of(run))
     bars = [f'<rect class="{"target" if call["lm"] == run["target"] else "draft"}" '
             f'x="{x + scale * call["time"][0]:.1f}" y="{y}" height="14" '
@@ -72,7 +78,7 @@ def lane(run: dict, scale: float, x: int, y: int) -> str:
 
 
 def picture(runs: list[dict], tokenizer, width: int = 860) -> str:
-    """Two runs of one prompt, from left to right."""
+    """Draw two runs of one prompt side by side."""
     ends = [max(call["time"][1] for call in calls_of(run)) for run in runs]
     half, parts, most = width // 2, [], 0
     for i, (run, end) in enumerate(zip(runs, ends)):
@@ -98,7 +104,7 @@ def picture(runs: list[dict], tokenizer, width: int = 860) -> str:
 
 
 def main() -> None:
-    """Ouroboros and token by token on the last example, after a run of each to warm up."""
+    """Trace Ouroboros and token by token on the last example, after a run of each."""
     (target, tokenizer), (draft, _) = (load(f"{ROOT}/models/{x}", "cpu", "float32")
                                        for x in ("target", "draft"))
     prompt = encode(tokenizer, read_prompts(ROOT / "models/examples.jsonl")[-1])

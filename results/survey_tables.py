@@ -1,10 +1,11 @@
-"""Tables of the survey's other systems, measured here.
+"""Measure tables of the survey's other systems.
 
     python results/survey_tables.py --table medusa              # or another of TABLES, at the end
     python results/survey_tables.py --table inputs --adapters FOLDER
 
-FOLDER holds a draft layer of EAGLE's for each choice of `python -m survey.eagle train --inputs`,
-all trained equally long: shifted.safetensors, … Prompts, rounds and medians are those of bench.py.
+For --table inputs FOLDER holds a draft layer for each choice of `survey.eagle train --inputs`,
+named shifted.safetensors and so on. All layers must have been trained equally long. Prompts, rounds
+and medians are those of bench.py.
 """
 import copy
 import functools
@@ -45,7 +46,10 @@ from survey.views import depth_of  # noqa: E402
 
 
 def rates(bench: Bench, results, names, what: str = "rows") -> list[list[str]]:
-    """A line for each method: tokens per call in all and by task, nodes a call, speed, equality."""
+    """Make a row for each method: tokens per call, nodes a call, speed, equality with AR.
+
+    what  the entry of the log that counts the nodes
+    """
     lines = []
     for name in names:
         per_call = [results.per_call(name, x) for x in (None, *bench.prompts)]
@@ -55,7 +59,10 @@ def rates(bench: Bench, results, names, what: str = "rows") -> list[list[str]]:
 
 
 def costs(bench: Bench, most: int = 64) -> None:
-    """What a call of more rows costs here."""
+    """Print what a call of more rows costs on this machine.
+
+    most  the most rows
+    """
     lm = bench.cached(bench.target)
     lm.start(bench.pairs()[0][1][:-1])
     measured = row_costs(lm, most)
@@ -66,7 +73,7 @@ def costs(bench: Bench, most: int = 64) -> None:
 
 
 def grades(bench: Bench, results, name) -> str:
-    """How many answers of all rounds are right."""
+    """Count the right answers of all rounds."""
     prompts = [prompt for _, prompt in bench.pairs()]
     right = [x for some in results.rounds(name)
              for x in bench.graded(prompts, [count.output for count in some])]
@@ -76,7 +83,7 @@ def grades(bench: Bench, results, name) -> str:
 # ------------------------------------------------------------------------------ Medusa and Hydra
 
 def table_medusa(bench: Bench) -> None:
-    """Heads, trees, and typical acceptance over temperatures."""
+    """Print how good the heads are, what trees make of them, and typical acceptance."""
     costs(bench)
     head = ["tree", "tokens per target call", *bench.prompts, "rows a call", "x AR",
             "output as AR's"]
@@ -119,7 +126,7 @@ def alphas(draft) -> list[str]:
 
 
 def table_eagle(bench: Bench) -> None:
-    """Static and dynamic trees by their nodes."""
+    """Print static and dynamic trees by their nodes."""
     costs(bench)
     draft = load_draft(bench.args.adapters / "eagle.safetensors", bench.target)
     print(table([["features guessed", *map(str, range(len(draft.accept)))],
@@ -134,7 +141,7 @@ def table_eagle(bench: Bench) -> None:
 
 
 def table_inputs(bench: Bench) -> None:
-    """What a row of the draft layer reads: Section 3.1's reason for the shifted token."""
+    """Print what inputs of the draft layer bring: Section 3.1's reason for the shifted token."""
     names = {"shifted": "feature, token after it", "unshifted": "feature, its own token",
              "feature": "feature", "token": "token"}
     drafts = {name: load_draft(bench.args.adapters / f"{name}.safetensors", bench.target)
@@ -157,7 +164,10 @@ TREES = {4: ((1, 3), (3, 1)), 8: ((1, 7), (2, 3)), 16: ((1, 15), (3, 5)),  # nod
 
 
 class Failing:
-    """Random numbers that accept nothing; `missed[k]`: how likely none of k draws is accepted."""
+    """Stand in for random numbers that accept nothing.
+
+    missed  missed[k] is the probability that none of k draws is accepted
+    """
 
     def __init__(self):
         self.missed = [1.0]
@@ -172,8 +182,14 @@ class Failing:
 
 @torch.inference_mode()
 def rejections(bench: Bench, t: float, ks: tuple = (1, 2, 4, 8)) -> None:
-    """Fig. 3: how often none of k children of a node is accepted, for the next token at all places
-    of what the target writes; drawn twice, and given the draws exactly."""
+    """Print Fig. 3: how often none of k children of a node is accepted.
+
+    t   the temperature
+    ks  the numbers of children
+
+    Counted is the next token at all places of what the target writes. Children are drawn twice at
+    each place, and the probability is exact given the draws.
+    """
     sample, found = Sampler(t, seed=bench.args.seed), {"Sequoia": [], "SpecInfer": [], "SpecTr": []}
     ar = bench.ours(autoregressive, sample)
     for _, prompt in bench.pairs():
@@ -195,15 +211,17 @@ def rejections(bench: Bench, t: float, ks: tuple = (1, 2, 4, 8)) -> None:
 
 
 def per_call(bench: Bench, run) -> tuple[float, float]:
-    """(tokens per target call, nodes drafted a round)."""
+    """Run a method and return its tokens per target call and its drafted nodes a round."""
     counts = [run(prompt) for _, prompt in bench.pairs() for _ in range(bench.args.rounds)]
     drafted = [record["drafted"] for count in counts for record in count.log]
     return sum(c.tokens for c in counts) / sum(c.calls for c in counts), mean(drafted)
 
 
 def table_sequoia(bench: Bench) -> None:
-    """Fig. 4: tokens per target call by the nodes of the tree, at any depth; several drafts with as
-    many nodes at most."""
+    """Print Fig. 4: tokens per target call by the nodes of a tree of any depth.
+
+    Several drafts of SpecInfer and SpecTr stand beside it, with as many nodes at most.
+    """
     path = str(bench.args.adapters / "sequoia.json")
     measured = load_rates(path, bench.target, bench.draft)
     for t in (0.0, 0.3, 0.6, 1.0):
@@ -228,8 +246,11 @@ def table_sequoia(bench: Bench) -> None:
 # ------------------------------------------------------------------------------------------ REST
 
 def table_rest(bench: Bench) -> None:
-    """By the size of the datastore, the longest suffix and the guesses of a call, of the datastore
-    alone; then the text itself beside it, and alone."""
+    """Print REST by the size of the datastore, the longest suffix and the guesses of a call.
+
+    These rows have the datastore alone. The last two rows have the text beside it, and the text
+    alone.
+    """
     whole, nodes = load_datastore(bench.args.adapters / "rest.safetensors", bench.target), 15
     texts = [text + BOUNDARY for text in whole.text.split(BOUNDARY)[:-1]]
     parts = {n: Datastore("".join(texts[::n])) for n in (8, 4, 2, 1)}
@@ -252,7 +273,7 @@ def table_rest(bench: Bench) -> None:
 # --------------------------------------------------------------------------------------- SpecDec
 
 def table_specdec(bench: Bench) -> None:
-    """What relaxed verification costs and brings, over β and τ."""
+    """Print what relaxed verification costs and brings, over β and τ."""
     runs = {"AR": bench.ours(autoregressive)}
     runs |= {f"β = {beta}, τ = {tau}": bench.ours(specdec, beta=beta, tau=tau)
              for beta, tau in [(1, 1.0), *((b, t) for b in (3, 5) for t in (0.5, 1.0, 3.0))]}
@@ -267,8 +288,10 @@ def table_specdec(bench: Bench) -> None:
 # ------------------------------------------------------------------------ fewer layers: layerskip
 
 def table_layerskip(bench: Bench) -> None:
-    """Exits untouched, tuned and trained, by the layers before them; and by guesses a round. FOLDER
-    may have more exits: exit*.safetensors."""
+    """Print exits untouched, tuned and trained, by their layers and by guesses a round.
+
+    The folder of --adapters may have more exits, exit*.safetensors.
+    """
     folder, L = bench.args.adapters, depth_of(bench.target)
     runs = {"AR": bench.ours(autoregressive)}
     tuned, exits = folder / "layerskip.safetensors", sorted(folder.glob("exit*.safetensors"))
@@ -294,7 +317,7 @@ def table_layerskip(bench: Bench) -> None:
 
 
 def table_exits(bench: Bench) -> None:
-    """How often an exit's likeliest token is the next of the model's own answer, by its layer."""
+    """Print how often an exit's likeliest token is the next of the model's own answer."""
     tuned = bench.args.adapters / "layerskip.safetensors"
     models = {"untouched": bench.target}
     if tuned.exists():
@@ -313,7 +336,7 @@ def table_exits(bench: Bench) -> None:
 
 
 def table_draft_verify(bench: Bench) -> None:
-    """Thresholds, fixed and adaptive; and how well blocks are skipped."""
+    """Print thresholds, fixed and adaptive, and how long a draft call takes."""
     path = str(bench.args.adapters / "blocks.json")
     skipped, blocks = load_blocks(path, bench.target), 2 * depth_of(bench.target)
     few = bench.cached(without(bench.target, skipped))
@@ -343,7 +366,7 @@ def table_draft_verify(bench: Bench) -> None:
 
 
 def table_accuracy(bench: Bench) -> None:
-    """Right answers of the target and of the models that are tuned from it."""
+    """Print the right answers of the target and of the models that are tuned from it."""
     folder = bench.args.adapters
     models = {"the target": bench.target}
     if (path := folder / "layerskip.safetensors").exists():
@@ -366,8 +389,11 @@ def table_accuracy(bench: Bench) -> None:
 # ------------------------------------------------------------- mask tokens: PaSS, SPACE and BiTA
 
 def table_masks(bench: Bench) -> None:
-    """What a call for drafting, groups of masks behind candidates, prompt tokens and a tuned model
-    each bring; and PaSS's tokens per call beside its formula."""
+    """Print what each part of a method with masks brings, and PaSS's formula.
+
+    The parts are a call for drafting, groups of masks behind candidates, prompt tokens, a tuned
+    model.
+    """
     folder, M = bench.args.adapters, 3
     tokens = load_tuning(folder / "pass.safetensors", bench.target)
     deep = load_tuning(folder / "bita.safetensors", bench.target)
@@ -410,8 +436,10 @@ def table_masks(bench: Bench) -> None:
 # ------------------------------------------------------------------------------ drafts for drafts
 
 def table_cascade(bench: Bench) -> None:
-    """What drafting for the draft, and worse drafts for later tokens, each bring; draft calls
-    weighed by the draft's share of the target's weights."""
+    """Print what drafts for the draft bring, and worse drafts for later tokens.
+
+    Draft calls are weighed by the draft's share of the target's weights.
+    """
     grams = str(bench.args.adapters / "rest.safetensors")
     share = bench.draft.num_parameters() / bench.target.num_parameters()
     print(f"the draft has {share:.3f} of the target's weights\n")
@@ -449,8 +477,11 @@ def by_ends(target, draft, prompt, *, budget: int, sample, log):
 
 
 def table_triforce(bench: Bench) -> None:
-    """Over long prompts, each a category: what a call of the target costs there, and on 512 tokens;
-    what is accepted of the middle level's tokens, by how many rows it keeps, and which."""
+    """Print what TriForce brings over long prompts, each a category of its own.
+
+    A row has what a call of the target costs there and on 512 tokens. It has the accepted tokens of
+    the middle level, by how many rows the level keeps, and which ones.
+    """
     rows = [["tokens of the prompt", "milliseconds of a call", "of one on 512", "rows kept",
              "accepted of 5, retrieved", "first and newest", "x AR, retrieved", "first and newest",
              "speculative"]]
@@ -478,8 +509,11 @@ def table_triforce(bench: Bench) -> None:
 # ---------------------------------------------------------------------------- drafts that learn
 
 def table_online(bench: Bench) -> None:
-    """The share of the draft's tokens that is accepted as traffic goes from task to task, in
-    quarters of each; with the draft as it is, and learning. One round."""
+    """Print the share of the draft's tokens that is accepted as traffic changes its task.
+
+    Each task is shown in quarters, with the draft as it is and with one that learns. One round is
+    run.
+    """
     quarters = [prompts[i * len(prompts) // 4:(i + 1) * len(prompts) // 4]
                 for prompts in bench.prompts.values() for i in range(4)]
     head = [f"{name} {i + 1}" for name in bench.prompts for i in range(4)]
@@ -503,8 +537,10 @@ def table_online(bench: Bench) -> None:
 
 
 def table_boost(bench: Bench) -> None:
-    """Two drafts: twice the first, or the first and one that was trained for what it gets wrong,
-    FOLDER/draft2."""
+    """Print what two drafts bring: the first one twice, or the first and FOLDER/draft2.
+
+    The second draft was trained for what the first gets wrong.
+    """
     second = bench.load(str(bench.args.adapters / "draft2"))
     rows = [["two drafts of 5 tokens", "temperature", "tokens per call", "accepted a round",
              "nodes a round"]]
@@ -528,7 +564,7 @@ SPANS = (0, 8, 16, 32, 64, 10**9)  # of tokens of an answer
 
 
 def table_hybrid(bench: Bench) -> None:
-    """From REST to one tree of all; chances; widths; the datastore's size; what lookups cost."""
+    """Print the hybrid's trees, chances, widths, datastores, and the time of a lookup."""
     costs(bench)
     ladder = {**bench.rest("REST"), **{name: run for guess in GUESSES
                                        for name, run in bench.hybrid(guess).items()}}
@@ -549,7 +585,10 @@ def table_hybrid(bench: Bench) -> None:
 
 
 def honesty(counts: list) -> list[str]:
-    """Of each bin the mean of the predicted chances, the share that was accepted, the nodes."""
+    """Compare predicted chances with what was accepted, and return a cell for each bin.
+
+    A cell has the mean of the predicted chances, the share that was accepted, and the nodes.
+    """
     seen = [(chance, i in record["path"]) for count in counts for record in count.log
             for i, chance in enumerate(record["chances"])]
     cells = []
@@ -561,7 +600,7 @@ def honesty(counts: list) -> list[str]:
 
 
 def widths_of(counts: list) -> list[str]:
-    """Guesses a call by how many tokens of the answer came before."""
+    """Return the guesses a call by how many tokens of the answer came before."""
     found = {low: [] for low in SPANS[:-1]}
     for count in counts:
         place = 0
@@ -572,7 +611,7 @@ def widths_of(counts: list) -> list[str]:
 
 
 def sizes(bench: Bench) -> None:
-    """By the size of the datastore, n-grams alone."""
+    """Print the hybrid of n-grams alone by the size of the datastore."""
     path = str(bench.args.adapters / "rest.safetensors")
     whole = load_datastore(path, bench.target)
     texts = [text + BOUNDARY for text in whole.text.split(BOUNDARY)[:-1]]
@@ -589,7 +628,7 @@ def sizes(bench: Bench) -> None:
 
 
 def lookups(bench: Bench) -> None:
-    """Milliseconds a call to grow a tree of n-grams, by tokens of the text."""
+    """Print the milliseconds a call to grow a tree of n-grams, by the tokens of the text."""
     folder = bench.args.adapters
     store = load_datastore(folder / "rest.safetensors", bench.target)
     known = load_trust(str(folder / "hybrid.json"), bench.target)
