@@ -33,6 +33,7 @@ from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, atten
                     grouped_attention)
 from speculative import report, verify
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
+from survey.views import move_counts
 
 
 # -------------------------------------------------------------------------- levels and reviews
@@ -275,13 +276,12 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
     middle, small = (Part(lm.model, lm.vocab) for lm in (target, draft))
     middle.take(target, *retrieved(target, prompt[-1], budget, chunk))
     small.take(draft, *ends(draft, sinks, window))
-    small.calls, small.rows, small.seconds = draft.calls, draft.rows, draft.seconds
     text = list(prompt)
     levels = [Level(lm, text[:-1]) for lm in (target, middle, small)]
     while True:
         reviews = middle.calls
         tokens, _ = review(levels, [[gamma], [inner], []], text, sample)
-        draft.calls, draft.rows, draft.seconds = small.calls, small.rows, small.seconds
+        move_counts(small, draft)
         text = text + tokens
         levels[0].keep(text[:-1])
         middle.follow(target, len(text) - len(tokens) - 1)

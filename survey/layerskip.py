@@ -31,8 +31,9 @@ from tqdm import tqdm
 
 from common import WIDTHS, CachedLM, InputError, Sampler, eos_ids, greedy
 from speculative import verify
+from survey.low_rank import add_low_rank, merge_changes
 from survey.parts import MODELS, fill, load_part, logits_of, save_part
-from survey.views import depth_of, split_layers, add_low_rank, merge_changes, open_model, view
+from survey.views import depth_of, move_counts, open_model, split_layers, view
 
 ADAPTER = f"{MODELS}/exit.safetensors"
 TUNED = f"{MODELS}/layerskip.safetensors"
@@ -49,7 +50,6 @@ def by_halves(target: CachedLM, early: CachedLM, late: CachedLM, prompt: list[in
     for i in range(0, len(prompt) - 1, WIDTHS[-1]):  # a long prompt comes in parts
         late.forward(early.features[i:i + WIDTHS[-1]], keep=1, counts=False)
         late.commit(range(len(late.parents)))
-    late.calls, late.rows, late.seconds = target.calls, target.rows, target.seconds
     root = prompt[-1]
     while True:
         guesses, draft_probs, hidden = [], [], []
@@ -63,7 +63,7 @@ def by_halves(target: CachedLM, early: CachedLM, late: CachedLM, prompt: list[in
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         for lm in (early, late):
             lm.commit(range(1 + accepted))
-        target.calls, target.rows, target.seconds = late.calls, late.rows, late.seconds
+        move_counts(late, target)
         if log is not None:
             log.append({"drafted": gamma, "accepted": accepted,
                         "layers": gamma * depth_of(early.model) + depth_of(target.model)})

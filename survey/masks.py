@@ -37,8 +37,9 @@ import bita
 from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
 from common import WIDTHS, CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
 from speculative import verify
+from survey.low_rank import add_low_rank, merge_changes
 from survey.parts import MODELS, fill, load_part, save_part
-from survey.views import add_low_rank, merge_changes
+from survey.views import move_counts
 
 TOKENS = f"{MODELS}/pass.safetensors"
 TUNED = f"{MODELS}/space.safetensors"
@@ -96,7 +97,6 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     lm, mask, right = target.once(("space", tuning), lambda: load_space(tuning, target))
     embed = lm.model.get_input_embeddings()
     lm.start(prompt[:-1])
-    lm.calls, lm.rows, lm.seconds = target.calls, target.rows, target.seconds
     k = k or fastest(lm, ("space", tuning), lambda: widths(lm, right))
     guesses, root = [], prompt[-1]
     while True:
@@ -108,7 +108,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
             real = embed(torch.tensor(ids, device=mask.device))
             inputs = torch.cat([real, mask.expand(n * k, -1)])  # [n + n k, d]
         logits = lm.forward(inputs, parents)
-        target.calls, target.rows, target.seconds = lm.calls, lm.rows, lm.seconds
+        move_counts(lm, target)
         path, chunk = walk(ids, chain, sample(logits[:n]))
         lm.commit(path)
         root = chunk[-1]

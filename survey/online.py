@@ -31,6 +31,7 @@ from models.training import (Training, collect_examples, count_tokens, digest, d
                              sample_alike, score_answers, warm_linear)
 from speculative import report, speculative
 from survey.parts import MODELS, draft_for, logits_of
+from survey.views import move_counts
 
 KINDS = ("forward-kl", "reverse-kl", "jsd")
 
@@ -110,9 +111,8 @@ def online(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int =
     if len(learner.kept) >= every:
         learner.learn()
     lm = learner.lm
-    lm.calls, lm.rows, lm.seconds = draft.calls, draft.rows, draft.seconds
     for chunk in learner.serve(prompt, gamma, sample, [] if log is None else log):
-        draft.calls, draft.rows, draft.seconds = lm.calls, lm.rows, lm.seconds
+        move_counts(lm, draft)
         yield chunk
 
 

@@ -1,41 +1,48 @@
-"""Views of a model: some of its layers, or none of some blocks, as a model that shares its weights;
-and low-rank changes of all its layers.
+"""Views of a model: some of its layers, or a model without some blocks, which share its weights.
 
-layerskip.py drafts with the first layers and verifies with the others; draft_verify.py leaves out
-blocks. Layers keep their numbers, which is all that a cache asks of them."""
+layerskip.py and early_exit.py draft with the first layers and verify with the others, and
+draft_verify.py leaves out blocks. A layer of a view keeps its number, by which a cache knows it.
+"""
 import copy
 from typing import Callable, Iterator
 
 import torch
-from torch.nn.utils import parametrize
 
 from common import CachedLM, InputError
 
 
 def depth_of(model) -> int:
-    """L, its layers."""
+    """Count a model's layers."""
     return model.config.get_text_config().num_hidden_layers
 
 
 def copy_shallow(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy that shares the weights, and whose parts can be replaced."""
+    """Copy a module so that its parts can be replaced; the weights are shared."""
     new = copy.copy(module)
     new._modules = dict(module._modules)
     return new
 
 
-def name_of(parts: Iterator[tuple[str, torch.nn.Module]], right: Callable,
+def name_of(parts: Iterator[tuple[str, torch.nn.Module]], fits: Callable,
             expected: str = "a decoder of layers with a norm after the last") -> str:
-    """The name of the first module for which right(module); InputError if there is none."""
+    """Find the name of the first module that fits.
+
+    parts     names and modules, such as `named_children` gives
+    fits      fits(module) says whether a module is the one
+    expected  what the InputError says if none fits
+    """
     for name, part in parts:
-        if right(part):
+        if fits(part):
             return name
     raise InputError(f"expected {expected}")
 
 
 def open_model(model) -> tuple:
-    """(a copy of a model, its decoder, what this calls its layers and its last norm), down to the
-    list of layers; all weights are shared."""
+    """Copy a model so far down that its list of layers can be replaced; all weights are shared.
+
+    returns  the copy, its decoder, and the names that the decoder gives to its list of layers and
+             to the norm after the last layer
+    """
     top = copy_shallow(model)
     decoder = top
     for name in name_of(model.named_modules(), lambda x: x is model.get_decoder()).split("."):
@@ -47,9 +54,14 @@ def open_model(model) -> tuple:
 
 
 def view(model, first: int, last: int, end: torch.nn.Module | None = None):
-    """Layers first + 1 … last of a model as a model that shares its weights. The early ones, where
-    last < L, give the hidden states as they are, for others to go on with; before their LM head
-    stands the model's last norm, or `end`."""
+    """Make a model of the layers first + 1 … last of a model, which shares its weights.
+
+    A view that ends before the last layer gives hidden states without the last norm as features, so
+    that another view can go on with them. Its LM head reads them through a norm or a small network.
+
+    end      stands before the LM head of a view that ends early. None: the model's last norm
+    returns  a model with a config of its own
+    """
     new, decoder, layers, norm = open_model(model)
     decoder._modules[layers] = decoder._modules[layers][first:last]
     L = depth_of(model)
@@ -61,21 +73,27 @@ def view(model, first: int, last: int, end: torch.nn.Module | None = None):
     decoder.config.num_hidden_layers = last - first
     if last < L:
         head = name_of(model.named_children(), lambda x: x is model.get_output_embeddings())
-        new._modules[head] = torch.nn.Sequential(end or decoder._modules[norm], new._modules[head])
+        if end is None:
+            end = decoder._modules[norm]
+        new._modules[head] = torch.nn.Sequential(end, new._modules[head])
         decoder._modules[norm] = torch.nn.Identity()
     return new
 
 
 def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
-    """(early, late): the first E layers with their exit, and the others. InputError where one after
-    the other is not the whole model: where layers read more than hidden states and positions, or
-    positions are added before the first."""
+    """Split a model in two, and check that one part after the other is the whole model.
+
+    E        how many layers the first part has, 1 or more and fewer than all
+    end      what stands between the first part and its LM head. None: the model's last norm
+    returns  early and late, each a CachedLM with a cache of its own. InputError where a layer reads
+             more than hidden states and positions, or positions are added before the first layer
+    """
     model = target.model
     L = depth_of(model)
     if not 1 <= E < L:
-        raise InputError(f"expected to exit after 1 to {L - 1} layers, got {E}")
-    early, late = (type(target)(view(model, *span, end), target.vocab)
-                   for span in ((0, E), (E, L)))
+        raise InputError(f"--E must be 1 to {L - 1} for a model of {L} layers, got {E}")
+    early = type(target)(view(model, 0, E, end), target.vocab)
+    late = type(target)(view(model, E, L), target.vocab)
     ids, parents = [3, 1, 2, 0, 3], [-1, 0, 0, 1, 2]
     for lm in (target, early, late):
         lm.start([])
@@ -89,38 +107,16 @@ def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
     return early, late
 
 
-# -------------------------------------------------------------------------- low-rank changes
+def move_counts(part: CachedLM, whole: CachedLM) -> None:
+    """Count the calls of a model that ran for another as calls of the other.
 
-class LowRank(torch.nn.Module):
-    """A weight W as W + B A, A [rank, in] and B [out, rank]."""
-
-    def __init__(self, weight: torch.Tensor, rank: int):
-        super().__init__()
-        self.A = torch.nn.Parameter(torch.randn(rank, weight.shape[1]) / weight.shape[1] ** 0.5)
-        self.B = torch.nn.Parameter(torch.zeros(weight.shape[0], rank))
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + (self.B @ self.A).to(weight)
-
-
-def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
-    """Give every matrix of the layers a change of low rank, in place; its parameters. InputError
-    where they have none of torch's Linear (GPT-2)."""
-    _, decoder, layers, _ = open_model(model)
-    own = {}
-    for name, part in decoder._modules[layers].named_modules():
-        if isinstance(part, torch.nn.Linear):
-            change = LowRank(part.weight, rank).to(part.weight.device)
-            parametrize.register_parametrization(part, "weight", change)
-            own |= {f"{name}.A": change.A, f"{name}.B": change.B}
-    if not own:
-        raise InputError(f"expected matrices of type Linear in {type(model).__name__}")
-    return own
-
-
-def merge_changes(model):
-    """The model with its changes in its weights, to be trained no more."""
-    for part in model.modules():
-        if parametrize.is_parametrized(part, "weight"):
-            parametrize.remove_parametrizations(part, "weight")  # the changed weight stays
-    return model.requires_grad_(False)
+    part   the model that ran: late layers, a tuned copy, a draft with fewer rows. Its counts return
+           to 0
+    whole  the model that it ran for, whose counts are the ones that are reported
+    """
+    whole.calls += part.calls
+    whole.rows += part.rows
+    whole.seconds += part.seconds
+    part.calls = 0
+    part.rows = 0
+    part.seconds = 0.0

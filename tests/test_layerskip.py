@@ -16,8 +16,9 @@ from survey import layerskip as module
 from survey.layerskip import (Exit, adapter, exit_accuracy, fit, hidden_states, layerskip,
                               load_exit, load_tuned, ppd, report, train, tune,
                               tuning_loss)
+from survey.low_rank import add_low_rank
 from survey.parts import save_part
-from survey.views import depth_of, split_layers, add_low_rank, view
+from survey.views import depth_of, split_layers, view
 
 PROMPT = [3, 14, 15]
 WHOLE = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "opt")]
@@ -90,7 +91,7 @@ def test_models_whose_positions_come_before_the_layers_are_refused(name):
 
 def test_layers_that_there_are_not_are_refused():
     for E in (0, 2, 7):
-        with pytest.raises(InputError, match=f"expected to exit after 1 to 1 layers, got {E}"):
+        with pytest.raises(InputError, match=f"--E must be 1 to 1 for a model of 2 layers, got {E}"):
             split_layers(CachedLM(tiny("llama")), E)
 
 

@@ -20,8 +20,8 @@ from models import training
 from models.training import score_answers
 from survey import masks as module
 from survey.masks import (all_right, load_space, parallel, report, space, train, tune, widths)
+from survey.low_rank import add_low_rank
 from survey.parts import load_part, save_part
-from survey.views import add_low_rank
 
 PROMPT = [3, 14, 15]
 LINEAR = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "openai-gpt")]

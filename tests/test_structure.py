@@ -17,22 +17,25 @@ from safetensors.torch import load_file
 import cli
 from common import CachedLM, autoregressive, encode, eos_ids
 from helpers import ROOT, main, tokens_of
+from survey.low_rank import add_low_rank
 from survey.parts import save_part
-from survey.views import add_low_rank
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest", "survey.layerskip",
          "survey.draft_verify", "survey.masks", "survey.cascade", "survey.online",
          "survey.hybrid")
 NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
-         "survey.layerskip": ("speculative", "survey.parts", "survey.views"),
+         "survey.low_rank": ("survey.views",),
+         "survey.layerskip": ("speculative", "survey.low_rank", "survey.parts", "survey.views"),
          "survey.draft_verify": ("speculative", "survey.parts", "survey.views"),
-         "survey.masks": ("bita", "speculative", "survey.parts", "survey.views"),
-         "survey.cascade": ("speculative", "survey.rest"),
+         "survey.masks": ("bita", "speculative", "survey.low_rank", "survey.parts",
+                          "survey.views"),
+         "survey.cascade": ("speculative", "survey.rest", "survey.views"),
          "survey.hybrid": ("survey.eagle", "survey.medusa", "survey.ngrams", "survey.parts",
                            "survey.rest"),
          "survey.ngrams": ("survey.rest",),
-         "survey.online": ("models.training", "speculative", "survey.parts"), "models.training": ()}
+         "survey.online": ("models.training", "speculative", "survey.parts", "survey.views"),
+         "models.training": ()}
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 
@@ -74,7 +77,8 @@ def imported(nodes: list) -> set[str]:
             for x in found if isinstance(x, (ast.Import, ast.ImportFrom)) for alias in x.names}
 
 
-@pytest.mark.parametrize("name", [*FILES, "common", "survey.parts", "survey.views"])
+@pytest.mark.parametrize("name", [*FILES, "common", "survey.parts", "survey.views",
+                                  "survey.low_rank"])
 def test_a_method_file_needs_common_alone(name):
     """Besides packages, and in survey/ what is listed above. The training is imported where
     something is trained, the command line where the file is run."""
