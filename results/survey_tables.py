@@ -41,7 +41,7 @@ from survey.ngrams import NGrams  # noqa: E402
 from survey.online import online  # noqa: E402
 from survey.rest import (BOUNDARY, Datastore, as_text, load_datastore,  # noqa: E402
                          rest)
-from survey.sequoia import draw_children, load_rates, sequoia, tables, verify  # noqa: E402
+from survey.sequoia import draw_children, load_rates, sequoia, tabulate, verify  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
 
@@ -229,7 +229,7 @@ def table_sequoia(bench: Bench) -> None:
         rows = [[f"temperature {t}: tokens per target call", *(f"{n} nodes" for n in TREES)]]
         sample = Sampler(t, seed=bench.args.seed)
         rows.append(["Sequoia, expected from the rates",
-                     *(f"{tables(measured[t], n, n - 1)[n - 1].G[n]:.2f}" for n in TREES)])
+                     *(f"{tabulate(measured[t], n, n - 1)[n - 1].G[n]:.2f}" for n in TREES)])
         cells = [per_call(bench, bench.ours(sequoia, sample, nodes=n, depth=n - 1, rates=path))
                  for n in TREES]
         rows.append(["Sequoia", *(f"{tokens:.2f}" for tokens, _ in cells)])

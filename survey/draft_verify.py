@@ -6,18 +6,33 @@ Decoding", arXiv 2309.08168
     python -m survey.draft_verify search --prompts FILE --out blocks.json    # what to skip
     python -m survey.draft_verify --blocks blocks.json --prompt "..."
 
-    draft    token by token, without some attention and MLP blocks: their layers hand on what they
-             read; stops after a token that it gave less than the threshold γ
-    verify   one call of the whole model, by the rule of speculative sampling: lossless
-    γ        rises a little where, of late, less than 0.9 of the guesses is accepted; else it falls
+A block is the attention or the MLP of a layer. A layer without a block hands on what it read.
 
-Draft and model write into ONE cache: verification overwrites what the draft wrote, so that the
-draft sees the whole model's rows of all final tokens (with a cache of its own it agrees far less).
+    draft    root -> x̂_1 -> x̂_2 -> …         one call each, without the blocks; up to K guesses, or
+                                            until a guess had less than the draft probability γ
+    verify   root, x̂_1, x̂_2, …              one call of the whole model
+    γ        rises after a round if less than 0.9 of the guesses was accepted recently, else falls
 
-Departures: blocks are searched by measured agreement and time (the paper: Bayesian optimization of
-tokens a second); fresh coins for each guess.
+The paper's K is the option `gamma` here, as in speculative.py, and the paper's γ is `threshold`.
+
+The draft and the whole model write into ONE cache. Verification overwrites what the draft wrote, so
+the draft sees the whole model's rows of all final tokens. With a cache of its own it would agree
+with the whole model far less.
+
+Lossless, by the rule of speculative sampling.
+
+Departures (paper / here / why):
+- K is 12 (released code: 8) / gamma is 4 / a small model is wrong sooner.
+- γ falls after every good round / not after one that drafted K guesses, as in the released code /
+  the threshold did not end that draft, so a lower one would not make it longer.
+- the share of accepted guesses starts at 0 in the released code / at 0.9 / the first rounds of a
+  text should not raise γ whatever they accept.
+- Bayesian optimization of measured tokens a second chooses the blocks / `search` ranks and flips
+  blocks by measured agreement and by costs that are a sum over blocks / two timings of drafts that
+  differ in one block differ by noise.
+- the released code draws the coins of a round before it drafts, and can let them end a draft / a
+  coin is drawn when a guess is judged / no guess depends on the coin that judges it.
 """
-import json
 import re
 import sys
 from contextlib import ExitStack
@@ -30,8 +45,8 @@ from tqdm import tqdm
 from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, eos_ids, greedy,
                     row_costs)
 from speculative import verify
-from survey.parts import MODELS, belongs, some_embeddings
-from survey.views import depth_of, name_of, open_model, copy_shallow
+from survey.parts import MODELS, load_facts, save_facts
+from survey.views import copy_shallow, depth_of, name_of, open_model
 
 BLOCKS = {"attention": "Attention", "mlp": "MLP|MoE|Moe"}  # what their classes are called
 MOST = 7  # guesses a round that the search considers
@@ -40,16 +55,20 @@ MOST = 7  # guesses a round that the search considers
 # ------------------------------------------------------------------------- a model without blocks
 
 class Skipped(torch.nn.Module):
-    """In place of a block whose output is added to the hidden states: nothing. `of`: what the block
-    gives, a tensor or a tuple that begins with one."""
+    """Stand in for a block: add nothing to the hidden states.
 
-    def __init__(self, of):
+    output  what the block gave in some pass, a tensor or a tuple that begins with one
+    """
+
+    def __init__(self, output):
         super().__init__()
-        self.more = (None,) * (len(of) - 1) if isinstance(of, tuple) else None
+        self.is_tuple = isinstance(output, tuple)
+        self.others = len(output) - 1 if self.is_tuple else 0
 
     def forward(self, *args, **options):
-        nothing = torch.zeros_like(args[0] if args else options["hidden_states"])
-        return nothing if self.more is None else (nothing, *self.more)
+        hidden = args[0] if args else options["hidden_states"]
+        nothing = torch.zeros_like(hidden)
+        return (nothing, *[None] * self.others) if self.is_tuple else nothing
 
 
 def record_outputs(model, modules: list[torch.nn.Module]) -> list:
@@ -106,47 +125,58 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
                  adaptive: bool = True, blocks: str = f"{MODELS}/blocks.json",
                  skipped: dict[str, list[int]] | None = None, sample: Sampler = greedy,
                  log: list | None = None) -> Iterator[list[int]]:
-    """The model without some of its blocks drafts, the whole model verifies. Sections 3.1 to 3.3.
+    """Draft with the model without some of its blocks, verify with the whole model (Section 3).
 
-    gamma:     tokens drafted a round, at most (K)
-    threshold: stop after a token whose draft probability (at temperature 1) is below this (γ)
-    adaptive:  move the threshold so that 0.9 of what is drafted is accepted (Eq. 5 to 7)
+    gamma:     tokens drafted a round, at most (the paper's K)
+    threshold: a draft ends after a guess with a draft probability below this (the paper's γ)
+    adaptive:  move the threshold so that 0.9 of the guesses is accepted (Eq. 5 to 7)
     blocks:    a file of blocks to skip, made by `python -m survey.draft_verify search`
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round, the last
-    run one after the other. `skipped`: for the file.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round.
+
+    "layers" counts the layers that run one after the other. `skipped`, {"attention": layers, "mlp":
+    layers}, is used instead of the file.
     """
-    if gamma < 1 or not threshold >= 0:
-        raise InputError("expected gamma of 1 or more and a threshold of 0 or more, got "
-                         f"{gamma} and {threshold}")
+    if gamma < 1:
+        raise InputError(f"--gamma must be 1 or more, got {gamma}")
+    if not threshold >= 0:
+        raise InputError(f"--threshold must be 0 or more, got {threshold}")
     if type(target.cache) is not KVCache:
-        raise InputError("expected no --graphs: draft and target write into one cache")
+        raise InputError("--graphs cannot be used, because draft and target write into one cache")
     draft = target.once(("draft_verify", blocks, repr(skipped)), lambda: CachedLM(
         without(target.model, skipped or load_blocks(blocks, target.model)), target.vocab))
-    L = depth_of(target.model)
-    left_out = sum(isinstance(part, Skipped) for part in draft.model.modules()) / 2  # layers
-    draft.cache = target.cache  # of final tokens it sees the rows of the whole model
+    layers_of_target = depth_of(target.model)
+    blocks_skipped = sum(isinstance(part, Skipped) for part in draft.model.modules())
+    layers_of_draft = layers_of_target - blocks_skipped / 2
+    draft.cache = target.cache  # so that the draft sees the whole model's rows of final tokens
     target.start(prompt[:-1])
     root = prompt[-1]
-    share = 0.9  # of accepted guesses, recently
+    share = 0.9  # of the guesses, accepted recently
     while True:
-        draft.length, draft.parents = target.length, []
+        # Draft: one token a call
+        draft.length = target.length
+        draft.parents = []
         guesses, draft_probs = [], []
-        chance = 1.0
-        while len(guesses) < gamma and (not guesses or chance >= threshold):
-            logits = draft.forward(guesses[-1:] or [root])
-            draft_probs.append(sample.probs(logits))  # [1, V]
-            guesses += sample.draw(draft_probs[-1])
-            chance = logits.float().softmax(-1)[0, guesses[-1]].item()
-        target_probs = sample.probs(target.forward([root, *guesses]))  # over the draft's rows
+        last = root
+        for _ in range(gamma):
+            logits = draft.forward([last])  # [1, V]
+            draft_probs.append(sample.probs(logits))
+            [last] = sample.draw(draft_probs[-1])
+            guesses.append(last)
+            chance = logits.float().softmax(-1)[0, last].item()
+            if not chance >= threshold:  # a broken draft's chance, NaN, ends the draft, too
+                break
+        # Verify: the rows of this call replace the draft's
+        target_probs = sample.probs(target.forward([root, *guesses]))
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         target.commit(range(1 + accepted))
+        # Move the threshold
         if adaptive:
             share = 0.5 * share + 0.5 * accepted / len(guesses)  # Eq. 5
-            goal = move_threshold(threshold, share, len(guesses) == gamma)
+            goal = move_threshold(threshold, share, len(guesses) == gamma)  # Eq. 6
             threshold = 0.9 * threshold + 0.1 * goal  # Eq. 7
         if log is not None:
             log.append({"drafted": len(guesses), "accepted": accepted,
-                        "layers": len(guesses) * (L - left_out) + L})
+                        "layers": len(guesses) * layers_of_draft + layers_of_target})
         yield guesses[:accepted] + [root]
 
 
@@ -154,24 +184,32 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
 
 @torch.inference_mode()
 def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
-    """How often the model without these blocks guesses its own next token, on (prompt, answer)
-    pairs: each row sees the whole model's rows of the text before it, as in decoding."""
-    right = total = 0
-    whole, draft = CachedLM(model), CachedLM(without(model, skipped))
+    """Measure how often the model without some blocks guesses the whole model's next token.
+
+    skipped  {"attention": layers, "mlp": layers}
+    data     pairs of a prompt and the model's own greedy answer
+
+    One pass of the draft covers an answer. As in decoding, each row sees the whole model's rows of
+    the text before it, and of the draft's rows only itself.
+    """
+    correct = total = 0
+    whole = CachedLM(model)
+    draft = CachedLM(without(model, skipped))
     draft.cache = whole.cache
     for prompt, answer in data:
         whole.start(prompt + answer[:-1])
         T, n = whole.length, len(answer)
-        visible = torch.cat([torch.ones(T, T).tril(-1)[T - n:], torch.eye(n)], 1).bool()
+        before = torch.ones(T, T).tril(-1)[T - n:]  # [n, T], the whole model's rows
+        visible = torch.cat([before, torch.eye(n)], 1).bool()  # [n, T + n]
         rows = torch.arange(T - n, T)
         slots = torch.cat([torch.arange(T), rows])
         mask = attention_mask(whole.windows, visible[None], rows[None], slots[None], whole.weight)
         whole.cache.start = T
         ids = torch.tensor([(prompt + answer)[T - n:T]], device=whole.weight.device)
         logits, _ = draft.run(ids, rows[None].to(ids.device), mask, None)
-        right += sum(x == y for x, y in zip(greedy(logits[0]), answer))
+        correct += sum(guess == token for guess, token in zip(greedy(logits[0]), answer))
         total += n
-    return right / total
+    return correct / total
 
 
 class Costs(NamedTuple):
@@ -239,16 +277,17 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
         return predict_speed(agree(skipped), costs.of_draft(kept), costs.whole)
     alone = {block: agree([block]) for block in tqdm(blocks, desc="blocks")}
     ranked = sorted(blocks, key=lambda block: -alone[block])
-    candidates = [ranked[:n] for n in range(1, len(blocks) // 2 + 1)]
-    (times, gamma), best = max(((speed(some), some) for some in candidates), key=lambda x: x[0])
+    speeds = [speed(ranked[:n]) for n in range(1, len(blocks) // 2 + 1)]
+    fastest = max(speeds)
+    best = ranked[:1 + speeds.index(fastest)]
     for block in tqdm(blocks * passes, desc="flips"):
         flipped = [x for x in best if x != block] if block in best else [*best, block]
         predicted = speed(flipped)
-        if predicted > (times, gamma):
-            (times, gamma), best = predicted, flipped
+        if predicted > fastest:
+            fastest, best = predicted, flipped
+    times, gamma = fastest
     print(f"{len(best)} of {len(blocks)} blocks, gamma {gamma}: {times:.2f}x token by token")
-    facts = {"model": some_embeddings(model)[:16, :16].tolist()} | by_kind(best)
-    out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    save_facts(out, {"model": model}, **by_kind(best))
 
 
 def by_kind(blocks: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
@@ -257,23 +296,21 @@ def by_kind(blocks: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
 
 
 def load_blocks(path: str, model) -> dict[str, list[int]]:
-    """InputError for blocks of another model."""
-    try:
-        file = json.loads(Path(path).read_text(encoding="utf-8"))
-        known, here = torch.tensor(file["model"]), some_embeddings(model)[:16, :16]
-        if known.shape != here.shape or not belongs(known, model):
-            raise ValueError("another model's")
-        if not {layer for kind in BLOCKS for layer in file[kind]} <= {*range(depth_of(model))}:
-            raise ValueError("layers that it has not")
-        return {kind: list(file[kind]) for kind in BLOCKS}
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise InputError("expected blocks that `python -m survey.draft_verify search` found for "
-                         f"this model, got {path!r}: {error}") from error
+    """Read which blocks of a model to skip, {"attention": layers, "mlp": layers}; InputError for a
+    file that is damaged or for another model."""
+    def parse(facts: dict) -> dict[str, list[int]]:
+        numbers = {layer for kind in BLOCKS for layer in facts[kind]}
+        if not numbers <= {*range(depth_of(model))}:
+            raise ValueError("the model does not have all of its layers")
+        return {kind: list(facts[kind]) for kind in BLOCKS}
+    expected = "blocks that `python -m survey.draft_verify search` found for this model"
+    return load_facts(path, {"model": model}, expected, parse)
 
 
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
+    """Say what a run's rounds were like, on average."""
     drafted, accepted, layers = (sum(r[x] for r in run.log) for x in run.log[0])
     n = len(run.log)
     return (f"a round: {drafted / n:.1f} guesses, {accepted / n:.2f} accepted; "

@@ -1,6 +1,14 @@
-"""The file of a trained part: safetensors with a header that says what it is, and some embeddings
-of the model that it is for. Also a draft for a model, an LM head for fewer tokens, and what a model
-makes of its own."""
+"""Files of what was trained or measured for a model, and three things that trained parts ask of it.
+
+    save_part, load_part      a safetensors file of trained tensors, with a header of other facts
+    save_facts, load_facts    a JSON file of what was measured
+    draft_for                 a draft that fits a model
+    logits_of                 from the output of a model's LM head to its logits
+    head_for                  an LM head for a part of the vocabulary
+
+Every file holds some embeddings of each model that it was made for, its fingerprint. So a file of
+another model is refused. bita.py has a file format of its own, because it stands alone.
+"""
 import json
 from pathlib import Path
 from typing import Callable
@@ -15,57 +23,131 @@ from common import CachedLM, InputError, load
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
 
+# ------------------------------------------------------------------- which model a file is for
+
 def some_embeddings(model) -> torch.Tensor:
-    """[64, 64] or fewer, less their mean: what a model is known by, in whatever type it is."""
+    """Take a model's fingerprint, [64, 64] or fewer of its embeddings in float32, less their mean.
+
+    The mean is taken off because the embeddings of two models can be alike in their mean alone.
+    """
     some = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
     return some - some.mean(0)
 
 
-def belongs(known: torch.Tensor, model) -> bool:
-    """Is this the model of these embeddings, or was it tuned or quantised from it? Another has
-    others altogether."""
-    here = some_embeddings(model)[:known.shape[0], :known.shape[1]]
-    return known.shape == here.shape and F.cosine_similarity(
-        known.float().flatten(), here.flatten(), 0).item() > 0.5
+def belongs(fingerprint: torch.Tensor, model) -> bool:
+    """Tell whether a fingerprint is of this model, or of one that was tuned or quantised from it.
 
+    fingerprint  the first rows and columns of `some_embeddings` of the model that a file is for
+    """
+    here = some_embeddings(model)[:fingerprint.shape[0], :fingerprint.shape[1]]
+    if fingerprint.shape != here.shape:
+        return False
+    # Two models that were trained apart have a similarity near 0, for models of one origin near 1.
+    return F.cosine_similarity(fingerprint.float().flatten(), here.flatten(), 0).item() > 0.5
+
+
+# ------------------------------------------------------------------------------ trained tensors
 
 def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **header) -> None:
-    """Floating-point tensors are kept in bfloat16."""
+    """Write trained tensors for a model to a safetensors file, floating-point ones in bfloat16.
+
+    kind     what the part is, in words that an error message can use
+    tensors  the tensors, by name
+    header   other facts about the part, which JSON can hold
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {name: x.detach().cpu().to(torch.bfloat16 if x.is_floating_point() else x.dtype)
-            for name, x in (tensors | {"model": some_embeddings(model)}).items()}
+    kept = {}
+    for name, x in (tensors | {"model": some_embeddings(model)}).items():
+        dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
+        kept[name] = x.detach().cpu().to(dtype)
     save_file(kept, path, {"part": json.dumps({"kind": kind} | header)})
 
 
 def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch.Tensor]]:
-    """(header, tensors); InputError for what is no such file, or one for another model."""
+    """Read a file that `save_part` made; InputError if it is damaged or for another model.
+
+    kind     what the part must be
+    returns  the header without its kind, and the tensors by name
+    """
     try:
         with safe_open(path, "pt") as file:
             header = json.loads((file.metadata() or {})["part"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        known, found = tensors.pop("model"), header.pop("kind")
+        fingerprint = tensors.pop("model")
+        found = header.pop("kind")
     except (OSError, SafetensorError, LookupError, ValueError) as error:
         raise InputError(f"expected a file of {kind}, got {str(path)!r}: {error!r}") from error
     if found != kind:
         raise InputError(f"expected a file of {kind}, got {str(path)!r}, one of {found}")
-    if not belongs(known, model):
+    if not belongs(fingerprint, model):
         raise InputError(f"expected a file of {kind} for this model, got {str(path)!r}: another's")
     return header, tensors
 
 
-def fill(own: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor], path) -> None:
-    """Set the parameters `own` to what the file at `path` had."""
-    expected = {name: tuple(p.shape) for name, p in own.items()}
-    if (shapes := {name: tuple(x.shape) for name, x in tensors.items()}) != expected:
+def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor],
+         path: str | Path) -> None:
+    """Set the parameters of a part to the tensors of its file.
+
+    parameters  what is set, by name
+    tensors     the values; InputError if their names or shapes differ, or a number is not finite
+    path        the file, for the message
+    """
+    expected = {name: tuple(p.shape) for name, p in parameters.items()}
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    if shapes != expected:
         raise InputError(f"expected tensors {expected}, got {str(path)!r} with {shapes}")
     if not all(x.isfinite().all() for x in tensors.values()):
         raise InputError(f"expected finite numbers, got {str(path)!r} with others")
-    for name, p in own.items():
+    for name, p in parameters.items():
         p.data.copy_(tensors[name])
 
 
+# ------------------------------------------------------------------------------- measured facts
+
+def save_facts(path: Path, models: dict, **facts) -> None:
+    """Write what was measured on some models to a JSON file.
+
+    models  {what the file calls a model: the model}, whose fingerprints are kept
+    facts   what was measured, which JSON can hold
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fingerprints = {}
+    for name, model in models.items():
+        rows = some_embeddings(model)[:16, :16].tolist()
+        # Four digits tell models apart. A fixed number of decimals would lose small embeddings.
+        fingerprints[name] = [[float(f"{x:.4g}") for x in row] for row in rows]
+    path.write_text(json.dumps(fingerprints | facts) + "\n", encoding="utf-8")
+
+
+def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
+    """Read a file that `save_facts` made, and return what `parse` makes of its facts.
+
+    models    {what the file calls a model: the model that it must be for}
+    expected  how the message of an InputError names a good file
+    parse     parse(facts) gets all of the file, a dictionary. It raises any error if facts are
+              missing or wrong, and returns what the caller needs.
+    """
+    try:
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+        for name, model in models.items():
+            fingerprint = torch.tensor(facts[name])
+            whole = fingerprint.shape == some_embeddings(model)[:16, :16].shape
+            if not whole or not belongs(fingerprint, model):
+                raise ValueError(f"another {name}'s")
+        return parse(facts)
+    except (OSError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as error:
+        raise InputError(f"expected {expected}, got {str(path)!r}: {error}") from error
+
+
+# ----------------------------------------------------------- what parts ask of a model and its kin
+
 def draft_for(model, tokenizer, path: str):
-    """A draft like the model in type and device; InputError for another tokenizer's."""
+    """Load a draft with the type and the device of a model; InputError for another tokenizer.
+
+    tokenizer  the model's, whose vocabulary the draft must share
+    path       a directory or hub id
+    """
     draft, its_tokenizer = load(path, str(model.device), model.dtype)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
@@ -74,26 +156,36 @@ def draft_for(model, tokenizer, path: str):
 
 @torch.inference_mode()
 def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the model makes of its LM head's output x, as one pass shows: logits are x itself, c x
-    (Granite, Cohere), or these under a soft cap (Gemma 2)."""
+    """Find out how a model turns the output x of its LM head into logits, and return that function.
+
+    logits = cap · tanh(c x / cap)
+
+    Most models have c = 1 and no cap. Granite and Cohere scale by c, and Gemma 2 has a cap. One
+    pass over four tokens shows c, by least squares; InputError if the formula does not fit.
+    """
     lm = CachedLM(model)
     lm.start([])
     logits = lm.forward(range(4)).float()
     x = model.get_output_embeddings()(lm.features).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 1e9
-    before = cap * (logits / cap).clamp(-0.999, 0.999).atanh()
+    before = cap * (logits / cap).clamp(-0.999, 0.999).atanh()  # c x
     c = ((before * x).sum() / x.square().sum()).item()
 
-    def own(x: torch.Tensor) -> torch.Tensor:
+    def to_logits(x: torch.Tensor) -> torch.Tensor:
         return cap * (c * x / cap).tanh() if cap < 1e9 else c * x
-    if (own(x) - logits).norm() > 0.02 * logits.norm():
+    if (to_logits(x) - logits).norm() > 0.02 * logits.norm():
         raise InputError(f"expected logits that are scaled or capped, got {type(model).__name__}")
-    return own
+    return to_logits
 
 
 def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:
-    """The rows of an LM head for these tokens alone: a pass costs less (FR-Spec: Zhao et al.,
-    arXiv 2502.14856)."""
+    """Make an LM head of some rows of another, so that a pass costs less.
+
+    FR-Spec, Zhao et al., arXiv 2502.14856.
+
+    vocab  the tokens that the new head's rows stand for, in this order
+    """
     few = torch.nn.Linear(head.weight.shape[1], len(vocab), head.bias is not None)
-    few.to(head.weight).load_state_dict({n: x[vocab] for n, x in head.state_dict().items()})
+    rows = {name: x[vocab] for name, x in head.state_dict().items()}
+    few.to(head.weight).load_state_dict(rows)
     return few.requires_grad_(False)

@@ -1,6 +1,5 @@
 """Drafts whose numbers overflow: output is the target's all the same, whatever a method makes of
 guesses, chances and features that are not finite."""
-import json
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from ouroboros import ouroboros
 from speculative import bild, specdec, specinfer, spectr, speculative
 from survey.eagle import Draft, eagle, load_draft, save_draft
 from survey.medusa import Heads, load_heads, medusa, save_heads
-from survey.sequoia import known, sequoia
+from survey.parts import save_facts
+from survey.sequoia import sequoia
 
 PROMPT = [3, 14, 15, 9]
 NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass: all others are wrong
@@ -60,9 +60,8 @@ def test_a_draft_model_that_overflows(method, options, sample, kind, tmp_path):
     model = tiny("llama")
     target, draft = CachedLM(model), Broken(near(model, 0.01), kind)
     if method is sequoia:
-        rates = {"0.0": [0.6, 0.3, 0.1]}
-        pair = {"target": known(model), "draft": known(draft.model), "rates": rates}
-        (tmp_path / "rates").write_text(json.dumps(pair))
+        pair = {"target": model, "draft": draft.model}
+        save_facts(tmp_path / "rates", pair, rates={"0.0": [0.6, 0.3, 0.1]})
         options = options | {"rates": str(tmp_path / "rates")}
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
     assert tokens_of(method(target, draft, PROMPT, sample=sample, **options), 30) == expected

@@ -301,9 +301,12 @@ def test_damaged_files_are_refused(tmp_path, change, capfd):
 
 
 def test_bad_input_is_one_line(capfd):
-    for argv in (["--gamma", "0"], ["--threshold", "-1"], ["--threshold", "nan"], ["--graphs"]):
+    for said, *argv in (("--gamma must be 1 or more, got 0", "--gamma", "0"),
+                        ("--threshold must be 0 or more, got -1.0", "--threshold", "-1"),
+                        ("--threshold must be 0 or more, got nan", "--threshold", "nan"),
+                        ("--graphs cannot be used", "--graphs")):
         assert main([draft_verify], report, [*argv, "--prompt", "x"]) == 2
-        said_in_one_line("expected", capfd)
+        said_in_one_line(said, capfd)
 
 
 def test_the_embedded_blocks(embedded, held_out):

@@ -8,8 +8,8 @@ from safetensors import safe_open
 from common import InputError
 from families import tiny
 from helpers import ROOT
-from survey.parts import (belongs, fill, head_for, load_part, logits_of, save_part,
-                          some_embeddings)
+from survey.parts import (belongs, fill, head_for, load_facts, load_part, logits_of, save_facts,
+                          save_part, some_embeddings)
 
 LLAMA = tiny("llama")
 
@@ -86,6 +86,44 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
     for other in (tmp_path, tmp_path / "none", ROOT / "models/draft/model.safetensors"):
         with pytest.raises(InputError, match="expected a file of a thing, got"):
             load_part(other, "a thing", LLAMA)
+
+
+def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
+    """Also where embeddings are so small that four decimals would be all zeros."""
+    models = {"target": tiny("llama", seed=3), "draft": tiny("llama", seed=4)}
+    models["target"].get_input_embeddings().weight.data *= 1e-6
+    path = tmp_path / "new" / "facts.json"
+    save_facts(path, models, rates=[0.5, 0.25])
+    assert load_facts(path, models, "rates", lambda facts: facts["rates"]) == [0.5, 0.25]
+    for name in models:
+        others = models | {name: LLAMA}
+        with pytest.raises(InputError, match=f"expected rates, got .*another {name}.s"):
+            load_facts(path, others, "rates", lambda facts: facts["rates"])
+
+
+@pytest.mark.parametrize("wrong", [KeyError("x"), TypeError("x"), ValueError("x"),
+                                   AttributeError("x"), IndexError("x"), ZeroDivisionError("x")])
+def test_facts_that_cannot_be_used_are_refused_in_one_line(tmp_path, wrong):
+    path = tmp_path / "facts.json"
+    save_facts(path, {"model": LLAMA})
+
+    def parse(facts):
+        raise wrong
+    with pytest.raises(InputError, match="expected good facts, got '.*facts.json': .*x"):
+        load_facts(path, {"model": LLAMA}, "good facts", parse)
+    for text in (b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"model": [[1, 2]]}', b"[" * 99999):
+        path.write_bytes(text)
+        with pytest.raises(InputError, match="expected good facts, got") as error:
+            load_facts(path, {"model": LLAMA}, "good facts", lambda facts: facts)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["blocks", "hybrid", "sequoia", "smollm2/blocks",
+                                  "smollm2/hybrid"])
+def test_the_committed_facts_have_whole_fingerprints(name):
+    facts = json.loads((ROOT / f"models/{name}.json").read_text())
+    fingerprints = [facts[x] for x in ("model", "target", "draft") if x in facts]
+    assert fingerprints and all(torch.tensor(x).shape == (16, 16) for x in fingerprints)
 
 
 @pytest.mark.parametrize("bias", [False, True])

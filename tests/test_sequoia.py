@@ -14,8 +14,9 @@ from families import CONTEXT, VOCAB, near, tiny
 from helpers import ROOT, main, tokens_of
 from laws import chi_square_ok, law
 from survey import parts
-from survey.sequoia import (calibrate, decode, draw_children, known, load_rates, parents_of, plans,
-                            report, sequoia, shape_of, tables, verify)
+from survey.parts import save_facts
+from survey.sequoia import (calibrate, decode, draw_children, list_plans, load_rates, parents_of,
+                            report, sequoia, shape_of, tabulate, verify)
 
 PROMPT = [3, 14, 15]
 ROOM = CONTEXT - len(PROMPT)
@@ -25,8 +26,7 @@ BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are l
 def rates_file(folder, target, draft, P=(0.6, 0.3, 0.1), name="rates.json", **rates) -> str:
     """What `calibrate` would write for this pair."""
     file = folder / name
-    file.write_text(json.dumps({"target": known(target), "draft": known(draft),
-                                "rates": rates or {"0.0": P}}))
+    save_facts(file, {"target": target, "draft": draft}, rates=rates or {"0.0": P})
     return str(file)
 
 
@@ -75,7 +75,7 @@ def test_the_dynamic_program_equals_brute_force():
     assert [len([*ordered_trees(n, 9)]) for n in range(1, 8)] == [1, 1, 2, 5, 14, 42, 132]
     trees = {(n, d): [*ordered_trees(n, d)] for n in range(1, 8) for d in range(7)}
     for P in some_rates():
-        best = tables(P, 7, 6)
+        best = tabulate(P, 7, 6)
         for n, d in trees:
             possible = [tokens_a_call(tree, P) for m in range(1, n + 1) for tree in trees[m, d]
                         if len(tree) <= len(P)]
@@ -89,7 +89,7 @@ def test_the_dynamic_program_equals_brute_force():
 def test_best_first_gives_the_same_trees_where_rates_fall():
     """On trees too large for brute force; to choose greedily is right there, and only there."""
     for P in [(0.7, 0.15, 0.06, 0.03), (0.88, 0.04, 0.02, 0.01), (0.3, 0.25, 0.2)]:
-        best = tables(P, 64, 12)
+        best = tabulate(P, 64, 12)
         for n, d in itertools.product((2, 9, 33, 64), (1, 3, 12)):
             greedily = sum(node.chance for node in best_tree([list(P)] * d, n))
             assert math.isclose(best[d].G[n], greedily, rel_tol=1e-12), (P, n, d)
@@ -116,7 +116,7 @@ def test_measured_costs_choose_the_tree(monkeypatch, t_target, t_draft, expected
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [costs[lm](n) for n in range(65)]
                         if most == 64 else None)
     P, (sizes, depths) = (0.6, 0.2, 0.1), module.RANGES.values()
-    found, best = [*plans(P, sizes, depths, "target", "draft")], tables(P, 64, 16)
+    found, best = [*list_plans(P, sizes, depths, "target", "draft")], tabulate(P, 64, 16)
     pairs = [*itertools.product(sizes, depths)]
     assert len(found) == len(pairs)
     for (n, d), (shape, tokens, seconds) in zip(pairs, found):
@@ -429,8 +429,8 @@ def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch):
 
     def spy(P, sizes, depths, *lms):
         seen.append((sizes, depths))
-        return plans(P, sizes, depths, *lms)
-    monkeypatch.setattr(module, "plans", spy)
+        return list_plans(P, sizes, depths, *lms)
+    monkeypatch.setattr(module, "list_plans", spy)
     monkeypatch.setattr(module, "row_costs", lambda lm, most, costs=module.row_costs:
                         seen.append((lm, most)) or costs(lm, most))
     sizes, depths = module.RANGES["nodes"], module.RANGES["depth"]
@@ -456,7 +456,7 @@ def test_trees_are_those_of_their_rates_and_options(tmp_path):
     for (t, P), nodes, depth in [*itertools.product(
             ((0, (0.9, 0.05)), (1, (0.4, 0.3, 0.2))), (4, 6), (1, 3))] * 2:
         next(sequoia(*lms, PROMPT, nodes=nodes, depth=depth, rates=rates, sample=Sampler(t)))
-        assert seen[-1] == parents_of(tables(P, nodes, depth), nodes, depth)
+        assert seen[-1] == parents_of(tabulate(P, nodes, depth), nodes, depth)
     assert len({tuple(x) for x in seen if x[0] < 0}) == 5
 
 
@@ -479,7 +479,7 @@ def test_the_tree_is_chosen_again_when_the_context_has_doubled(tmp_path, monkeyp
 def test_rates_are_those_of_the_nearest_temperature(tmp_path, monkeypatch):
     model, seen = tiny("llama"), []
     rates = rates_file(tmp_path, model, model, **{"0.0": [0.5], "0.6": [0.6, 0], "1.0": [0.7]})
-    monkeypatch.setattr(module, "tables", lambda P, *_: seen.append(P) or tables(P, 2, 1))
+    monkeypatch.setattr(module, "tabulate", lambda P, *_: seen.append(P) or tabulate(P, 2, 1))
     for t in (0, 0.2, 0.4, 0.75, 0.9, 3.0):
         lms = CachedLM(model), CachedLM(model)
         next(sequoia(*lms, PROMPT, nodes=2, depth=1, rates=rates, sample=Sampler(t)))
@@ -489,7 +489,7 @@ def test_rates_are_those_of_the_nearest_temperature(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text, message", [
     (None, "No such file"), ("{", "Expecting property name"), ("[]", "list indices"),
     ('{"rates": {}}', "'target'"), ('{"target": [[0.5]], "rates": {"0": [0.9]}}', "another target"),
-    ('{"target": 5}', "out of range"), ('{"target": "x"}', "type 'str'"),
+    ('{"target": 5}', "another target"), ('{"target": "x"}', "type 'str'"),
     ('{"target": [[1, 2], [3]]}', "expected sequence of length"),
     ('{"target": [[null]]}', "NoneType"),
     ("draft: [[0.5]]", "another draft's"), ("rates: 3", "has no attribute 'items'"),
@@ -501,8 +501,9 @@ def test_rates_of_another_pair_and_broken_files_are_refused(tmp_path, text, mess
     model, file = tiny("llama"), tmp_path / "rates.json"
     if text and text[0] in "dr":
         name, _, wrong = text.partition(": ")
-        text = json.dumps({"target": known(model), "draft": known(model), "rates": {"0": [0.9]},
-                           name: json.loads(wrong)})
+        save_facts(file, {"target": model, "draft": model}, rates={"0": [0.9]})
+        text = json.dumps(json.loads(file.read_text()) | {name: json.loads(wrong)})
+        file.unlink()
     if text is not None:
         file.write_text(text)
     with pytest.raises(InputError, match=message) as error:
@@ -633,8 +634,8 @@ def test_the_rates_of_the_embedded_pair(embedded):
 @pytest.mark.parametrize("options", [dict(nodes=1), dict(nodes=-1), dict(nodes=129),
                                      dict(depth=-1), dict(depth=128)])
 def test_bad_options_are_refused(options):
-    got = f"got {options.get('nodes', 0)} and {options.get('depth', 0)}"
-    with pytest.raises(InputError, match=got):
+    [(name, value)] = options.items()
+    with pytest.raises(InputError, match=f"--{name} must be .*, or 0, got {value}$"):
         next(sequoia(None, None, PROMPT, **options))
 
 
