@@ -334,65 +334,123 @@ def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = (), log
 
 # ----------------------------------------------------------------------------------- loading
 def load(path: str, device: str | None = None, dtype: str | None = None):
-    """(model, tokenizer) of a Hugging Face directory or hub id; InputError for what cannot be used.
-    `device`: cpu, cuda or cuda:N; by default a GPU if there is one. `dtype`: float32, bfloat16 or
-    float16; by default float32 on a CPU, else the checkpoint's own."""
+    """Load a model and its tokenizer; code that a checkpoint brings with it is never run.
+
+    path     a Hugging Face directory or hub id
+    device   cpu, cuda or cuda:N. Default: cuda where there is a GPU, else cpu
+    dtype    float32, bfloat16 or float16. Default: float32 on a CPU, else the checkpoint's own
+    returns  the model, ready for CachedLM, and its tokenizer. InputError for what cannot be used
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "auto")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True)  # the report names them, an error would not
+        model = model.to(device)
     except Exception as error:  # the readers of the many file formats raise all kinds
         raise InputError(f"expected a model directory or hub id that {device} can load as {dtype}, "
-                         f"got {str(path)!r}: {' '.join(str(error).split())[:300]}") from error
+                         f"got {str(path)!r}: {shorten(error)}") from error
+    missing = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
+    if missing:  # transformers would leave them random, and decode garbage
+        raise InputError(f"expected all weights of {type(model).__name__}, got {str(path)!r}, "
+                         f"where {len(missing)} are missing or of another size: "
+                         f"{', '.join(sorted(missing)[:3])}")
     return prepare(model), tokenizer
+
+def shorten(error) -> str:
+    """Say on one line what an exception or a text says, in 300 characters at most."""
+    return " ".join(str(error).split())[:300]
 
 @torch.inference_mode()
 def prepare(model, run_as: type[CachedLM] = CachedLM):
-    """Make a transformers model ready for CachedLM, and check that a tree of two paths gives what
-    they give alone, as `run_as` runs it: InputError where it does not (BLOOM, MPT)."""
+    """Make a transformers model ready for CachedLM, and check its token trees.
+
+    A tree must give the logits that its paths give alone. Models whose attention takes more than a
+    mask and positions (BLOOM, MPT) fail this check.
+
+    run_as   the kind of CachedLM that is checked
+    returns  the same model, its settings changed in place. InputError where the check fails
+    """
     name = type(model).__name__
+    config = model.config.get_text_config()
+    model.config.return_dict = True
+    if hasattr(config, "output_router_logits"):  # their loss expects a mask of another form
+        config.output_router_logits = False
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation("grouped")
+    window = getattr(config, "sliding_window", None)
+    most = 1e-3 if model.dtype == torch.float32 else 0.1
     try:
-        lm = run_as(model.eval())
-        a, b, c, d, e = range((len(lm.weight) - 5) // 2, len(lm.weight))[:5]  # the first: special
-        lm.start([d, b, c])
-        tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2]).float()
+        if window is not None:
+            config.sliding_window = 2  # narrower than the tree, so that the check sees it
+        error = tree_error(run_as(model.eval()))
+        if window is not None:
+            if not error < most:  # does the family ignore the key? Conversions leave it behind
+                window = None
+                error = tree_error(run_as(model), windowed=False)
+            config.sliding_window = window
     except Exception as error:  # whatever its forward pass makes of them
         raise InputError(f"expected a model that takes positions, a mask and a cache, got {name}: "
-                         f"{' '.join(str(error).split())[:300]}") from error
-    paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)
-    alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float()
-    error = (tree[torch.tensor([[0, 1, 3], [0, 2, 4]])] - alone).abs().mean() / alone.abs().mean()
-    if not error < (1e-3 if model.dtype == torch.float32 else 0.1):
+                         f"{shorten(error)}") from error
+    if not error < most:
         raise InputError(f"expected a model whose token trees equal their paths, got {name}: off "
                          f"by {error:.1e}, attention takes more than a mask and positions")
     return model
 
+def tree_error(lm: CachedLM, windowed: bool = True) -> float:
+    """Compare a tree with transformers' own pass over each of its paths.
+
+        context d b c ── e ─┬─ c ── d     five ordinary tokens from the middle of the vocabulary,
+                            └─ a ── b     since the first ones are special
+
+    windowed   whether the windows of the config count in the tree
+    returns    the mean difference of logits, as a share of their mean size
+    """
+    a, b, c, d, e = range((len(lm.weight) - 5) // 2, len(lm.weight))[:5]
+    if not windowed:
+        lm.windows = dict.fromkeys(lm.windows)
+    lm.start([d, b, c])
+    tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2]).float()
+    paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)
+    alone = lm.model(input_ids=paths, use_cache=False).logits[:, 3:].float()
+    nodes = torch.tensor([[0, 1, 3], [0, 2, 4]])
+    return ((tree[nodes] - alone).abs().mean() / alone.abs().mean()).item()
+
 def context_length(model) -> int:
-    """The most tokens a model is made for; with LongRoPE, until it turns keys at another rate."""
+    """Say how many tokens a model is made for.
+
+    With LongRoPE that is its original length: beyond it all keys are turned at another rate, and
+    those in the cache would be wrong.
+    """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", None) or 10 ** 9
+    kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # nested by kind of layer
+    lengths = [x["original_max_position_embeddings"] for x in kinds if "longrope" in x.values()]
+    return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
+
+def vocab_size(model, tokenizer) -> int:
+    """Say how many of a model's logits stand for tokens: the largest id and those before it.
+
+    The number of the tokenizer's entries would be too small where its ids have gaps.
+    """
+    rows = len(model.get_output_embeddings().weight)
+    return min(rows, 1 + max(tokenizer.get_vocab().values()))
 
 def eos_ids(model, tokenizer) -> set[int]:
-    """The tokens that end an answer: the tokenizer's and the generation settings'."""
+    """Collect the tokens that end an answer: the tokenizer's and the generation settings'."""
     listed = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
 
-def encode(tokenizer, text: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt, after BOS if the tokenizer has it so; `chat`: in the chat template."""
+def encode(tokenizer, text: str) -> list[int]:
+    """Turn a prompt into token ids, after BOS if the tokenizer has it so.
+
+    returns  token ids. InputError for a prompt without text
+    """
     if set(tokenizer.encode(text, add_special_tokens=False)) <= set(tokenizer.all_special_ids):
-        raise InputError(f"expected a prompt with some text, got {text!r}")
-    if not chat:
-        return tokenizer.encode(text)
-    if not tokenizer.chat_template:
-        raise InputError("expected a model with a chat template for --chat, got one without")
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=True,
-                                         add_generation_prompt=True)["input_ids"]
+        raise InputError(f"expected a prompt with some text, got {shorten(repr(text))}")
+    return tokenizer.encode(text)
 
 # --------------------------------------------------------------------------------- the clock
 class Node(NamedTuple):  # of a tree that is planned before its tokens are known
@@ -417,16 +475,13 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
 def row_costs(lm: CachedLM, most: int) -> list[float]:
     """costs[n]: seconds of a call of n = 1 … `most` rows (128 or fewer) at the present length of
     the context: of the WIDTHS measured, the cheapest of at least n rows."""
-    widths = [width for width in WIDTHS if width < 2 * most]
-    least = dict.fromkeys(widths, torch.inf)
-    for n in 4 * widths:  # in rounds: a busy moment of the machine meets all alike
+    least = {width: torch.inf for width in WIDTHS if width < 2 * most}
+    for n in 4 * [*least]:  # in rounds: a busy moment of the machine meets all alike
         seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
         least[n] = min(least[n], seconds)
         lm.truncate(lm.length)
-    costs = [torch.inf] * (widths[-1] + 2)
-    for n in range(widths[-1], 0, -1):
-        costs[n] = min(least.get(n, torch.inf), costs[n + 1])
-    return costs
+    return [min(seconds for width, seconds in least.items() if width >= n)
+            for n in range(1 + max(least))]
 
 def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
     """Of choices(), each (choice, expected tokens, seconds), the choice with the most tokens a

@@ -11,11 +11,11 @@ from inspect import Parameter, getdoc, signature
 from pathlib import Path
 from typing import Callable, Iterator
 
-from huggingface_hub import constants, get_session, try_to_load_from_cache
 from transformers.utils import logging
 
-from common import (CachedLM, InputError, Sampler, autoregressive, context_length, encode, eos_ids,
-                    load, prepare, until)
+from cli.loading import encode_prompts, load_checked
+from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids, prepare,
+                    until, vocab_size)
 from models.tasks import read_prompts
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -162,15 +162,13 @@ def given(args: Namespace, function, others: list) -> dict:
 
 # -------------------------------------------------------------------------------- the models
 
-def loaded(path: str, args: Namespace) -> tuple:
-    """(model, tokenizer)."""
-    try:
-        if not (Path(path).exists() or try_to_load_from_cache(path, "config.json")):
-            get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
-    except Exception as error:  # of names that are none, of the network, …
-        raise InputError("expected a model directory or hub id that can be reached, got "
-                         f"{path!r}: {' '.join(str(error).split())[:300]}") from error
-    return load(path, args.device, args.dtype)
+def load_model(path: str, args: Namespace) -> tuple:
+    """Load a model and its tokenizer as the options say; the first user of a GPU is told of it."""
+    model, tokenizer = load_checked(path, args.device, args.dtype)
+    if model.device.type != "cpu":
+        print(f"{path} on {model.device} in {str(model.dtype).removeprefix('torch.')}",
+              file=sys.stderr)
+    return model, tokenizer
 
 
 def load_models(args: Namespace, method) -> dict[str, tuple]:
@@ -181,22 +179,17 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
     drafts = drafts or [f"{MODELS}/draft"]
     if len(drafts) > 1 and "more_drafts" not in takes:
         raise InputError(f"expected one draft for {method.__name__}, got {len(drafts)}")
-    models = {"target": loaded(args.target, args)}
+    models = {"target": load_model(args.target, args)}
     for i, path in enumerate(drafts if "draft" in takes else [], 1):
-        models["draft" if i == 1 else f"draft {i}"] = loaded(path, args)
+        models["draft" if i == 1 else f"draft {i}"] = load_model(path, args)
     vocabulary = models["target"][1].get_vocab()
     if any(tokenizer.get_vocab() != vocabulary for _, tokenizer in models.values()):
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
-    sizes = [min(len(model.get_output_embeddings().weight), len(vocabulary))
-             for model, _ in models.values()]
+    sizes = [vocab_size(*pair) for pair in models.values()]
     if len({*sizes}) > 1:
         raise InputError(f"expected a draft with logits of the target's {sizes[0]} tokens, got "
                          f"{min(sizes[1:])}")
     return models
-
-
-def encoded(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
-    return [encode(tokenizer, text.encode().decode(), chat) for text in texts]
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -216,7 +209,8 @@ class Session:
         self.run_as = self.graphed() if args.graphs else CachedLM
         self.texts = [sys.stdin.read() if text == "-" else text
                       for text in args.prompt or args.prompts]
-        self.prompts = encoded(self.tokenizer, self.texts, args.chat)
+        self.prompts = encode_prompts([*self.models.values()], self.tokenizer, self.texts,
+                                      args.chat)
         self.eos = eos_ids(self.models["target"], self.tokenizer)
         self.context = min(map(context_length, self.models.values()))
         longest = max(map(len, self.prompts))
@@ -241,7 +235,8 @@ class Session:
     def run_of(self, method, options: dict) -> Run:
         """With fresh caches, of the models that the method takes."""
         takes = signature(method).parameters
-        lms = {x: self.run_as(model, len(self.tokenizer)) for x, model in self.models.items()
+        vocab = vocab_size(self.models["target"], self.tokenizer)
+        lms = {x: self.run_as(model, vocab) for x, model in self.models.items()
                if x in takes or "draft" in takes}
         own = {name: make() for name, make in self.shared.items()}
         own["eos"] = self.eos
@@ -333,9 +328,9 @@ def perform_command(command, argv: list[str]) -> int:
     """Train, collect, measure: command(model, tokenizer, prompts if it takes them, **options)."""
     args = parse_command(command, argv)
     options = given(args, command, [])
-    model, tokenizer = loaded(args.target, args)
+    model, tokenizer = load_model(args.target, args)
     if "prompts" in args:
-        options["prompts"] = encoded(tokenizer, args.prompts, args.chat)
+        options["prompts"] = encode_prompts([model], tokenizer, args.prompts, args.chat)
     return command(model, tokenizer, **options) or 0
 
 

@@ -43,7 +43,7 @@ def loaded(*how):
 
 @pytest.fixture(autouse=True)
 def load_once(monkeypatch):
-    monkeypatch.setattr(cli, "load", loaded)
+    monkeypatch.setattr("cli.loading.load", loaded)
 
 
 @pytest.fixture
@@ -490,14 +490,14 @@ def test_a_model_that_is_too_large(capsys, monkeypatch, error):
     class Large:
         def to(self, device):
             raise error
-    monkeypatch.setattr(cli, "load", load)
+    monkeypatch.setattr("cli.loading.load", load)
     monkeypatch.setattr("common.AutoModelForCausalLM.from_pretrained", lambda *_, **__: Large())
     err = wrong_line(capsys, run("--prompt", SHORT))
     assert "memory" in err and "allocate 9 GiB" in err
 
     def full(*how):
         raise OUT_OF_MEMORY[0]
-    monkeypatch.setattr(cli, "load", full)
+    monkeypatch.setattr("cli.loading.load", full)
     assert "CUDA out of memory. Tried" in wrong_line(capsys, run("--prompt", SHORT))
 
 
@@ -732,7 +732,7 @@ DRAFTLESS = [(name, method) for name, method in METHODS if "draft" not in
 @pytest.mark.parametrize("name, method", DRAFTLESS)
 def test_a_draft_for_a_method_that_takes_none(name, method, capsys, monkeypatch):
     """Also one that there is; before any model is loaded."""
-    monkeypatch.setattr(cli, "load", None)
+    monkeypatch.setattr("cli.loading.load", None)
     for draft in "no/such/model", str(ROOT / "models/draft"):
         err = wrong_line(capsys, script(name, "--method", method, "--draft", draft))
         assert err == f"{name}.py: expected no draft for {method}, got {draft!r}\n"
@@ -749,18 +749,18 @@ def test_a_hub_that_cannot_be_reached(capsys, monkeypatch):
     def load_none(path, device, dtype):
         loads.append((path, device, dtype))
         raise cli.InputError("loaded")
-    monkeypatch.setattr(cli, "load", load_none)
-    monkeypatch.setattr(cli, "get_session", lambda: SimpleNamespace(head=away))
+    monkeypatch.setattr("cli.loading.load", load_none)
+    monkeypatch.setattr("cli.loading.get_session", lambda: SimpleNamespace(head=away))
     argv = ["--prompt", SHORT, "--device", "cpu", "--dtype", "bfloat16", "--target"]
     err = wrong_line(capsys, run(*argv, "nope/model"))
     assert "directory or hub id that can be reached, got 'nope/model': no route to host\n" in err
     assert asked == [(cli.constants.ENDPOINT, True)] and loads == []
     assert "loaded" in wrong_line(capsys, run(*argv, str(ROOT / "models/target")))
-    monkeypatch.setattr(cli, "try_to_load_from_cache", lambda path, file: f"/hub/{path}/{file}")
+    monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, file: f"/hub/{path}/{file}")
     assert "loaded" in wrong_line(capsys, run(*argv, "nope/model")) and len(asked) == 1
-    monkeypatch.setattr(cli, "try_to_load_from_cache", lambda path, file: None)
+    monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, file: None)
     there = SimpleNamespace(head=lambda url, timeout: None)
-    monkeypatch.setattr(cli, "get_session", lambda: there)
+    monkeypatch.setattr("cli.loading.get_session", lambda: there)
     assert "loaded" in wrong_line(capsys, run(*argv, "nope/other"))
     assert loads == [(path, "cpu", "bfloat16")
                      for path in (str(ROOT / "models/target"), "nope/model", "nope/other")]
@@ -806,7 +806,7 @@ def quick(small, monkeypatch):
     def quick(name: str, *argv) -> int:
         own = ["--adapter", str(small / "bita.safetensors")] if name == "bita" else []
         return script(name, *own, *argv)
-    monkeypatch.setattr(cli, "load", of)
+    monkeypatch.setattr("cli.loading.load", of)
     return quick
 
 
@@ -1081,7 +1081,7 @@ def test_interrupted_while_loading_comparing_and_tuning(capsys, monkeypatch):
     monkeypatch.setattr(cli.Run, "difference", stop)
     assert run(*few, "--compare") == 130
     assert "speculative: 2 tokens" in capsys.readouterr().err
-    monkeypatch.setattr(cli, "load", stop)
+    monkeypatch.setattr("cli.loading.load", stop)
     assert run(*few) == 130 and capsys.readouterr() == ("", "\ninterrupted\n")
 
 

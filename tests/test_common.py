@@ -833,12 +833,12 @@ def test_a_hub_that_is_asked_and_cannot_be_reached(monkeypatch):
         read.append(path)
         raise OSError("not here")
     asked_of = argparse.Namespace(device=None, dtype=None)
-    monkeypatch.setattr(cli, "get_session", Session)
+    monkeypatch.setattr("cli.loading.get_session", Session)
     monkeypatch.setattr("common.AutoTokenizer.from_pretrained", reader)
     with pytest.raises(InputError, match="got 'nope/model': no network$"):
         cli.loaded("nope/model", asked_of)
     assert len(asked) == 1 and asked[0][0].startswith("https://") and asked[0][1] < 10 and not read
-    monkeypatch.setattr(cli, "try_to_load_from_cache", lambda path, name: "config.json")
+    monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, name: "config.json")
     for path in ("nope/model", str(ROOT / "tests")):
         with pytest.raises(InputError, match="not here$"):
             cli.loaded(path, asked_of)
