@@ -1,0 +1,139 @@
+"""What the command line adds to loading: which file of a model is at fault, and chat templates.
+
+`common.load` says what transformers says. The functions here look at a directory that could not be
+loaded, so that its user learns which file is wrong and what to do about it."""
+import json
+from pathlib import Path
+
+from huggingface_hub import constants, get_session, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+
+from common import InputError, encode, load, shorten
+
+LORA = "a LoRA adapter, which must be merged into its base model first"
+
+
+# --------------------------------------------------------------------------------- the files
+
+def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
+    """Load a model and its tokenizer, and say in one line which file is wrong where one is.
+
+    path, device, dtype   as `common.load` takes them
+    returns               the model and its tokenizer; InputError for what cannot be used
+    """
+    folder = Path(path)
+    if (folder / "adapter_config.json").exists():  # transformers may load it, or may ignore it
+        raise InputError(f"expected a whole model, got {path!r} with adapter_config.json: it holds "
+                         f"{LORA}")
+    try:
+        if not (folder.exists() or try_to_load_from_cache(path, "config.json")):
+            get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
+    except Exception as error:  # of names that are none, of the network, …
+        raise InputError("expected a model directory or hub id that can be reached, got "
+                         f"{path!r}: {shorten(error)}") from error
+    try:
+        return load(path, device, dtype)
+    except InputError as error:
+        found = find_fault(folder, str(error)) if folder.is_dir() else ""
+        if found:
+            raise InputError(f"expected a model that can be loaded, got {path!r}: {found}") from error
+        raise
+
+
+def find_fault(folder: Path, said: str) -> str:
+    """Say what is wrong with a model's directory; an empty text where no file shows it.
+
+    folder   the directory
+    said     what `common.load` said about it
+    """
+    if "trust_remote_code" in said:
+        return "it brings code of its own, which is never run here"
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    for index in sorted(folder.glob("*.index.json")):
+        listed = {*read_json(index).get("weight_map", {}).values()}
+        lacking = sorted(name for name in listed if not (folder / name).exists())
+        if lacking:
+            return f"{len(lacking)} of its {len(listed)} files are missing, as {lacking[0]}"
+    for file in [*weights, *sorted(folder.glob("*.json"))]:
+        if file.is_file() and file.open("rb").read(30).startswith(b"version https://git-lfs"):
+            return f"{file.name} is a pointer of git-lfs, not the file itself: git lfs pull"
+    names = []
+    for file in weights:
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, "pt") as tensors:
+                    names += tensors.keys()
+            except (SafetensorError, OSError) as error:
+                return f"{file.name} is cut off or damaged: {shorten(error)}"
+    return name_kind(read_json(folder / "config.json"), names)
+
+
+def name_kind(config: dict, names: list[str]) -> str:
+    """Say what kind of weights stands under these names, where it is none for transformers."""
+    kind = config.get("quantization_config") or {}
+    if any(name.endswith((".scales", ".biases")) for name in names) and "quantization" in config:
+        return "its weights are quantised by MLX; take the model that it was made from"
+    if isinstance(kind, dict) and kind.get("quant_method"):
+        return (f"its weights are quantised ({kind['quant_method']}); take the model that it was "
+                "made from")
+    if any(".base_layer." in name or ".lora_" in name for name in names):
+        return f"its names show {LORA}"
+    for prefix in "_orig_mod.", "module.":  # of torch.compile, and of training on several GPUs
+        if names and all(name.startswith(prefix) for name in names):
+            return f"the names of its weights begin with {prefix!r}, which must be taken off"
+    return ""
+
+
+def read_json(file: Path) -> dict:
+    """Read a JSON file; what cannot be read as a dictionary counts as an empty one."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the loader has said so already
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# ------------------------------------------------------------------------------- the prompts
+
+def encode_prompts(models: list, tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
+    """Turn prompts into token ids that all models have embeddings for.
+
+    models   every model that reads the prompts
+    texts    the prompts
+    chat     put each into the model's chat template
+    returns  token ids, a list for each prompt; InputError for a prompt that cannot be used
+    """
+    rows = min(len(model.get_input_embeddings().weight) for model in models)
+    found = []
+    for text in texts:
+        text.encode()  # UnicodeError for halves of characters, which no tokenizer takes
+        ids = encode_chat(tokenizer, text) if chat else encode(tokenizer, text)
+        if max(ids) >= rows:
+            token = tokenizer.convert_ids_to_tokens(max(ids))
+            raise InputError(f"expected tokens that the model has embeddings for, {rows} of them, "
+                             f"got {token!r} with id {max(ids)}")
+        found.append(ids)
+    return found
+
+
+def encode_chat(tokenizer, text: str) -> list[int]:
+    """Put a prompt into the model's chat template, as the message of a user; its token ids."""
+    encode(tokenizer, text)  # a prompt without text is refused
+    if not tokenizer.chat_template:
+        raise InputError("expected a model with a chat template for --chat, got one without")
+    try:
+        for parts in False, True:  # nearly all templates take a text, a few a list of parts
+            ids, others = (fill_template(tokenizer, x, parts) for x in (text, text + " x"))
+            if ids != others:  # else the template left the prompt out
+                return ids
+    except Exception as error:  # a template is a program of somebody else's
+        raise InputError("expected a chat template that takes a prompt, but the model's says: "
+                         f"{shorten(error) or type(error).__name__}") from error
+    raise InputError("expected a chat template that takes a prompt, but the model's leaves it out")
+
+
+def fill_template(tokenizer, text: str, parts: bool) -> list[int]:
+    """Fill the chat template with one message, a text or a list of one part; its token ids."""
+    content = [{"type": "text", "text": text}] if parts else text
+    return tokenizer.apply_chat_template([{"role": "user", "content": content}], return_dict=True,
+                                         add_generation_prompt=True)["input_ids"]
