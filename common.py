@@ -256,16 +256,14 @@ class CachedLM:
         """
         features = []
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-        n = inputs.shape[1]
-        first = 0 if keep is None else max(0, n - keep)
-        # transformers takes the rows by index, or a number of last rows, of which 0 means all.
-        # On a CPU an index is needed, since a slice makes bfloat16 copy the LM head.
-        by_index = inputs.device.type == "cpu" or first == n
-        keep = torch.arange(first, n) if by_index else n - first
+        first = 0 if keep is None else max(0, inputs.shape[1] - keep)
+        # Rows by index: for a number of rows transformers takes a slice, 0 means all to it, and on
+        # a CPU a slice makes bfloat16 copy the LM head.
+        read = torch.arange(first, inputs.shape[1], device=inputs.device)
         with self.model.get_decoder().register_forward_hook(
                 lambda module, args, output: features.append(output[0])):
             output = self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
-                                past_key_values=self.cache, use_cache=True, logits_to_keep=keep)
+                                past_key_values=self.cache, use_cache=True, logits_to_keep=read)
         return output.logits, features[0]
 
     @torch.inference_mode()

@@ -34,7 +34,7 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     try:
         return load(path, device, dtype)
     except InputError as error:
-        found = find_fault(folder, str(error)) if folder.is_dir() else ""
+        found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
         if found:
             raise InputError(f"expected a model that can be loaded, got {path!r}: {found}") from error
         raise
@@ -44,7 +44,7 @@ def find_fault(folder: Path, said: str) -> str:
     """Say what is wrong with a model's directory; an empty text where no file shows it.
 
     folder   the directory
-    said     what `common.load` said about it
+    said     what transformers said about it
     """
     if "trust_remote_code" in said:
         return "it brings code of its own, which is never run here"
@@ -119,21 +119,32 @@ def encode_prompts(models: list, tokenizer, texts: list[str], chat: bool) -> lis
 def encode_chat(tokenizer, text: str) -> list[int]:
     """Put a prompt into the model's chat template, as the message of a user; its token ids."""
     encode(tokenizer, text)  # a prompt without text is refused
+    return tokenizer.encode(fill_template(tokenizer, text), add_special_tokens=False)
+
+
+def open_chat(tokenizer) -> list[int]:
+    """Encode what the chat template says before the first words of a user."""
+    before, _, _ = fill_template(tokenizer, "HERE").partition("HERE")
+    return tokenizer.encode(before, add_special_tokens=False)
+
+
+def fill_template(tokenizer, text: str) -> str:
+    """Fill the chat template with one message of a user; InputError where it does not take it."""
     if not tokenizer.chat_template:
         raise InputError("expected a model with a chat template for --chat, got one without")
     try:
         for parts in False, True:  # nearly all templates take a text, a few a list of parts
-            ids, others = (fill_template(tokenizer, x, parts) for x in (text, text + " x"))
-            if ids != others:  # else the template left the prompt out
-                return ids
+            filled, other = (render(tokenizer, x, parts) for x in (text, text + " x"))
+            if filled != other:  # else the template left the prompt out
+                return filled
     except Exception as error:  # a template is a program of somebody else's
         raise InputError("expected a chat template that takes a prompt, but the model's says: "
                          f"{shorten(error) or type(error).__name__}") from error
     raise InputError("expected a chat template that takes a prompt, but the model's leaves it out")
 
 
-def fill_template(tokenizer, text: str, parts: bool) -> list[int]:
-    """Fill the chat template with one message, a text or a list of one part; its token ids."""
+def render(tokenizer, text: str, parts: bool) -> str:
+    """Run the chat template on one message, a text or a list of one part."""
     content = [{"type": "text", "text": text}] if parts else text
-    return tokenizer.apply_chat_template([{"role": "user", "content": content}], return_dict=True,
-                                         add_generation_prompt=True)["input_ids"]
+    return tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
+                                         add_generation_prompt=True)

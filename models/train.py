@@ -39,6 +39,7 @@ import tasks
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
+from cli.loading import encode_prompts, load_checked, open_chat  # noqa: E402
 from models.training import (Training, generate_answers, digest, divergence,  # noqa: E402
                              collect_examples, warm_linear)
 
@@ -241,11 +242,8 @@ def own_prompts(argv: list[str]) -> None:
     if min(args.count, args.batch, args.max_new_tokens) < 1 or not args.temperature > 0:
         raise common.InputError("expected count, batch and max-new-tokens of 1 or more and a "
                                 "temperature above 0")
-    model, tokenizer = common.load(args.target, args.device, "bfloat16")
-    if not tokenizer.chat_template:
-        raise common.InputError("expected a model with a chat template, got one without")
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "HERE"}], tokenize=False)
-    before = tokenizer.encode(chat.partition("HERE")[0], add_special_tokens=False)
+    model, tokenizer = load_checked(args.target, args.device, "bfloat16")
+    before = open_chat(tokenizer)
     torch.manual_seed(args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=args.count, desc="prompts")
@@ -308,12 +306,12 @@ def distil_layers(argv: list[str]) -> None:
     if min(args.batch, args.steps, args.max_new_tokens) < 1 or not args.lr > 0:
         raise common.InputError("expected batch, steps and max-new-tokens of 1 or more and a "
                                 "learning rate above 0")
-    target, tokenizer = common.load(args.target, args.device, args.dtype)
+    target, tokenizer = load_checked(args.target, args.device, args.dtype)
     if not set(args.layers) <= {*range(target.config.num_hidden_layers)}:
         raise common.InputError(f"expected layers below {target.config.num_hidden_layers}, got "
                                 f"{args.layers}")
     torch.set_default_device(target.device)
-    prompts = [common.encode(tokenizer, text, args.chat) for text in args.prompts]
+    prompts = encode_prompts([target], tokenizer, args.prompts, args.chat)
     data, held_out = collect_examples(target, tokenizer, prompts, args.max_new_tokens, args.work,
                                       seed=0)
     rows, others = answer_rows(*zip(*data)), answer_rows(*zip(*held_out))
@@ -399,8 +397,9 @@ def save(model, tokenizer, folder: Path):
 
 
 def load(folder: Path):
-    return (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-            AutoTokenizer.from_pretrained(folder))
+    how = dict(trust_remote_code=False)
+    return (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how),
+            AutoTokenizer.from_pretrained(folder, **how))
 
 
 # ------------------------------------------------------------------------------------- stages

@@ -33,9 +33,10 @@ sys.path.insert(0, str(ROOT))
 from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli import Run  # noqa: E402
 from cli.graphs import GraphedLM  # noqa: E402
+from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cllm import cllm  # noqa: E402
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length,  # noqa: E402
-                    encode, eos_ids, load, prepare)
+                    eos_ids, prepare, vocab_size)
 from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import mjsd  # noqa: E402
 from models import tasks  # noqa: E402
@@ -191,13 +192,12 @@ class Bench:
         self.eos = eos_ids(self.target, self.tokenizer)
         self.examples = {}  # of the tasks, by prompt: their answers can be graded
         if args.prompts:
-            prompts = {name: [encode(self.tokenizer, text, args.chat) for text in texts[:args.n]]
-                       for name, texts in args.prompts.items()}
+            prompts = {name: self.encode(texts[:args.n]) for name, texts in args.prompts.items()}
         else:
             prompts = dict.fromkeys(tasks.TASKS, ())
             for task in tasks.TASKS:
                 some = tasks.take(task, "test", args.n, args.seed)
-                prompts[task] = [encode(self.tokenizer, e.prompt, args.chat) for e in some]
+                prompts[task] = self.encode([example.prompt for example in some])
                 self.examples |= zip(map(tuple, prompts[task]), some)
         every = [prompt for some in prompts.values() for prompt in some]
         longest = max(map(len, every))
@@ -218,7 +218,7 @@ class Bench:
 
     def prepared(self, path: str) -> tuple:
         """Load a model and its tokenizer, and check the model as it will be run."""
-        model, tokenizer = load(path, self.args.device, self.args.dtype)
+        model, tokenizer = load_checked(path, self.args.device, self.args.dtype)
         return prepare(model, self.run_as), tokenizer
 
     def load(self, path: str):
@@ -230,7 +230,11 @@ class Bench:
         return model
 
     def cached(self, model) -> CachedLM:
-        return self.run_as(model, len(self.tokenizer))
+        return self.run_as(model, vocab_size(model, self.tokenizer))
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        models = [model for model in (self.target, self.draft) if model]
+        return encode_prompts(models, self.tokenizer, texts, self.args.chat)
 
     def ours(self, method, sample: Sampler | None = None, limit: int | None = None, target=None,
              **options) -> Ours:
@@ -336,7 +340,9 @@ class Bench:
         Its attention is transformers' own. The penalties that a checkpoint may ask for are dropped.
         """
         path, like = getattr(self.args, name), self.target
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=like.dtype).to(like.device).eval()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=like.dtype,
+                                                     trust_remote_code=False)
+        model = model.to(like.device).eval()
         pad, eos = model.generation_config.pad_token_id, sorted(self.eos)
         model.generation_config = GenerationConfig(
             eos_token_id=eos or None, pad_token_id=min(eos, default=0) if pad is None else pad)

@@ -27,7 +27,7 @@ from bench import Bench, Results, ROOT, options, perform, table
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from cllm import fit, training_rows  # noqa: E402  (the path is set above)
 from common import (CachedLM, InputError, Sampler, autoregressive,  # noqa: E402
-                    context_length, eos_ids, greedy, load, row_costs, until)
+                    context_length, eos_ids, greedy, load, row_costs, until, vocab_size)
 from jacobi import lookahead  # noqa: E402
 from mjsd import mjsd, perplexity  # noqa: E402
 from models.training import digest, read_whole_lines  # noqa: E402
@@ -86,7 +86,7 @@ def consistency(args) -> None:
     if not rows or not held_out:
         raise InputError(f"expected prompts of at most {args.longest} tokens")
     print(f"{len(rows)} answers to train on, {len(held_out)} held out, {n} tokens a block\n")
-    before, eos = CachedLM(untrained, len(tokenizer)), eos_ids(untrained, tokenizer)
+    before, eos = CachedLM(untrained, vocab_size(untrained, tokenizer)), eos_ids(untrained, tokenizer)
     prompts = [row["prompt"] for row in held_out[:args.shown]]
     shown = []  # in float32, as what is trained: trajectories may be of bfloat16
     for prompt in prompts:

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cli import Run  # noqa: E402  (the path is set above)
 from cli.trace import Trace  # noqa: E402
-from common import CachedLM, autoregressive, encode, eos_ids, greedy, load  # noqa: E402
+from common import (CachedLM, autoregressive, encode, eos_ids, greedy, load,  # noqa: E402
+                    vocab_size)
 from models.tasks import read_prompts  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
 
@@ -111,10 +112,10 @@ def main() -> None:
     for _ in range(2):
         trace = Trace()
         for method in (ouroboros, autoregressive):
-            models = {"target": CachedLM(target, len(tokenizer))}
+            models = {"target": CachedLM(target, vocab_size(target, tokenizer))}
             options = {}
             if method is ouroboros:
-                models["draft"] = CachedLM(draft, len(tokenizer))
+                models["draft"] = CachedLM(draft, vocab_size(draft, tokenizer))
                 options["pool"] = PhrasePool()
             run = Run(method, models, options, eos_ids(target, tokenizer))
             for _ in trace.watch(run, prompt, run.chunks(prompt, 120, greedy)):

@@ -23,7 +23,7 @@ from bench import Bench, ROOT, options, perform, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from bita import bita, load_tuning  # noqa: E402  (path: set above)
-from common import WIDTHS, Sampler, autoregressive, row_costs  # noqa: E402
+from common import WIDTHS, Sampler, autoregressive, row_costs, vocab_size  # noqa: E402
 from jacobi import lookahead  # noqa: E402
 from models.training import collect_answers  # noqa: E402
 from speculative import (k_seq, multi_step, specdec, specinfer, spectr,  # noqa: E402
@@ -195,7 +195,7 @@ def rejections(bench: Bench, t: float, ks: tuple = (1, 2, 4, 8)) -> None:
     for _, prompt in bench.pairs():
         text = torch.tensor([prompt + ar(prompt).output], device=bench.target.device)
         p, q = (model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1:-1,
-                                                              :len(bench.tokenizer)]
+                                                              :vocab_size(bench.target, bench.tokenizer)]
                 for model in (bench.target, bench.draft))
         for p, q, log_q in list(zip(sample.probs(p), sample.probs(q), q.double() / (t or 1))) * 2:
             coins = Failing()

@@ -26,7 +26,8 @@ from typing import Iterator
 import torch
 from tqdm import tqdm
 
-from common import CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until
+from common import (CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until,
+                    vocab_size)
 from models.training import (Training, collect_examples, count_tokens, digest, divergence,
                              sample_alike, score_answers, warm_linear)
 from speculative import report, speculative
@@ -153,7 +154,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                          f"prompts of at most {longest} tokens")
     work = work or Path(f"{out}.work")
     work.mkdir(parents=True, exist_ok=True)
-    target, first = (CachedLM(x, len(tokenizer)) for x in (model, small))
+    target, first = (CachedLM(x, vocab_size(x, tokenizer)) for x in (model, small))
     settings = gamma, every, max_new_tokens, temperature, seed
     learner = Learner(target, first, divergence, lr, work, settings)
     begun = learner.training.done * every

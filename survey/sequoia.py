@@ -43,7 +43,7 @@ import torch
 from tqdm import tqdm
 
 from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, eos_ids, fastest,
-                    greedy, row_costs, until, walk)
+                    greedy, row_costs, until, vocab_size, walk)
 from survey.parts import MODELS, draft_for, load_facts, save_facts
 
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # at which rates are measured
@@ -316,8 +316,9 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]
     if not fitting:
         raise InputError(f"expected prompts of at most {longest} tokens, got none")
-    lms = [CachedLM(x, len(tokenizer)) for x in (model, small)]
-    branches = min(B, len(tokenizer))
+    vocab = vocab_size(model, tokenizer)
+    lms = [CachedLM(x, vocab) for x in (model, small)]
+    branches = min(B, vocab)
     one_level = shape_of([-1] + [0] * branches)
     P = {}
     for temperature in TEMPERATURES:

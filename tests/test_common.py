@@ -13,7 +13,7 @@ from transformers import (AutoModelForCausalLM, BloomConfig, DynamicCache, Falco
 from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
                                                     TopPLogitsWarper)
 
-import cli
+from cli.loading import load_checked
 from cli.graphs import GraphedLM
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
                     autoregressive, best_tree, context_length, fastest, greedy, load, prepare,
@@ -832,16 +832,15 @@ def test_a_hub_that_is_asked_and_cannot_be_reached(monkeypatch):
     def reader(path, **_):
         read.append(path)
         raise OSError("not here")
-    asked_of = argparse.Namespace(device=None, dtype=None)
     monkeypatch.setattr("cli.loading.get_session", Session)
     monkeypatch.setattr("common.AutoTokenizer.from_pretrained", reader)
     with pytest.raises(InputError, match="got 'nope/model': no network$"):
-        cli.loaded("nope/model", asked_of)
+        load_checked("nope/model", None, None)
     assert len(asked) == 1 and asked[0][0].startswith("https://") and asked[0][1] < 10 and not read
     monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, name: "config.json")
     for path in ("nope/model", str(ROOT / "tests")):
         with pytest.raises(InputError, match="not here$"):
-            cli.loaded(path, asked_of)
+            load_checked(path, None, None)
     assert read == ["nope/model", str(ROOT / "tests")] and len(asked) == 1
 
 

@@ -141,8 +141,8 @@ def test_the_draft_changes_between_prompts_only():
 class Tokenizer:
     eos_token_id = None
 
-    def __len__(self):
-        return 60
+    def get_vocab(self):
+        return {f"t{i}": i for i in range(60)}
 
     def save_pretrained(self, folder):
         pass

@@ -41,7 +41,7 @@ class Letters:
     def decode(self, ids, skip_special_tokens):
         return "".join(map(str, ids))
 
-    def apply_chat_template(self, messages, tokenize):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         return f"ab{messages[0]['content']}c"
 
     def save_pretrained(self, folder):
@@ -365,7 +365,8 @@ def small(monkeypatch):
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight.add_(small.noise)
         return model, Letters()
-    monkeypatch.setattr(recipe.common, "load", loaded)
+    monkeypatch.setattr(recipe, "load_checked", loaded)
+    monkeypatch.setattr("cli.loading.load_checked", loaded)  # of a new run of the script
     def collect(model, tokenizer, prompts, limit, work, _):
         work.mkdir(exist_ok=True)
         return [p[:1] * min(limit, 4) for p in prompts]
@@ -425,12 +426,15 @@ def test_a_stopped_distillation_goes_on(small, tmp_path, monkeypatch, capfd):
 
 def test_prompts_in_the_chat_template(small, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(recipe.common, "encode", lambda tokenizer, text, chat: asked.append(
-        (text, chat)) or tokenizer.encode(text))
+
+    def encode(models, tokenizer, texts, chat):
+        asked.append((texts, chat))
+        return [tokenizer.encode(text) for text in texts]
+    monkeypatch.setattr(recipe, "encode_prompts", encode)
     argv = distil_argv(tmp_path, tmp_path / "work", steps=1)
     for more in [], ["--chat"]:
         recipe.distil_layers([*argv, *more])
-    assert asked == [(text, chat) for chat in (False, True) for text in PROMPTS]
+    assert asked == [(PROMPTS, chat) for chat in (False, True)]
 
 
 def test_a_tenth_is_held_out(small, tmp_path, monkeypatch, capsys):

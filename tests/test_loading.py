@@ -1,0 +1,399 @@
+"""What a checkpoint may look like, and what is said of one that cannot be used: no code of its own
+runs, no weight stays random, no key of a config counts that the model ignores."""
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig,
+                          MixtralConfig, PreTrainedTokenizerFast)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import cli
+from cli.loading import encode_chat, encode_prompts, load_checked
+from common import (CachedLM, InputError, autoregressive, context_length, encode, load, prepare,
+                    vocab_size)
+from conftest import ROOT, SHAPE, tiny, tokens_of
+
+EMBEDDED = ROOT / "models/target"
+
+
+@pytest.fixture
+def folder(tmp_path, request):
+    """A directory with a small Llama of two layers and the embedded tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_json(file, **keys) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def own_tokens(model, prompt: list[int], n: int) -> list[int]:
+    """What transformers itself decodes greedily, without a cache that a config could shape."""
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(ids, max_new_tokens=n, do_sample=False, use_cache=False,
+                         eos_token_id=None, pad_token_id=0)
+    return out[0, len(prompt):].tolist()
+
+
+# --------------------------------------------------------------------- code of a checkpoint
+
+MARK = """
+import pathlib
+pathlib.Path(__file__).with_name("MARK").write_text("it ran")
+from transformers import LlamaConfig as Config, LlamaForCausalLM as Model
+from transformers import PreTrainedTokenizerFast as Tokens
+"""
+
+
+def bring_code(folder, which: str) -> None:
+    """Give a checkpoint code of its own, in its config or its tokenizer, that leaves a mark."""
+    (folder / "own.py").write_text(MARK)
+    if which == "model":
+        change_json(folder / "config.json", model_type="of-its-own", auto_map={
+            "AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    if which == "tokenizer":
+        change_json(folder / "tokenizer_config.json", tokenizer_class="OfItsOwn",
+                    auto_map={"AutoTokenizer": [None, "own.Tokens"]})
+
+
+def marks_of(folder) -> list:
+    """Where the code left a mark: beside itself, or in the cache that transformers copies it to."""
+    from transformers.utils import HF_MODULES_CACHE
+    return [*folder.rglob("MARK"), *(ROOT.__class__(HF_MODULES_CACHE).rglob("MARK"))]
+
+
+@pytest.mark.parametrize("which", ["model", "tokenizer"])
+def test_code_of_a_checkpoint_never_runs(folder, monkeypatch, which):
+    bring_code(folder, which)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(InputError, match="brings code of its own, which is never run"):
+        load_checked(str(folder), "cpu", "float32")
+    with pytest.raises(InputError):
+        load(str(folder), "cpu", "float32")
+    assert marks_of(folder) == []
+
+
+def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder):
+    """A yes, nothing, and a terminal that says nothing: one line, and no mark."""
+    bring_code(folder, "model")
+    argv = [sys.executable, "jacobi.py", "--target", str(folder), "--device", "cpu", "--prompt", "-"]
+    started = [subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    open_one, yes, empty = started  # the first one's stdin stays open
+    yes.stdin.write("y\nmore text")
+    for process in yes, empty:
+        process.stdin.close()
+    for process in started:
+        assert process.wait(timeout=120) == 2
+        assert process.stdout.read() == "" and process.stderr.read().count("\n") == 1
+    open_one.stdin.close()
+    assert marks_of(folder) == []
+
+
+# ------------------------------------------------------------------------------ its weights
+
+def rename(prefix: str):
+    return lambda tensors: {f"{prefix}{name}": x for name, x in tensors.items()}
+
+
+def split_lora(tensors: dict) -> dict:
+    """The names of a LoRA that was saved without being merged."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    x = tensors.pop(name)
+    stem = name.removesuffix(".weight")
+    return tensors | {f"{stem}.base_layer.weight": x, f"{stem}.lora_A.default.weight": x[:2] + 1}
+
+
+def without(part: str):
+    return lambda tensors: {name: x for name, x in tensors.items() if part not in name}
+
+
+def cut_embeddings(tensors: dict) -> dict:
+    return tensors | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:-3]}
+
+
+WEIGHTS = [(rename("_orig_mod."), "begin with '_orig_mod.', which must be taken off"),
+           (rename("module."), "begin with 'module.', which must be taken off"),
+           (split_lora, "LoRA adapter, which must be merged into its base model first"),
+           (without("layers.1.mlp.up_proj"), "1 are missing .* model.layers.1.mlp.up_proj.weight"),
+           (without("layers.1."), "9 are missing or of another size: model.layers.1.input_lay"),
+           (without("model.norm"), "1 are missing or of another size: model.norm.weight"),
+           (cut_embeddings, "1 are missing or of another size: model.embed_tokens.weight")]
+
+
+@pytest.mark.parametrize("change, said", WEIGHTS, ids=[said[:24] for _, said in WEIGHTS])
+def test_weights_that_do_not_fit_are_refused(folder, change, said):
+    """transformers leaves them random, with a warning that a command line does not show."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(InputError, match=said):
+        load_checked(str(folder), "cpu", "float32")
+    with pytest.raises(InputError, match="missing or of another size"):
+        load(str(folder), "cpu", "float32")
+
+
+def test_weights_that_a_model_may_have_besides_are_ignored(folder):
+    """Rotary buffers of old checkpoints, and heads of other methods."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    expected = load(str(folder), "cpu", "float32")[0].state_dict()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["medusa_head.0.weight"] = torch.ones(4, 4)
+    save_file(tensors, file, {"format": "pt"})
+    model, _ = load(str(folder), "cpu", "float32")
+    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
+
+
+def damage(folder, how: str) -> None:
+    """Leave a directory as clones, broken downloads and other programs leave it."""
+    weights = folder / "model.safetensors"
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+    if how in ("pointer", "shard pointer"):
+        weights.write_text(pointer)
+    if how == "tokenizer pointer":
+        (folder / "tokenizer.json").write_text(pointer)
+    if how == "cut":
+        weights.write_bytes(weights.read_bytes()[:-9])
+    if how == "shards":
+        shutil.move(weights, folder / "model-00001-of-00002.safetensors")
+        names = {"model.norm.weight": "model-00001-of-00002.safetensors",
+                 "lm_head.weight": "model-00002-of-00002.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    if how == "mlx":
+        tensors = load_file(weights)
+        name = "model.layers.0.self_attn.q_proj"
+        tensors |= {f"{name}.weight": torch.ones(32, 4, dtype=torch.int32),
+                    f"{name}.scales": torch.ones(32, 1), f"{name}.biases": torch.ones(32, 1)}
+        save_file(tensors, weights, {"format": "mlx"})
+        change_json(folder / "config.json", quantization={"group_size": 32, "bits": 4})
+    if how == "gptq":
+        change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    if how == "adapter":
+        (folder / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("how, said", [
+    ("pointer", "model.safetensors is a pointer of git-lfs"),
+    ("tokenizer pointer", "tokenizer.json is a pointer of git-lfs"),
+    ("cut", "model.safetensors is cut off or damaged"),
+    ("shards", "1 of its 2 files are missing, as model-00002-of-00002.safetensors"),
+    ("mlx", "quantised by MLX"), ("gptq", r"quantised \(gptq\)"),
+    ("adapter", "adapter_config.json: it holds a LoRA adapter")])
+def test_a_damaged_directory_is_named_by_its_file(folder, how, said):
+    damage(folder, how)
+    with pytest.raises(InputError, match=said):
+        load_checked(str(folder), "cpu", "float32")
+
+
+# ------------------------------------------------------------------------------- its config
+
+SIZES = SHAPE | dict(head_dim=8, moe_intermediate_size=16, num_experts_per_tok=2, num_experts=4,
+                     num_local_experts=4, n_routed_experts=4, n_group=1, topk_group=1,
+                     q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+                     v_head_dim=8, n_embd=32, n_layer=2, n_head=4, n_positions=160, ffn_dim=48,
+                     word_embed_proj_dim=32, first_k_dense_replace=1)
+
+
+def make_tiny(model_type: str, **keys):
+    """A random model of any family that these sizes make small, or None for all others."""
+    try:
+        config = CONFIG_MAPPING[model_type](**SIZES, **keys)
+        with torch.device("meta"):
+            sizes = [p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()]
+        if sum(sizes) > 1e6:
+            return None
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # sizes of its own: not for this test
+        return None
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 2:
+                p.normal_(0, 0.1 if "gemma" in model_type and "embed" in name else 0.3)
+    return model.eval()
+
+
+def agrees(model) -> bool | None:
+    """Does a prepared model decode as its own passes do, beyond a window of 9? None if refused."""
+    try:
+        lm = CachedLM(prepare(model))
+    except InputError:
+        return None
+    prompt = torch.randint(5, 60, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    ours = tokens_of(autoregressive(lm, prompt), 20)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + ours]), use_cache=False).logits
+    return logits[0, 19:-1].argmax(-1).tolist() == ours
+
+
+def test_a_window_counts_where_the_family_uses_it():
+    """For every family of transformers that can be made tiny: the key, switched off, or absent."""
+    used, known = 0, 0
+    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        model = make_tiny(model_type, sliding_window=9)
+        said = agrees(model) if model is not None else None
+        assert said is not False, model_type
+        known += said is True
+        used += said is True and 9 in CachedLM(model).windows.values()
+    assert known >= 60 and used >= 15
+
+
+@pytest.mark.parametrize("model_type", ["llama", "apertus", "gpt2", "mistral", "qwen3", "phi3",
+                                        "gemma3_text", "gemma2", "olmo3", "starcoder2"])
+@pytest.mark.parametrize("keys", [{}, {"sliding_window": None}, {"sliding_window": 3},
+                                  {"sliding_window": 40}])
+def test_windows_of_all_sizes(model_type, keys):
+    if model_type in ("gemma3_text", "gemma2", "olmo3") and keys == {"sliding_window": None}:
+        keys = {"layer_types": ["full_attention"] * 2}  # they need a window for other layers
+    assert agrees(make_tiny(model_type, **keys)) is True
+
+
+def test_a_stray_window_is_forgotten_where_a_directory_is_loaded(folder):
+    """The model is then the one without the key, for `generate` with its cache too."""
+    change_json(folder / "config.json", sliding_window=9)
+    model, _ = load(str(folder), "cpu", "float32")
+    assert model.config.sliding_window is None
+    prompt = [*range(30, 50)]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False,
+                              eos_token_id=None, pad_token_id=0)[0, 20:].tolist()
+    assert tokens_of(autoregressive(CachedLM(model), prompt), 30) == expected
+    assert own_tokens(model, prompt, 30) == expected
+
+
+def test_longrope_nested_by_kind_of_layer():
+    """The shortest original length is the context; up to there the text is `generate`'s."""
+    factors = dict(short_factor=[1.0] * 4, long_factor=[3.0, 5.0, 7.0, 9.0], factor=4.0,
+                   rope_theta=10000.0, rope_type="longrope")
+    plain = dict(rope_type="default", rope_theta=10000.0)
+    for nested in ({"full_attention": factors | {"original_max_position_embeddings": 40},
+                    "sliding_attention": plain},
+                   {"full_attention": factors | {"original_max_position_embeddings": 90},
+                    "sliding_attention": factors | {"original_max_position_embeddings": 40}}):
+        config = Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=9, rope_parameters=nested,
+                                  layer_types=["sliding_attention", "full_attention"])
+        torch.manual_seed(0)
+        model = prepare(AutoModelForCausalLM.from_config(config).eval())
+        assert context_length(model) == 40
+    flat = LlamaConfig(**SHAPE, head_dim=8, rope_parameters=factors | {
+        "original_max_position_embeddings": 30})
+    assert context_length(AutoModelForCausalLM.from_config(flat)) == 30
+    assert context_length(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))) == 160
+
+
+@pytest.mark.parametrize("keys", [{"output_router_logits": True}, {"return_dict": False},
+                                  {"output_hidden_states": True}])
+def test_settings_of_outputs_do_not_count(keys):
+    config = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, **keys)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompt = [7, 9, 20, 31]
+    ours = tokens_of(autoregressive(CachedLM(prepare(model)), prompt), 20)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(MixtralConfig(
+        **SHAPE, num_local_experts=4, num_experts_per_tok=2)).eval()
+    assert ours == own_tokens(plain, prompt, 20)
+
+
+def test_a_family_whose_own_pass_fails_is_refused_in_a_line():
+    model = tiny("llama")
+
+    def fail(module, args, options):
+        if options.get("past_key_values") is None:
+            raise RuntimeError("the size of tensor a\nmust match")
+        return None
+    model.model.register_forward_pre_hook(fail, with_kwargs=True)
+    with pytest.raises(InputError, match="got LlamaForCausalLM: the size of tensor a must match$"):
+        prepare(model)
+
+
+# ----------------------------------------------------------------------------- its tokenizer
+
+def test_ids_with_gaps_lose_no_token():
+    """A tokenizer of 40 entries whose largest id is 49, for a model of 61 rows."""
+    vocabulary = {f"t{i}": i for i in [*range(39), 49]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(
+        vocabulary, unk_token="t0")))
+    model = tiny("llama")
+    assert len(tokenizer) == 40 and vocab_size(model, tokenizer) == 50
+    assert vocab_size(tiny("llama", vocab_size=45), tokenizer) == 45  # bounded by its rows
+    with torch.no_grad():
+        model.get_output_embeddings().weight[50:] = 0.0
+        model.get_output_embeddings().weight[49] *= 3.0
+    prompt = [5, 6, 7, 8]
+    ours = tokens_of(autoregressive(CachedLM(model, vocab_size(model, tokenizer)), prompt), 40)
+    assert ours == own_tokens(model, prompt, 40) and 49 in ours
+
+
+def test_every_caller_counts_ids_and_not_entries():
+    """In the product and in README: no `len(tokenizer)` where logits are meant."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), ROOT / "README.md"]
+    found = [f"{file.name}: {line.strip()}" for file in files if file.parent.name != "tests"
+             for line in file.read_text(encoding="utf-8").splitlines() if "len(tokenizer)" in line]
+    assert found == ["train.py: vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, "
+                     "tie_word_embeddings=True,"]  # of a tokenizer that was just made, without gaps
+
+
+def test_tokens_without_embeddings_are_refused(embedded):
+    model, draft, tokenizer = embedded
+    added = AutoTokenizer.from_pretrained(EMBEDDED)
+    added.add_tokens(["<new>"])
+    with pytest.raises(InputError, match="1536 of them, got '<new>' with id 1536"):
+        encode_prompts([model, draft], added, ["Mia has 3 <new> apples."], False)
+    [ids] = encode_prompts([model, draft], tokenizer, ["Mia has 3 apples."], False)
+    assert ids == tokenizer.encode("Mia has 3 apples.")
+    with pytest.raises(InputError, match="some text, got ''$"):
+        encode(tokenizer, "")
+
+
+TEMPLATES = [
+    ("{{ raise_exception('only with tools') }}", "says: only with tools"),
+    ("{% for m in messages %}{{ m.content", "says: "),
+    ("{{ messages[0].nothing.more }}", "says: .*nothing"),
+    ({"one": "{{ messages }}", "two": "{{ messages }}"}, "says: "),
+    ("{{ strftime_later('%d') }}", "says: 'strftime_later' is undefined"),
+    ("Hello!", "leaves it out")]
+
+
+@pytest.mark.parametrize("template, said", TEMPLATES)
+def test_templates_that_do_not_take_a_prompt(template, said):
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=said) as refused:
+        encode_chat(tokenizer, "Mia has 3 apples.")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_templates_that_take_a_prompt():
+    """As a text; or as a list of parts, where a text would come out empty."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    text = "Mia has 3 apples."
+    for template in (
+            "{% for m in messages %}Q: {{ m['content'] | trim }}{% endfor %}",
+            "{% for m in messages %}Q: {% for part in m['content'] %}{% if part['type'] == 'text' %}"
+            "{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"):
+        tokenizer.chat_template = template
+        assert encode_chat(tokenizer, text) == tokenizer.encode(f"Q: {text}",
+                                                                add_special_tokens=False)
+
+
+# ------------------------------------------------------------------------------- its device
+
+def test_the_device_is_said_where_it_is_not_the_cpu(monkeypatch, capsys):
+    model = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
+    args = SimpleNamespace(device=None, dtype=None)
+    monkeypatch.setattr(cli, "load_checked", lambda *_: (model, None))
+    assert cli.load_model("some/model", args) == (model, None)
+    assert capsys.readouterr().err == "some/model on cuda:0 in bfloat16\n"
+    model.device = torch.device("cpu")
+    cli.load_model("some/model", args)
+    assert capsys.readouterr().err == ""
