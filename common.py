@@ -433,8 +433,7 @@ def vocab_size(model, tokenizer) -> int:
 
     The number of the tokenizer's entries would be too small where its ids have gaps.
     """
-    rows = len(model.get_output_embeddings().weight)
-    return min(rows, 1 + max(tokenizer.get_vocab().values()))
+    return min(len(model.get_output_embeddings().weight), 1 + max(tokenizer.get_vocab().values()))
 
 def eos_ids(model, tokenizer) -> set[int]:
     """Collect the tokens that end an answer: the tokenizer's and the generation settings'."""
