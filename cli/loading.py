@@ -36,7 +36,8 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
         if found:
-            raise InputError(f"expected a model that can be loaded, got {path!r}: {found}") from error
+            raise InputError(f"expected a model that can be loaded, got {path!r}: "
+                             f"{found}") from error
         raise
 
 

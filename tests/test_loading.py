@@ -86,7 +86,7 @@ def test_code_of_a_checkpoint_never_runs(folder, monkeypatch, which):
 def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder):
     """A yes, nothing, and a terminal that says nothing: one line, and no mark."""
     bring_code(folder, "model")
-    argv = [sys.executable, "jacobi.py", "--target", str(folder), "--device", "cpu", "--prompt", "-"]
+    argv = [sys.executable, "jacobi.py", "--target", str(folder), "--prompt", "-"]
     started = [subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, text=True) for _ in range(3)]
     open_one, yes, empty = started  # the first one's stdin stays open
@@ -378,9 +378,9 @@ def test_templates_that_take_a_prompt():
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     text = "Mia has 3 apples."
     for template in (
-            "{% for m in messages %}Q: {{ m['content'] | trim }}{% endfor %}",
-            "{% for m in messages %}Q: {% for part in m['content'] %}{% if part['type'] == 'text' %}"
-            "{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"):
+            "{% for m in messages %}Q: {{ m.content | trim }}{% endfor %}",
+            "{% for m in messages %}Q: {% for part in m.content %}{% if part.type == 'text' %}"
+            "{{ part.text }}{% endif %}{% endfor %}{% endfor %}"):
         tokenizer.chat_template = template
         assert encode_chat(tokenizer, text) == tokenizer.encode(f"Q: {text}",
                                                                 add_special_tokens=False)
