@@ -477,8 +477,7 @@ def row_costs(lm: CachedLM, most: int) -> list[float]:
         seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
         least[n] = min(least[n], seconds)
         lm.truncate(lm.length)
-    return [min(seconds for width, seconds in least.items() if width >= n)
-            for n in range(1 + max(least))]
+    return [min(cost for width, cost in least.items() if width >= n) for n in range(1 + max(least))]
 
 def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
     """Of choices(), each (choice, expected tokens, seconds), the choice with the most tokens a
