@@ -1,18 +1,30 @@
-"""What every method shares: token trees, sampling, a model with its cache, loading. Read it first.
+"""Everything that the methods share: token trees, a model with its cache, sampling, loading.
 
-All methods grow a small *token tree* at the end of the text, run the model once over the whole
-tree, and keep one path of it.
+Read this file first. Every method here does one thing in its own way. It grows a small *token tree*
+at the end of the text, runs the model once over the whole tree, and keeps one path of the tree.
 
-    context   the text but for its last token: its keys and values are cached
-    root      the last token of the text: known, but not cached, so that every call feeds it
-    tree      tokens and a parent for each: node 0 is the root, guesses hang below it
-    chunk     what became final in a call: guesses first, the target's own choice last
+    target     the model whose output is wanted
+    draft      a smaller model, or a part of the target, that guesses what the target will say
+    call       one pass of a model over some tokens at once
+    row        one token of a call
+    round      one turn of a method's loop: some guesses, and one call of the target to verify them
+    context    the text without its last token; its keys and values are cached
+    root       the last token of the text: it is known but not cached, so every call feeds it
+    tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it
+    accepted   said of a guess that the target would have chosen as well
+    chunk      the tokens that a round adds to the text: the accepted guesses, then one token that
+               the target chose itself
 
-        … the cat ── sat ─┬─ on ── the ── mat     after "sat" the target chooses "on", then "my"
-         context    root  └─ in ── a              kept: sat, on     chunk: [on, my]
+        … the cat ── sat ─┬─ on ── the ── mat     The target chooses "on" after "sat", and "my"
+         context    root  └─ in ── a              after "on". The guess "on" is accepted, and the
+                                                  chunk is [on, my].
 
-A method is a generator of chunks without end, which `until` cuts. Left out: batches, quantisation,
-encoder-decoder models, attention that takes more than a mask and positions (ALiBi)."""
+A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
+the answer. Sampling stands before the simplest method, which needs it.
+
+Left out: batches, quantisation, encoder-decoder models, and attention that takes more than a mask
+and positions (ALiBi).
+"""
 import heapq
 import time
 import timeit
@@ -25,15 +37,21 @@ from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelF
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the calls that the clock measures
 
 class InputError(ValueError):
-    """A mistake of the caller's: says what was expected and what was given."""
+    """A mistake of the user's. It says what was expected and what was given. (A ValueError that is
+    no InputError is a mistake in the code.)"""
+
 
 # ------------------------------------------------------------------------------------- trees
 def trie(root: int, sequences: Iterable[list[int]]) -> tuple[list[int], list[int], list[list[int]]]:
-    """(ids, parents, paths) of a tree with `root` as node 0 and every sequence as a path below it;
-    equal prefixes share their nodes. `paths`: the nodes of each sequence, node 0 first."""
+    """Build a tree that has every sequence as a path below the root; equal prefixes share nodes.
+
+    root        the token of node 0
+    sequences   lists of tokens
+    returns     ids, the token of each node; parents, the parent of each node (-1 for the root); and
+                paths, for each sequence its nodes with node 0 first
+    """
     ids, parents, paths = [root], [-1], []
     node_of = {}  # (parent, token): node
     for sequence in sequences:
@@ -48,18 +66,33 @@ def trie(root: int, sequences: Iterable[list[int]]) -> tuple[list[int], list[int
         paths.append(path)
     return ids, parents, paths
 
+
 def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], list[int]]:
-    """(path, chunk): from node 0 step to the child that has the token chosen after a node, as long
-    as there is one; `chunk`: all tokens chosen on the way. `chosen[i]`: the target's argmax after
-    node i, or ONE draw of it: exact if no node depends on draws and siblings differ (`trie`)."""
+    """Verify a tree: from the root, move to the child that holds the token which the target chose
+    after the current node, as long as there is such a child.
+
+    ids       the token of each node
+    parents   the parent of each node
+    chosen    the token that the target chooses after each node: its argmax, or one sample
+    returns   path, the accepted nodes with the root first; and chunk, the tokens chosen after them,
+              which are the accepted guesses and, last, one token of the target's own
+
+    Sampling stays exact if the tree was built before anything was sampled, and if no two children
+    of a node hold the same token.
+    """
     node_of = {edge: node for node, edge in enumerate(zip(parents, ids))}
     path = [0]
     while (path[-1], chosen[path[-1]]) in node_of:
         path.append(node_of[path[-1], chosen[path[-1]]])
     return path, [chosen[node] for node in path]
 
+
 def ancestor_mask(parents: list[int]) -> torch.Tensor:
-    """Bool [n, n], at [i, j]: is node j node i or above it? A parent is an earlier node, or -1."""
+    """Say for each pair of nodes i and j whether j is i itself or one of its ancestors.
+
+    parents   for each node an earlier node, or -1
+    returns   bool [n, n]
+    """
     rows = []
     for i, parent in enumerate(parents):
         row = rows[parent].copy() if parent >= 0 else bytearray(len(parents))
@@ -67,84 +100,26 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
         rows.append(row)
     return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(parents), -1)
 
-def windows_of(model) -> dict[str, int | None]:
-    """For each kind of layer how many tokens it looks back; None where it sees all."""
-    config = model.config.get_text_config()
-    listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    kinds = sorted(set(listed or ["sliding_attention"]))  # not listed: all of one kind
-    if set(kinds) - {"full_attention", "sliding_attention"}:
-        raise InputError(f"expected layers of full or sliding attention, got {', '.join(kinds)}")
-    window = getattr(config, "sliding_window", None)
-    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
-
-def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
-    """What a model adds to its attention scores, [B, 1, n, m] of the type of `like`: 0 where
-    `visible` [B, n, m] and a layer's window let a row see a slot, else -inf. `rows` [B, n] and
-    `slots` [B, m] are positions. For several kinds of layers a dictionary of masks."""
-    masks = {}
-    for kind, window in windows.items():
-        seen = visible if window is None else visible & (rows[..., None] - slots[:, None] < window)
-        masks[kind] = seen[:, None].to(like.dtype).log().to(like.device)  # log 1 and log 0
-    return masks if len(masks) > 1 else masks[kind]
-
-# ---------------------------------------------------------------------------------- sampling
-class Sampler:
-    """`sample(logits [n, V])`: n tokens, drawn independently, after the temperature (0: the argmax)
-    among the `top_k` likeliest and ties (0: all), then the fewest of these of mass `top_p`."""
-
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
-        if not (temperature == 0 or 1e-6 <= temperature <= 1e6) or top_k < 0 or not 0 < top_p <= 1:
-            raise InputError("expected a temperature of 0 (greedy) or 1e-6 to 1e6, top-k from 0 "
-                             f"and top-p above 0 up to 1, got {temperature}, {top_k} and {top_p}")
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.seed, self.rngs = seed, {}
-
-    def uniform(self, shape, device) -> torch.Tensor:
-        """Float64 numbers in [0, 1) from the device's generator."""
-        if device not in self.rngs:
-            self.rngs[device] = torch.Generator(device).manual_seed(self.seed % 2 ** 63)
-        return torch.rand(shape, dtype=torch.float64, device=device, generator=self.rngs[device])
-
-    def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """The distribution [..., V], float32, that tokens are drawn from."""
-        logits = logits.float()
-        if self.temperature == 0:
-            return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        logits = logits / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k).values[..., -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        if self.top_p < 1:
-            values, order = logits.softmax(-1).sort(descending=True)
-            outside = values.cumsum(-1) - values >= self.top_p  # those before it have the mass
-            outside = outside.scatter(-1, order, outside)  # back in the order of tokens
-            logits = logits.masked_fill(outside, -torch.inf)
-        return logits.softmax(-1)
-
-    def draw(self, probs: torch.Tensor) -> list[int]:
-        """For each row of probs [n, V] the first token at which their sum exceeds u ~ U[0, 1)."""
-        mass = probs.double().cumsum(-1)  # in float32 tokens of 1e-8 would never come
-        u = self.uniform((len(probs), 1), probs.device) * mass[:, -1:]
-        return torch.searchsorted(mass, u, right=True)[:, 0].clamp(max=mass.shape[1] - 1).tolist()
-
-    def __call__(self, logits: torch.Tensor) -> list[int]:
-        if self.temperature == 0:
-            return logits.float().argmax(-1).tolist()  # in bfloat16 five times slower on a CPU
-        return self.draw(self.probs(logits))
-
-greedy = Sampler(temperature=0)
 
 # ----------------------------------------------------------------------- a model with a cache
 class KVCache:
-    """Keys and values of every layer, in buffers that double when they are full. A pass writes its
-    rows from slot `start` on, over what was there, and gets all slots up to its last."""
+    """The keys and values of every layer, in buffers that double when they are full.
+
+    transformers hands this object to every layer. A pass writes its rows from slot `start` on, over
+    whatever was there, and attends to all slots up to its last one. So a rollback moves an integer.
+    """
 
     def __init__(self):
         self.start = 0
         self.layers = {}  # layer: [keys, values], each [B, heads, slots, d]
 
     def update(self, keys, values, layer, *_, **__):
-        """Called by a layer with its new keys and values [B, heads, n, d]; those it attends to."""
+        """Store a layer's new keys and values; return all those that its queries may attend to.
+
+        keys, values   [B, heads, n, d] of the n rows of this pass
+        layer          the number of the layer
+        returns        keys and values [B, heads, start + n, d]
+        """
         if layer not in self.layers:  # with the batch size, type and device of the first keys
             self.layers[layer] = [keys[:, :, :0], values[:, :, :0]]
         buffers = self.layers[layer]
@@ -158,14 +133,21 @@ class KVCache:
     def get_seq_length(self, *_) -> int:
         return self.start
 
-class CachedLM:
-    """A causal language model with its cached context and one pending token tree below it.
 
-    `model`: any that `load` lets pass; of its logits the first `vocab` count, for embeddings are
-    often padded beyond the tokenizer. The buffers hold a prefix, `length` tokens of context, and
-    the pending nodes, whose parents are `parents`. `features` [n, d]: what the LM head read in the
-    last `forward`, or for all tokens in `start`. `calls`, `rows` and `seconds` are of all calls; a
-    prompt, which is none, takes `prompt_seconds`."""
+class CachedLM:
+    """A causal language model with its cached context and one pending tree below the context.
+
+    model            any model that `load` lets pass
+    vocab            how many logits count, since embeddings are often padded beyond the tokenizer.
+                     None: all
+    length           how many tokens of context are cached
+    parents          the parents of the pending nodes
+    prefix           how many rows stand before the context that only some nodes see (BiTA)
+    features         [n, d], what the LM head read in the last `forward`, or for all tokens of
+                     `start`
+    calls, rows      how many calls there were, and how many rows they had together
+    seconds          what the calls took. A prompt is no call: it takes `prompt_seconds`
+    """
 
     def __init__(self, model, vocab: int | None = None):
         self.model = model
@@ -181,8 +163,12 @@ class CachedLM:
 
     @torch.inference_mode()
     def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
-        """Forget everything and cache `ids`. `prefix`: (keys, values) [heads, P, d] for each layer
-        that only nodes which ask for them see; they have no position and count in no length."""
+        """Forget everything and cache a text.
+
+        ids      the tokens of the text; a method leaves out the last one, which is its first root
+        prefix   for each layer keys and values [heads, P, d] of P rows that only those nodes see
+                 which ask for them. They have no position, and no length counts them
+        """
         if len(ids) > self.context:
             raise InputError(f"expected a prompt of at most {self.context} tokens, got {len(ids)}")
         began = time.perf_counter()
@@ -224,7 +210,7 @@ class CachedLM:
         positions, mask = self.layout(self.parents + parents, sees_prefix)
         self.cache.start = self.prefix + self.length + old
         inputs = torch.as_tensor(ids)[None].to(self.weight.device)
-        logits, features = self.run(inputs, positions, mask, keep)
+        logits, features = self.run_model(inputs, positions, mask, keep)
         if logits.is_cuda:
             torch.cuda.synchronize()
         self.parents = self.parents + parents
@@ -236,23 +222,34 @@ class CachedLM:
         return logits[0, :, :self.vocab]
 
     def layout(self, parents: list[int], sees_prefix: list[bool]):
-        """(positions [1, n], mask [1, 1, n, slots]) of the newest n pending nodes, which see the
-        prefix as they are told, the context, their ancestors and themselves."""
+        """Lay out the newest pending nodes: where they stand and what they see.
+
+        A node sees the context, its ancestors and itself, and the prefix if it asks for it.
+
+        parents       the parents of all pending nodes
+        sees_prefix   for each of the newest n nodes whether it sees the prefix
+        returns       their positions [1, n], and the mask [1, 1, n, slots]
+        """
         n = len(sees_prefix)
         ancestors = ancestor_mask(parents)
-        nodes = self.length - 1 + ancestors.sum(-1)  # positions
-        slots = torch.cat([torch.full((self.prefix,), 10 ** 9),  # no window leaves the prefix out
-                           torch.arange(self.length), nodes])
+        nodes = self.length - 1 + ancestors.sum(-1)  # positions of the pending nodes
+        # The prefix counts as later than any position, so that no window hides it.
+        slots = torch.cat([torch.full((self.prefix,), 10 ** 9), torch.arange(self.length), nodes])
         visible = F.pad(ancestors[-n:], (self.prefix + self.length, 0), value=True)
         visible[:, :self.prefix] = torch.tensor(sees_prefix)[:, None]
-        rows = nodes[-n:].clamp(max=self.context - 1)  # guesses beyond the end are cut later
+        # A guess may lie beyond the model's last position. `until` cuts it off later.
+        rows = nodes[-n:].clamp(max=self.context - 1)
         mask = attention_mask(self.windows, visible[None], rows[None], slots[None], self.weight)
         return rows[None].to(self.weight.device), mask
 
-    def run(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int | None):
-        """Run the model once over ids [1, n] or embeddings [1, n, d].
+    def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int | None):
+        """Run the model once, on the cache as it is.
 
-        returns  logits [1, n or keep, V] and features [1, n, d]
+        inputs      ids [1, n], or embeddings [1, n, d]
+        positions   [1, n]
+        mask        as `attention_mask` makes it
+        keep        how many of the last rows the LM head reads. None: all
+        returns     logits [1, n or keep, V] and features [1, n, d]
         """
         features = []
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
@@ -268,8 +265,11 @@ class CachedLM:
 
     @torch.inference_mode()
     def commit(self, path: Iterable[int]) -> None:
-        """The rows of `path`, pending nodes from a child of the context downwards, join the
-        context; all other nodes vanish."""
+        """Move the rows of a path to the end of the context, and forget all other pending nodes.
+
+        path   pending nodes, each the child of the one before it; the first is a child of the
+               context
+        """
         path = list(path)
         if any(self.parents[node] != above or node < 0 for above, node in zip([-1, *path], path)):
             raise ValueError(f"expected a path from the context down, got {path} of {self.parents}")
@@ -281,36 +281,122 @@ class CachedLM:
         self.length, self.parents = self.length + len(path), []
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens of the context and no pending node."""
+        """Keep the first `length` tokens of the context, and no pending node."""
         if not 0 <= length <= self.length:
             raise ValueError(f"expected a length of 0 to {self.length}, got {length}")
         self.length, self.parents = length, []
 
     def once(self, name, make: Callable):
-        """make(), the first time that `name` is asked for. Its time is set-up, not decoding."""
+        """Return make(), which runs only when `name` is asked for the first time.
+
+        The time that it takes counts as set-up and not as decoding.
+        """
         if name not in self.prepared:
             before, began = self.setup_seconds, time.perf_counter()
             self.prepared[name] = make()
             self.setup_seconds = before + time.perf_counter() - began  # nested ones are inside
         return self.prepared[name]
 
-def grouped_attention(module, query, key, value, attention_mask, **options):
-    """Attention [B, n, heads, d] in which the query heads that share a key head become more rows
-    of it: under a mask transformers' own path copies the whole cache once for each of them."""
-    if attention_mask is None:  # not a pass of ours
-        return sdpa_attention_forward(module, query, key, value, None, **options)
-    B, heads, n, d = query.shape
-    rows = query.reshape(B, key.shape[1], -1, d)
-    mask = attention_mask.expand(-1, heads // key.shape[1], -1, -1).reshape(B, 1, -1, key.shape[2])
-    out = F.scaled_dot_product_attention(rows, key, value, mask, scale=options.get("scaling"))
-    return out.reshape(B, heads, n, -1).transpose(1, 2).contiguous(), None
 
-AttentionInterface.register("grouped", grouped_attention)
-AttentionMaskInterface.register("grouped", sdpa_mask)
+def windows_of(model) -> dict[str, int | None]:
+    """Say for each kind of layer how many tokens back it sees; None where it sees all."""
+    config = model.config.get_text_config()
+    listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    kinds = sorted(set(listed or ["sliding_attention"]))  # not listed: all of one kind
+    if set(kinds) - {"full_attention", "sliding_attention"}:
+        raise InputError(f"expected layers of full or sliding attention, got {', '.join(kinds)}")
+    window = getattr(config, "sliding_window", None)
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+
+def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
+    """Make the mask that a model adds to its attention scores.
+
+    It is 0 where a row sees a slot, and -inf elsewhere.
+
+    windows   as `windows_of` gives them
+    visible   bool [B, n, m], what each row may see
+    rows      [B, n], the positions of the rows; a window hides what lies too far before them
+    slots     [B, m], the positions of the slots
+    like      a tensor of the wanted type and device
+    returns   [B, 1, n, m]; for several kinds of layers a dictionary of such masks
+    """
+    masks = {}
+    for kind, window in windows.items():
+        seen = visible if window is None else visible & (rows[..., None] - slots[:, None] < window)
+        masks[kind] = torch.where(seen[:, None], 0.0, -torch.inf).to(like)
+    return masks if len(masks) > 1 else masks[kind]
+
+
+# ---------------------------------------------------------------------------------- sampling
+class Sampler:
+    """Draw tokens from logits; `sample(logits)` returns one token for each row of logits [n, V].
+
+    The logits become a distribution in three steps:
+    1. they are divided by the temperature; a temperature of 0 stands for the argmax
+    2. the top_k largest stay, and all that tie with the last of them; 0 keeps all
+    3. of these stays the smallest set of the likeliest tokens whose probabilities sum to top_p
+
+    seed   of the generator, one for each device
+    """
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
+        if not (temperature == 0 or 1e-6 <= temperature <= 1e6) or top_k < 0 or not 0 < top_p <= 1:
+            raise InputError("expected a temperature of 0 (greedy) or 1e-6 to 1e6, top-k from 0 "
+                             f"and top-p above 0 up to 1, got {temperature}, {top_k} and {top_p}")
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.seed, self.rngs = seed, {}
+
+    def uniform(self, shape, device) -> torch.Tensor:
+        """Draw numbers in [0, 1) of this shape, float64, from the device's generator."""
+        if device not in self.rngs:
+            self.rngs[device] = torch.Generator(device).manual_seed(self.seed % 2 ** 63)
+        return torch.rand(shape, dtype=torch.float64, device=device, generator=self.rngs[device])
+
+    def probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Turn logits [..., V] into the distribution [..., V], float32, that tokens come from."""
+        logits = logits.float()
+        if self.temperature == 0:
+            return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p < 1:
+            values, order = logits.softmax(-1).sort(descending=True)
+            # True where the tokens that rank before this one sum to top_p already
+            outside = values.cumsum(-1) - values >= self.top_p
+            outside = outside.scatter(-1, order, outside)  # back in the order of tokens
+            logits = logits.masked_fill(outside, -torch.inf)
+        return logits.softmax(-1)
+
+    def draw(self, probs: torch.Tensor) -> list[int]:
+        """Draw one token from each row of probs [n, V].
+
+        It is the first token at which the sum of the probabilities exceeds u ~ U[0, 1).
+        """
+        mass = probs.double().cumsum(-1)  # float32 would lose tokens with a probability of 1e-8
+        u = self.uniform((len(probs), 1), probs.device) * mass[:, -1:]
+        return torch.searchsorted(mass, u, right=True)[:, 0].clamp(max=mass.shape[1] - 1).tolist()
+
+    def __call__(self, logits: torch.Tensor) -> list[int]:
+        if self.temperature == 0:
+            return logits.float().argmax(-1).tolist()  # in bfloat16 it is slow on a CPU
+        return self.draw(self.probs(logits))
+
+
+greedy = Sampler(temperature=0)
+
 
 # ---------------------------------------------------------------------------------- decoding
 def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = greedy, log=None):
-    """One token a call: the simplest method, and what all others are measured by."""
+    """Decode one token a call: the simplest method, and the one that all others are compared with.
+
+    prompt   token ids
+    sample   what chooses a token
+    log      not used; all methods take one
+    Yields chunks of 1 token.
+    """
     target.start(prompt[:-1])
     root = prompt[-1:]
     while True:
@@ -318,9 +404,15 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
         target.commit([0])
         yield root
 
+
 def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = (), log=None):
-    """Cut a method's chunks after `limit` tokens or after the first token of `eos`, which stays;
-    what is cut does not count as accepted in the method's `log`."""
+    """Cut a method's chunks after `limit` tokens, or after the first token that ends an answer.
+
+    chunks   what a method yields
+    limit    how many tokens are wanted at most
+    eos      the tokens that end an answer; the first of them is kept
+    log      the method's log, in which a guess that is cut off counts as not accepted
+    """
     while limit > 0:
         chunk = next(chunks)[:limit]
         ends = [i + 1 for i, token in enumerate(chunk) if token in eos]
@@ -329,6 +421,7 @@ def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = (), log
             log[-1] |= {"accepted": len(chunk), "cut": True}
         yield chunk
         limit = 0 if ends else limit - len(chunk)
+
 
 # ----------------------------------------------------------------------------------- loading
 def load(path: str, device: str | None = None, dtype: str | None = None):
@@ -357,9 +450,11 @@ def load(path: str, device: str | None = None, dtype: str | None = None):
                          f"{', '.join(sorted(missing)[:3])}")
     return prepare(model), tokenizer
 
+
 def shorten(error) -> str:
     """Say on one line what an exception or a text says, in 300 characters at most."""
     return " ".join(str(error).split())[:300]
+
 
 @torch.inference_mode()
 def prepare(model, run_as: type[CachedLM] = CachedLM):
@@ -397,6 +492,7 @@ def prepare(model, run_as: type[CachedLM] = CachedLM):
                          f"by {error:.1e}, attention takes more than a mask and positions")
     return model
 
+
 def tree_error(lm: CachedLM, windowed: bool = True) -> float:
     """Compare a tree with transformers' own pass over each of its paths.
 
@@ -416,6 +512,7 @@ def tree_error(lm: CachedLM, windowed: bool = True) -> float:
     nodes = torch.tensor([[0, 1, 3], [0, 2, 4]])
     return ((tree[nodes] - alone).abs().mean() / alone.abs().mean()).item()
 
+
 def context_length(model) -> int:
     """Say how many tokens a model is made for.
 
@@ -428,6 +525,7 @@ def context_length(model) -> int:
     lengths = [x["original_max_position_embeddings"] for x in kinds if "longrope" in x.values()]
     return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
 
+
 def vocab_size(model, tokenizer) -> int:
     """Say how many of a model's logits stand for tokens: the largest id and those before it.
 
@@ -435,10 +533,12 @@ def vocab_size(model, tokenizer) -> int:
     """
     return min(len(model.get_output_embeddings().weight), 1 + max(tokenizer.get_vocab().values()))
 
+
 def eos_ids(model, tokenizer) -> set[int]:
     """Collect the tokens that end an answer: the tokenizer's and the generation settings'."""
     listed = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+
 
 def encode(tokenizer, text: str) -> list[int]:
     """Turn a prompt into token ids, after BOS if the tokenizer has it so.
@@ -449,17 +549,55 @@ def encode(tokenizer, text: str) -> list[int]:
         raise InputError(f"expected a prompt with some text, got {shorten(repr(text))}")
     return tokenizer.encode(text)
 
+
+# ============== A reader of the papers can stop here: what follows makes calls faster and cheaper.
+
+
+# ------------------------------------------------------------------------- grouped attention
+def grouped_attention(module, query, key, value, attention_mask, **options):
+    """Compute attention in which query heads that share a key head become more rows of that head.
+
+    Under a mask transformers' own function would copy the whole cache once for each query head.
+
+    query           [B, heads, n, d]
+    key, value      [B, key heads, slots, d]
+    attention_mask  [B, 1, n, slots]. None: the pass is not one of ours
+    returns         the output [B, n, heads, d], and no weights
+    """
+    if attention_mask is None:  # not a pass of ours
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+    B, heads, n, d = query.shape
+    rows = query.reshape(B, key.shape[1], -1, d)
+    mask = attention_mask.expand(-1, heads // key.shape[1], -1, -1).reshape(B, 1, -1, key.shape[2])
+    out = F.scaled_dot_product_attention(rows, key, value, mask, scale=options.get("scaling"))
+    return out.reshape(B, heads, n, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
 # --------------------------------------------------------------------------------- the clock
-class Node(NamedTuple):  # of a tree that is planned before its tokens are known
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the calls that the clock measures
+
+
+class Node(NamedTuple):
+    """A node of a tree that is planned before its tokens are known."""
     chance: float  # that it is accepted: the product along its path
     parent: int
     depth: int  # 0: the root
     rank: int  # among the children of its parent, 0 the likeliest
 
+
 def best_tree(accept: list[list[float]], n: int) -> list[Node]:
-    """The n nodes that are likeliest to be accepted, the root first; the first m are the best m.
-    `accept[depth][rank]`: how often this child of a node of that depth is right where all above it
-    are. The sum of the chances is the expected tokens of a call."""
+    """Plan the tree of the n nodes that are likeliest to be accepted.
+
+    accept    accept[depth][rank] is how often the child of this rank is accepted, where the node of
+              this depth above it was
+    n         how many nodes the tree has at most, the root among them
+    returns   the nodes, the root first; the first m of them are the best tree of m nodes. The sum
+              of all chances is the number of tokens to be expected of a call
+    """
     tree, heap = [], [(-1.0, Node(1.0, -1, 0, 0))]
     while heap and len(tree) < n:
         _, node = heapq.heappop(heap)
@@ -469,18 +607,31 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
             heapq.heappush(heap, (-child.chance, child))
     return tree
 
+
 def row_costs(lm: CachedLM, most: int) -> list[float]:
-    """costs[n]: seconds of a call of n = 1 … `most` rows (128 or fewer) at the present length of
-    the context: of the WIDTHS measured, the cheapest of at least n rows."""
+    """Measure what calls of 1 to `most` rows take at the present length of the context.
+
+    most      128 or fewer
+    returns   costs[n], the seconds of the cheapest measured call that has room for n rows
+    """
     least = {width: torch.inf for width in WIDTHS if width < 2 * most}
-    for n in 4 * [*least]:  # in rounds: a busy moment of the machine meets all alike
+    # In rounds, so that a busy moment of the machine meets all widths alike
+    for n in 4 * [*least]:
         seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
         least[n] = min(least[n], seconds)
         lm.truncate(lm.length)
     return [min(cost for width, cost in least.items() if width >= n) for n in range(1 + max(least))]
 
+
 def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
-    """Of choices(), each (choice, expected tokens, seconds), the choice with the most tokens a
-    second. Asked once for a `name` and each power of two that the context reaches, from 256 on."""
+    """Choose what makes the most tokens a second on this machine.
+
+    It is asked once for each name, and again for each power of two that the context reaches, from
+    256 on, since calls cost more on longer contexts.
+
+    choices   a function that gives triples: a choice, the tokens to be expected of a round, and
+              the seconds that the round takes
+    returns   the choice with the most tokens a second
+    """
     power = max(lm.length, 255).bit_length()
     return lm.once((name, power), lambda: max(choices(), key=lambda x: x[1] / x[2])[0])

@@ -69,7 +69,7 @@ class GraphedLM(CachedLM):
         self.cache.written = None
         super().start(ids, prefix)
 
-    def run(self, inputs, positions, mask, keep: int | None):
+    def run_model(self, inputs, positions, mask, keep: int | None):
         first, n = self.cache.start, inputs.shape[1]
         width = next((width for width in WIDTHS if width >= n), n)
         if self.cache.reserve(first + 2 * width):  # the last ones are for captures
@@ -106,4 +106,4 @@ class GraphedLM(CachedLM):
         """Logits and features of all rows."""
         self.cache.written = written
         mask = dict(zip(self.windows, masks)) if len(masks) > 1 else masks[0]
-        return super().run(inputs, positions, mask, None)
+        return super().run_model(inputs, positions, mask, None)
