@@ -1,4 +1,4 @@
-"""Makes the embedded models: a tokenizer, a target (9M parameters), and a draft (0.6M) \
+"""Make the embedded models: a tokenizer, a target (9M parameters), and a draft (0.6M) \
 distilled from the target.
 
     python models/train.py                    # everything, about two hours on two CPU cores;
@@ -23,7 +23,6 @@ import copy
 import itertools
 import json
 import random
-import re
 import sys
 from pathlib import Path
 
@@ -31,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
+from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM,
                           PreTrainedTokenizerFast)
 
 import tasks
@@ -40,8 +39,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked, open_chat  # noqa: E402
-from models.training import (Training, generate_answers, digest, divergence,  # noqa: E402
-                             collect_examples, warm_linear)
+from models.training import (Training, collect_examples, digest, divergence,  # noqa: E402
+                             generate_answers, require, require_training_options, warm_linear)
+from survey.layers import count_layers, take_layers  # noqa: E402
+from survey.parts import logits_of  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
 # in the target's second phase: arithmetic takes longest
@@ -61,6 +62,7 @@ Row = tuple[list[int], list[float]]  # token ids, and what each counts in the lo
 # ---------------------------------------------------------------------- tokenizer and models
 
 def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer of `vocabulary` tokens on the training tasks."""
     text = [e.prompt + e.answer for task in tasks.TASKS
             for e in tasks.take(task, "train", 20000, seed=-1)]
     tokenizer = Tokenizer(models.BPE())
@@ -79,63 +81,76 @@ def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
                                    clean_up_tokenization_spaces=False)
 
 
-def new_model(name: str, tokenizer) -> LlamaForCausalLM:
+def make_model(name: str, tokenizer, device: str) -> LlamaForCausalLM:
+    """Make a random model of the size that SIZES has under this name."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **SIZES[name]))
+        pad_token_id=tokenizer.pad_token_id, **SIZES[name])).to(device)
 
 
 # ------------------------------------------------------------------------------------- batches
 
-def stream(split: str, seed: int, mix: dict[str, float] = MIX):
-    """Endless examples of all tasks, mixed."""
+def mix_examples(split: str, seed: int, mix: dict[str, float] = MIX):
+    """Yield examples of all tasks without end; `mix` says how large each task's share is."""
     sources = {task: tasks.examples(task, split, seed) for task in tasks.TASKS}
     rng = random.Random(seed)
     while True:
         yield next(sources[rng.choices(list(mix), mix.values())[0]])
 
 
-def pad(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [B, T], weights [B, T]), filled up on the right with any token: it weighs nothing, and
-    in a causal model changes nothing."""
+def pad_rows(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put rows into one batch; return ids [B, T] and weights [B, T], both on the CPU.
+
+    Rows are filled up on the right with token 0, whose weight is 0. Nothing before it sees it, for
+    the models are causal.
+    """
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
     return ids, torch.tensor([w + [0.0] * (width - len(w)) for _, w in rows])
 
 
-def encode(tokenizer, prompts: list[str], answers: list[str]) -> list[Row]:
-    """<s> prompt answer </s>."""
-    p = tokenizer(prompts)["input_ids"]
-    a = tokenizer(answers, add_special_tokens=False)["input_ids"]
-    return [(x + y + [tokenizer.eos_token_id], [PROMPT_WEIGHT] * len(x) + [1.0] * (len(y) + 1))
-            for x, y in zip(p, a)]
+def encode_examples(tokenizer, prompts: list[str], answers: list[str]) -> list[Row]:
+    """Encode each prompt and its answer as <s> prompt answer </s>; prompts count less."""
+    prompt_ids = tokenizer(prompts)["input_ids"]
+    answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    return [(p + a + [tokenizer.eos_token_id], [PROMPT_WEIGHT] * len(p) + [1.0] * (len(a) + 1))
+            for p, a in zip(prompt_ids, answer_ids)]
 
 
-def answer_rows(prompts: list[list[int]], answers: list[list[int]]) -> list[Row]:
-    """The answers' tokens alone count."""
+def weigh_answers(prompts: list[list[int]], answers: list[list[int]]) -> list[Row]:
+    """Make rows of prompts and answers in which the answers' tokens alone count."""
     return [(p + a, [0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers)]
 
 
-def batch_of(tokenizer, split: str, size: int, mix: dict[str, float], rng: random.Random):
-    """(ids, weights) of about `size` tokens, of examples alike in length."""
-    some = list(itertools.islice(stream(split, rng.getrandbits(60), mix), POOL))
-    rows = encode(tokenizer, [e.prompt for e in some], [e.answer for e in some])
+def sample_batch(tokenizer, split: str, size: int, mix: dict[str, float], rng: random.Random):
+    """Sample a batch of about `size` tokens; its examples are alike in length.
+
+    split    train or test
+    mix      how large each task's share is
+    returns  ids and weights, as `pad_rows` does
+    """
+    pool = list(itertools.islice(mix_examples(split, rng.getrandbits(60), mix), POOL))
+    rows = encode_examples(tokenizer, [e.prompt for e in pool], [e.answer for e in pool])
     groups, group = [], []
     for row in sorted(rows, key=lambda row: len(row[0])):
         if (len(group) + 1) * len(row[0]) > size and group:
             groups.append(group)
             group = []
         group.append(row)
-    return pad(rng.choice(groups or [group]))  # not the last group, which is incomplete
+    return pad_rows(rng.choice(groups or [group]))  # not the last group, which is incomplete
 
 
 @torch.inference_mode()
-def answers_of(model, tokenizer, prompts: list[str], temperature: float,
+def answer_prompts(model, tokenizer, prompts: list[str], temperature: float,
                limit: int = 200) -> list[list[int]]:
-    """Token ids of each prompt's answer, EOS included where one came within `limit` tokens;
-    temperature 0 is greedy."""
+    """Let a model answer prompts.
+
+    temperature  0 for greedy answers
+    limit        the most tokens of an answer
+    returns      token ids of each answer, in the prompts' order; an EOS that ended one stays
+    """
     ids = tokenizer(prompts)["input_ids"]
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     found = generate_answers(model, {tokenizer.eos_token_id}, [ids[i] for i in order], limit,
@@ -144,38 +159,43 @@ def answers_of(model, tokenizer, prompts: list[str], temperature: float,
     return [by_number[i] for i in range(len(ids))]
 
 
-def sampled_batch(source, tokenizer, size: int, rng: random.Random):
-    """(ids, weights) of about `size` tokens: answers sampled from `source`, the model that is
-    trained or its teacher, to prompts alike in length."""
-    some = sorted(itertools.islice(stream("train", rng.getrandbits(60)), size // 24),
+def sample_answers(source, tokenizer, size: int, rng: random.Random):
+    """Sample answers to prompts that are alike in length: a batch of about `size` tokens.
+
+    source   the model that answers, which is the one that is trained or its teacher
+    returns  ids and weights, as `pad_rows` does
+    """
+    pool = sorted(itertools.islice(mix_examples("train", rng.getrandbits(60)), size // 24),
                   key=lambda e: len(e.prompt))
-    few = size // 96  # prompts: with its answer each has about so many tokens
-    first = rng.randrange(0, len(some) - few + 1)
-    prompts = [e.prompt for e in some[first:first + few]]
+    few = size // 96  # a prompt with its answer has about 96 tokens
+    first = rng.randrange(0, len(pool) - few + 1)
+    prompts = [e.prompt for e in pool[first:first + few]]
     torch.manual_seed(rng.getrandbits(60))
-    answers = answers_of(source, tokenizer, prompts, temperature=1.0)
-    return pad(answer_rows(tokenizer(prompts)["input_ids"], answers))
+    answers = answer_prompts(source, tokenizer, prompts, temperature=1.0)
+    return pad_rows(weigh_answers(tokenizer(prompts)["input_ids"], answers))
 
 
 # -------------------------------------------------------------------------------------- losses
 
 def next_token_loss(model, ids, weights):
-    """Weighted mean cross-entropy (nats) of token t + 1 given tokens up to t."""
+    """Return the weighted mean cross-entropy (nats) of token t + 1 given tokens up to t."""
+    ids, weights = ids.to(model.device), weights.to(model.device)
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
 
-def logits_before(model, ids, weights):
-    """Logits [N, V] for the tokens ids[:, 1:] that have a weight."""
+def score_tokens(model, ids, weights):
+    """Return the LM head's outputs [N, V] before each of the tokens ids[:, 1:] with a weight."""
+    ids, weights = ids.to(model.device), weights.to(model.device)
     hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
     return model.get_output_embeddings()(hidden[weights[:, 1:] > 0])
 
 
 # ----------------------------------------------------------------------------------- training
 
-def optimizers(model, lr: float) -> list:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+def make_optimizers(model, lr: float) -> list:
+    """Make Muon for the matrices of the layers, and AdamW for embeddings, norms and the rest."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in trained if p.ndim != 2 or "embed" in n]
@@ -183,43 +203,55 @@ def optimizers(model, lr: float) -> list:
             torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def fit(name: str, model, loss_of, held_out, of: tuple, *, lr: float, steps: int,
+def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, steps: int,
         work: Path) -> None:
-    """Train all weights that are not frozen: loss_of(rng) on what it draws, held_out(rng) on what
-    is held out; the rate falls linearly to 0 after a warm-up."""
+    """Train all weights that are not frozen; the rate falls linearly to 0 after a warm-up.
+
+    loss_of      a function of a random generator that gives a loss of what it samples
+    held_out     the same for held-out examples
+    fingerprint  what the losses depend on besides the weights that are trained
+    work         folder of checkpoints
+    """
     @torch.no_grad()
     def evaluate():
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
             loss = sum(held_out(random.Random(i)).item() for i in range(4)) / 4
         return {"loss": loss}, f"held-out loss {loss:.4f}"
     part = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    Training(part, of, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
-             optimizers=optimizers(model, lr), folder=work).train(loss_of, evaluate)
+    Training(part, fingerprint, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
+             optimizers=make_optimizers(model, lr), folder=work).train(loss_of, evaluate)
 
 
 def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int, *, lr: float,
                    tokens: int, work: Path) -> None:
+    """Train a model on tasks for so many tokens, in batches of about `size` tokens."""
     def loss_on(split: str):
-        return lambda rng: next_token_loss(model, *batch_of(tokenizer, split, size, mix, rng))
+        return lambda rng: next_token_loss(model, *sample_batch(tokenizer, split, size, mix, rng))
     fit(name, model, loss_on("train"), loss_on("test"), (mix, size), lr=lr, steps=tokens // size,
         work=work)
 
 
 def distill(name: str, target, draft, kind: str, source, tokenizer, *, tokens: int, work: Path,
             size: int = 4096) -> None:
-    """Move the draft towards the target on answers that `source` samples (DistillSpec)."""
+    """Move the draft towards the target on answers that `source` samples (DistillSpec).
+
+    kind    which divergence
+    source  the target or the draft
+    tokens  of all batches; a batch has about `size`
+    """
     def loss_of(rng):
-        batch = sampled_batch(source, tokenizer, size, rng)
+        batch = sample_answers(source, tokenizer, size, rng)
         with torch.no_grad():
-            teacher = logits_before(target, *batch)
-        return divergence(kind, teacher, logits_before(draft, *batch)).mean()
-    of = (digest(target.state_dict()), kind, source is draft, size)
-    fit(name, draft, loss_of, loss_of, of, lr=2e-3, steps=tokens // size, work=work)
+            teacher = score_tokens(target, *batch)
+        return divergence(kind, teacher, score_tokens(draft, *batch)).mean()
+    fingerprint = (digest(target.state_dict()), kind, source is draft, size)
+    fit(name, draft, loss_of, loss_of, fingerprint, lr=2e-3, steps=tokens // size, work=work)
 
 
 # ----------------------------------------------------------------------------- for any target
 
-def new_parser(name: str, doc: str) -> argparse.ArgumentParser:
+def make_parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """Make the parser of a command for any target."""
     parser = argparse.ArgumentParser(prog=f"train.py {name}", description=doc,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--target", required=True, help="model directory or hub id")
@@ -227,10 +259,10 @@ def new_parser(name: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def own_prompts(argv: list[str]) -> None:
-    """Prompts that a chat model writes itself, in the user's place: it goes on with its template
-    from where the user would speak (Magpie: Xu et al., arXiv 2406.08464)."""
-    parser = new_parser("prompts", own_prompts.__doc__)
+def make_prompts(argv: list[str]) -> None:
+    """Let a chat model write prompts itself: it goes on with its template from where the user would
+    speak (Magpie: Xu et al., arXiv 2406.08464)."""
+    parser = make_parser("prompts", make_prompts.__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="file of JSON lines to make")
     add("--count", type=int, default=1000, help="of prompts")
@@ -239,9 +271,9 @@ def own_prompts(argv: list[str]) -> None:
     add("--temperature", type=float, default=0.8)
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if min(args.count, args.batch, args.max_new_tokens) < 1 or not args.temperature > 0:
-        raise common.InputError("expected count, batch and max-new-tokens of 1 or more and a "
-                                "temperature above 0")
+    for option in "count", "batch", "max_new_tokens":
+        require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
+    require(args.temperature > 0, "temperature", "above 0", args.temperature)
     model, tokenizer = load_checked(args.target, args.device, "bfloat16")
     before = open_chat(tokenizer)
     torch.manual_seed(args.seed)
@@ -250,7 +282,7 @@ def own_prompts(argv: list[str]) -> None:
     with bar, open(args.out, "w", encoding="utf-8") as out:
         found = set()
         while len(found) < args.count:
-            for text in written(model, tokenizer, before, args):
+            for text in write_prompts(model, tokenizer, before, args):
                 if text not in found and len(found) < args.count:
                     found.add(text)
                     out.write(json.dumps({"prompt": text}) + "\n")
@@ -261,8 +293,8 @@ def own_prompts(argv: list[str]) -> None:
             bar.update(len(found) - bar.n)
 
 
-def written(model, tokenizer, before: list[int], args: argparse.Namespace) -> list[str]:
-    """What the model writes after these tokens and ends, in a batch."""
+def write_prompts(model, tokenizer, before: list[int], args: argparse.Namespace) -> list[str]:
+    """Let the model go on from the tokens `before`, in a batch; return the texts that it ends."""
     eos = common.eos_ids(model, tokenizer)
     [rows] = generate_answers(model, eos, [before] * args.batch, args.max_new_tokens,
                               args.temperature, size=args.batch)
@@ -271,28 +303,22 @@ def written(model, tokenizer, before: list[int], args: argparse.Namespace) -> li
     return [text for text in texts if text]
 
 
-def some_layers(model, layers: list[int]):
-    """A smaller model of these layers of a Llama-like one; its embeddings and LM head are frozen
-    and stay the model's."""
-    config, state = copy.deepcopy(model.config), model.state_dict()
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in layers]
-    small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, x in small.state_dict().items():
-        old = re.sub(r"\.layers\.(\d+)\.", lambda i: f".layers.{layers[int(i[1])]}.", name)
-        x.copy_(state[old])
-    for embedding in small.get_input_embeddings(), small.get_output_embeddings():
+def make_draft_of_layers(target, layers: list[int]):
+    """Make a draft of some layers of the target, in float32; its embeddings and its LM head are
+    the target's, and frozen."""
+    draft = take_layers(target, layers).float().requires_grad_(False)
+    draft.get_decoder().requires_grad_(True)
+    for embedding in draft.get_input_embeddings(), draft.get_output_embeddings():
         embedding.requires_grad_(False)
-    return small.to(model.device)
+    return draft
 
 
 def distil_layers(argv: list[str]) -> None:
-    """A draft for any Llama-like model: some of its layers, which learn its distribution on its own
+    """Make a draft for any model of some of its layers, which learn its distribution on its own
     greedy answers. A stopped run goes on."""
-    parser = new_parser("distil", distil_layers.__doc__)
+    parser = make_parser("distil", distil_layers.__doc__)
     add = parser.add_argument
-    add("--layers", type=int, nargs="+", required=True, help="of the target, from 0")
+    add("--layers", type=int, nargs="+", required=True, help="of the target, from 0, ascending")
     add("--prompts", type=tasks.read_prompts, required=True, metavar="FILE")
     add("--chat", action="store_true", help="put prompts into the model's chat template")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the target")
@@ -303,41 +329,45 @@ def distil_layers(argv: list[str]) -> None:
     add("--batch", type=int, default=2, help="answers a step")
     add("--lr", type=float, default=3e-3)
     args = parser.parse_args(argv)
-    if min(args.batch, args.steps, args.max_new_tokens) < 1 or not args.lr > 0:
-        raise common.InputError("expected batch, steps and max-new-tokens of 1 or more and a "
-                                "learning rate above 0")
+    require_training_options(args.lr, batch=args.batch, steps=args.steps,
+                             max_new_tokens=args.max_new_tokens)
     target, tokenizer = load_checked(args.target, args.device, args.dtype)
-    if not set(args.layers) <= {*range(target.config.num_hidden_layers)}:
-        raise common.InputError(f"expected layers below {target.config.num_hidden_layers}, got "
-                                f"{args.layers}")
-    torch.set_default_device(target.device)
+    last = count_layers(target) - 1
+    fits = args.layers == sorted({*args.layers} & {*range(last + 1)})
+    require(fits, "layers", f"different numbers from 0 to {last} in ascending order",
+            " ".join(map(str, args.layers)))
+    draft = make_draft_of_layers(target, args.layers)
+    to_logits = logits_of(target)
     prompts = encode_prompts([target], tokenizer, args.prompts, args.chat)
     data, held_out = collect_examples(target, tokenizer, prompts, args.max_new_tokens, args.work,
                                       seed=0)
-    rows, others = answer_rows(*zip(*data)), answer_rows(*zip(*held_out))
-    draft = some_layers(target, args.layers)
+    train_rows, held_rows = weigh_answers(*zip(*data)), weigh_answers(*zip(*held_out))
 
-    def loss_on(some: list[Row], rng: random.Random) -> torch.Tensor:
-        batch = pad(rng.sample(some, min(args.batch, len(some))))
+    def loss_on(rows: list[Row], rng: random.Random) -> torch.Tensor:
+        batch = pad_rows(rng.sample(rows, min(args.batch, len(rows))))
         with torch.no_grad():
-            teacher = logits_before(target, *batch)
-        return divergence("forward-kl", teacher, logits_before(draft, *batch)).mean()
-    of = (digest(target.state_dict()), args.layers, args.batch, rows)
-    fit("distil", draft, lambda rng: loss_on(rows, rng), lambda rng: loss_on(others, rng), of,
-        lr=args.lr, steps=args.steps, work=args.work)
-    guessed, accepted = agreement(target, draft, others)
-    print(f"on {len(others)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
+            teacher = to_logits(score_tokens(target, *batch))
+        return divergence("forward-kl", teacher, to_logits(score_tokens(draft, *batch))).mean()
+    fingerprint = (digest(target.state_dict()), args.layers, args.batch, train_rows)
+    fit("distil", draft, lambda rng: loss_on(train_rows, rng), lambda rng: loss_on(held_rows, rng),
+        fingerprint, lr=args.lr, steps=args.steps, work=args.work)
+    guessed, accepted = measure_agreement(target, draft, held_rows, to_logits)
+    print(f"on {len(held_rows)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
           f"{accepted:.3f}")
     save(draft, tokenizer, args.out)
 
 
 @torch.inference_mode()
-def agreement(target, draft, rows: list[Row]) -> tuple[float, float]:
-    """(share of tokens that both choose, mean of 1 - TVD) over the tokens that count."""
+def measure_agreement(target, draft, rows: list[Row], to_logits) -> tuple[float, float]:
+    """Compare two models on the tokens that count.
+
+    to_logits  makes logits of what the LM head gives (scaled for Granite and Cohere)
+    returns    the share of tokens that both choose, and the mean of 1 - TVD
+    """
     right = accepted = total = 0
     for row in rows:
         with torch.autocast(target.device.type, dtype=torch.bfloat16):
-            p, q = (logits_before(model, *pad([row])) for model in (target, draft))
+            p, q = (to_logits(score_tokens(model, *pad_rows([row]))) for model in (target, draft))
         right += (p.argmax(-1) == q.argmax(-1)).sum().item()
         accepted += (1 - divergence("tvd", p, q)).sum().item()
         total += len(p)
@@ -347,17 +377,20 @@ def agreement(target, draft, rows: list[Row]) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------ figures
 
 @torch.inference_mode()
-def acceptance(target, draft, tokenizer, prompts: list[str]) -> dict[str, float]:
-    """Over the target's answers to these prompts: the share of greedy answer tokens that the draft
-    would guess, and the mean 1 - TVD on sampled ones (temperature 1)."""
+def measure_acceptance(target, draft, tokenizer, prompts: list[str]) -> dict[str, float]:
+    """Measure on the target's answers to prompts how often it would accept the draft's guesses.
+
+    returns  greedy, the share of greedy answers' tokens that the draft chooses as well, and
+             sampled, the mean of 1 - TVD on answers that are sampled at temperature 1
+    """
     figures = {}
     for name, temperature in ("greedy", 0.0), ("sampled", 1.0):
         torch.manual_seed(0)
-        answers = answers_of(target, tokenizer, prompts, temperature)
-        rows = answer_rows(tokenizer(prompts)["input_ids"], answers)
+        answers = answer_prompts(target, tokenizer, prompts, temperature)
+        rows = weigh_answers(tokenizer(prompts)["input_ids"], answers)
         good = total = 0.0
         for i in range(0, len(rows), 25):
-            ids, weights = (x.to(target.device) for x in pad(rows[i:i + 25]))
+            ids, weights = (x.to(target.device) for x in pad_rows(rows[i:i + 25]))
             p, q = (model(ids[:, :-1]).logits for model in (target, draft))
             right = (1 - divergence("tvd", p, q) if temperature
                      else (p.argmax(-1) == q.argmax(-1)).float())
@@ -369,19 +402,23 @@ def acceptance(target, draft, tokenizer, prompts: list[str]) -> dict[str, float]
 
 @torch.inference_mode()
 def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
-    """Held-out loss (nats per answer token) and accuracy of greedy answers on n held-out prompts of
-    each task; and how many loop."""
+    """Measure a model on n held-out prompts of each task.
+
+    returns  for each task its loss (nats per answer token), the accuracy of greedy answers, how
+             many of these loop, and their mean length in tokens
+    """
     figures = {}
     for task in tasks.TASKS:
         held_out = tasks.take(task, "test", n, seed)
-        rows = encode(tokenizer, [e.prompt for e in held_out], [e.answer for e in held_out])
+        prompts = [e.prompt for e in held_out]
+        rows = encode_examples(tokenizer, prompts, [e.answer for e in held_out])
         loss = total = 0.0
         for i in range(0, n, 25):
-            ids, weights = (x.to(model.device) for x in pad(rows[i:i + 25]))
+            ids, weights = pad_rows(rows[i:i + 25])
             weights = (weights == 1.0).float()
             loss += next_token_loss(model, ids, weights).item() * weights[:, 1:].sum().item()
             total += weights[:, 1:].sum().item()
-        ids = answers_of(model, tokenizer, [e.prompt for e in held_out], 0.0)
+        ids = answer_prompts(model, tokenizer, prompts, 0.0)
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         figures[task] = {"loss": round(loss / total, 4),
                          "accuracy": sum(map(tasks.grade, held_out, texts)) / n,
@@ -390,23 +427,24 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
     return figures
 
 
-def save(model, tokenizer, folder: Path):
+def save(model, tokenizer, folder: Path) -> None:
+    """Save a model in bfloat16 with its tokenizer; the model goes on in float32."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model.float()
 
 
-def load(folder: Path):
-    how = dict(trust_remote_code=False)
-    return (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how),
-            AutoTokenizer.from_pretrained(folder, **how))
+def load(folder: Path, device: str):
+    """Load a model in float32; code that a checkpoint brings along is not run."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
+                                                trust_remote_code=False).to(device)
 
 
 # ------------------------------------------------------------------------------------- stages
 
 def make_target(tokenizer, args: argparse.Namespace) -> None:
-    """In two phases, of other examples."""
-    target = new_model("target", tokenizer)
+    """Train the target in two phases, which see different examples."""
+    target = make_model("target", tokenizer, args.device)
     train_on_tasks("target", target, tokenizer, MIX, 3072, lr=1.5e-3, tokens=args.target_tokens,
                    work=args.work)
     train_on_tasks("target-later", target, tokenizer, LATER, 3072, lr=5e-4,
@@ -414,33 +452,38 @@ def make_target(tokenizer, args: argparse.Namespace) -> None:
     save(target, tokenizer, HERE / "target")
 
 
-def plain_draft(tokenizer, args: argparse.Namespace):
-    draft = new_model("draft", tokenizer)
+def make_plain_draft(tokenizer, args: argparse.Namespace):
+    """Train a draft on tasks, as the target is."""
+    draft = make_model("draft", tokenizer, args.device)
     train_on_tasks("draft", draft, tokenizer, MIX, 4096, lr=4e-3, tokens=args.draft_tokens,
                    work=args.work)
     return draft
 
 
-def held_out_prompts() -> list[str]:
-    return [e.prompt for e in itertools.islice(stream("test", 1), 150)]
+def take_held_out_prompts() -> list[str]:
+    """Return 150 prompts of the test split."""
+    return [e.prompt for e in itertools.islice(mix_examples("test", 1), 150)]
 
 
 def compare_divergences(tokenizer, args: argparse.Namespace) -> None:
-    """Short runs of each divergence on each source of text, from the same plain draft."""
-    target, prompts = load(HERE / "target")[0], held_out_prompts()
-    plain = plain_draft(tokenizer, args)
-    print(f"{'before':24}", acceptance(target, plain, tokenizer, prompts))
+    """Distil the same plain draft with each divergence on each source of text, in short runs."""
+    target = load(HERE / "target", args.device)
+    prompts = take_held_out_prompts()
+    plain = make_plain_draft(tokenizer, args)
+    print(f"{'before':24}", measure_acceptance(target, plain, tokenizer, prompts))
     for kind, source in itertools.product(DIVERGENCES, ("draft", "target")):
         draft = copy.deepcopy(plain)
         distill(f"compare-{kind}-{source}", target, draft, kind,
                 {"draft": draft, "target": target}[source], tokenizer, tokens=args.compare_tokens,
                 work=args.work)
-        print(f"{kind + ' on ' + source:24}", acceptance(target, draft, tokenizer, prompts),
-              flush=True)
+        figures = measure_acceptance(target, draft, tokenizer, prompts)
+        print(f"{kind + ' on ' + source:24}", figures, flush=True)
 
 
 def make_draft(tokenizer, args: argparse.Namespace) -> None:
-    target, draft = load(HERE / "target")[0], plain_draft(tokenizer, args)
+    """Train a draft on tasks, then distil it from the target."""
+    target = load(HERE / "target", args.device)
+    draft = make_plain_draft(tokenizer, args)
     distill("distilled", target, draft, args.divergence,
             {"draft": draft, "target": target}[args.source], tokenizer,
             tokens=args.distill_tokens, work=args.work)
@@ -448,19 +491,22 @@ def make_draft(tokenizer, args: argparse.Namespace) -> None:
 
 
 def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
-    target, draft = load(HERE / "target")[0], load(HERE / "draft")[0]
+    """Measure the target and the draft that are there, and write the figures down."""
+    target, draft = (load(HERE / name, args.device) for name in ("target", "draft"))
+    prompts = take_held_out_prompts()
     figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
-               "acceptance": acceptance(target, draft, tokenizer, held_out_prompts())}
+               "acceptance": measure_acceptance(target, draft, tokenizer, prompts)}
     lines = json.dumps(figures, indent=1)
     (HERE / "evaluation.json").write_text(lines + "\n", encoding="utf-8")
     print(lines)
 
 
-STAGES = {"target": make_target, "plain-draft": plain_draft, "compare": compare_divergences,
+STAGES = {"target": make_target, "plain-draft": make_plain_draft, "compare": compare_divergences,
           "draft": make_draft, "evaluate": write_evaluation}
 
 
 def main() -> None:
+    """Run the stages that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stage", choices=[*STAGES, "all"], default="all")
     parser.add_argument("--target-tokens", type=int, default=6_000_000,
@@ -476,7 +522,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)
-    torch.set_default_device(args.device)
     tokenizer = make_tokenizer()
     for stage, make in STAGES.items():
         if args.stage in (stage, "all"):
@@ -484,7 +529,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    commands = {"prompts": own_prompts, "distil": distil_layers}
+    commands = {"prompts": make_prompts, "distil": distil_layers}
     command = commands.get(sys.argv[1]) if sys.argv[1:] else None
     try:
         command(sys.argv[2:]) if command else main()

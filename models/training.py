@@ -264,8 +264,8 @@ class Training:
         self.done = 0  # updates
         self.curve = {}  # step: figures
         self.inside_update = False
-        settings = (fingerprint, name, steps, lr, rate.__name__, accumulate, max_norm, max_value, seed,
-                    [type(x).__name__ for x in self.optimizers])
+        settings = (fingerprint, name, steps, lr, rate.__name__, accumulate, max_norm, max_value,
+                    seed, [type(x).__name__ for x in self.optimizers])
         self.file = folder and folder / f"{name}-{digest(part, settings)}.pt"
         self.saved_at = time.monotonic()
         self.save_seconds = 0.0

@@ -17,12 +17,26 @@ The token is one AHEAD of the feature: f_i leaves open which token is drawn from
 f_{i+1} is (Section 3.1). Deeper guesses are made of guessed features. All are a tree, verified in
 one target call: lossless, greedily or by one draw of the target at each node.
 
-Departures: children are a node's likeliest tokens, never drawn; a static tree has the shape that
-measured acceptance asks for (the paper's is made by hand); a dynamic one expands as many nodes at
-each level as the static one of its size (the paper: always 10); both have the size that is fastest
-here. The layer is of the target's class, its input norm included (the released code drops it), and
-learns from the target's own answers, at 1e-3 (the paper: a fixed data set, 3e-5). With --vocab the
-layer is trained with the few tokens that it can guess (FR-Spec drops the others after training).
+Departures (paper / here / why):
+- sampled output, EAGLE-1: children are drawn from the draft / they are its likeliest tokens, and
+  the target draws once at each node / one rule for greedy and sampled output, just as lossless.
+- static tree: made by hand / the tree that measured acceptance asks for / acceptance differs from
+  model to model.
+- --dynamic: the 10 surest nodes of every level get children / as many nodes as have children in the
+  static tree of the same size / a small tree cannot use more guesses. Up to about 8 nodes that is
+  one node a level: a chain whose siblings compete, and no beam search.
+- size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ.
+- layer: Llama's, in the released code without its input norm / the target's class, with the norm /
+  any family.
+- data: a fixed set of dialogues / the target's own greedy answers / that is what it guesses.
+- rate: 3e-5, in the released code after 2,000 steps of warm-up / 1e-3, a cosine without warm-up /
+  for small models and 1,000 steps. For a target of billions of parameters lower it.
+- AdamW's betas: 0.9 and 0.95 / 0.9 and 0.999 / PyTorch's default.
+- cross-entropy: over all rows / over a sample of 512 rows of a step / a large vocabulary's logits
+  for all rows do not fit in memory.
+- --vocab: FR-Spec drops tokens after training / the layer is trained with the few that it can
+  guess / training knows what decoding will use.
+- --begin last: the layer begins at random / or as the target's last layer / it learns faster.
 """
 import copy
 import functools
@@ -39,189 +53,86 @@ from transformers import AutoModelForCausalLM
 
 from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
                     prepare, row_costs, walk)
+from survey.layers import count_layers, take_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
+INPUTS = ("shifted", "unshifted", "feature", "token")
 DEPTH = 8  # levels of guesses of a tree
 RANKS = 10  # guesses of a node
 MOST = 64  # nodes of a tree
 NOISE = 0.1  # in training: added to features, uniform in ±
 SAMPLED = 512  # in training: rows of a step for the cross-entropy
 
-
-# ---------------------------------------------------------------------------------- decoding
-
-class Pairs(NamedTuple):
-    """What rows of the draft layer read. Row i reads f_i and t_{i+1}, learns f_{i+1} and guesses
-    t_{i+2}. Lists of n tokens, or tensors."""
-    before: list[int]  # t_i
-    features: torch.Tensor  # f_i, [n, f]
-    tokens: list[int]  # t_{i+1}
-
-
-def levels_of(tree: list[Node]) -> list[int]:
-    """How many nodes of a tree have children, level by level from the root down."""
-    depth = max(node.depth for node in tree)
-    return [len({child.parent for child in tree if child.depth == d + 1}) for d in range(depth)]
-
-
-def plans(draft: "Draft", lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
-    """((nodes, levels) of a tree, expected tokens, seconds of its draft passes and of its target
-    call): acceptance is that of held-out answers, costs are measured on this machine."""
-    costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
-    for depth in range(len(draft.accept) + 1):
-        tree = best_tree(draft.accept[:depth], MOST)
-        for n in range(1, len(tree) + 1):
-            levels = levels_of(tree[:n])
-            tokens = sum(node.chance for node in tree[:n])
-            passes = []
-            if levels:  # the first pass feeds a pair for each token of the last chunk
-                passes = [math.ceil(tokens), *levels[1:]]
-            yield (n, levels), tokens, costs[n] + sum(draft_costs[rows] for rows in passes)
-
-
-@torch.inference_mode()
-def feed(draft: "Draft", lm: CachedLM, true: list[Pairs]) -> torch.Tensor | None:
-    """True pairs join the draft's context; the logits [1, V'] after the last. A prompt comes in
-    parts."""
-    logits = None
-    for pairs in true:
-        for i in range(0, len(pairs.before), WIDTHS[-1]):
-            part = Pairs(*(some[i:i + WIDTHS[-1]] for some in pairs))
-            logits = lm.forward(draft.rows(part), keep=1)
-            lm.commit(range(len(lm.parents)))
-    return logits
-
-
-@torch.inference_mode()
-def grow(draft: "Draft", lm: CachedLM, true: list[Pairs], root: int, n: int, levels: list[int],
-         dynamic: bool) -> tuple[list[int], list[int]]:
-    """(ids, parents) of a tree of n nodes below the root. `true`: all pairs since the last tree. At
-    each level as many of the likeliest nodes as `levels` says get children; the likeliest n of all
-    are kept. A chance is the product along a path of measured acceptance, or of the draft's own
-    probabilities (dynamic: EAGLE-2, Section 4)."""
-    ids, parents, chances = [root], [-1], [1.0]
-
-    def hang(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
-        """Their likeliest children, new nodes; a row of logits for each of `nodes`."""
-        first = len(ids)
-        probs = logits.float().softmax(-1).nan_to_num(0.0)  # of a draft that overflows
-        likely, tokens = probs.topk(len(accept))  # [nodes, ranks]
-        for node, some, own in zip(nodes, draft.vocab[tokens].tolist(), likely.tolist()):
-            ids.extend(some)
-            parents.extend([node] * len(some))
-            chances.extend(chances[node] * right for right in (own if dynamic else accept))
-        return range(first, len(ids))
-    leaves = hang([0], feed(draft, lm, true), draft.accept[0])
-    row_of = {0: -1}  # of a node in the draft's pending tree; the root's is the end of its context
-    feature_of = {0: lm.features[-1]}  # what that row guessed
-    for expanded, accept in zip(levels[1:], draft.accept[1:]):
-        nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
-        above = [parents[x] for x in nodes]
-        row_of |= {x: len(lm.parents) + i for i, x in enumerate(nodes)}
-        rows = draft.rows(Pairs([ids[x] for x in above],
-                                torch.stack([feature_of[x] for x in above]),
-                                [ids[x] for x in nodes]))
-        logits = lm.forward(rows, [row_of[x] for x in above])
-        feature_of |= zip(nodes, lm.features)
-        leaves = hang(nodes, logits, accept)
-    lm.truncate(lm.length)
-    kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]  # parents before children
-    place = {x: i for i, x in enumerate(kept)}
-    return [ids[x] for x in kept], [-1, *(place[parents[x]] for x in kept[1:])]
-
-
-def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
-          adapter: str = ADAPTER, trained: "Draft | None" = None, sample: Sampler = greedy,
-          log: list | None = None) -> Iterator[list[int]]:
-    """Grow a tree from guessed features, verify it in one target call, keep a path. Section 3.
-
-    nodes:   of the tree, the root among them, up to 64; 0: as many as pay on this machine
-    dynamic: the tree that the draft is surest of now (EAGLE-2), not the one right most often
-    adapter: file of a draft layer, made by `python -m survey.eagle train`
-    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call. `trained`: for the file.
-    """
-    if not 0 <= nodes <= MOST:
-        raise InputError(f"expected 0 to {MOST} nodes, got {nodes}")
-    draft = trained or target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
-    lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
-    target.start(prompt[:-1])
-    lm.start([])
-    root = prompt[-1]
-    # Of each final token but the root its feature, and the token after it; the last is fed later
-    pairs = Pairs(prompt[:-1], target.features, prompt[1:])
-    feed(draft, lm, [Pairs(*(some[:-1] for some in pairs))])
-    true = [Pairs(*(some[-1:] for some in pairs))] if prompt[1:] else []
-    asked = nodes, levels_of(best_tree(draft.accept, nodes or 1))
-    while True:
-        n, levels = asked if nodes else fastest(target, draft, lambda: plans(draft, lm, target))
-        ids, parents = [root], [-1]
-        if levels and true:
-            ids, parents = grow(draft, lm, true, root, n, levels, dynamic)
-            true = []
-        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-        true.append(Pairs([ids[x] for x in path], target.features[path], chunk))
-        root = chunk[-1]
-        target.commit(path)
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
-        yield chunk
+Text = tuple[torch.Tensor, torch.Tensor, int]  # token ids, features, tokens of the prompt
 
 
 # ----------------------------------------------------------------------------------- the draft
 
-def one_layer(model, mlp: int) -> torch.nn.Module:
-    """A random model of the same class with one layer, float32; its vocabulary is 8, for the caller
-    puts the target's embeddings and LM head in."""
-    config = copy.deepcopy(model.config)
-    text = config.get_text_config()
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[-1:])  # of each layer its kind: the last one's
-    if hasattr(text, "first_k_dense_replace"):  # DeepSeek's first layers have no experts
-        text.first_k_dense_replace = int(text.first_k_dense_replace >= text.num_hidden_layers)
-    text.num_hidden_layers = 1
-    text.vocab_size = 8
-    text.pad_token_id = None
+class Pairs(NamedTuple):
+    """Say what n rows of the draft read: row i reads f_i and t_{i+1}, learns f_{i+1} and guesses
+    t_{i+2}. Tokens are lists or tensors [n]."""
+    before: list[int]  # t_i, which only a draft with `unshifted` inputs reads
+    features: torch.Tensor  # f_i, [n, f]
+    tokens: list[int]  # t_{i+1}
+
+    def part(self, span: slice) -> "Pairs":
+        """Return some of the pairs."""
+        return Pairs(self.before[span], self.features[span], self.tokens[span])
+
+
+def make_layer(model, mlp: int) -> tuple:
+    """Make a random layer of the kind of the model's last one, for the draft to train.
+
+    mlp      the width of its MLP; 0 is the model's
+    returns  a model of this layer in float32, and the model's last layer as such a model. Their
+             vocabulary is 8 tokens, for the draft puts the model's embeddings and LM head in.
+    """
+    last = take_layers(model, [count_layers(model) - 1], vocab_size=8, pad_token_id=None)
+    config = copy.deepcopy(last.config)
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if mlp:
-        text.intermediate_size = mlp
+        config.get_text_config().intermediate_size = mlp
         plain, lm = lm, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if [p.shape for p in plain.parameters()] == [p.shape for p in lm.parameters()]:
-            raise InputError(f"expected 0, or a width that changes the MLP of {type(lm).__name__}, "
-                             f"for --mlp, got {mlp}")
-    return prepare(lm)
+            raise InputError(f"--mlp must be 0, or a width that changes the MLP of "
+                             f"{type(lm).__name__}, got {mlp}")
+    return prepare(lm), last
 
 
-def copy_last_layer(model, lm, mlp: int) -> None:
-    """Into the only layer of `lm`, but for an MLP of another width; and what is no layer, as
-    positions that were learned."""
-    last = f".{model.config.get_text_config().num_hidden_layers - 1}."
-    own = lm.state_dict()
-    for name, x in model.state_dict().items():
-        place = name.replace(last, ".0.", 1)
-        fits = place in own and own[place].shape == x.shape
-        if fits and (last in name or ".0." not in name):  # of this layer or of none
-            own[place].copy_(x)
-        elif last in name and not mlp:
-            raise InputError("expected a model whose last layer can be made alone, got "
-                             f"{type(model).__name__} with {name}")
+@torch.no_grad()
+def copy_layer(last, lm) -> None:
+    """Copy the target's last layer, a model of its own, into a draft's, but for an MLP of another
+    width; learned positions are copied too."""
+    weights = last.state_dict()
+    for name, x in lm.state_dict().items():
+        if weights[name].shape == x.shape:
+            x.copy_(weights[name])
 
 
 class Draft(torch.nn.Module):
-    """`fc` and `lm`, a model of one layer with the target's embeddings and LM head; making one
-    freezes the target. `accept[n][r]`: how often on held-out answers guess r is right, after n
-    guessed features. `vocab`: the tokens that the LM head's rows stand for, all or those kept."""
+    """Guess features: `fc` joins a token and a feature, and `lm`, a model of one layer with the
+    target's embeddings and LM head, reads what comes of them. Making a draft freezes the target.
+
+    inputs  what it reads: shifted, unshifted, feature or token
+    begin   its layer begins at random, or as the target's last one
+    mlp     the width of its MLP; 0 is the target's
+    accept  accept[n][r] is how often guess r was right on held-out answers after n guessed
+            features
+    vocab   the tokens that the LM head's rows stand for, all of them or those that are kept
+    """
 
     def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
                  seed: int = 0):
         super().__init__()
+        if inputs not in INPUTS:
+            raise InputError(f"--inputs must be {', '.join(INPUTS[:-1])} or {INPUTS[-1]}, got "
+                             f"{inputs}")
+        if begin not in ("random", "last"):
+            raise InputError(f"--begin must be random or last, got {begin}")
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e, f = table.weight.shape[1], head.weight.shape[1]
         widths = {"shifted": e + f, "unshifted": e + f, "feature": f, "token": e}
-        if inputs not in widths or begin not in ("random", "last"):
-            raise InputError(f"expected inputs of {', '.join(widths)} and to begin with random or "
-                             f"last, got {inputs} and {begin}")
         self.inputs = inputs
         self.begin = begin
         self.mlp = mlp
@@ -229,10 +140,10 @@ class Draft(torch.nn.Module):
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            lm = one_layer(model, mlp)
+            lm, last = make_layer(model, mlp)
             self.fc = torch.nn.Linear(widths[inputs], e)
         if begin == "last":
-            copy_last_layer(model, lm, mlp)
+            copy_layer(last, lm)
         for name, part in list(lm.get_decoder().named_children()):
             if "Norm" in type(part).__name__:  # the final one: a feature is what comes after it
                 setattr(lm.get_decoder(), name, torch.nn.Identity())
@@ -242,128 +153,267 @@ class Draft(torch.nn.Module):
         lm.set_input_embeddings(table)
         lm.set_output_embeddings(head)
 
-    def own(self) -> dict[str, torch.nn.Parameter]:
-        """What is trained: all but the target's embeddings and LM head."""
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained: everything but the target's embeddings and LM head."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def keep(self, vocab: list[int]) -> None:
-        """Guess these tokens alone, of all."""
+        """Let the draft guess these tokens alone."""
         self.vocab = self.vocab[vocab]
         self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
-    def rows(self, pairs: Pairs) -> torch.Tensor:
-        """The layer's inputs [..., e]; tokens may be tensors [...], features [..., f]."""
+    def join(self, pairs: Pairs) -> torch.Tensor:
+        """Join tokens [...] and features [..., f] into the layer's inputs [..., e]."""
         ids = pairs.before if self.inputs == "unshifted" else pairs.tokens
         ids = torch.as_tensor(ids, dtype=torch.long, device=pairs.features.device)
         e = self.lm.get_input_embeddings()(ids)
-        reads = {"feature": [pairs.features], "token": [e]}.get(self.inputs, [e, pairs.features])
+        reads = [e, pairs.features]
+        if self.inputs == "feature":
+            reads = [pairs.features]
+        elif self.inputs == "token":
+            reads = [e]
         return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in reads], -1))
 
 
-def save_draft(path: Path, draft: Draft, model) -> None:
-    header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
-    if len(draft.vocab) < len(model.get_output_embeddings().weight):
-        header["vocab"] = draft.vocab.tolist()
-    save_part(path, "an EAGLE layer", model, draft.own(), **header)
+def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text],
+               rng: torch.Generator) -> torch.Tensor:
+    """Compute the loss of Section 3.2, the mean over all rows that guess a token of an answer.
+
+    to_logits  makes logits of what the LM head gives: the same numbers for most models, scaled
+               ones for Granite and Cohere, capped ones for Gemma 2 (parts.logits_of)
+    batch      texts with their features
+    rng        samples the noise, and the rows of the cross-entropy (nats)
+    """
+    head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    ids, f = pad([ids for ids, _, _ in batch]), pad([f for _, f, _ in batch])  # [B, T], [B, T, f]
+    place = torch.arange(2, ids.shape[1])  # of the token that row i guesses: i + 2
+    learns = torch.stack([(place >= length) & (place < len(text)) for text, _, length in batch])
+    noisy = f + NOISE * (2 * torch.rand(f.shape, generator=rng) - 1)
+    inputs = draft.join(Pairs(ids[:, :-2], noisy[:, :-2].to(device), ids[:, 1:-1]))  # [B, T - 2, e]
+    guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
+    guessed = guessed[learns.to(device)].float()  # [N, f]
+    features = f[:, 1:-1][learns].to(device).float()
+    few = torch.randperm(len(features), generator=rng)[:SAMPLED].to(device)
+    p, q = (to_logits(head(x[few].to(head.weight.dtype)).float())
+            for x in (features, guessed))  # [n, V']
+    return F.smooth_l1_loss(guessed, features) + 0.1 * F.cross_entropy(q, p.softmax(-1))
 
 
-def load_draft(path: str | Path, model) -> Draft:
-    """InputError where the file was made for another model."""
-    header, tensors = load_part(path, "an EAGLE layer", model)
-    draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0))
-    fill(draft.own(), tensors, path)
-    for p in draft.own().values():
-        p.data = p.data.to(model.dtype)
-    draft.accept = header["accept"]
-    if "vocab" in header:
-        draft.keep(header["vocab"])
-    return draft
+# ---------------------------------------------------------------------------------- decoding
+
+def count_levels(tree: list[Node]) -> list[int]:
+    """Count the nodes of a tree that have children, level by level from the root down."""
+    depth = max(node.depth for node in tree)
+    return [len({child.parent for child in tree if child.depth == d + 1}) for d in range(depth)]
+
+
+def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
+    """Plan trees of all sizes and depths, for `fastest` to choose from.
+
+    lm      the draft's layer with its cache
+    yields  (nodes, levels) of a tree, its expected tokens, and the seconds of its draft passes and
+            of its target call. Acceptance is that of held-out answers; costs are measured here.
+    """
+    costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
+    for depth in range(len(draft.accept) + 1):
+        tree = best_tree(draft.accept[:depth], MOST)
+        for n in range(1, len(tree) + 1):
+            levels = count_levels(tree[:n])
+            tokens = sum(node.chance for node in tree[:n])
+            passes = []
+            if levels:  # the first pass feeds a pair for each token of the last chunk
+                passes = [math.ceil(tokens), *levels[1:]]
+            yield (n, levels), tokens, costs[n] + sum(draft_costs[rows] for rows in passes)
+
+
+@torch.inference_mode()
+def feed(draft: Draft, lm: CachedLM, chunks: list[Pairs]) -> torch.Tensor | None:
+    """Add pairs of final tokens to the draft's context; a long prompt's come in parts.
+
+    chunks   pairs, in the order of the text
+    returns  the logits [1, V'] after the last pair, or None if there is no pair
+    """
+    logits = None
+    for pairs in chunks:
+        for i in range(0, len(pairs.before), WIDTHS[-1]):
+            part = pairs.part(slice(i, i + WIDTHS[-1]))
+            logits = lm.forward(draft.join(part), keep=1)
+            lm.commit(range(len(lm.parents)))
+    return logits
+
+
+@torch.inference_mode()
+def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, levels: list[int],
+         dynamic: bool) -> tuple[list[int], list[int]]:
+    """Grow a tree below the root, level by level, and keep the nodes that are likeliest accepted.
+
+    A node's chance is the product along its path of measured acceptance or, if `dynamic`, of the
+    draft's own probabilities (EAGLE-2, Section 4).
+
+    unfed    pairs of the tokens that became final since the last tree
+    n        how many nodes are kept, the root among them
+    levels   how many nodes of each level get children; these are the likeliest
+    returns  ids and parents of the nodes
+    """
+    ids, parents, chances = [root], [-1], [1.0]
+
+    def add_children(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
+        """Add the likeliest children of these nodes, for each of which there is a row of logits."""
+        first = len(ids)
+        probs = logits.float().softmax(-1).nan_to_num(0.0)  # of a draft that overflows
+        draft_probs, tokens = probs.topk(len(accept))  # [nodes, ranks]
+        factors = draft_probs.tolist() if dynamic else [accept] * len(nodes)
+        for node, children, factor in zip(nodes, draft.vocab[tokens].tolist(), factors):
+            ids.extend(children)
+            parents.extend([node] * len(children))
+            chances.extend(chances[node] * p for p in factor)
+        return range(first, len(ids))
+
+    leaves = add_children([0], feed(draft, lm, unfed), draft.accept[0])
+    row_of = {0: -1}  # of a node in the draft's pending tree; the root's is the end of its context
+    feature_of = {0: lm.features[-1]}  # what that row guessed
+    for expanded, accept in zip(levels[1:], draft.accept[1:]):
+        nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
+        above = [parents[x] for x in nodes]
+        row_of |= {x: len(lm.parents) + i for i, x in enumerate(nodes)}
+        inputs = draft.join(Pairs([ids[x] for x in above],
+                                  torch.stack([feature_of[x] for x in above]),
+                                  [ids[x] for x in nodes]))
+        logits = lm.forward(inputs, [row_of[x] for x in above])
+        feature_of |= zip(nodes, lm.features)
+        leaves = add_children(nodes, logits, accept)
+    lm.truncate(lm.length)
+    # EAGLE-2 reranks all nodes here. A child's chance is at most its parent's and `sorted` is
+    # stable, so a parent comes before its children: the first n nodes are a tree.
+    kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
+    place = {x: i for i, x in enumerate(kept)}
+    return [ids[x] for x in kept], [-1, *(place[parents[x]] for x in kept[1:])]
+
+
+def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
+          adapter: str = ADAPTER, trained: Draft | None = None, sample: Sampler = greedy,
+          log: list | None = None) -> Iterator[list[int]]:
+    """Grow a tree from guessed features, verify it in one target call, keep a path. Section 3.
+
+    nodes:   of the tree, the root among them, up to 64; 0: as many as pay on this machine
+    dynamic: the tree that the draft is surest of now (EAGLE-2), not the one right most often
+    adapter: file of a draft layer, made by `python -m survey.eagle train`
+    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call. A draft that is given as
+    `trained` is used instead of the file.
+    """
+    if not 0 <= nodes <= MOST:
+        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
+    draft = trained
+    if draft is None:
+        draft = target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
+    lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
+    target.start(prompt[:-1])
+    lm.start([])
+    root = prompt[-1]
+    # Each final token but the root has a feature, and a token after it. The last pair waits: its
+    # pass also gives the logits of the first tree.
+    pairs = Pairs(prompt[:-1], target.features, prompt[1:])
+    feed(draft, lm, [pairs.part(slice(0, -1))])
+    unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
+    n, levels = nodes, count_levels(best_tree(draft.accept, max(1, nodes)))
+    while True:
+        if nodes == 0:
+            n, levels = fastest(target, draft, lambda: plan_trees(draft, lm, target))
+        ids, parents = [root], [-1]
+        if levels and unfed:
+            ids, parents = grow(draft, lm, unfed, root, n, levels, dynamic)
+            unfed = []
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        unfed.append(Pairs([ids[x] for x in path], target.features[path], chunk))
+        root = chunk[-1]
+        target.commit(path)
+        if log is not None:
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        yield chunk
 
 
 # ------------------------------------------------------------------------------------ training
 
-def features_of(model, data: list[tuple[list[int], list[int]]]) -> list[tuple]:
-    """(ids [T], features [T, f] in bfloat16 on the CPU, length of the prompt) of (prompt, answer)
-    pairs."""
-    lm, found = CachedLM(model), []
+def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Text]:
+    """Run the target over pairs of a prompt and an answer.
+
+    returns  token ids [T], features [T, f] in bfloat16 on the CPU, and the prompt's length, of each
+    """
+    lm, texts = CachedLM(model), []
     for prompt, answer in tqdm(data, desc="features"):
         lm.start(prompt + answer)
         features = lm.features.cpu().to(torch.bfloat16)
-        found.append((torch.tensor(prompt + answer), features, len(prompt)))
-    return found
-
-
-def eagle_loss(draft: Draft, own: Callable, some: list[tuple],
-               rng: torch.Generator) -> torch.Tensor:
-    """Section 3.2 on some of `features_of`, a mean over the rows that guess a token of an answer;
-    the cross-entropy, in nats, over a sample of them. `own`: what the target makes of its LM head's
-    output."""
-    head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
-    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    ids, f = pad([ids for ids, _, _ in some]), pad([f for _, f, _ in some])  # [B, T], [B, T, f]
-    place = torch.arange(2, ids.shape[1])  # of the token that row i guesses: i + 2
-    learns = torch.stack([(place >= length) & (place < len(text)) for text, _, length in some])
-    noisy = f + NOISE * (2 * torch.rand(f.shape, generator=rng) - 1)
-    rows = draft.rows(Pairs(ids[:, :-2], noisy[:, :-2].to(device), ids[:, 1:-1]))  # [B, T - 2, e]
-    guessed = draft.lm.get_decoder()(inputs_embeds=rows, use_cache=False)[0]  # [B, T - 2, f]
-    guessed = guessed[learns.to(device)].float()  # [N, f]
-    true = f[:, 1:-1][learns].to(device).float()
-    few = torch.randperm(len(true), generator=rng)[:SAMPLED].to(device)
-    p, q = (own(head(x[few].to(head.weight.dtype)).float()) for x in (true, guessed))  # [n, V']
-    return F.smooth_l1_loss(guessed, true) + 0.1 * F.cross_entropy(q, p.softmax(-1))
+        texts.append((torch.tensor(prompt + answer), features, len(prompt)))
+    return texts
 
 
 @torch.inference_mode()
-def acceptance(draft: Draft, held_out: list[tuple]) -> list[list[float]]:
-    """accept[n][r] on some of `features_of`: how often the guess of rank r is the next token, when
-    the last n features are guessed (the paper's n-α) and all tokens before it are right. A tree:
-    the true rows, and below each of them a chain of rows of guessed features. In step n, row i
-    reads the guessed feature i + n and the token i + n + 1, and guesses the token i + n + 2."""
+def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
+    """Measure how often guesses are right where the draft reads guessed features (the paper's n-α).
+
+    returns  accept[n][r]: how often the guess of rank r is the next token when the last n features
+             are guessed, and all tokens before it are the text's
+
+    All steps of a text are one pending tree of the draft:
+
+        step 0   rows 0  1  2  3     read the text's features; row i guesses t_{i+2}
+        step 1   rows    1' 2' 3'    row i' reads what row i-1 guessed, and hangs below that row
+        step 2   rows       2" 3"    row i" reads what row (i-1)' guessed, and hangs below that row
+    """
     ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
-    right, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
+    hits, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
     lm = CachedLM(draft.lm)
     for ids, features, length in held_out:
-        first = max(0, length - 2)  # the first true row that counts
+        first = max(0, length - 2)  # the first row that guesses a token of the answer
         lm.start([])
         pairs = Pairs(ids[:-2], features[:-2].to(draft.fc.weight.device), ids[1:-1])
-        above = None  # a chain
+        above = None  # the rows of step 0 are a chain
         for n in range(min(DEPTH, len(ids) - 2 - first)):
-            logits = lm.forward(draft.rows(pairs), above)
+            logits = lm.forward(draft.join(pairs), above)
             labels = ids[first + n + 2:].to(logits.device)
             best = draft.vocab[logits[-len(labels):].topk(ranks).indices]
-            right[n] += (best == labels[:, None]).sum(0).cpu()
+            hits[n] += (best == labels[:, None]).sum(0).cpu()
             total[n] += len(labels)
-            # Below all of these rows but the last: a row that reads the feature they guessed
+            # The next step's rows hang below all rows of this step but its last, which guesses
+            # the text's last token: no token of the text is left to read beside its feature.
             above = range(len(lm.parents) - len(labels), len(lm.parents) - 1)
             guessed = lm.features[-len(labels):-1]
             pairs = Pairs(ids[first + n + 1:-2], guessed, ids[first + n + 2:-1])
-    return (right / total.clamp(min=1)).tolist()
+    return (hits / total.clamp(min=1)).tolist()
 
 
 def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: int, lr: float,
         seed: int = 0, work: Path | None = None) -> dict:
-    """Train on (prompt, answer) pairs: AdamW, the rate a cosine, values of gradients clipped at
-    0.5. Returns {step: {"accept"}} on `held_out`; sets `draft.accept`."""
-    from models.training import Training, sample_alike, digest
-    own = logits_of(model)
-    known, others = features_of(model, data), features_of(model, held_out)
+    """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
+
+    The optimizer is AdamW, its rate a cosine; values of gradients are clipped at 0.5.
+
+    batch    answers of a step
+    returns  {step: {"accept": as measured on the held-out pairs}}
+    """
+    from models.training import Training, digest, sample_alike
+    to_logits = logits_of(model)
+    train_texts, held_texts = compute_features(model, data), compute_features(model, held_out)
     if draft.begin == "random" and draft.inputs in ("shifted", "unshifted"):
-        ids, features, _ = known[0]  # at first both inputs weigh the same
+        ids, features, _ = train_texts[0]  # at first both inputs weigh the same
         e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
         draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(known, batch, rng, lambda row: len(row[0]))
-        return eagle_loss(draft, own, some, torch.Generator().manual_seed(rng.getrandbits(60)))
+        texts = sample_alike(train_texts, batch, rng, lambda text: len(text[0]))
+        return eagle_loss(draft, to_logits, texts,
+                          torch.Generator().manual_seed(rng.getrandbits(60)))
 
     def evaluate() -> tuple[dict, str]:
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
-            accept = acceptance(draft, others)
+            accept = measure_acceptance(draft, held_texts)
         return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
-    kept = draft.vocab.tolist()
-    of = digest(model.state_dict()), draft.inputs, draft.mlp, kept, data, held_out, batch
-    curve = Training(draft.own(), of, name="eagle", steps=steps, lr=lr, max_norm=math.inf, max_value=0.5,
-                     seed=seed, folder=work).train(loss_of, evaluate)
+    fingerprint = (digest(model.state_dict()), draft.inputs, draft.mlp, draft.vocab.tolist(), data,
+                   held_out, batch)
+    curve = Training(draft.trainable(), fingerprint, name="eagle", steps=steps, lr=lr,
+                     max_norm=math.inf, max_value=0.5, seed=seed,
+                     folder=work).train(loss_of, evaluate)
     draft.accept = curve[steps]["accept"]
     return curve
 
@@ -377,33 +427,59 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     out:     the safetensors file to make
     work:    folder of answers and checkpoints (default: OUT.work)
     inputs:  shifted (a feature and the token after it), unshifted (a feature and its own token),
-             feature (no token) or token (the one after, no feature): the paper's ablation
-    begin:   at random (the paper), or as the target's last layer: better, but only where what that
-             adds to the residual stream is not much larger than features are
+             feature (no token) or token (the token after a feature, without it): the paper's
+             ablation
+    begin:   random (the paper), or last: the target's last layer. That learns faster, but only
+             where what the layer adds to the residual stream is not much larger than features are
     mlp:     width of the layer's MLP; 0: the target's
     vocab:   how many tokens it can guess, the most frequent in prompts and answers; 0: all
     max_new_tokens: of an answer
     batch:   answers a step
     lr:      where the cosine begins
     """
-    from models.training import collect_examples, find_frequent
-    if min(steps, batch, max_new_tokens) < 1 or min(mlp, vocab) < 0 or not lr > 0:
-        raise InputError("expected steps, batch and max-new-tokens of 1 or more, mlp and vocab of "
-                         "0 or more, lr above 0")
+    from models.training import (collect_examples, find_frequent, require,
+                                 require_training_options)
+    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
+    require(mlp >= 0, "mlp", "0 or more", mlp)
+    require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
     draft = Draft(model, inputs, begin, mlp, seed)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                       most=50)
     if vocab:
         draft.keep(find_frequent(data, vocab))
-    print(f"{sum(x.numel() for x in draft.own().values()):,} parameters")
+    print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_draft(out, draft, model)
+
+
+# ------------------------------------------------------------------------------------ the file
+
+def save_draft(path: Path, draft: Draft, model) -> None:
+    """Write a draft's file, which says for which model it is."""
+    header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
+    if len(draft.vocab) < len(model.get_output_embeddings().weight):
+        header["vocab"] = draft.vocab.tolist()
+    save_part(path, "an EAGLE layer", model, draft.trainable(), **header)
+
+
+def load_draft(path: str | Path, model) -> Draft:
+    """Read a draft from its file; an InputError says where it was made for another model."""
+    header, tensors = load_part(path, "an EAGLE layer", model)
+    draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0))
+    fill(draft.trainable(), tensors, path)
+    for p in draft.trainable().values():
+        p.data = p.data.to(model.dtype)
+    draft.accept = header["accept"]
+    if "vocab" in header:
+        draft.keep(header["vocab"])
+    return draft
 
 
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
+    """Say how many guesses a call had, and how many of them were accepted."""
     guessed, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("guessed", "accepted"))
     return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
 

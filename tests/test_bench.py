@@ -458,8 +458,8 @@ def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
 
 def test_the_tables_of_consistency_models(small, capsys, monkeypatch):
     monkeypatch.setattr(papers, "GRADED", 1)
-    answers_of = functools.partial(papers.recipe.answers_of, limit=9)
-    monkeypatch.setattr(papers.recipe, "answers_of", answers_of)
+    answers_of = functools.partial(papers.recipe.answer_prompts, limit=9)
+    monkeypatch.setattr(papers.recipe, "answer_prompts", answers_of)
     monkeypatch.setattr(small.args, "cllms", [small.args.draft], raising=False)
     monkeypatch.setattr(small, "prompts", small.prompts)
     papers.table_cllm(small)

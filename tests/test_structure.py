@@ -26,6 +26,7 @@ FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.hybrid")
 NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
          "survey.low_rank": ("survey.views",),
+         "survey.eagle": ("survey.layers", "survey.parts"), "survey.layers": (),
          "survey.layerskip": ("speculative", "survey.low_rank", "survey.parts", "survey.views"),
          "survey.draft_verify": ("speculative", "survey.parts", "survey.views"),
          "survey.masks": ("bita", "speculative", "survey.low_rank", "survey.parts",
@@ -77,8 +78,8 @@ def imported(nodes: list) -> set[str]:
             for x in found if isinstance(x, (ast.Import, ast.ImportFrom)) for alias in x.names}
 
 
-@pytest.mark.parametrize("name", [*FILES, "common", "survey.parts", "survey.views",
-                                  "survey.low_rank"])
+@pytest.mark.parametrize("name", [*FILES, "common", "survey.layers", "survey.low_rank",
+                                  "survey.parts", "survey.views"])
 def test_a_method_file_needs_common_alone(name):
     """Besides packages, and in survey/ what is listed above. The training is imported where
     something is trained, the command line where the file is run."""

@@ -49,10 +49,11 @@ class Letters:
 
 
 @pytest.fixture(autouse=True)
-def no_default_device():
-    """The recipe sets one for its process."""
-    yield
-    torch.set_default_device(None)
+def no_default_device(monkeypatch):
+    """Under a default device of cuda transformers loads no model unless accelerate is there."""
+    def refuse(device):
+        raise AssertionError(device)
+    monkeypatch.setattr(torch, "set_default_device", refuse)
 
 
 def script(monkeypatch, *argv) -> int:
@@ -71,14 +72,14 @@ def test_rows_of_a_batch(embedded):
     """A prompt's tokens count a tenth where examples are learnt, and not at all where answers are;
     what fills a row up counts nothing."""
     tokenizer = embedded[2]
-    rows = recipe.encode(tokenizer, ["2 +", "a"], [" 2", "bc d"])
+    rows = recipe.encode_examples(tokenizer, ["2 +", "a"], [" 2", "bc d"])
     for (ids, weights), text, n in zip(rows, ("<s>2 + 2</s>", "<s>abc d</s>"), (2, None)):
         answer = weights.count(1.0)
         assert tokenizer.decode(ids) == text and n in (answer, None)
         assert weights == [0.1] * (len(ids) - answer) + [1.0] * answer
-    rows = recipe.answer_rows([[3], [4, 5]], [[6, 7, 1], [8]])
+    rows = recipe.weigh_answers([[3], [4, 5]], [[6, 7, 1], [8]])
     assert rows == [([3, 6, 7, 1], [0, 1, 1, 1]), ([4, 5, 8], [0, 0, 1])]
-    ids, weights = recipe.pad(rows)
+    ids, weights = recipe.pad_rows(rows)
     assert ids[:, :3].tolist() == [[3, 6, 7], [4, 5, 8]] and ids.shape == (2, 4)
     assert weights.tolist() == [[0, 1, 1, 1], [0, 0, 1, 0]]
 
@@ -90,11 +91,11 @@ def test_a_batch_of_tasks(split, mix, embedded, monkeypatch):
     tokenizer, begins = embedded[2], []
     monkeypatch.setattr(recipe, "POOL", 100)
     for seed, size in itertools.product(range(4), (1, 900, 3000, 10 ** 6)):
-        some = recipe.stream(split, random.Random(seed).getrandbits(60), mix)
-        rows = recipe.encode(tokenizer, *zip(*((e.prompt, e.answer)
+        some = recipe.mix_examples(split, random.Random(seed).getrandbits(60), mix)
+        rows = recipe.encode_examples(tokenizer, *zip(*((e.prompt, e.answer)
                                                for e in itertools.islice(some, recipe.POOL))))
         lengths = sorted(len(x) for x, _ in rows)
-        ids, weights = recipe.batch_of(tokenizer, split, size, mix, random.Random(seed))
+        ids, weights = recipe.sample_batch(tokenizer, split, size, mix, random.Random(seed))
         found = [(x[w > 0].tolist(), w[w > 0].tolist()) for x, w in zip(ids, weights)]
         for x, w in found:
             assert (x, pytest.approx(w)) in rows
@@ -112,15 +113,15 @@ def test_a_batch_of_samples(embedded, monkeypatch):
     """Training prompts next to each other in length, with answers that the seed alone decides."""
     tokenizer, asked = embedded[2], []
 
-    def answers_of(source, tokenizer, prompts, temperature):
+    def answer_prompts(source, tokenizer, prompts, temperature):
         asked.append((source, prompts, temperature))
         return torch.randint(5, 60, (len(prompts), 3)).tolist()
-    monkeypatch.setattr(recipe, "answers_of", answers_of)
+    monkeypatch.setattr(recipe, "answer_prompts", answer_prompts)
     batches, begins = [], []
     for seed in (0, 1, 2, 3, 0):
-        some = recipe.stream("train", random.Random(seed).getrandbits(60))
+        some = recipe.mix_examples("train", random.Random(seed).getrandbits(60))
         known = sorted((e.prompt for e in itertools.islice(some, 40)), key=len)
-        ids, weights = recipe.sampled_batch("the source", tokenizer, 960, random.Random(seed))
+        ids, weights = recipe.sample_answers("the source", tokenizer, 960, random.Random(seed))
         batches.append(ids.tolist())
         source, prompts, temperature = asked[-1]
         assert (source, temperature, len(prompts)) == ("the source", 1.0, 10)
@@ -140,10 +141,10 @@ def test_answers_stand_in_the_order_of_their_prompts():
     tokenizer.eos_token_id = texts[0][6]
     expected = [text[:text.index(texts[0][6]) + 1] if texts[0][6] in text else text
                 for text in texts]
-    assert recipe.answers_of(model, tokenizer, prompts, 0.0, limit=20) == expected
+    assert recipe.answer_prompts(model, tokenizer, prompts, 0.0, limit=20) == expected
     assert 1 < len({*map(len, expected)})
     torch.manual_seed(0)
-    sampled = recipe.answers_of(model, tokenizer, ["the same"] * 30, 3.0, limit=5)
+    sampled = recipe.answer_prompts(model, tokenizer, ["the same"] * 30, 3.0, limit=5)
     assert len({*map(tuple, sampled)}) > 20
 
 
@@ -151,7 +152,7 @@ def test_answers_leave_the_generation_settings_alone():
     """A model that is trained on its own samples is saved with the settings that it had."""
     model = tiny("llama")
     before = model.generation_config.to_dict()
-    recipe.answers_of(model, Letters(), ["one"], 1.0, limit=3)
+    recipe.answer_prompts(model, Letters(), ["one"], 1.0, limit=3)
     assert model.generation_config.to_dict() == before
 
 
@@ -182,7 +183,7 @@ def test_divergences_by_hand():
 def test_logits_are_those_before_tokens_that_have_a_weight():
     model = tiny("llama")
     weights = torch.tensor([[0.0, 0, 1, 1], [1, 1, 0, 0]])
-    torch.testing.assert_close(recipe.logits_before(model, IDS, weights),
+    torch.testing.assert_close(recipe.score_tokens(model, IDS, weights),
                                model(IDS).logits[[0, 0, 1], [1, 2, 0]])
 
 
@@ -231,10 +232,10 @@ def test_training_on_tasks(tmp_path, monkeypatch):
     reports; another mix, size, rate or number of tokens starts over."""
     seen = []
 
-    def batch_of(tokenizer, *what):
+    def sample_batch(tokenizer, *what):
         seen.append((tokenizer, *what[:3]))
         return torch.tensor([[what[3].randrange(61) for _ in range(4)]]), torch.ones(1, 4)
-    monkeypatch.setattr(recipe, "batch_of", batch_of)
+    monkeypatch.setattr(recipe, "sample_batch", sample_batch)
 
     def trained(folder, mix=recipe.MIX, size=50, lr=1e-2, tokens=199, fresh=True):
         folder.mkdir(exist_ok=True)
@@ -261,10 +262,10 @@ def test_distillation(tmp_path, monkeypatch):
     tokens or draft starts over."""
     seen, of = [], []
 
-    def sampled_batch(source, tokenizer, size, rng):
+    def sample_answers(source, tokenizer, size, rng):
         seen.append((source, tokenizer, size))
         return IDS, WEIGHTS
-    monkeypatch.setattr(recipe, "sampled_batch", sampled_batch)
+    monkeypatch.setattr(recipe, "sample_answers", sample_answers)
     monkeypatch.setattr(recipe, "divergence", lambda kind, *logits: of.append(kind)
                         or KINDS[kind](*logits))
 
@@ -293,7 +294,7 @@ def test_the_loss_of_distillation_by_hand(monkeypatch):
     """Over the tokens that have a weight, each as much as any other; at a rate of 0.002."""
     target, draft, given = tiny("llama"), tiny("llama", seed=1), []
     monkeypatch.setattr(recipe, "fit", lambda *args, **options: given.append((args, options)))
-    monkeypatch.setattr(recipe, "sampled_batch", lambda *_: (IDS, WEIGHTS))
+    monkeypatch.setattr(recipe, "sample_answers", lambda *_: (IDS, WEIGHTS))
     recipe.distill("x", target, draft, "forward-kl", target, None, tokens=9000, work=None)
     (name, model, loss_of, held_out, _), options = given[0]
     assert (name, model, options) == ("x", draft, dict(lr=2e-3, steps=2, work=None))
@@ -305,21 +306,22 @@ def test_the_loss_of_distillation_by_hand(monkeypatch):
 
 # ------------------------------------------------------------------------------ for any target
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-window", "gemma3"])
-def test_some_layers_are_the_targets(family):
-    """All layers are the target itself; of a few each is the one that was asked for."""
-    model, ids = tiny(family, num_hidden_layers=2), torch.tensor([[5, 9, 30, 2]])
-    whole = recipe.some_layers(model, [0, 1]).eval()
-    torch.testing.assert_close(whole(ids).logits, model(ids).logits)
-    last, state = recipe.some_layers(model, [1]).state_dict(), model.state_dict()
-    for name, x in last.items():
-        assert torch.equal(x, state[name.replace(".layers.0.", ".layers.1.")])
+def test_a_draft_of_layers_learns_in_its_layers_alone():
+    """And in float32; its embeddings and LM head stay the target's."""
+    model = tiny("llama").to(torch.bfloat16)
+    draft = recipe.make_draft_of_layers(model, [1])
+    trained = {name for name, p in draft.named_parameters() if p.requires_grad}
+    assert {*draft.state_dict()} - trained == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert draft.dtype == torch.float32 and not draft.training
+    for name in "down_proj.weight", "up_proj.weight":
+        layers = (x.model.layers[-1].mlp.get_parameter(name) for x in (model.float(), draft))
+        assert torch.equal(*layers)
 
 
 def test_agreement_by_hand():
     """Over all tokens of all answers: of one of 1 token and one of 3."""
     target, draft = tiny("llama"), near(tiny("llama"), 0.05)
-    rows = recipe.answer_rows([[5, 9, 30], [8]], [[2], [7, 1, 12]])
+    rows = recipe.weigh_answers([[5, 9, 30], [8]], [[2], [7, 1, 12]])
     right, accepted = [], []
     for ids, weights in rows:
         with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -330,8 +332,8 @@ def test_agreement_by_hand():
                 accepted.append(torch.minimum(p[at].float().softmax(-1),
                                               q[at].float().softmax(-1)).sum().item())
     assert len(right) == 4 and 0 < sum(right) < 4
-    assert recipe.agreement(target, draft, rows) == (sum(right) / 4,
-                                                     pytest.approx(sum(accepted) / 4, abs=1e-4))
+    expected = (sum(right) / 4, pytest.approx(sum(accepted) / 4, abs=1e-4))
+    assert recipe.measure_agreement(target, draft, rows, lambda x: x) == expected
 
 
 def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path, embedded, capsys):
@@ -348,10 +350,13 @@ def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path,
     assert draft.config.num_hidden_layers == 2
     assert torch.equal(draft.get_input_embeddings().weight,
                        embedded[0].get_input_embeddings().weight)
-    with pytest.raises(InputError, match="--prompts must hold 2 prompts or more of at most 2 tokens, got 0"):
+    said = "--prompts must hold 2 prompts or more of at most 2 tokens, got 0"
+    with pytest.raises(InputError, match=said):
         recipe.distil_layers([*argv, "--max-new-tokens", "2046", "--out", str(tmp_path / "none")])
-    with pytest.raises(InputError, match="expected layers below 12, got "):
-        recipe.distil_layers([*argv, "--layers", "12", "--out", str(tmp_path / "none")])
+    said = "--layers must be different numbers from 0 to 11 in ascending order, got "
+    for wrong in (["12"], ["-1"], ["3", "1"], ["2", "2"]):
+        with pytest.raises(InputError, match=said + " ".join(wrong)):
+            recipe.distil_layers([*argv, "--out", str(tmp_path / "none"), "--layers", *wrong])
 
 
 @pytest.fixture
@@ -439,10 +444,10 @@ def test_prompts_in_the_chat_template(small, tmp_path, monkeypatch):
 
 def test_a_tenth_is_held_out(small, tmp_path, monkeypatch, capsys):
     """It is never trained on, and the last line is of it alone."""
-    batches, rows, pad = [], [], recipe.pad
-    monkeypatch.setattr(recipe, "pad", lambda some: batches.append(some) or pad(some))
-    monkeypatch.setattr(recipe, "agreement", lambda target, draft, some: rows.extend(some)
-                        or (0.25, 0.5))
+    batches, rows, pad = [], [], recipe.pad_rows
+    monkeypatch.setattr(recipe, "pad_rows", lambda some: batches.append(some) or pad(some))
+    monkeypatch.setattr(recipe, "measure_agreement",
+                        lambda target, draft, some, _: rows.extend(some) or (0.25, 0.5))
     distilled(tmp_path, tmp_path / "work", steps=9)
     assert len(rows) == 1 and [len(some) for some in batches].count(2) == 9
     assert all((rows[0] in some) == (len(some) == 1) for some in batches)
@@ -459,7 +464,9 @@ def test_bad_options_are_refused(command, option, value, small, tmp_path, monkey
     argv = distil_argv(tmp_path, tmp_path) if command == "distil" else [
         "--target", "x", "--out", tmp_path / "out"]
     assert script(monkeypatch, command, *argv, f"--{option}", value) == 2
-    said_in_one_line("of 1 or more and a ", capfd)
+    least = "above 0" if option in ("lr", "temperature") else "1 or more"
+    number = float(value) if option in ("lr", "temperature") else value
+    said_in_one_line(f"train.py: --{option} must be {least}, got {number}", capfd)
 
 
 def test_a_model_that_ends_no_prompt_is_refused(small, tmp_path, monkeypatch):
@@ -474,7 +481,7 @@ def test_a_model_that_ends_no_prompt_is_refused(small, tmp_path, monkeypatch):
             return iter([[row] * size])
         monkeypatch.setattr(recipe, "generate_answers", generate_answers)
         with pytest.raises(InputError, match=said):
-            recipe.own_prompts(argv)
+            recipe.make_prompts(argv)
     assert read_prompts(tmp_path / "out") == ["7"]
 
 
@@ -483,7 +490,7 @@ def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypat
     target, _, tokenizer = embedded
     asked, seen = ["--target", str(tmp_path / "chat"), "--device", "cpu"], []
     with pytest.raises(InputError, match="expected a model with a chat template"):
-        recipe.own_prompts(["--target", str(ROOT / "models/target"), "--out", str(tmp_path / "x")])
+        recipe.make_prompts(["--target", str(ROOT / "models/target"), "--out", str(tmp_path / "x")])
     target.save_pretrained(tmp_path / "chat")
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "<s>def {% for m in messages %}{{ m.content }}</s>{% endfor %}"
@@ -495,7 +502,7 @@ def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypat
         return seen[-1][1]
     monkeypatch.setattr(type(target), "generate", spy)
     for name, count, seed in (("one", 5, 0), ("again", 2, 0), ("other", 2, 1)):
-        recipe.own_prompts([*asked, "--out", str(tmp_path / name), "--max-new-tokens", "64",
+        recipe.make_prompts([*asked, "--out", str(tmp_path / name), "--max-new-tokens", "64",
                             "--batch", "4", "--count", str(count), "--seed", str(seed)])
     one, again, other = (read_prompts(tmp_path / name) for name in ("one", "again", "other"))
     assert one[:2] == again != other and len(other) == 2 and len(set(one)) == len(one) == 5
@@ -519,15 +526,17 @@ def stages(monkeypatch, tmp_path):
         recipe.main()
         return done[:]
     fakes = dict(
-        HERE=tmp_path, make_tokenizer=lambda: "words", new_model=lambda name, _: [name],
+        HERE=tmp_path, make_tokenizer=lambda: "words",
+        make_model=lambda name, _, device: [name] if device == "cpu" else None,
         train_on_tasks=lambda name, model, tokenizer, mix, size, *, lr, tokens, work: done.append(
             (name, *model, mix, size, lr, tokens, work.name)),
         distill=lambda name, target, draft, kind, source, tokenizer, *, tokens, work: done.append(
             (name, *target, *draft, kind, "own" if source is draft else source[0], tokens))
         or draft.append("distilled"),
         save=lambda model, tokenizer, folder: done.append(("save", *model, folder.name)),
-        load=lambda folder: ([f"saved {folder.name}"], "words"),
-        acceptance=lambda target, draft, tokenizer, prompts: done.append(len(prompts)) or 0.5,
+        load=lambda folder, device: [f"saved {folder.name}"] if device == "cpu" else None,
+        measure_acceptance=lambda target, draft, tokenizer, prompts:
+            done.append(len(prompts)) or 0.5,
         evaluate=lambda model, tokenizer: [*model])
     for name, fake in fakes.items():
         monkeypatch.setattr(recipe, name, fake)
@@ -565,22 +574,22 @@ def test_the_stages(stages, tmp_path, capsys):
 
 def test_the_second_phase_has_other_examples(embedded, monkeypatch, tmp_path):
     """No example is seen twice."""
-    fit, stream, pools = recipe.fit, recipe.stream, {}
+    fit, mix_examples, pools = recipe.fit, recipe.mix_examples, {}
 
     def fitted(name, *args, **options):
         def kept(split, *how):
-            for example in stream(split, *how):
+            for example in mix_examples(split, *how):
                 if split == "train":
                     pools.setdefault(name, []).append((example.task, example.prompt))
                 yield example
-        monkeypatch.setattr(recipe, "stream", kept)
+        monkeypatch.setattr(recipe, "mix_examples", kept)
         fit(name, *args, **options)
     monkeypatch.setattr(recipe, "fit", fitted)
     monkeypatch.setattr(recipe, "POOL", 80)
     monkeypatch.setattr(recipe, "next_token_loss", lambda model, *_: model.lm_head.weight.sum())
-    monkeypatch.setattr(recipe, "new_model", lambda *_: tiny("llama"))
+    monkeypatch.setattr(recipe, "make_model", lambda *_: tiny("llama"))
     monkeypatch.setattr(recipe, "save", lambda *_: None)
-    args = SimpleNamespace(target_tokens=6 * 3072, work=tmp_path)
+    args = SimpleNamespace(target_tokens=6 * 3072, work=tmp_path, device="cpu")
     recipe.make_target(embedded[2], args)
     one, two = pools["target"], pools["target-later"]
     assert (len(one), len(two)) == (6 * 80, 3 * 80)

@@ -1,0 +1,144 @@
+"""Some layers of a model as a model of its own: they are the ones that were asked for, of the right
+kind, also after they were saved and loaded again. The oracle is the model itself, with its other
+layers made to pass their input on."""
+import copy
+import types
+
+import pytest
+import torch
+from transformers import (AutoModelForCausalLM, Gemma3Config, OPTConfig, Qwen3MoeConfig,
+                          SiglipVisionConfig, SmolLM3Config)
+
+from common import InputError
+from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
+                      tiny)
+from survey.eagle import Draft
+from survey.layers import list_layers, take_layers
+
+DEEP = SHAPE | dict(num_hidden_layers=4)
+KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+VISION = SiglipVisionConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                            num_attention_heads=2, image_size=8, patch_size=4)
+
+
+def deepened(config):
+    """The same family with 4 layers; where layers are of two kinds, of both."""
+    changes = config.to_dict()
+    changes["n_layer" if "n_layer" in changes else "num_hidden_layers"] = 4
+    if "use_sliding_window" in changes:  # Qwen's, which lists the layers itself
+        changes.pop("layer_types", None)
+    if changes.get("layer_types"):
+        changes["layer_types"] = KINDS
+    return type(config).from_dict(changes)
+
+
+MIXED = {  # layers of several kinds
+    "smollm3": SmolLM3Config(**DEEP, no_rope_layers=[1, 0, 0, 1]),
+    "qwen3-moe-listed": Qwen3MoeConfig(**DEEP, **MOE, head_dim=8, num_experts=4,
+                                       mlp_only_layers=[0, 2]),
+    "qwen3-moe-every-second": Qwen3MoeConfig(**DEEP, **MOE, head_dim=8, num_experts=4,
+                                             decoder_sparse_step=2),
+    "deepseek-two-dense": type(MORE_FAMILIES["deepseek-v3"]).from_dict(
+        MORE_FAMILIES["deepseek-v3"].to_dict() | dict(num_hidden_layers=4,
+                                                      first_k_dense_replace=2)),
+    "opt-projected": OPTConfig(**SMALL | dict(num_hidden_layers=4), hidden_size=32, ffn_dim=48,
+                               word_embed_proj_dim=16, max_position_embeddings=CONTEXT,
+                               tie_word_embeddings=False),
+    "gemma3-with-images": Gemma3Config(
+        text_config=DEEP | WINDOWS | dict(layer_types=KINDS, tie_word_embeddings=False),
+        vision_config=VISION.to_dict(), mm_tokens_per_image=4, **SPECIAL),
+    "four-ends": type(FAMILIES["llama"]).from_dict(
+        FAMILIES["llama"].to_dict() | dict(num_hidden_layers=4, eos_token_id=[1, 2, 3, 4]))}
+ALL = {name: deepened(config) for name, config in (FAMILIES | MORE_FAMILIES | SCALED).items()}
+ALL |= MIXED
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """make(name): a tiny model of 4 layers."""
+    for name, config in ALL.items():
+        monkeypatch.setitem(MORE_FAMILIES, name, config)  # which comes before FAMILIES
+    return tiny
+
+
+def without_other_layers(model, numbers: list[int]):
+    """A copy whose other layers pass their input on."""
+    model = copy.deepcopy(model)
+    for i, layer in enumerate(list_layers(model)):
+        if i not in numbers:
+            inner = layer.forward
+
+            def forward(self, hidden_states, *args, inner=inner, **kwargs):
+                output = inner(hidden_states, *args, **kwargs)
+                is_tuple = isinstance(output, tuple)
+                return (hidden_states, *output[1:]) if is_tuple else hidden_states
+            layer.forward = types.MethodType(forward, layer)
+    return model
+
+
+IDS = torch.tensor([[7, 3, 50, 12, 3, 44, 9, 30, 31, 5, 8, 27, 2, 19, 40, 11, 6, 23, 55, 14]])
+
+
+@torch.inference_mode()
+def off_by(small, model) -> float:
+    """How far the logits after 20 tokens, more than any window, are apart."""
+    a, b = (x(input_ids=IDS, use_cache=False).logits for x in (small, model))
+    return ((a - b).abs().mean() / b.abs().mean()).item()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_layers_are_those_that_were_asked_for(name, make, tmp_path):
+    model = make(name)
+    for numbers in [1, 3], [0], [2], [0, 1, 2, 3]:
+        oracle = without_other_layers(model, numbers)
+        small = take_layers(model, numbers)
+        assert off_by(small, oracle) < 1e-4, numbers
+        if len(numbers) == 4:
+            assert off_by(small, model) < 1e-4
+        small.save_pretrained(tmp_path / str(len(numbers)))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(len(numbers)))
+        assert off_by(loaded, oracle) < 1e-4, numbers
+        assert len(list_layers(loaded)) == len(numbers)
+
+
+def test_a_list_of_ends_is_no_list_of_layers(make):
+    assert take_layers(make("four-ends"), [1, 3]).config.eos_token_id == [1, 2, 3, 4]
+
+
+def test_the_text_model_alone_is_taken_out_of_a_model_that_reads_images(make):
+    small = take_layers(make("gemma3-with-images"), [1, 3])
+    assert type(small).__name__ == "Gemma3ForCausalLM"
+
+
+def test_layers_that_no_configuration_makes_are_refused(make):
+    """GPT-2 may divide each layer's scores by the layer's number; the first layers keep theirs."""
+    model = make("gpt2", scale_attn_by_inverse_layer_idx=True)
+    assert off_by(take_layers(model, [0, 1]), without_other_layers(model, [0, 1])) < 1e-4
+    with pytest.raises(InputError, match="layers 1, 3 of GPT2LMHeadModel cannot be made into a "
+                       "model of their own: .*, outputs are off by"):
+        take_layers(model, [1, 3])
+    for begin in "last", "random":
+        with pytest.raises(InputError, match="layers 3 of GPT2LMHeadModel cannot be made into"):
+            Draft(model, begin=begin)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("begin", ["last", "random"])
+def test_a_draft_layer_is_of_the_last_layers_kind(begin, name, make):
+    """With the last layer's weights, which `begin` may have copied already, it computes what the
+    last layer does, windows and rotary positions included; no norm follows."""
+    model, seen = make(name), {}
+    draft = Draft(model, begin=begin)
+    [layer], last = list_layers(draft.lm), list_layers(model)[-1]
+    if begin == "random":
+        layer.load_state_dict(last.state_dict())
+
+    def keep(_, given, out):
+        seen.update(read=given[0], out=out[0] if isinstance(out, tuple) else out)
+    with torch.inference_mode(), last.register_forward_hook(keep):
+        model(input_ids=IDS, use_cache=False)
+    expected, other = seen["out"], torch.zeros_like(model.get_input_embeddings()(IDS))
+    before = layer.register_forward_pre_hook(lambda _, given: (seen["read"], *given[1:]))
+    with torch.inference_mode(), before, layer.register_forward_hook(keep):
+        draft.lm.get_decoder()(inputs_embeds=other, use_cache=False)
+    torch.testing.assert_close(seen["out"], expected)
