@@ -14,6 +14,7 @@ from typing import Callable, Iterator
 from transformers.utils import logging
 
 from cli.loading import encode_prompts, load_checked
+from cli.text import Parser, cut_message, read_texts, set_encodings, stream
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids, prepare,
                     until, vocab_size)
 from models.tasks import read_prompts
@@ -86,9 +87,9 @@ def options_of(function) -> dict[str, tuple[type, object]]:
 
 def new_parser(functions: list) -> ArgumentParser:
     """It explains itself by the docstring of the functions' file; they may share options."""
-    return ArgumentParser(description=sys.modules[functions[0].__module__].__doc__,
-                          formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
-                          usage=SUPPRESS, conflict_handler="resolve")
+    return Parser(description=sys.modules[functions[0].__module__].__doc__,
+                  formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
+                  usage=SUPPRESS, conflict_handler="resolve")
 
 
 def add_model_options(parser: ArgumentParser, target: str, dtype: str | None) -> None:
@@ -207,8 +208,7 @@ class Session:
         self.tokenizer = models["target"][1]
         self.models = {name: model for name, (model, _) in models.items()}
         self.run_as = self.graphed() if args.graphs else CachedLM
-        self.texts = [sys.stdin.read() if text == "-" else text
-                      for text in args.prompt or args.prompts]
+        self.texts = read_texts(args.prompt) if args.prompt else args.prompts
         self.prompts = encode_prompts([*self.models.values()], self.tokenizer, self.texts,
                                       args.chat)
         self.eos = eos_ids(self.models["target"], self.tokenizer)
@@ -263,21 +263,6 @@ class Session:
             if show and run.tokens:
                 print(f"{run}\n{self.report(run)}", file=sys.stderr)
         return run
-
-
-def stream(chunks, tokenizer, colour: bool, log: list) -> None:
-    """Print chunks as text as they come; with `colour` guessed tokens are green."""
-    ids, shown, text = [], 0, ""
-    for chunk in chunks:
-        for i, token in enumerate(chunk):
-            ids.append(token)
-            before, after = tokenizer.batch_decode([ids[:shown], ids], skip_special_tokens=True)
-            text = after[len(before):]
-            if not after.endswith("\N{REPLACEMENT CHARACTER}"):  # a character still incomplete
-                green = colour and text and i < len(chunk) - 1
-                print(f"\033[32m{text}\033[0m" if green else text, end="", flush=True)
-                ids, shown, text = ids[shown:], len(ids) - shown, ""
-    print(text, flush=True)  # the half of a character that the limit cut in two
 
 
 def compare(session: Session, run: Run, lossy) -> int:
@@ -358,6 +343,7 @@ def perform(methods: list, report, argv: list[str], *, lossy=(), viewers={}, sha
 
 def main(methods: list, report, argv: list[str] | None = None, **special) -> int:
     """Exit status: 0, 1 (--compare found a difference), 2 (wrong input) or 130 (interrupted)."""
+    set_encodings()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # for `| head`
@@ -366,7 +352,7 @@ def main(methods: list, report, argv: list[str] | None = None, **special) -> int
     except (InputError, OSError, UnicodeError, RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # our mistake, not the caller's
-        said = " ".join(str(error).split()) or "out of memory"
+        said = cut_message(str(error)) or "out of memory"
         print(f"{Path(sys.argv[0]).name}: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from typing import Iterator
 
 import torch
 
+from cli.text import split_text
 from common import CachedLM
 
 PAGE = Path(__file__).with_name("trace.html")
@@ -165,17 +166,30 @@ def fit(step: dict, target: int) -> None:
 
 # ------------------------------------------------------------------------------------ the page
 
-def texts(runs: list[dict], tokenizer) -> dict[int, str]:
-    """Of all tokens that occur, each by itself."""
+def say_tokens(runs: list[dict], tokenizer) -> dict[int, str]:
+    """Return the text of each token that occurs in a tree, as it is in the middle of a text."""
     ids = {token for run in runs for step in run["rounds"] for call in step["calls"]
            for token in call["ids"] + call["best"]}
     ids |= {token for run in runs for step in run["rounds"] for token in step["chunk"]}
     ids |= {token for run in runs for token in run["prompt"]}
-    known = sorted(ids - {-1})
-    return dict(zip(known, tokenizer.batch_decode([[token] for token in known])))
+    before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    start = tokenizer.decode(before)
+    said = {}
+    for token in sorted(ids - {-1}):
+        both = tokenizer.decode([*before, token])
+        # the first word of a text often loses its blank, so a token is decoded after another one
+        said[token] = both[len(start):] if both.startswith(start) else tokenizer.decode([token])
+    return said
+
+
+def say_text(run: dict, tokenizer) -> list[str]:
+    """Return a piece of text for each token of the prompt and of the answer; together the text."""
+    answer = [token for step in run["rounds"] for token in step["chunk"]]
+    return split_text(tokenizer, run["prompt"] + answer, skip_special_tokens=False)
 
 
 def page(runs: list[dict], tokenizer) -> str:
     """One HTML file that needs no other: its script draws the data that stands in it."""
-    data = json.dumps({"runs": runs, "texts": texts(runs, tokenizer)}, ensure_ascii=True)
+    said = [run | {"said": say_text(run, tokenizer)} for run in runs]
+    data = json.dumps({"runs": said, "texts": say_tokens(runs, tokenizer)}, ensure_ascii=True)
     return PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"), 1)

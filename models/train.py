@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked, open_chat  # noqa: E402
+from cli.text import Parser, cut_message, set_encodings  # noqa: E402
 from models.training import (Training, collect_examples, digest, divergence,  # noqa: E402
                              generate_answers, require, require_training_options, warm_linear)
 from survey.layers import count_layers, take_layers  # noqa: E402
@@ -252,8 +253,8 @@ def distill(name: str, target, draft, kind: str, source, tokenizer, *, tokens: i
 
 def make_parser(name: str, doc: str) -> argparse.ArgumentParser:
     """Make the parser of a command for any target."""
-    parser = argparse.ArgumentParser(prog=f"train.py {name}", description=doc,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog=f"train.py {name}", description=doc,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--target", required=True, help="model directory or hub id")
     parser.add_argument("--device")
     return parser
@@ -507,7 +508,7 @@ STAGES = {"target": make_target, "plain-draft": make_plain_draft, "compare": com
 
 def main() -> None:
     """Run the stages that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stage", choices=[*STAGES, "all"], default="all")
     parser.add_argument("--target-tokens", type=int, default=6_000_000,
                         help="and half as many in the second phase")
@@ -531,10 +532,11 @@ def main() -> None:
 if __name__ == "__main__":
     commands = {"prompts": make_prompts, "distil": distil_layers}
     command = commands.get(sys.argv[1]) if sys.argv[1:] else None
+    set_encodings()
     try:
         command(sys.argv[2:]) if command else main()
-    except common.InputError as error:
-        print(f"train.py: {error}", file=sys.stderr)
+    except (common.InputError, OSError) as error:
+        print(f"train.py: {cut_message(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cli import Run  # noqa: E402  (the path is set above)
+from cli.text import split_text  # noqa: E402
 from cli.trace import Trace  # noqa: E402
 from common import (CachedLM, autoregressive, encode, eos_ids, greedy, load,  # noqa: E402
                     vocab_size)
@@ -50,11 +51,12 @@ def written(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
     returns  the SVG, and the number of lines
     """
     lines = [[]]
+    answer = [token for step in run["rounds"] for token in step["chunk"]]
+    texts = iter(split_text(tokenizer, answer))
     for step in run["rounds"]:
         after = SLOWER * step["calls"][-1]["time"][1] / 1000
-        for i, token in enumerate(step["chunk"]):
+        for i, text in zip(range(len(step["chunk"])), texts):
             kind = "own" if i == len(step["chunk"]) - 1 else "guess"
-            text = tokenizer.decode([token], skip_special_tokens=True)
             for j, part in enumerate(text.split("\n")):
                 if j > 0:
                     lines.append([])

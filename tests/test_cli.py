@@ -775,7 +775,10 @@ def test_no_cuda_is_one_line_and_status_2(capsys):
 
 def test_stdin_that_is_no_text(capsys, monkeypatch):
     stdin(monkeypatch, b"caf\xe9")
-    assert "'utf-8' codec can't decode" in wrong_line(capsys, run("--prompt", "-"))
+    err = wrong_line(capsys, run("--prompt", "-"))
+    assert "--prompt - must be UTF-8 text, got byte 0xe9 at position 3" in err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input, which is closed" in wrong_line(capsys, run("--prompt", "-"))
     stdin(monkeypatch, b"")
     assert "a prompt with some text" in wrong_line(capsys, run("--prompt", "-"))
     stdin(monkeypatch, SHORT.encode())  # it can be read once

@@ -1,12 +1,25 @@
 """Text that comes in and goes out: its encoding, and what is printed while tokens come."""
 import ast
+import io
+import json
+import os
+import random
+import subprocess
+import sys
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 
-from helpers import ROOT
+import cli
+from cli.text import TokenTexts, read_texts, cut_message, split_text
+from cli.trace import say_tokens
+from common import CachedLM, InputError, autoregressive, encode, load
+from families import tiny
+from helpers import ROOT, main, tokens_of
 from models.training import read_whole_lines
+from speculative import report, speculative
 from test_structure import written
-
 
 
 # ------------------------------------------------------------------------------------ encodings
@@ -57,3 +70,256 @@ def test_whole_lines_are_cut_off_by_bytes(tmp_path, cut):
         assert read_whole_lines(kept) == lines
         kept.write(b"more\n")
     assert file.read_bytes() == b"".join(lines) + b"more\n"
+
+
+# ------------------------------------------------------------------------- the streams, messages
+
+class Bytes(io.TextIOWrapper):
+    """Standard input of these bytes, in a locale of another encoding."""
+
+    def __init__(self, data: bytes):
+        super().__init__(io.BytesIO(data), encoding="ascii")
+
+
+@pytest.mark.parametrize("data", ["é\n漢", "\ufeffé\n漢", "\ufeffé\r\n漢", "é\r漢"])
+def test_standard_input_is_utf_8(monkeypatch, data):
+    """With or without a byte order mark, and with the line ends of any system."""
+    monkeypatch.setattr(sys, "stdin", Bytes(data.encode()))
+    assert read_texts(["-"]) == ["é\n漢"]
+
+
+def test_arguments_in_another_locale():
+    """Python hides the bytes that the locale does not know; other bytes are no text at all."""
+    assert read_texts(["é漢", "é漢".encode().decode("ascii", "surrogateescape")]) == ["é漢", "é漢"]
+    for wrong in b"caf\xe9".decode("ascii", "surrogateescape"), "\ud800":
+        with pytest.raises(InputError, match="--prompt must be UTF-8 text, got '"):
+            read_texts([wrong])
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Run a method file in a locale of ASCII, with a model that says any characters.
+
+    returns  a function of arguments and of the text for standard input, and its folder
+    """
+    top = tmp_path_factory.mktemp("locale")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/target")
+    model = tiny("llama", seed=1, vocab_size=len(tokenizer), max_position_embeddings=256)
+    model.save_pretrained(top / "model")
+    tokenizer.save_pretrained(top / "model")
+    plain = {x: y for x, y in os.environ.items() if x != "PYTHONIOENCODING"}
+    locale = dict(LC_ALL="C", LANG="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+
+    def run(*argv, data: str = "", **more):
+        argv = [os.fsencode(x) for x in (sys.executable, *argv)]
+        return subprocess.run(argv, input=data.encode(), capture_output=True, cwd=ROOT,
+                              env=plain | locale | more)
+    return run, top
+
+
+def test_text_in_a_locale_of_ascii(other):
+    """Prompts from an argument, a file and standard input are the same prompt; the answer and the
+    trace have all characters."""
+    run, top = other
+    prompt = "Zoë counts 漢字 🙂"
+    model, tokenizer = load(str(top / "model"), "cpu", "float32")
+    ids = encode(tokenizer, prompt)
+    answer = tokens_of(autoregressive(CachedLM(model), ids), 40, {tokenizer.eos_token_id})
+    text = tokenizer.decode(answer, skip_special_tokens=True)
+    assert not text.isascii()
+    (top / "prompts").write_bytes(prompt.encode())
+    how = ["speculative.py", "--target", str(top / "model"), "--draft", str(top / "model"),
+           "--max-new-tokens", "40", "--device", "cpu"]
+    given = [["--prompt", prompt, "--prompt", prompt, "--trace", str(top / "page.html")],
+             ["--prompts", str(top / "prompts")], ["--prompt", "-"]]
+    for argv in given:
+        done = run(*how, *argv, data="\ufeff" + prompt)
+        assert done.returncode == 0, done.stderr
+        twice = len(argv) > 2
+        assert done.stdout.decode() == (text + "\n") * (1 + twice)
+        assert (prompt in done.stderr.decode()) == twice  # of several prompts each is shown
+    page = (top / "page.html").read_text(encoding="utf-8")
+    said = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"][0]["said"]
+    assert "".join(said) == tokenizer.decode(ids + answer)
+
+
+def test_what_a_terminal_cannot_show(other):
+    """An encoding that was asked for stays, without the characters that it lacks; help has some."""
+    run, top = other
+    done = run("speculative.py", "--help", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and b"?" in done.stdout and done.stdout.isascii()
+    assert not run("speculative.py", "--help").stdout.isascii()
+    done = run("models/train.py", "--stage", "x" * 100_000)
+    assert done.returncode == 2 and b"--stage" in done.stderr and len(done.stderr) < 2000
+
+
+def test_messages_are_short():
+    assert cut_message("a\n  b ") == "a b" and cut_message("x" * 600) == "x" * 600
+    long = cut_message("begin " + "x y\n" * 200_000 + " end")
+    assert long.startswith("begin x y x y") and long.endswith("x y end") and len(long) < 610
+
+
+@pytest.mark.parametrize("argv", [
+    ["--prompts", "{top}/latin"], ["--prompts", "{top}/line.jsonl"], ["--method", "{long}"],
+    ["--target", "{long}"], ["--{long}"], ["--max-new-tokens", "{long}"], ["{long}"],
+    ["--prompts", "{long}"], ["--device", "{long}"], ["--prompt", "{bytes}"]])
+def test_no_message_carries_a_whole_file(tmp_path, capsys, argv):
+    """Whatever is refused, on the command line, in a file or by argparse: one short line."""
+    (tmp_path / "latin").write_bytes(b"caf\xe9 " * 170_000)  # 850 kB
+    (tmp_path / "line.jsonl").write_text('{"prompt": ["' + "x" * 10 ** 6 + '"]}')
+    names = {"top": tmp_path, "long": "x" * 100_000, "bytes": "caf\udce9" * 50_000}
+    assert main([speculative], report, [x.format(**names) for x in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and len(err) < 700, err[:2000]
+
+
+# ----------------------------------------------------------------------- tokens as text
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["it", "don", "n", "t", "s", "v", "r", "ve", "m", "say", "x", ".", ",", "!", "?", "'", "'s",
+         "n't", "do", "not"]
+SPACED = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                            decoders.Strip(" ", 1, 0)])
+
+
+def byte_level_names() -> list[str]:
+    """Return how a byte-level tokenizer writes each byte."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in kept else next(others)) for byte in range(256)]
+
+
+BYTE_LEVEL = byte_level_names()
+
+
+def tokenizer_of(kind: str):
+    """Make a small tokenizer of a kind; "clean" stands for one that takes blanks back."""
+    clean = "clean" in kind
+    if "wordpiece" in kind:
+        pieces = ["<s>", "</s>", *WORDS, *("##" + word for word in WORDS)]
+        tokenizer = Tokenizer(models.WordPiece({x: i for i, x in enumerate(pieces)}, unk_token="x"))
+        tokenizer.decoder = decoders.WordPiece(cleanup="own" in kind)
+    elif "unigram" in kind:
+        pieces = ["<s>", "</s>", *BYTES, "▁", *WORDS, *("▁" + word for word in WORDS), "漢", "▁漢"]
+        tokenizer = Tokenizer(models.Unigram([(x, 0.0) for x in pieces], 0, byte_fallback=True))
+        tokenizer.decoder = SPACED if "bytes" in kind else decoders.Metaspace()
+    elif "byte-level" in kind:
+        pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġit", "Ġ'", "Ġ."]
+        tokenizer = Tokenizer(models.BPE({x: i for i, x in enumerate(pieces)}, []))
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        pieces = ["<s>", "</s>", *BYTES, "▁", *("▁" + word for word in WORDS), *WORDS, "漢"]
+        tokenizer = Tokenizer(models.BPE({x: i for i, x in enumerate(pieces)}, [], unk_token="x",
+                                         byte_fallback=True))
+        tokenizer.decoder = SPACED
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                                   clean_up_tokenization_spaces=clean)
+
+
+KINDS = ["wordpiece", "wordpiece, clean", "wordpiece, own", "wordpiece, own, clean", "unigram",
+         "unigram, clean", "unigram, bytes", "unigram, bytes, clean", "byte-level",
+         "byte-level, clean", "sentencepiece", "sentencepiece, clean"]
+
+
+def some_ids(tokenizer, n: int, rng: random.Random) -> list[int]:
+    """Choose tokens: any, and runs of the bytes of characters, of which some are incomplete."""
+    vocabulary = tokenizer.get_vocab()
+    signs = [x for x in vocabulary if x.strip("▁Ġ#") in (*"',.nsvr", "n't", "'s", "ve", "")]
+    ids = []
+    while len(ids) < n:
+        kind = rng.randrange(4)
+        if kind == 0:
+            ids.append(rng.randrange(len(tokenizer)))
+        elif kind == 1:
+            ids += [vocabulary[x] for x in rng.choices(signs, k=rng.randint(1, 5))]
+        elif kind == 2:
+            names = [x for x in rng.choices([x for x in vocabulary if x not in BYTES], k=4)]
+            ids += [vocabulary[x] for x in names]
+        else:
+            data = "".join(rng.choices("a漢🙂é", k=3)).encode()[:rng.randint(1, 9)]
+            named = BYTES if BYTES[0] in vocabulary else BYTE_LEVEL
+            ids += [vocabulary[named[x]] for x in data if named[x] in vocabulary]
+    return ids[:n]
+
+
+def cut(ids: list[int], rng: random.Random) -> list[list[int]]:
+    """Cut tokens into chunks of 1 to 5."""
+    chunks = []
+    while ids:
+        n = rng.randint(1, 5)
+        chunks.append(ids[:n])
+        ids = ids[n:]
+    return chunks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_text_is_the_decoding(kind, capsys):
+    """At all times a beginning of it, and in the end the whole, however tokens fall into chunks."""
+    tokenizer, rng = tokenizer_of(kind), random.Random(kind)
+    for n in [*range(1, 40), 300, 400]:
+        ids, printed = some_ids(tokenizer, n, rng), []
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+
+        def watched():
+            for chunk in cut(ids, rng):
+                yield chunk
+                printed.append(capsys.readouterr().out)
+                assert whole.startswith("".join(printed)), ids
+
+        cli.stream(watched(), tokenizer, False, [])
+        assert "".join(printed) + capsys.readouterr().out == whole + "\n", ids
+        assert "".join(split_text(tokenizer, ids)) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_not_held_back_for_long(kind):
+    """Three words after one that may be taken back it is printed: a stream is no stream else."""
+    tokenizer = tokenizer_of(kind)
+    texts, vocabulary = TokenTexts(tokenizer), tokenizer.get_vocab()
+    word = next(vocabulary[x] for x in ("▁it", "Ġit", "it") if x in vocabulary)
+    for _ in range(500):
+        before = "".join(text for _, text in texts.add(word))
+    assert before.strip() == "it" and len(texts.ids) < 200  # and old tokens are forgotten
+
+
+def test_each_token_has_its_piece():
+    """Of a text whose blanks are taken back, and of characters of several tokens."""
+    tokenizer = tokenizer_of("wordpiece, clean")
+    ids = tokenizer.convert_tokens_to_ids(["it", "'", "s", "do", "n", "'", "t", ".", "x"])
+    assert split_text(tokenizer, ids) == ["it", "", "'s", " do", "", "", "n't", ".", " x"]
+    tokenizer = tokenizer_of("byte-level")
+    ids = [tokenizer.get_vocab()[BYTE_LEVEL[x]] for x in "aé漢".encode()]
+    assert split_text(tokenizer, ids) == ["a", "", "é", "", "", "漢"]
+    assert split_text(tokenizer, ids[:-1]) == ["a", "", "é", "", "\N{REPLACEMENT CHARACTER}"]
+    assert split_text(tokenizer, []) == []
+
+
+@pytest.mark.parametrize("kind, names, said", [
+    ("sentencepiece", ["▁it", "s", "▁", "漢", "</s>"], [" it", "s", " ", "漢", "</s>"]),
+    ("wordpiece, clean", ["it", "##s", ",", "</s>"], [" it", "s", ",", " </s>"]),
+    ("byte-level", ["Ġit", BYTE_LEVEL[0xe6], "'"], [" it", "\N{REPLACEMENT CHARACTER}", "'"])])
+def test_tokens_of_a_trace(kind, names, said):
+    """In a tree a token is shown as in the middle of a text, with its blank."""
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.convert_tokens_to_ids(names)
+    call = {"ids": ids, "best": []}
+    runs = [{"prompt": [], "rounds": [{"calls": [call], "chunk": ids[:1]}]}]
+    assert say_tokens(runs, tokenizer) == dict(zip(ids, said))
+
+
+def test_guessed_tokens_are_green(capsys):
+    """Each piece has the colour of its token, also where it is printed later."""
+    tokenizer = tokenizer_of("wordpiece, clean")
+    ids = tokenizer.convert_tokens_to_ids(["say", "it", "n", ".", "x"])
+    cli.stream(iter([ids[:3], ids[3:4], ids[4:]]), tokenizer, True, [])
+    green = "\033[32m{}\033[0m".format
+    assert capsys.readouterr().out == f"{green('say')}{green(' it')} n. x\n"
+
+
+def test_a_tokenizer_in_python_may_take_back_anything(tmp_path, capsys):
+    """Its text comes in the end. CTRL's words go on after "@@"."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "hel@@": 1, "lo": 2, "you": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    cli.stream(iter([[1], [2, 3], [1]]), tokenizer, False, [])
+    assert capsys.readouterr().out == tokenizer.decode([1, 2, 3, 1]) + "\n" == "hello you hel@@\n"

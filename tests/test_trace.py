@@ -133,8 +133,11 @@ def test_text_is_shown_and_never_run(embedded):
     inside = written[len(script):len(written) - len(empty)]
     assert "<" not in inside and inside.isascii()
     known = json.loads(inside)
-    assert "</script><img src=x onerror=alert(1)>" in "".join(
-        known["texts"][str(x)] for x in prompt)
+    [shown] = known["runs"]
+    assert "".join(shown["said"][:len(prompt)]) == tokenizer.decode(prompt)
+    answer = [x for step in shown["rounds"] for x in step["chunk"]]
+    assert "".join(shown["said"]) == tokenizer.decode(prompt + answer)
+    assert "</script><img src=x onerror=alert(1)>" in "".join(shown["said"])
     assert "innerHTML" not in script + empty and "http" not in (script + empty).replace(
         "http://www.w3.org/2000/svg", "")
 
