@@ -25,7 +25,7 @@ from tqdm import tqdm
 from bench import Bench, Results, ROOT, options, perform, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
-from cllm import fit, training_rows  # noqa: E402  (the path is set above)
+from cllm import fit, read_examples  # noqa: E402  (the path is set above)
 from common import (CachedLM, InputError, Sampler, autoregressive,  # noqa: E402
                     context_length, eos_ids, greedy, load, row_costs, until, vocab_size)
 from jacobi import lookahead  # noqa: E402
@@ -80,7 +80,7 @@ def consistency(args) -> None:
     The trained model of the long run stays in the folder `cllm` of --work.
     """
     untrained, tokenizer = load(args.target, args.device, "float32")
-    n, rows, held_out = training_rows(args.data, untrained, seed=0)
+    n, rows, held_out = read_examples(args.data, untrained, seed=0)
     rows, held_out = ([row for row in some if len(row["prompt"]) <= args.longest]
                       for some in (rows, held_out))
     if not rows or not held_out:

@@ -707,14 +707,14 @@ WRONG_OPTIONS = [
     ("bita", "train --out /no/such/x --prompt x", "unrecognized arguments: --prompt x"),
     ("bita", "train --out /no/such/x --steps 0", "expected steps, batch"),
     ("bita", "--tree full train", "unrecognized arguments: train"),
-    ("cllm", "--n 1", "n of 2 or more, got 1"),
+    ("cllm", "--n 1", "--n must be 2 or more, got 1"),
     ("cllm", "collect", "the following arguments are required: --out"),
-    ("cllm", "collect --out /no/such/x --n 1", "n of 2 or more"),
+    ("cllm", "collect --out /no/such/x --n 1", "--n must be 2 or more, got 1"),
     ("cllm", "train --out /no/such/x", "the following arguments are required: --data, --lr"),
     ("cllm", "train --data x --out x --lr 1 --prompts x", "unrecognized arguments: --prompts x"),
     ("cllm", "train --data /no/such/x --out x --lr 1", "a file made by `python cllm.py collect`"),
     ("cllm", "profile --after /no/such/model", "got '/no/such/model'"),
-    ("cllm", "profile --n 1", "max-new-tokens of 1 or more, got 1 and 128"),
+    ("cllm", "profile --n 1", "--n must be 2 or more, got 1"),
 ]
 
 

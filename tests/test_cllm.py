@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import cli
 import cllm as module
 import jacobi
-from cllm import (Pair, augmented, cllm, collect, distance, drawn, fit, losses, profile,
-                  profile_of, read_trajectories, repeats, train, training_tree, trajectories)
+from cllm import (StatePair, augment_states, cllm, collect, distance, find_trajectories, fit,
+                  losses, profile, profile_of, read_trajectories, repeats, sample_pairs, train,
+                  training_tree)
 from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
 from fake_models import ScriptedLM, markov, path_to
 from families import CONTEXT, tiny
@@ -39,7 +40,8 @@ class Wordless:
 
 def collected(model, n=6, limit=20, eos=frozenset(), numbers=(0, 1, 2, 3), **options):
     prompts = [PROMPTS[i] for i in numbers]
-    return trajectories(model, prompts, list(numbers), n=n, limit=limit, eos=set(eos), **options)
+    return find_trajectories(model, prompts, list(numbers), n=n, limit=limit, eos=set(eos),
+                             **options)
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -78,7 +80,7 @@ def test_guesses_are_seeded_by_the_sampler():
         tokens_of(method, 5)
         first.append(log[0]["states"][0])
     assert first[0] == first[1] != first[2]
-    with pytest.raises(InputError, match="expected n of 2 or more, got 1"):
+    with pytest.raises(InputError, match="--n must be 2 or more, got 1"):
         next(cllm(None, [1], n=1))
 
 
@@ -129,7 +131,7 @@ def test_trajectories_follow_the_iteration_to_the_autoregressive_output(family):
             for before, after in itertools.pairwise(path):
                 lm.start(context)
                 assert lm.forward(before[:-1]).argmax(-1).tolist() == after[1:]
-            final = [module.right_until(y, path[-1]) for y in path]
+            final = [module.count_right(y, path[-1]) for y in path]
             assert final == sorted(set(final)) and final[-1] == 6
             assert set(path[0][1:]) <= set(prompt)
             context = context + path[-1]
@@ -166,7 +168,7 @@ def test_augmentation_only_sets_wrong_tokens_right():
     rng, wrong, righted = random.Random(0), 0, 0
     path = [[1, *(rng.choice([0, i]) for i in range(2, 12))] for _ in range(200)]
     path.append([1, *range(2, 12)])
-    new = augmented(path, 0.3, rng)
+    new = augment_states(path, 0.3, rng)
     assert new[-1] == path[-1] and len(new) == len(path)
     changed = [(before, after) for before, after in zip(path, new) if before != after]
     assert 50 < len(changed) < 110
@@ -177,7 +179,7 @@ def test_augmentation_only_sets_wrong_tokens_right():
             assert token in (old, right)
             wrong, righted = wrong + (old != right), righted + (token != old)
     assert 0.2 < righted / wrong < 0.45
-    assert augmented(path, 0, rng) == path
+    assert augment_states(path, 0, rng) == path
 
 
 @pytest.mark.parametrize("text", [
@@ -283,7 +285,7 @@ def test_answers_that_repeat_themselves_are_dropped(tmp_path, capsys):
     _, rows = read_trajectories(tmp_path / "a")
     assert [row["blocks"] for row in rows] == [[]] * 4 and rows[0]["answer"] == [0] * 23
     assert "4 prompts, 4 answers dropped for repetition" in capsys.readouterr().out
-    with pytest.raises(InputError, match="trajectories of 2 prompts or more in .*, got 0"):
+    with pytest.raises(InputError, match="--data must have trajectories of 2 prompts .* got 0"):
         train(model, Wordless(), data=tmp_path / "a", out=tmp_path / "out", lr=1e-3)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids: "She has four apples.\n" * 3)
     collect(tiny("llama"), tokenizer, PROMPTS, out=tmp_path / "b", n=6, max_new_tokens=20)
@@ -321,7 +323,7 @@ ROWS = rows_of(tiny("llama"))
 def test_losses_equal_a_plain_computation(name, local, kind):
     """Eqs. 4 to 6 position by position, a forward pass each, in float64."""
     model = tiny(name).double()
-    rows, pairs = drawn(rows_of(model), 4, 2, local, random.Random(1))
+    rows, pairs = sample_pairs(rows_of(model), 4, 2, local, random.Random(1))
 
     def q(ids):
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].softmax(-1)
@@ -349,7 +351,7 @@ def test_losses_equal_a_plain_computation(name, local, kind):
 def test_no_gradient_flows_through_the_stopped_side(monkeypatch):
     """It is that of the students alone: as with the teacher's logits as constants."""
     model, seen = tiny("llama"), []
-    rows, pairs = drawn(rows_of(model), 4, 2, False, random.Random(1))
+    rows, pairs = sample_pairs(rows_of(model), 4, 2, False, random.Random(1))
 
     def spy(kind, teacher, student):
         seen.append((teacher.detach().clone(), teacher.requires_grad, student.requires_grad))
@@ -376,7 +378,7 @@ def test_a_divergence_is_0_for_equals_alone(kind):
 def test_a_state_that_is_the_fixed_point_costs_nothing():
     model = tiny("llama")
     rows = rows_of(model)
-    pairs = [[Pair(root, path[-1], path[-1]) for root, path in row["blocks"]] for row in rows]
+    pairs = [[StatePair(root, path[-1], path[-1]) for root, path in row["blocks"]] for row in rows]
     consistency, ar = losses(model, rows, pairs)
     (consistency + ar).backward()
     assert consistency.item() == 0 and ar.item() > 0
@@ -386,11 +388,11 @@ def test_a_state_that_is_the_fixed_point_costs_nothing():
 def test_a_state_leaves_the_answer_at_its_first_wrong_token():
     row, y_star = {"prompt": [5, 6], "answer": [7, 8, 9, 10, 11]}, [6, 7, 8, 9, 10, 11]
     y = [6, 7, 0, 9, 2, 3]
-    ids, parents, compared = training_tree(row, [Pair(1, y, y_star)])
+    ids, parents, compared = training_tree(row, [StatePair(1, y, y_star)])
     assert ids == [5, 6, 7, 8, 9, 10, 11, 0, 9, 2]  # the 3 predicts nothing in its block
     assert parents == [-1, 0, 1, 2, 3, 4, 5, 2, 7, 8]
     assert compared == [(3, 7), (4, 8), (5, 9)]
-    local = Pair(1, [6, 0, 0, 9, 2, 3], [6, 7, 4, 9, 2, 3])  # the next state is the teacher
+    local = StatePair(1, [6, 0, 0, 9, 2, 3], [6, 7, 4, 9, 2, 3])  # the next state is the teacher
     ids, parents, compared = training_tree(row, [local])
     assert ids[7:] == [4, 9, 2, 0, 0, 9, 2] and parents[7:] == [2, 7, 8, 1, 10, 11, 12]
     assert compared == [(2, 10), (7, 11), (8, 12), (9, 13)]
@@ -403,13 +405,13 @@ def test_states_are_drawn_evenly_and_never_the_fixed_point():
     rows = [{"prompt": [1], "answer": [2, 3], "blocks": [(0, path), (3, [[4, 5, 6]])]}] * 2
     for seed in range(500):
         local = seed % 2 == 0
-        for _, pairs in zip(*drawn(rows, 2, 1, local, random.Random(seed))):
+        for _, pairs in zip(*sample_pairs(rows, 2, 1, local, random.Random(seed))):
             [pair] = pairs
             j = path.index(pair.y)
             assert pair.start == 0
             assert pair.y_goal == path[j + 1 if local else 2]
             counts[j] += 1
-    both = drawn(rows, 2, 5, False, random.Random(0))[1]
+    both = sample_pairs(rows, 2, 5, False, random.Random(0))[1]
     assert [sorted(pair.y for pair in pairs) for pairs in both] == [sorted(path[:2])] * 2
     assert min(counts) > 420
 
@@ -425,10 +427,10 @@ def test_training_raises_the_tokens_per_call():
     first, last = curve[0], curve[120]
     assert last["consistency"] < 0.2 * first["consistency"] and last["ar"] < first["ar"]
     assert last["per_call"] > 1.3 * first["per_call"]
-    answers, figures = module.decoded(model, rows, {3}, 6)
+    answers, figures = module.decode_examples(model, rows, {3}, 6)
     assert figures.items() <= last.items() and first["kept"] == 1  # they are its own answers
     changed = [row | {"answer": [9] + row["answer"][1:]} for row in rows[:1]] + rows[1:]
-    assert module.decoded(model, changed, {3}, 6)[1]["kept"] == (
+    assert module.decode_examples(model, changed, {3}, 6)[1]["kept"] == (
         pytest.approx(figures["kept"] - (answers[0][:32] == rows[0]["answer"][:32]) / len(rows)))
     log = []
     for row in rows:
@@ -469,14 +471,14 @@ def test_three_steps_by_hand(optimizer, clipped, options, monkeypatch):
     lr = 0.01 if optimizer is torch.optim.AdamW else 1.0
 
     def spy(some, *args):
-        made = drawn(some, *args)
+        made = sample_pairs(some, *args)
         assert some in (rows, held_out)
         if some is rows:
             draws.append(made)
             assert args[:3] == (options["batch"], options["states"], options["local"])
         return made
-    monkeypatch.setattr(module, "drawn", spy)
-    monkeypatch.setattr(module, "decoded", lambda model, some, *_: decoded.append(some) or (
+    monkeypatch.setattr(module, "sample_pairs", spy)
+    monkeypatch.setattr(module, "decode_examples", lambda model, some, *_: decoded.append(some) or (
         "answers", {"per_call": 1.0, "kept": 1.0}))
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)
     fit(model, rows, held_out, {3}, 6, steps=3, lr=lr, **options)
@@ -641,11 +643,15 @@ def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):
     assert answer == prompt + tokens_of(autoregressive(lm, prompt), 20, {1, 3})
 
 
-@pytest.mark.parametrize("wrong", [
-    dict(steps=0), dict(batch=0), dict(states=0), dict(accumulate=0), dict(lr=0), dict(w=-1),
-    dict(divergence="tvd")])
-def test_wrong_numbers_are_refused(wrong, tmp_path):
-    with pytest.raises(InputError, match="expected (steps|a divergence)"):
+@pytest.mark.parametrize("wrong, said", [
+    (dict(steps=0), "--steps must be 1 or more, got 0"),
+    (dict(batch=0), "--batch must be 1 or more, got 0"),
+    (dict(states=0), "--states must be 1 or more, got 0"),
+    (dict(accumulate=0), "--accumulate must be 1 or more, got 0"),
+    (dict(lr=0), "--lr must be above 0, got 0"), (dict(w=-1), "--w must be 0 or more, got -1"),
+    (dict(divergence="tvd"), "--divergence must be forward-kl, reverse-kl, jsd, got tvd")])
+def test_wrong_numbers_are_refused(wrong, said, tmp_path):
+    with pytest.raises(InputError, match=said):
         train(LLAMA, Saved(), data=written(tmp_path / "d", ROWS), out=tmp_path / "out",
               **dict(lr=1e-3) | wrong)
     assert not (tmp_path / "out").exists()
@@ -781,19 +787,24 @@ def test_the_file_itself_collects_trains_tunes_and_decodes(small, tmp_path, monk
     (["collect", "--prompts", "good", "--out", "good/below"], "File exists"),
     (["collect", "--prompts", "good", "--out", "good"], "expected a file made by"),
     (["collect", "--prompts", "good", "--out", "few"], "to hold trajectories of this model"),
-    (["collect", "--prompts", "good", "--out", "o", "--n", "1"], "expected n of 2 or more"),
-    (["collect", "--out", "o", "--max-new-tokens", "0"], "max-new-tokens and batch of 1 or more"),
-    (["collect", "--out", "o", "--batch", "0"], "max-new-tokens and batch of 1 or more"),
-    (["collect", "--out", "o", "--augment", "1.5"], "augment of 0 to 1, got 16, 128, 32 and 1.5"),
+    (["collect", "--prompts", "good", "--out", "o", "--n", "1"], "--n must be 2 or more, got 1"),
+    (["collect", "--out", "o", "--max-new-tokens", "0"],
+     "--max-new-tokens must be 1 or more, got 0"),
+    (["collect", "--out", "o", "--batch", "0"], "--batch must be 1 or more, got 0"),
+    (["collect", "--out", "o", "--augment", "1.5"], "--augment must be 0 to 1, got 1.5"),
+    (["profile", "--n", "1"], "--n must be 2 or more, got 1"),
+    (["profile", "--max-new-tokens", "0"], "--max-new-tokens must be 1 or more, got 0"),
     (["train", "--data", "none", "--out", "o", "--lr", "1e-3"], "expected a file made by"),
-    (["train", "--data", "few", "--out", "o", "--lr", "1"], "expected trajectories of 2 prompts"),
+    (["train", "--data", "few", "--out", "o", "--lr", "1"],
+     "--data must have trajectories of 2 prompts or more, got 0 in"),
     (["train", "--data", "others", "--out", "o", "--lr", "1"], "token ids beyond its vocabulary"),
-    (["train", "--data", "few", "--out", "o", "--lr", "1e-3", "--steps", "0"], "expected steps"),
+    (["train", "--data", "few", "--out", "o", "--lr", "1e-3", "--steps", "0"],
+     "--steps must be 1 or more, got 0"),
     (["train", "--data", "few", "--out", "o", "--lr", "1", "--divergence", "tvd"],
-     "expected a divergence of"),
+     "--divergence must be forward-kl, reverse-kl, jsd, got tvd"),
     (["train", "--data", "few"], "the following arguments are required: --out, --lr"),
     (["profile", "--steps", "1"], "unrecognized arguments: --steps 1"),
-    (["--prompt", "x", "--n", "1"], "expected n of 2 or more"),
+    (["--prompt", "x", "--n", "1"], "--n must be 2 or more, got 1"),
     (["--prompt", "x", "--target", "no/such/directory"], "expected a model directory")])
 def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):
     monkeypatch.chdir(small)
@@ -820,7 +831,7 @@ def test_the_embedded_cllm():
 def test_prompts_with_other_numbers_have_other_guesses():
     """The same prompt twice; both come to the same answer."""
     model, prompt = tiny("llama"), PROMPTS[2]
-    first, second = trajectories(model, [prompt] * 2, [2, 5], n=6, limit=20, eos=set())
+    first, second = find_trajectories(model, [prompt] * 2, [2, 5], n=6, limit=20, eos=set())
     assert first != second and [path[-1] for path in first] == [path[-1] for path in second]
 
 
@@ -840,12 +851,12 @@ def test_held_out_rows_are_measured_as_the_others_are_trained_on(monkeypatch):
 
     def spy_drawn(rows, *args):
         seen.add(args[:3])
-        return drawn(rows, *args)
+        return sample_pairs(rows, *args)
 
     def spy_losses(model, rows, pairs, kind="forward-kl"):
         seen.add(kind)
         return losses(model, rows, pairs, kind)
-    monkeypatch.setattr(module, "drawn", spy_drawn)
+    monkeypatch.setattr(module, "sample_pairs", spy_drawn)
     monkeypatch.setattr(module, "losses", spy_losses)
     fitted(steps=1, divergence="jsd", local=True)
     assert seen == {(2, 2, True), "jsd"}

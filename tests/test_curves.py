@@ -342,7 +342,7 @@ def test_what_a_run_is_trained_on(trajectories, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(curves, "fit", fit)
     monkeypatch.setattr(sys, "argv", ["curves.py", "consistency", *argv])
     curves.main()
-    rows, held_out = curves.training_rows(tmp_path / "data.jsonl", model, seed=0)[1:]
+    rows, held_out = curves.read_examples(tmp_path / "data.jsonl", model, seed=0)[1:]
     assert [len(x[0]) for x in runs] == [len(rows)] * 4 + [(len(rows) + 3) // 4]
     assert [x[1]["w"] for x in runs] == [10, 10, 1, 10, 10]
     assert [(x[1]["steps"], x[1]["reports"]) for x in runs] == [(4, 2)] + [(2, 1)] * 4
@@ -377,7 +377,7 @@ def test_consistency_training_over_its_steps(trajectories, embedded, capsys, mon
         least, most = map(float, row[3].strip("[]").split(", "))
         assert least <= float(row[2]) <= most
     lm = CachedLM(model)
-    rows = curves.training_rows(tmp_path / "data.jsonl", model, seed=0)[2][:2]
+    rows = curves.read_examples(tmp_path / "data.jsonl", model, seed=0)[2][:2]
     expected = [tokens_of(autoregressive(lm, row["prompt"]), 7) for row in rows]
     assert [row[0] for row in answers[0][1:]] == [
         tokenizer.decode(x).replace("\n", " ").replace("|", "/").strip() for x in expected]
