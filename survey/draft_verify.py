@@ -8,9 +8,9 @@ Decoding", arXiv 2309.08168
 
 A block is the attention or the MLP of a layer. A layer without a block hands on what it read.
 
-    draft    root -> x̂_1 -> x̂_2 -> …         one call each, without the blocks; up to K guesses, or
-                                            until a guess had less than the draft probability γ
-    verify   root, x̂_1, x̂_2, …              one call of the whole model
+    draft    root -> x̂_1 -> x̂_2 -> …    one call each, without the blocks; up to K guesses, or
+                                        until a guess had less than the draft probability γ
+    verify   root, x̂_1, x̂_2, …          one call of the whole model
     γ        rises after a round if less than 0.9 of the guesses was accepted recently, else falls
 
 The paper's K is the option `gamma` here, as in speculative.py, and the paper's γ is `threshold`.

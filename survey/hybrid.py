@@ -1,4 +1,4 @@
-"""One tree from all that guesses, each node with a measured chance, as wide as it pays right now.
+"""One tree holds all guesses, each node has a measured chance, and rows are added while they pay.
 
 hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained guess, of Medusa or
          Hydra (medusa.py) or EAGLE (eagle.py), in one tree. Others choose one source a step
@@ -7,19 +7,23 @@ hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained gu
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
     python -m survey.hybrid --prompt "..."
 
-    … the cat ── sat 1.00 ─┬─ on .71 ─┬─ the .52 ── mat .30          a child's chance is that of
-                           ├─ in .12  └─ a .11                       its parent times its own
+    … the cat ── sat 1.00 ─┬─ on .71 ─┬─ the .52 ── mat .30          a child's chance is its
+                           ├─ in .12  └─ a .11                       parent's times its own
                            └─ there .06
 
-A node's children are asked of n-grams of the text and of a datastore (ngrams.py), with text and
-path as their context. At the root a trained guess enters as a mixture, w p_guess + (1 - w) p_ngram,
-where the n-grams are not sure. The tree is grown best first and ends where a node's chance is below
-its price, the seconds of one more row over those that a final token takes of late.
+The children of a node come from n-grams of the text and of a datastore (ngrams.py), looked up after
+the text and the node's path. At the root, where the n-grams are not sure, a trained guess is mixed
+in, w p_guess + (1 - w) p_ngram.
 
-Lossless: the tree depends on final text, features and measured costs alone (`walk`).
+The tree grows best first. It ends where a node's chance is below the price of a row:
+
+    price = seconds that one more row takes · final tokens a second, by the latest calls
+
+So the number of rows to verify is chosen by chances and measured costs in each round.
+
+Lossless, because the tree depends on final text, features and measured costs alone (`walk`).
 """
 import heapq
-import json
 import sys
 import time
 from collections import deque
@@ -34,22 +38,29 @@ from tqdm import tqdm
 from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
 from survey.eagle import Pairs, feed, load_draft
 from survey.medusa import load_heads
-from survey.ngrams import NGrams, fitted, interpolated, load_trust, weight
-from survey.parts import MODELS, logits_of, some_embeddings
+from survey.ngrams import SEEN, SOURCES, NGrams, fit_trust, fit_weight, mix_entries
+from survey.parts import MODELS, load_facts, logits_of, save_facts
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
 
 MOST = 64  # nodes of a tree
 LEAST = 0.01  # chance of a node
 RANKS = 10  # guesses of a trained part
-SURE = 0.5  # an n-gram's chance with which no trained part is asked
+SURE = 0.5  # with an n-gram's chance of this or more, no trained part is asked
+RECENT = 64  # calls that prices are estimated from
 GUESSES = ("none", "medusa", "hydra", "eagle")
 
 
 # ------------------------------------------------------------------------------ a trained part
 
 class Trained:
-    """A trained part, asked for what comes after the text: a first head of Medusa or Hydra, which
-    reads the last of the `pairs`, or EAGLE's layer, which reads all since it was asked last."""
+    """A trained part that guesses what comes after the text.
+
+    A first head of Medusa or Hydra reads the last one of the `pairs` that are waiting. EAGLE's
+    layer reads all of them, because its cache has the earlier ones.
+
+    kind  medusa, hydra or eagle
+    path  its file
+    """
 
     def __init__(self, target: CachedLM, kind: str, path: str):
         model = target.model
@@ -62,19 +73,21 @@ class Trained:
                                      lambda: type(target)(self.part.lm, target.vocab))
         else:
             self.part = target.once((kind, path), lambda: load_heads(path, kind, model))
-            self.logits = target.once((self.part, "logits"), lambda: logits_of(model))
+            self.to_logits = target.once((self.part, "logits"), lambda: logits_of(model))
 
     def start(self, pairs: Pairs) -> None:
+        """Forget everything and begin with the pairs of a prompt."""
         self.waiting = [pairs] if pairs.tokens else []
         if self.layer:
             self.layer.start([])
 
-    def add(self, pairs: Pairs) -> None:  # heads read the last pair alone
+    def add(self, pairs: Pairs) -> None:
+        """Append the pairs of tokens that became final."""
         self.waiting = [*self.waiting, pairs] if self.layer else [pairs]
 
     @torch.inference_mode()
     def predict(self) -> dict[str, float]:
-        """{next token: its chance}, the likeliest ones; none without a pair."""
+        """Return {next token: its chance} of the likeliest tokens; nothing without a pair."""
         if not self.waiting:
             return {}
         before, features, tokens = zip(*self.waiting)
@@ -83,57 +96,89 @@ class Trained:
             logits = feed(self.part, self.layer, [pairs])
             self.waiting = []
         else:
-            feature = features[-1][-1:]
+            feature = features[-1][-1:]  # [1, d]
             between = self.embed(torch.tensor(tokens[-1][-1:], device=feature.device))[:, None]
-            logits = self.logits(self.part.lm_head(self.part(1, feature, between)))
-        p = logits[0, :self.vocab].float().softmax(-1).nan_to_num(0.0)  # of a part that overflows
+            logits = self.to_logits(self.part.lm_head(self.part(1, feature, between)))
+        p = logits[0, :self.vocab].float().softmax(-1)
+        p = p.nan_to_num(0.0)  # a part that overflows guesses nothing
         best = p.topk(min(RANKS, len(p)))
-        return dict(zip(as_text(self.part.vocab[best.indices].tolist()), best.values.tolist()))
+        guessed = as_text(self.part.vocab[best.indices].tolist())
+        return dict(zip(guessed, best.values.tolist()))
 
 
 # ---------------------------------------------------------------------------------- the tree
 
-def grow(ngrams: NGrams, ask: Callable[[], dict[str, float]], w: float, most: int,
+def predict_children(ngrams: NGrams, path: str, ask: Callable | None, w: float) -> dict[str, float]:
+    """Return {token: its chance} for the children of a node.
+
+    path  the tokens from below the root down to the node, "" for the root
+    ask   ask() gives a trained part's chances of the root's children; None without a part
+    w     the weight of these chances
+    """
+    chances = ngrams.predict(path)
+    sure = max(chances.values(), default=0.0) >= SURE
+    if path or ask is None or sure:
+        return chances
+    guessed = ask()
+    if not any(guessed.values()):
+        return chances
+    return {x: w * guessed.get(x, 0.0) + (1 - w) * chances.get(x, 0.0) for x in chances | guessed}
+
+
+def grow(ngrams: NGrams, ask: Callable[[], dict[str, float]] | None, w: float, most: int,
          least: float) -> tuple[list[int], list[int], list[float]]:
-    """(ids, parents, chances) of the `most` likeliest nodes with a chance of `least`, the root, the
-    text's last token, first. ask(), if any: a trained part's chances of the root's children, which
-    enter with the weight w."""
-    nodes, parents, chances = [], [], []  # of a node its path as text
-    heap, pushed = [(-1.0, 0, -1, "")], 0  # of equals the first that was pushed
+    """Grow the tree of the likeliest nodes, best first.
+
+    ask, w   a trained part and its weight, as in `predict_children`
+    most     the most nodes, the root among them
+    least    the least chance of a node
+    returns  ids, parents and chances of the nodes; node 0 is the root, the last token of the text
+    """
+    nodes, parents, chances = [], [], []  # nodes: the path of each
+    heap = [(-1.0, 0, -1, "")]  # (minus the chance, number, parent, path)
+    pushed = 0  # the number decides among equals: what was pushed first comes first
     while heap:
         negative, _, parent, path = heapq.heappop(heap)
-        here = -negative
+        chance = -negative
         nodes.append(path)
         parents.append(parent)
-        chances.append(here)
+        chances.append(chance)
         if len(nodes) == most:
             break
-        below = ngrams.predict(path)
-        if not path and ask and max(below.values(), default=0.0) < SURE:
-            guessed = ask()
-            if any(guessed.values()):
-                below = {x: w * guessed.get(x, 0.0) + (1 - w) * below.get(x, 0.0)
-                         for x in below | guessed}
-        for token, chance in below.items():
-            if here * chance >= least:
+        for token, share in predict_children(ngrams, path, ask, w).items():
+            if chance * share >= least:
                 pushed += 1
-                heapq.heappush(heap, (-here * chance, pushed, len(nodes) - 1, path + token))
+                heapq.heappush(heap, (-chance * share, pushed, len(nodes) - 1, path + token))
     root = ngrams.text[-1]
     return as_tokens(root + "".join(path[-1] for path in nodes[1:])), parents, chances
 
 
-def prices(costs: list[float], late: Iterable[tuple]) -> tuple[float, float]:
-    """(seconds that a row more takes, final tokens a second) by the latest calls, each (rows,
-    seconds, tokens). Two calls that the clock measured come first, of 1 and of 16 rows."""
-    calls = [(1, costs[1], 1), (16, costs[16], 0), *late]
+def estimate_prices(costs: list[float], recent: Iterable[tuple]) -> tuple[float, float]:
+    """Estimate what a row costs and how fast tokens become final.
+
+    costs    [n]: seconds of a call of n rows, as the clock measured them
+    recent   (rows, seconds, final tokens) of the latest calls
+    returns  the seconds of one more row, which is the slope of seconds over rows, and the final
+             tokens a second of the latest calls and of one autoregressive call
+
+    Two calls that the clock measured, of 1 and of 16 rows, are added for the slope. Otherwise a
+    text whose calls all have one row would give none.
+    """
+    one, sixteen = costs[1], costs[16]
+    calls = [(1, one, 1), (16, sixteen, 0), *recent]
     rows, seconds, tokens = zip(*calls)
-    row = linear_regression(rows, seconds).slope
-    return max(0.0, row), sum(tokens) / (sum(seconds) - costs[16])
+    slope = linear_regression(rows, seconds).slope
+    return max(0.0, slope), sum(tokens) / (sum(seconds) - sixteen)
 
 
-def width(chances: list[float], costs: list[float], rate: float) -> int:
-    """How many of the best nodes are worth `rate` times the seconds of their call: a call's cost
-    rises in steps."""
+def choose_width(chances: list[float], costs: list[float], rate: float) -> int:
+    """Choose how many of the best nodes to verify.
+
+    chances  of the nodes, the best first
+    costs    [n]: seconds of a call of n rows, which rise in steps
+    rate     final tokens a second: what a second is worth
+    returns  the number for which expected tokens less the worth of the call's seconds are the most
+    """
     worth = [tokens - rate * cost for tokens, cost in zip(accumulate(chances), costs[1:])]
     return worth.index(max(worth)) + 1
 
@@ -148,39 +193,44 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
     adapter:   file of the heads or the layer; default: models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
     trust:     a file made by `python -m survey.hybrid fit`
-    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path"} a call: the
-    chances of the guesses and which of them, from 0, were accepted.
+    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path"} a call.
+
+    "chances" are those of the guesses. "path" says which guesses, from 0, were accepted.
     """
-    if guess not in GUESSES or not 0 <= nodes <= MOST:
-        raise InputError(f"expected a guess of {', '.join(GUESSES)} and nodes of 0 to {MOST}, got "
-                         f"{guess} and {nodes}")
+    if guess not in GUESSES:
+        raise InputError(f"--guess must be {', '.join(GUESSES)}, got {guess}")
+    if not 0 <= nodes <= MOST:
+        raise InputError(f"--nodes must be 1 to {MOST}, or 0, got {nodes}")
     store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
-    known = target.once(("trust", trust), lambda: load_trust(trust, target.model))
-    if guess not in known["w"]:
-        raise InputError(f"expected a guess that {trust!r} has a weight of, got {guess}")
-    w = known["w"][guess]
-    trained = None
+    facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
+    if guess not in facts["w"]:
+        raise InputError(f"--guess must be one that {trust!r} has a weight for, got {guess}")
+    trained, ask = None, None
     target.start(prompt[:-1])
     if guess != "none":
         trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
         trained.start(Pairs(prompt[:-1], target.features, prompt[1:]))
-    ngrams = NGrams(as_text(prompt), store, known["trust"])
-    late = deque(maxlen=64)  # calls
+        ask = trained.predict
+    ngrams = NGrams(as_text(prompt), store, facts["trust"])
+    recent = deque(maxlen=RECENT)  # calls
     while True:
+        # Grow, as far as a node's chance is worth a row
         power = max(target.length, 255).bit_length()
         costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
         began = time.perf_counter()
-        row, rate = prices(costs, late)
+        row, rate = estimate_prices(costs, recent)
         least = LEAST if nodes else max(LEAST, row * rate)
-        ids, parents, chances = grow(ngrams, trained and trained.predict, w, nodes or MOST, least)
-        m = nodes or width(chances, costs, rate)
+        ids, parents, chances = grow(ngrams, ask, facts["w"][guess], nodes or MOST, least)
+        m = nodes or choose_width(chances, costs, rate)
         ids, parents, chances = ids[:m], parents[:m], chances[:m]
+        # Verify
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
+        # Learn what became final
         ngrams.add(as_text(chunk))
         if trained:
             trained.add(Pairs([ids[x] for x in path], target.features[path], chunk))
-        late.append((len(ids), time.perf_counter() - began, len(chunk)))
+        recent.append((len(ids), time.perf_counter() - began, len(chunk)))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1,
                         "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
@@ -191,44 +241,56 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
 
 def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
         datastore: str = DATASTORE, adapters: str = MODELS, max_new_tokens: int = 200) -> None:
-    """Measure, on a model's own answers to prompts, how far n-grams are to be trusted, and trained
-    parts, whose training should not have seen them, beside n-grams.
+    """Measure on a model's own answers how far to trust n-grams, and trained parts beside them.
+
+    The training of the parts should not have seen the prompts.
 
     out:       the JSON file to make
     work:      folder of answers (default: OUT.work)
-    datastore: a file made by `python -m survey.rest build`; what it has of these answers is left
-               out of it
+    datastore: a file made by `python -m survey.rest build`, from which these answers are left out
     adapters:  folder of medusa.safetensors, hydra.safetensors, eagle.safetensors or some of them
     max_new_tokens: of an answer
     """
     from models.training import collect_examples
     work = work or Path(f"{out}.work")
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=0), [])
-    few = min(32, max_new_tokens)  # tokens that an answer is known by
+    # The datastore without these answers, which it tells by their first tokens
+    few = min(32, max_new_tokens)
     begins = {as_text(answer[:few]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)
-    others = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
+    store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
     lm = CachedLM(model)
-    parts = {kind: Trained(lm, kind, str(path)) for kind in GUESSES[1:]
-             if (path := Path(adapters) / f"{kind}.safetensors").exists()}
-    tokens, entries, guessed = replayed(lm, data, others, parts)
-    trust = fitted([[(place, counts[token] / counts.total()) for place, counts in some]
-                    for token, some in zip(tokens, entries)])
-    q = [interpolated(some, trust) for some in entries]
-    asked = [i for i, chances in enumerate(q) if max(chances.values(), default=0.0) < SURE]
-    by_ngrams = [q[i].get(tokens[i], 0.0) for i in asked]
-    w = {kind: weight([p[i] for i in asked], by_ngrams) for kind, p in guessed.items()}
-    facts = {"model": some_embeddings(model)[:16, :16].tolist(), "trust": trust,
-             "w": {"none": 0.0} | w}
-    out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    parts = {}
+    for kind in GUESSES[1:]:
+        path = Path(adapters) / f"{kind}.safetensors"
+        if path.exists():
+            parts[kind] = Trained(lm, kind, str(path))
+    tokens, entries, guessed = replay_answers(lm, data, store, parts)
+    chains = []
+    for token, found in zip(tokens, entries):
+        chains.append([(place, counts[token] / counts.total()) for place, counts in found])
+    trust = fit_trust(chains)
+    # The weight of a part, where the n-grams are not sure
+    by_ngrams = [mix_entries(found, trust) for found in entries]
+    asked = [i for i, chances in enumerate(by_ngrams) if max(chances.values(), default=0.0) < SURE]
+    q = [by_ngrams[i].get(tokens[i], 0.0) for i in asked]
+    w = {kind: fit_weight([p[i] for i in asked], q) for kind, p in guessed.items()}
+    save_facts(out, {"model": model}, trust=trust, w={"none": 0.0} | w)
     print(f"{len(tokens):,} tokens; weights of the trained parts where n-grams are not sure, for "
           f"{len(asked):,} of them: {w}")
 
 
-def replayed(lm: CachedLM, data: list[tuple], store: Datastore, parts: dict[str, Trained]):
-    """(tokens, entries, guessed): all tokens of the answers of (prompt, answer) pairs; of each what
-    the n-grams have before it, and by each part its chance."""
-    tokens, entries, guessed = "", [], {kind: [] for kind in parts}
+def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
+                   parts: dict[str, Trained]) -> tuple[str, list[list], dict[str, list[float]]]:
+    """Ask n-grams and trained parts before each token of answers, as decoding would.
+
+    data     pairs of a prompt and an answer
+    returns  tokens, those of all answers as a text; entries, for each token what `list_entries` of
+             the n-grams yields before it; and {kind of part: its chance of each token}
+    """
+    tokens = ""
+    entries = []
+    guessed = {kind: [] for kind in parts}
     for prompt, answer in tqdm(data, desc="answers"):
         ngrams = NGrams(as_text(prompt), store, [])
         lm.start(prompt + answer)
@@ -236,7 +298,7 @@ def replayed(lm: CachedLM, data: list[tuple], store: Datastore, parts: dict[str,
         for part in parts.values():
             part.start(Pairs(prompt[:-1], features[:len(prompt) - 1], prompt[1:]))
         for i, token in enumerate(as_text(answer), len(prompt) - 1):
-            entries.append([*ngrams.entries("")])
+            entries.append([*ngrams.list_entries("")])
             pair = Pairs(as_tokens(ngrams.text[-1]), features[i:i + 1], as_tokens(token))
             ngrams.add(token)
             for kind, part in parts.items():
@@ -246,9 +308,26 @@ def replayed(lm: CachedLM, data: list[tuple], store: Datastore, parts: dict[str,
     return tokens, entries, guessed
 
 
+def load_trust(path: str, model) -> dict:
+    """Read a file that `fit` made for this model.
+
+    returns  {"trust": [source][often][variety], "w": {guess: its weight}} and other facts
+    """
+    def parse(facts: dict) -> dict:
+        numbers = torch.tensor(facts["trust"])
+        right_shape = numbers.shape == (len(SOURCES), len(SEEN) + 1, 3)
+        if not right_shape or not all(
+                0 <= x <= 1 for x in (*numbers.flatten(), *facts["w"].values())):
+            raise ValueError("not 2 x 5 x 3 numbers and weights of 0 to 1")
+        return facts
+    expected = "a file that `python -m survey.hybrid fit` made for this model"
+    return load_facts(path, {"model": model}, expected, parse)
+
+
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
+    """Say what a run's calls were like, on average."""
     guessed, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("guessed", "accepted"))
     expected = sum(sum(r["chances"]) for r in run.log) / len(run.log)
     return (f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted, {expected:.2f} expected by "

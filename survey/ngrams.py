@@ -1,85 +1,109 @@
-"""An interpolated n-gram model whose chances are measured: what follows the last tokens of a text.
+"""An interpolated n-gram model with measured chances tells what follows the last tokens of a text.
 
     python -m survey.hybrid fit        # measures the trust; hybrid.py decodes with it
 
-The last 8, 4, 2 and 1 tokens are looked up in the text itself, then in a datastore (rest.py). Every
-entry that was seen takes `trust` of the belief that is left, by the share of each next token, and
-leaves the rest to the next entry. Trust depends on the store, on how often an entry was seen and on
-how many different tokens followed it: 30 numbers, fitted by EM. So the model is smoothed as that of
-Jelinek and Mercer, 1980, with the weights by counts.
+    text     … the cat sat on the │ ?      the last 8, 4, 2 and 1 tokens are looked up,
+    entries  "on the": mat 2, hat 1        each in the text itself, then in a datastore (rest.py)
+             "the":    cat 1, mat 2, …
+
+The longest entry comes first. Each entry takes a part of the belief that is left, its trust, and
+splits it among its followers by their shares. What it leaves goes to the next entry.
+
+Trust depends on the source, on how often the entry was seen and on how many different tokens
+followed it. These are 30 numbers, fitted by EM. So the model is smoothed like that of Jelinek and
+Mercer, 1980, with weights by counts.
+
+A place in the trust is a triple (source, often, variety), as `list_entries` makes it.
 """
-import json
 from collections import Counter
 from itertools import product
-from pathlib import Path
 from typing import Iterable, Iterator
 
 import torch
 
-from common import InputError
-from survey.parts import belongs
 from survey.rest import BOUNDARY, MATCHES, Datastore
 
-LENGTHS = (8, 4, 2, 1)  # of suffixes, in tokens
-SEEN = (1, 2, 5, 15)  # how often: up to each of these, or more
-LEAST = 0.01  # of belief: what is left of less is nobody's
+LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
+SOURCES = TEXT, STORE = (0, 1)
+SEEN = (1, 2, 5, 15)  # classes by how often an entry was seen: up to each of these, or more
+LEAST = 0.01  # of the belief: a smaller rest is given to no token
 
 
 class NGrams:
-    """What follows the last tokens of a text, in the text itself and in a datastore."""
+    """What followed the last tokens of a text earlier, in the text itself and in a datastore.
+
+    text   the text so far, as rest.as_text writes it
+    store  the datastore
+    trust  [source][often][variety]: which part of the belief that is left an entry takes
+    """
 
     def __init__(self, text: str, store: Datastore, trust: list):
-        self.text, self.store = "", store
-        self.trust = trust  # [store][seen][variety]
-        self.own = {}  # of the text: what followed each suffix, the last MATCHES times
-        self.known = {}  # of the datastore: Counters
+        self.text = ""
+        self.store = store
+        self.trust = trust
+        self.text_followers = {}  # suffix: the tokens that followed it, the last MATCHES times
+        self.store_followers = {}  # suffix: a Counter
         self.add(text)
 
     def add(self, text: str) -> None:
+        """Append tokens to the text."""
         for token in text:
             for n in LENGTHS:
                 if n <= len(self.text):
                     s = self.text[-n:]
-                    self.own[s] = (self.own.get(s, "") + token)[-MATCHES:]
+                    earlier = self.text_followers.get(s, "")
+                    self.text_followers[s] = (earlier + token)[-MATCHES:]
             self.text += token
 
-    def followers(self, k: int, s: str) -> Counter:
-        """What follows a suffix: in the text for k = 0, in the datastore for k = 1."""
-        if k == 0:
-            return Counter(self.own.get(s, ""))
-        if s not in self.known:
-            self.known[s] = Counter(self.store.text[i:i + 1] for i in self.store.places(s))
-            del self.known[s][BOUNDARY], self.known[s][""]
-        return self.known[s]
+    def count_followers(self, source: int, s: str) -> Counter:
+        """Count the tokens that followed a suffix s in the TEXT or in the STORE."""
+        if source == TEXT:
+            return Counter(self.text_followers.get(s, ""))
+        if s not in self.store_followers:
+            counts = Counter(self.store.text[i:i + 1] for i in self.store.find_places(s))
+            del counts[BOUNDARY], counts[""]  # the ends of texts are followed by nothing
+            self.store_followers[s] = counts
+        return self.store_followers[s]
 
-    def entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
-        """(its place in `trust`, its followers) of each entry that was seen, below the text and a
-        path; the longest first, of equals the text's."""
-        end, found = self.text[-LENGTHS[0]:] + path, {}
-        for k in (0, 1):
+    def list_entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
+        """Yield the entries for the text and a path of guesses below it.
+
+        path    the guesses, "" for none
+        yields  (place in the trust, Counter of the followers) of each entry that was seen, the
+                longest first, and of two equally long ones the text's first
+        """
+        end = self.text[-LENGTHS[0]:] + path
+        found = {}
+        for source in SOURCES:
             for n in reversed(LENGTHS):
-                counts = self.followers(k, end[-n:]) if n <= len(end) else None
+                counts = self.count_followers(source, end[-n:]) if n <= len(end) else None
                 if not counts:
-                    break  # what is longer was not seen either
-                found[n, k] = counts
-        for n, k in product(LENGTHS, (0, 1)):
-            if counts := found.get((n, k)):
-                seen = counts.total()
-                often = sum(seen > limit for limit in SEEN)
-                variety = 0 if len(counts) == 1 else 1 if 3 * len(counts) <= seen else 2
-                yield (k, often, variety), counts
+                    break  # a longer suffix was not seen either
+                found[n, source] = counts
+        for n, source in product(LENGTHS, SOURCES):
+            if (n, source) in found:
+                counts = found[n, source]
+                often = sum(counts.total() > limit for limit in SEEN)
+                yield (source, often, class_of_variety(counts)), counts
 
     def predict(self, path: str) -> dict[str, float]:
-        """{next token: its chance} below the text and a path; the sum is below 1."""
-        return interpolated(self.entries(path), self.trust)
+        """Return {next token: its chance} after the text and a path; the sum is below 1."""
+        return mix_entries(self.list_entries(path), self.trust)
 
 
-def interpolated(entries: Iterable[tuple], trust: list) -> dict[str, float]:
-    """{next token: its chance} by `entries` of NGrams, each of which takes its trust of what those
-    before it left."""
-    left, chances = 1.0, {}
-    for (k, often, variety), counts in entries:
-        mass = left * trust[k][often][variety]
+def class_of_variety(counts: Counter) -> int:
+    """Return 0 for one follower, 1 for different ones that are at most a third of all, else 2."""
+    if len(counts) == 1:
+        return 0
+    return 1 if 3 * len(counts) <= counts.total() else 2
+
+
+def mix_entries(entries: Iterable[tuple], trust: list) -> dict[str, float]:
+    """Return {next token: its chance} by entries, as `list_entries` yields them."""
+    left = 1.0  # of the belief
+    chances = {}
+    for (source, often, variety), counts in entries:
+        mass = left * trust[source][often][variety]
         seen = counts.total()
         for token, n in counts.items():
             chances[token] = chances.get(token, 0.0) + mass * n / seen
@@ -91,37 +115,54 @@ def interpolated(entries: Iterable[tuple], trust: list) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------- how far to trust
 
-def made(chain: list, trust: list) -> tuple[list[float], float]:
-    """(how much of a token's chance each entry of its chain makes, the belief left in the end)."""
-    left, parts = 1.0, []
-    for (k, often, variety), share in chain:
-        parts.append(left * trust[k][often][variety] * share)
-        left *= 1 - trust[k][often][variety]
+def split_chance(chain: list, trust: list) -> tuple[list[float], float]:
+    """Split the chance of a token into what each entry gave to it.
+
+    chain    (place in the trust, the token's share of the followers) for each entry, in order
+    returns  the part of each entry, and the belief that is left in the end
+    """
+    left = 1.0
+    parts = []
+    for (source, often, variety), share in chain:
+        taken = trust[source][often][variety]
+        parts.append(left * taken * share)
+        left *= 1 - taken
     return parts, left
 
 
-def fitted(chains: list, rounds: int = 15) -> list:
-    """The trust that makes tokens likeliest, by EM. Of each token its `chain`: for the entries that
-    were seen, (place in the trust, the token's share of it)."""
-    trust = torch.full((2, len(SEEN) + 1, 3), 0.5)
+def fit_trust(chains: list, rounds: int = 15) -> list:
+    """Find the trust that makes tokens likeliest, by EM.
+
+    chains   a chain for each token, as `split_chance` has it
+    rounds   steps of EM
+    returns  [source][often][variety], numbers from 0 to 0.99
+    """
+    trust = torch.full((len(SOURCES), len(SEEN) + 1, 3), 0.5)
     for _ in range(rounds):
-        reached = torch.ones_like(trust)  # as if once, in vain as often as not: else what was
-        took = reached / 2  # never seen would stay untrusted for ever
+        # How often the belief of a token reached an entry, and how often the entry took it. Each
+        # entry begins with one imagined token, half of which it took. Without that token, a place
+        # that never occurred would have no trust at all.
+        reached = torch.ones_like(trust)
+        took = reached / 2
         table = trust.tolist()
         for chain in chains:
-            parts, left = made(chain, table)
-            rest = total = sum(parts) + left * 1e-4  # by none of them any token may come
+            parts, left = split_chance(chain, table)
+            total = sum(parts) + left * 1e-4  # any token can come from no entry
+            remaining = total  # of the token's chance, not explained by the entries so far
             for (place, _), part in zip(chain, parts):
-                reached[place] += rest / total
+                reached[place] += remaining / total
                 took[place] += part / total
-                rest -= part
+                remaining -= part
         trust = (took / reached).clamp(max=0.99)
     return trust.tolist()
 
 
-def weight(p: list[float], q: list[float]) -> float:
-    """w of the mixture w p + (1 - w) q that makes tokens likeliest, by EM; p and q: of each token
-    its chance by a trained part and by n-grams. A token that neither guesses says nothing."""
+def fit_weight(p: list[float], q: list[float]) -> float:
+    """Find the w for which the mixture w p + (1 - w) q makes tokens likeliest, by EM.
+
+    p, q     the chance of each token, by a trained part and by n-grams
+    returns  w; tokens with no chance by either have no influence on it
+    """
     p, q = torch.tensor(p), torch.tensor(q)
     w = 0.5
     for _ in range(50):
@@ -130,20 +171,3 @@ def weight(p: list[float], q: list[float]) -> float:
         by_ngrams = ((1 - w) * q / total).sum()
         w = (by_part / (by_part + by_ngrams + 1e-6)).item()
     return w
-
-
-def load_trust(path: str, model) -> dict:
-    """InputError for what is no such file, or another model's."""
-    try:
-        known = json.loads(Path(path).read_text(encoding="utf-8"))
-        numbers = torch.tensor(known["trust"])
-        if not belongs(torch.tensor(known["model"]), model):
-            raise ValueError("another model's")
-        if numbers.shape != (2, len(SEEN) + 1, 3) or not all(
-                0 <= x <= 1 for x in (*numbers.flatten(), *known["w"].values())):
-            raise ValueError("not 2 x 5 x 3 numbers and weights of 0 to 1")
-        return known
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError,
-            ArithmeticError) as error:
-        raise InputError("expected a file that `python -m survey.hybrid fit` made for this model, "
-                         f"got {path!r}: {error}") from error

@@ -1,25 +1,36 @@
 """REST: guesses are looked up in a datastore of earlier text. No draft model, no training.
 
-He et al., "REST: Retrieval-Based Speculative Decoding", arXiv 2311.08252; the text itself is
-searched as well (not with --no-grow), after Oliaro et al., "SuffixDecoding", arXiv 2411.04975
+He et al., "REST: Retrieval-Based Speculative Decoding", arXiv 2311.08252. The text itself is
+searched as well (not with --no-grow), after an idea of Oliaro et al., "SuffixDecoding", arXiv
+2411.04975.
 
     python -m survey.rest build --prompts FILE --out my.safetensors    # a datastore
     python -m survey.rest --datastore my.safetensors --prompt "..."    # decode
 
-    s      the longest suffix of the text, of 16 tokens at most, that something follows elsewhere
-    tree   of what follows s there, 10 tokens each time, the n prefixes that occur most often: a
-           prefix occurs at least as often as what extends it, so with the root they are a tree;
-           where there are fewer, a shorter s brings the others
+    s      the longest suffix of the text, of at most 16 tokens, that occurs elsewhere
+    tree   of what follows s there, 10 tokens each time, the n prefixes that occur most often
 
-Lossless: the tree depends on the datastore and on final text alone, and the target draws once at
-each node, so `walk` is exact.
-Departures: shorter suffixes fill the tree, down to a single token (released: the longest alone, of
-2 or more); of 100 matches or more an even sample counts (released: the first 5,000 in sorted order,
-which low token ids follow); nothing follows the end of an answer (released: no boundaries); an
-answer is kept with two tokens of its prompt, to find its beginning by; n is chosen by the clock; a
-file serves the model that it was made for (released: all of that tokenizer).
-SuffixDecoding also keeps what was written before, takes the better of two trees and limits guesses
-by the length of s; here for each s what the text has comes before what the datastore has.
+A prefix occurs at least as often as what extends it, so with the root the n prefixes are a tree.
+Where they are fewer than n, a shorter s brings the others.
+
+Lossless, because the tree depends on the datastore and on final text alone, and the target is
+sampled once at each node (`walk`).
+
+Departures (paper or released code / here / why):
+- the longest s alone, of 2 tokens or more / shorter ones fill the tree, down to one token / rows
+  that are paid for should all have a guess.
+- the first 5,000 matches in sorted order count / of 100 matches or more an even sample / the first
+  in that order are those that low token ids follow.
+- matches run on into the next text / nothing follows the end of an answer / it is another text.
+- a datastore has whole texts / answers with two tokens of their prompts / an answer's first tokens
+  are found by the prompt's end.
+- n is 64 / the clock chooses n / on a CPU rows are not free.
+- a datastore serves all models of a tokenizer / the model that it was made for / it has that
+  model's own answers.
+
+SuffixDecoding scores a tree by the counts along its paths, takes the better of two trees and limits
+the guesses by the length of s. Of this there is nothing here, except that the text is searched: for
+each s the text's matches come before the datastore's.
 """
 import math
 import random
@@ -37,65 +48,75 @@ from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, faste
 from survey.parts import MODELS, load_part, save_part
 
 DATASTORE = f"{MODELS}/rest.safetensors"
-LONGEST, AFTER = 16, 10  # tokens: of s at most, and of what follows it
-MATCHES = 100  # places that are counted, at most, and at least half as many of more
-BEGIN = 2  # tokens of its prompt before an answer
-CALLS = WIDTHS[:7]  # rows of the calls that it is measured for: 1 to 64
+LONGEST = 16  # tokens of s, at most
+AFTER = 10  # tokens that are looked up behind s
+MATCHES = 100  # places that are counted, at most; where there are more, at least half of this
+BEGIN = 2  # tokens of its prompt that a datastore keeps before an answer
+CALLS = WIDTHS[:7]  # rows of a call, 1 to 64, for which tokens per call are measured
 BOUNDARY = "\0"  # between texts
 
 
 def as_text(tokens: list[int]) -> str:
-    """Tokens as a string: Python slices and compares strings fast. -1 is a BOUNDARY."""
+    """Write tokens as a string, because Python slices and compares strings fast. -1 is BOUNDARY."""
     return "".join(chr(token + 1) for token in tokens)
 
 
 def as_tokens(text: str) -> list[int]:
+    """Turn a string of `as_text` back into tokens."""
     return [ord(x) - 1 for x in text]
 
 
-class Gain(NamedTuple):
-    """Tokens per call, measured on texts held out, of the datastore alone and with the text itself
-    searched as well."""
-    alone: float
-    with_text: float
+class TokensPerCall(NamedTuple):
+    """What trees of one size brought on held-out texts, in tokens per target call."""
+    alone: float  # from the datastore alone
+    with_text: float  # with the text itself searched as well
 
 
 class Datastore:
-    """Texts, a string of tokens, and their suffix array: `order` has all positions, sorted by what
-    stands there. `gain[m]`: what it is worth where a call has m rows at most."""
+    """Texts as one string of tokens, and their suffix array.
 
-    def __init__(self, text: str = "", gain: dict[int, Gain] | None = None):
+    text             the texts, each with a BOUNDARY behind it
+    tokens_per_call  {rows of a call: what this datastore brought on held-out texts}, or None
+    order            all positions of the text, sorted by what stands there
+    """
+
+    def __init__(self, text: str = "", tokens_per_call: dict[int, TokensPerCall] | None = None):
         self.text = text
-        self.gain = gain
-        self.order = sorted(range(len(text)), key=self.here)
+        self.tokens_per_call = tokens_per_call
+        self.order = sorted(range(len(text)), key=self.sort_key)
 
-    def here(self, i: int) -> str:
+    def sort_key(self, i: int) -> str:
+        """Return what stands at position i, as far as a search ever compares or reads it."""
         return self.text[i:i + LONGEST + AFTER]
 
     def add(self, text: str) -> None:
-        """What stands at the last positions goes on now: they get other places, and only they."""
+        """Append tokens.
+
+        This changes the sort keys of the last LONGEST + AFTER - 1 positions and of no other, so
+        these are taken out of the order, and put in again behind the change.
+        """
         old = len(self.text)
         first = max(0, old - LONGEST - AFTER + 1)
         for i in range(first, old):
-            del self.order[bisect_left(self.order, self.here(i), key=self.here)]
+            del self.order[bisect_left(self.order, self.sort_key(i), key=self.sort_key)]
         self.text += text
         for i in range(first, len(self.text)):
-            insort(self.order, i, key=self.here)
+            insort(self.order, i, key=self.sort_key)
 
-    def places(self, s: str) -> list[int]:
-        """Where s ends; of more than MATCHES places some, evenly."""
+    def find_places(self, s: str) -> list[int]:
+        """Find where s ends; an even sample of the places where there are more than MATCHES."""
         def begin(i: int) -> str:
             return self.text[i:i + len(s)]
         first = bisect_left(self.order, s, key=begin)
         if first == len(self.order) or begin(self.order[first]) != s:
             return []
         end = bisect_right(self.order, s, first, key=begin)
-        some = self.order[first:end:max(1, math.ceil((end - first) / MATCHES))]
-        return [i + len(s) for i in some]
+        step = max(1, math.ceil((end - first) / MATCHES))
+        return [i + len(s) for i in self.order[first:end:step]]
 
-    def following(self, s: str) -> list[str]:
-        """What stands after s wherever it does, up to AFTER tokens and no BOUNDARY."""
-        found = (self.text[i:i + AFTER] for i in self.places(s))
+    def find_following(self, s: str) -> list[str]:
+        """Find what stands behind s wherever it occurs, up to AFTER tokens and no BOUNDARY."""
+        found = (self.text[i:i + AFTER] for i in self.find_places(s))
         return [text.partition(BOUNDARY)[0] for text in found]
 
 
@@ -103,25 +124,39 @@ class Datastore:
 
 def retrieve(stores: list[Datastore], text: str, n: int,
              longest: int = LONGEST) -> tuple[list[int], list[int]]:
-    """(ids, parents) of up to n guesses below the last token of `text`: the most frequent prefixes
-    of what follows its suffixes, the longest suffix first, and for each the first store."""
-    best = {}  # prefix: None, the best first
+    """Look up the tree of guesses below the last token of a text.
+
+    stores   where to look; for each suffix the first store comes first
+    text     the text, as `as_text` writes it
+    n        the most guesses: the most frequent prefixes of what follows the longest suffix, then
+             those of shorter suffixes
+    longest  tokens of the longest suffix that is looked up
+    returns  ids and parents of the tree, the root first
+    """
+    best = {}  # the prefixes as keys, the best first
     for size, store in product(range(min(longest, len(text)), 0, -1), stores):
         if len(best) >= n:
             break
-        found = store.following(text[-size:])
-        counts = Counter(x[:end] for end in range(1, AFTER + 1) for x in found if len(x) >= end)
-        for prefix, _ in counts.most_common():  # of equals the shorter first
+        counts = Counter(found[:end] for found in store.find_following(text[-size:])
+                         for end in range(1, len(found) + 1))
+        # The most frequent first, and of equals the shorter: a parent comes before its children.
+        prefixes = sorted(counts, key=len)
+        prefixes.sort(key=counts.get, reverse=True)  # keeps the order of equals
+        for prefix in prefixes:
             best.setdefault(prefix)
     [root] = as_tokens(text[-1])
-    return trie(root, map(as_tokens, islice(best, n)))[:2]
+    ids, parents, _ = trie(root, map(as_tokens, islice(best, n)))
+    return ids, parents
 
 
-def plans(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple]:
-    """(guesses, expected tokens, seconds of a call)."""
+def list_plans(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple]:
+    """Yield what `fastest` chooses from: (guesses, expected tokens, seconds of a call).
+
+    grow  whether the text itself is searched as well
+    """
     costs = row_costs(target, CALLS[-1])
-    for m, gain in store.gain.items():
-        yield m - 1, gain.with_text if grow else gain.alone, costs[m]
+    for rows, found in store.tokens_per_call.items():
+        yield rows - 1, found.with_text if grow else found.alone, costs[rows]
 
 
 def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
@@ -133,27 +168,29 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     longest:   tokens of the suffix that is looked up, at most; from 1 to 16
     grow:      look it up in the prompt and in the text as it is written, too
     datastore: a file made by `python -m survey.rest build`
-    Yields chunks of 1 to 11 tokens; logs {"guessed", "accepted"} a call. `store` replaces the file;
-    one without `gain` needs `nodes`.
+    Yields chunks of 1 to 11 tokens; logs {"guessed", "accepted"} a call.
+
+    `store` is used instead of the file. If it has no `tokens_per_call`, `nodes` must be given.
     """
-    if nodes < 0 or not 1 <= longest <= LONGEST:
-        raise InputError(f"expected nodes of 0 or more and longest of 1 to {LONGEST}, "
-                         f"got {nodes} and {longest}")
+    if nodes < 0:
+        raise InputError(f"--nodes must be 0 or more, got {nodes}")
+    if not 1 <= longest <= LONGEST:
+        raise InputError(f"--longest must be 1 to {LONGEST}, got {longest}")
     store = store or target.once(("rest", datastore),
                                  lambda: load_datastore(datastore, target.model))
-    if nodes == 0 and store.gain is None:
-        raise InputError("expected nodes of 1 or more where the store has no gain, got 0")
+    if nodes == 0 and store.tokens_per_call is None:
+        raise InputError("--nodes must be 1 or more for a store without tokens_per_call, got 0")
     target.start(prompt[:-1])
     text = as_text(prompt)
-    own = Datastore(text if grow else "")
+    text_store = Datastore(text if grow else "")
     while True:
-        n = nodes or fastest(target, (store, grow), lambda: plans(store, grow, target))
-        ids, parents = retrieve([own, store], text, n, longest)
+        n = nodes or fastest(target, (store, grow), lambda: list_plans(store, grow, target))
+        ids, parents = retrieve([text_store, store], text, n, longest)
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
         text += as_text(chunk)
         if grow:
-            own.add(as_text(chunk))
+            text_store.add(as_text(chunk))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
@@ -162,45 +199,54 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
 # ----------------------------------------------------------------------------- the datastore
 
 def load_datastore(path: str | Path, model) -> Datastore:
-    """InputError where the file was made for another model, or is damaged."""
+    """Read a datastore that `build` made; InputError if it is damaged or for another model."""
     header, tensors = load_part(path, "a REST datastore", model)
     try:
-        text = "".join(map(chr, tensors["tokens"].tolist()))  # as in `as_text`
-        gain = {m: Gain(*map(float, header["tokens_per_call"][i])) for i, m in enumerate(CALLS)}
+        text = "".join(map(chr, tensors["tokens"].tolist()))  # as `as_text` writes it
+        measured = {}
+        for i, rows in enumerate(CALLS):
+            measured[rows] = TokensPerCall(*map(float, header["tokens_per_call"][i]))
     except (LookupError, TypeError, ValueError) as error:
         raise InputError(f"expected a REST datastore, got {str(path)!r}: {error!r}") from error
     last = chr(len(model.get_input_embeddings().weight))
     if not BOUNDARY < max(text, default=BOUNDARY) <= last:
         raise InputError(f"expected tokens that the model has, got {str(path)!r} with others")
-    return Datastore(text, gain)
+    return Datastore(text, measured)
 
 
-def tokens_per_call(store: Datastore, data: list[tuple[list[int], list[int]]], n: int,
-                    grow: bool) -> float:
-    """Of (prompt, answer) pairs with trees of n guesses; the answers are what the target chooses
-    (texts may not be), so it need not be asked."""
+def measure_tokens_per_call(store: Datastore, data: list[tuple[list[int], list[int]]], n: int,
+                            grow: bool) -> float:
+    """Measure the tokens per target call on answers, without asking the target.
+
+    data  pairs of a prompt and an answer, which counts as what the target chooses. That is true of
+          the target's own answers, and not of other texts.
+    n     guesses a call, at most
+    grow  whether the text itself is searched as well
+    """
     calls = 0
     for prompt, answer in data:
         text = as_text(prompt + answer)
-        own = Datastore(as_text(prompt) if grow else "")
-        at = 0  # tokens of the answer that are final
-        while at < len(answer):
-            ids, parents = retrieve([own, store], text[:len(prompt) + at], n)
+        text_store = Datastore(as_text(prompt) if grow else "")
+        final = 0  # tokens of the answer
+        while final < len(answer):
+            ids, parents = retrieve([text_store, store], text[:len(prompt) + final], n)
             node_of = {edge: node for node, edge in enumerate(zip(parents, ids))}
-            node, before = 0, at
-            while node is not None and at < len(answer):
-                node = node_of.get((node, answer[at]))
-                at += 1
+            node = 0
+            before = final
+            while node is not None and final < len(answer):
+                node = node_of.get((node, answer[final]))
+                final += 1
             calls += 1
             if grow:
-                own.add(as_text(answer[before:at]))
+                text_store.add(as_text(answer[before:final]))
     return sum(len(answer) for _, answer in data) / calls
 
 
 def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           text: bool = False, max_new_tokens: int = 200) -> None:
-    """Make a datastore of the model's own greedy answers to prompts; on a tenth of them, 50 at
-    most, measure what the others are worth.
+    """Make a datastore of the model's own greedy answers to prompts, and measure what it brings.
+
+    A tenth of the answers, 50 at most, is held out. On these it measures what the others bring.
 
     out:  the safetensors file to make
     work: folder of answers (default: OUT.work)
@@ -209,7 +255,7 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import collect_answers
     if max_new_tokens < 1:
-        raise InputError(f"expected max-new-tokens of 1 or more, got {max_new_tokens}")
+        raise InputError(f"--max-new-tokens must be 1 or more, got {max_new_tokens}")
     longest = context_length(model) - max_new_tokens
     prompts = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if text or len(p) <= longest]
     if text:
@@ -222,21 +268,25 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                          f"got {len(data)}")
     texts = [as_text(p[-BEGIN:] + a) + BOUNDARY for p, a in data]
     held_out = random.Random(0).sample(range(len(data)), max(1, min(50, len(data) // 10)))
-    others = Datastore("".join(x for i, x in enumerate(texts) if i not in held_out))
+    store = Datastore("".join(x for i, x in enumerate(texts) if i not in held_out))
     replayed = [(data[i][0], data[i][1][:max_new_tokens]) for i in held_out]
-    gain = [Gain(*(tokens_per_call(others, replayed, m - 1, grow) for grow in (False, True)))
-            for m in CALLS]
+    measured = []
+    for rows in CALLS:
+        found = (measure_tokens_per_call(store, replayed, rows - 1, grow) for grow in (False, True))
+        measured.append(TokensPerCall(*found))
     tokens = torch.tensor([ord(x) for x in "".join(texts)])
     print(f"{len(texts)} texts, {len(tokens):,} tokens; tokens per call of {len(held_out)} held "
           "out, by rows, with the datastore alone and with the text itself as well: "
-          + ", ".join(f"{m}: {x.alone:.2f}, {x.with_text:.2f}" for m, x in zip(CALLS, gain)))
+          + ", ".join(f"{rows}: {x.alone:.2f}, {x.with_text:.2f}"
+                      for rows, x in zip(CALLS, measured)))
     kind = torch.uint16 if tokens.max() < 2 ** 16 else torch.int32
-    save_part(out, "a REST datastore", model, {"tokens": tokens.to(kind)}, tokens_per_call=gain)
+    save_part(out, "a REST datastore", model, {"tokens": tokens.to(kind)}, tokens_per_call=measured)
 
 
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
+    """Say what a run's calls were like, on average."""
     guessed = sum(r["guessed"] for r in run.log) / len(run.log)
     accepted = sum(r["accepted"] for r in run.log) / len(run.log)
     none = sum(r["guessed"] == 0 for r in run.log)

@@ -152,8 +152,8 @@ def list_plans(P: tuple[float, ...], sizes: Iterable[int], depths: Iterable[int]
 def draw_children(q_logits: torch.Tensor, k: int, sample: Sampler) -> list[list[int]]:
     """Draw k different tokens for each row of logits [n, V], in draw order.
 
-    With Gumbel noise the largest logit is a draw from q, the next one a draw from the rest of q, and
-    so on. At temperature 0 there is no noise, and the tokens are the k likeliest.
+    With Gumbel noise the largest logit is a draw from q, the next one a draw from the rest of q,
+    and so on. At temperature 0 there is no noise, and the tokens are the k likeliest.
     """
     if sample.temperature > 0:
         noise = sample.uniform(q_logits.shape, q_logits.device).clamp(min=1e-30)
@@ -198,8 +198,8 @@ def verify(p: torch.Tensor, q_logits: torch.Tensor, draws: list[int],
 
     p         [V]: the target's distribution after the node
     q_logits  [V]: logits of the draft's, which are used up
-    draws     the children's tokens in draw order, because each one was drawn from the q that is left
-              when its turn comes
+    draws     the children's tokens in draw order, because each one was drawn from the q that is
+              left when its turn comes
     returns   which draw is accepted, or None, and what is then left of p [V]
     """
     coins = sample.uniform(len(draws), p.device)

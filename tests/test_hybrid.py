@@ -15,10 +15,10 @@ from helpers import ROOT, main, said_in_one_line, tokens_of
 from laws import chi_square_ok
 from survey import hybrid as module
 from survey.eagle import Draft, Pairs
-from survey.hybrid import (Trained, fit, grow, hybrid, load_trust, prices, report, weight,
-                           width)
+from survey.hybrid import (Trained, choose_width, estimate_prices, fit, fit_weight, grow, hybrid,
+                           load_trust, report)
 from survey.medusa import Heads
-from survey.ngrams import NGrams, fitted, made
+from survey.ngrams import NGrams, fit_trust, split_chance
 from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
 from test_rest import assert_law_of_the_chain_rule
 
@@ -138,18 +138,18 @@ def test_predictions_by_hand():
     left = (1 - t1) * (1 - t2)
     assert found == pytest.approx({"a": t1 + (1 - t1) * t2, "c": left * t3 * 0.75,
                                    "d": left * t3 * 0.25})
-    assert [place for place, _ in ngrams.entries("")] == [(0, 0, 0), (0, 0, 0), (1, 2, 2)]
+    assert [place for place, _ in ngrams.list_entries("")] == [(0, 0, 0), (0, 0, 0), (1, 2, 2)]
     many = NGrams("xz", Datastore("ab" * 9 + BOUNDARY + "a"), trust)
-    assert [*many.entries("a")] == [((1, 3, 0), Counter(b=9))]
+    assert [*many.list_entries("a")] == [((1, 3, 0), Counter(b=9))]
     third = NGrams("xz", Datastore(BOUNDARY.join(["ab", "ac"] * 3)), trust)
-    assert [*third.entries("a")] == [((1, 3, 1), Counter(b=3, c=3))]
+    assert [*third.list_entries("a")] == [((1, 3, 1), Counter(b=3, c=3))]
 
 
 def test_the_longest_suffix_first_and_of_equals_the_text():
     """Of 8 tokens too; shorter ones are asked until nearly no belief is left."""
     sure = [[[0.8] * 3] * 5] * 2
     ngrams = NGrams("abcdefghxabcdefgh", Datastore("fghy"), sure)
-    found = [(k, dict(counts)) for (k, *_), counts in ngrams.entries("")]
+    found = [(k, dict(counts)) for (k, *_), counts in ngrams.list_entries("")]
     assert found == [*[(0, {"x": 1})] * 3, (1, {"y": 1}), (0, {"x": 1}), (1, {"y": 1})]
     assert ngrams.predict("")["x"] == pytest.approx(1 - 0.2 ** 3)
     ngrams = NGrams("pqbxxab", Datastore("aby"), sure)
@@ -162,10 +162,10 @@ def test_a_text_that_grows_is_as_one_that_is_whole_and_the_latest_count():
     for i in range(7, 400, 3):
         grown.add(text[i:i + 3])
     whole = NGrams(text, Datastore("q"), HALF)
-    assert grown.text == text and grown.own == whole.own
-    assert {len(s) for s in whole.own} == {1, 2, 4, 8}
+    assert grown.text == text and grown.text_followers == whole.text_followers
+    assert {len(s) for s in whole.text_followers} == {1, 2, 4, 8}
     after = [text[i + 1] for i in range(399) if text[i] == "a"][-MATCHES:]
-    counts = whole.followers(0, "a")
+    counts = whole.count_followers(0, "a")
     assert len(after) == MATCHES and counts == Counter(after)
 
 
@@ -203,12 +203,12 @@ def test_the_best_nodes_first_and_a_guess_at_the_root_alone():
 def test_prices():
     """By hand: a call of r rows takes 2 + 0.1 r seconds, as measured; late calls 0.4 a row more."""
     costs = [0.0] + [2 + 0.1 * r for r in range(1, 17)]
-    assert prices(costs, []) == pytest.approx((0.1, 1 / 2.1))
+    assert estimate_prices(costs, []) == pytest.approx((0.1, 1 / 2.1))
     alone = [(1, 9.0, 2)] * 20  # whatever takes long where nothing is guessed is no row's price
-    row, rate = prices(costs, alone)
+    row, rate = estimate_prices(costs, alone)
     assert row == 0 and rate == pytest.approx(41 / (2.1 + 180))
     late = [(r, 2 + 0.5 * r, 3) for r in (2, 4, 8, 12) * 16]
-    row, rate = prices(costs, late)
+    row, rate = estimate_prices(costs, late)
     assert row == pytest.approx(0.5, abs=0.06)
     assert rate == pytest.approx((1 + 3 * 64) / (2.1 + sum(x[1] for x in late)))
 
@@ -216,9 +216,9 @@ def test_prices():
 def test_width():
     """As many as gain most: 0.8 and 0.1 tokens more for 0.6 seconds; 1 token for 1 second."""
     inf = torch.inf
-    assert width([1, .5, .3, .1], [inf, 1, 1.6, 1.6, 1.6], 1.0) == 4
-    assert width([1, .5], [inf, 1, 2], 1.0) == 1
-    assert width([1, .5], [inf, 1, 2], 0.1) == 2
+    assert choose_width([1, .5, .3, .1], [inf, 1, 1.6, 1.6, 1.6], 1.0) == 4
+    assert choose_width([1, .5], [inf, 1, 2], 1.0) == 1
+    assert choose_width([1, .5], [inf, 1, 2], 0.1) == 2
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "unshifted"])
@@ -252,15 +252,16 @@ def test_the_weight_that_makes_tokens_likeliest():
     none at all, say nothing."""
     p, q = [0.9, 0.1] * 50, [0.1, 0.9] * 50
     low = [x / 100 for x in p]
-    assert weight(p, q) == pytest.approx(0.5, abs=0.01)
-    assert weight(p, low) > 0.99 and weight(low, p) < 0.01
+    assert fit_weight(p, q) == pytest.approx(0.5, abs=0.01)
+    assert fit_weight(p, low) > 0.99 and fit_weight(low, p) < 0.01
     a, b = torch.tensor([0.8, 0.2]), torch.tensor([0.4, 0.6])
     drawn = torch.multinomial(0.3 * a + 0.7 * b, 40_000, True,
                               generator=torch.Generator().manual_seed(0))
     p, q = a[drawn].tolist(), b[drawn].tolist()
-    assert weight(p, q) == pytest.approx(0.3, abs=0.05)
-    assert weight(p + [0.0] * 40_000, q + [0.0] * 40_000) == pytest.approx(weight(p, q), abs=1e-3)
-    assert weight([], []) == weight([0.0], [0.0]) == 0
+    assert fit_weight(p, q) == pytest.approx(0.3, abs=0.05)
+    nothing = [0.0] * 40_000
+    assert fit_weight(p + nothing, q + nothing) == pytest.approx(fit_weight(p, q), abs=1e-3)
+    assert fit_weight([], []) == fit_weight([0.0], [0.0]) == 0
 
 
 def test_a_head_by_hand():
@@ -277,7 +278,7 @@ def test_a_head_by_hand():
     p = model.lm_head(x).softmax(-1)[0]
     best = p.topk(module.RANKS).indices.tolist()
     assert part.predict() == pytest.approx({as_text([i]): p[i].item() for i in best})
-    part.logits = lambda x: 2 * x
+    part.to_logits = lambda x: 2 * x
     p = (2 * model.lm_head(x)).softmax(-1)[0]
     assert part.predict() == pytest.approx({as_text([i]): p[i].item() for i in best})
     for kind in KINDS:
@@ -401,19 +402,19 @@ def test_em_finds_the_trust_that_made_the_tokens():
         producer = next((place for place in true if rng.random() < true[place]), None)
         token = rng.choice(seen[producer]) if producer else "another"
         chains.append([(place, (token in some) / len(some)) for place, some in seen.items()])
-    found = fitted(chains)
+    found = fit_trust(chains)
     for (k, often, variety), trust in true.items():
         assert found[k][often][variety] == pytest.approx(trust, abs=0.06)
-    assert fitted([]) == HALF and found[0][1][1] == 0.5
-    sure = fitted([[((0, 0, 0), 1.0)]] * 500)
+    assert fit_trust([]) == HALF and found[0][1][1] == 0.5
+    sure = fit_trust([[((0, 0, 0), 1.0)]] * 500)
     assert sure[0][0][0] == pytest.approx(0.99)
-    assert made([((0, 0, 0), 0.5), ((1, 0, 0), 1.0)], HALF) == ([0.25, 0.25], 0.25)
+    assert split_chance([((0, 0, 0), 0.5), ((1, 0, 0), 1.0)], HALF) == ([0.25, 0.25], 0.25)
 
 
 def test_a_text_that_goes_round_is_predicted():
     """However often it did, by the committed trust too."""
     files = (ROOT / "models/hybrid.json", ROOT / "models/smollm2/hybrid.json")
-    for trust in (fitted([]), *(json.loads(file.read_text())["trust"] for file in files)):
+    for trust in (fit_trust([]), *(json.loads(file.read_text())["trust"] for file in files)):
         for times in (2, 3, 7, 20):
             ngrams = NGrams("abcdefghij" * times, Datastore(""), trust)
             assert ngrams.predict("")["a"] > 0.4, times
@@ -472,7 +473,7 @@ def test_trust_is_measured_and_kept_for_its_model(tmp_path, monkeypatch, capsys)
     assert torch.tensor(known["trust"]).shape == (2, 5, 3)
     assert [*known["w"]] == ["none", "medusa", "hydra"] and known["w"]["none"] == 0
     assert "weights of the trained parts" in capsys.readouterr().out
-    with pytest.raises(InputError, match="a guess that"):
+    with pytest.raises(InputError, match="--guess must be one that"):
         next(hybrid(CachedLM(model), [1], guess="eagle", trust=str(tmp_path / "t.json")))
     with pytest.raises(InputError, match="another model's"):
         load_trust(str(tmp_path / "t.json"), tiny("llama", seed=1))
@@ -492,7 +493,7 @@ def test_what_the_trust_is_measured_on(tmp_path, monkeypatch):
             self.predict = lambda: asked.append(len(told[-1])) or {}
     monkeypatch.setattr(module, "Trained", Told)
     monkeypatch.setattr(module, "load_datastore", lambda *_: Datastore(BOUNDARY))
-    monkeypatch.setattr(module, "weight", lambda p, q: sizes.append((len(p), len(q))) or 0.5)
+    monkeypatch.setattr(module, "fit_weight", lambda p, q: sizes.append((len(p), len(q))) or 0.5)
     (tmp_path / "hydra.safetensors").touch()
     for sure in (0.0, 0.5, 2.0):
         monkeypatch.setattr(module, "SURE", sure)
@@ -529,10 +530,14 @@ def test_damaged_files_are_refused(tmp_path, change, capfd):
 
 
 def test_bad_input_is_one_line(capfd):
-    for argv in (["--guess", "rest"], ["--nodes", "65"], ["--nodes", "-1"], ["--trust", "none"],
-                 ["--datastore", "none"], ["--adapter", "none"]):
-        assert main([hybrid], report, [*argv, "--prompt", "x"]) == 2
-        said_in_one_line("expected", capfd)
+    for option, value, said in (
+            ("guess", "rest", "--guess must be none, medusa, hydra, eagle, got rest"),
+            ("nodes", "65", "--nodes must be 1 to 64, or 0, got 65"),
+            ("nodes", "-1", "--nodes must be 1 to 64, or 0, got -1"),
+            ("trust", "none", "expected a file"), ("datastore", "none", "expected a file"),
+            ("adapter", "none", "expected a file")):
+        assert main([hybrid], report, [f"--{option}", value, "--prompt", "x"]) == 2
+        said_in_one_line(said, capfd)
 
 
 @pytest.mark.parametrize("guess", module.GUESSES)

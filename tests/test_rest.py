@@ -14,8 +14,8 @@ from families import CONTEXT, near, tiny
 from helpers import ROOT, choices, main, tokens_of
 from survey import rest as module
 from survey.parts import load_part, save_part
-from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, Gain, as_text, as_tokens, build,
-                         load_datastore, report, rest, retrieve, tokens_per_call)
+from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_text, as_tokens,
+                         build, load_datastore, measure_tokens_per_call, report, rest, retrieve)
 
 PROMPT = [3, 14, 15, 3, 14]
 ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
@@ -93,7 +93,7 @@ def test_of_many_matches_an_even_sample_counts(monkeypatch):
     """The first of the sorted ones would all be followed by token 3."""
     monkeypatch.setattr(module, "MATCHES", 8)
     store = store_of(*([1, 2, 3 + i // 10] for i in range(40)))
-    assert 5 <= len(store.following(as_text([1, 2]))) <= 8
+    assert 5 <= len(store.find_following(as_text([1, 2]))) <= 8
     assert sorted(retrieve([store], as_text([1, 2]), 9)[0]) == [2, 3, 4, 5, 6]
 
 
@@ -101,13 +101,13 @@ def test_as_many_matches_as_count_all_count():
     """100 of 100, half of 101."""
     for n, counted in ((99, 99), (100, 100), (101, 51), (200, 100), (201, 67)):
         store = store_of(*([1, 2, 3 + i] for i in range(n)))
-        assert len(store.following(as_text([1, 2]))) == counted
+        assert len(store.find_following(as_text([1, 2]))) == counted
 
 
 def same(grown: Datastore, fresh: Datastore) -> bool:
     """Equal but for the order of positions where the same stands."""
     return (grown.text == fresh.text and sorted(grown.order) == sorted(fresh.order)
-            and [*map(grown.here, grown.order)] == [*map(fresh.here, fresh.order)])
+            and [*map(grown.sort_key, grown.order)] == [*map(fresh.sort_key, fresh.order)])
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 50])
@@ -126,7 +126,7 @@ def test_a_store_that_grew_is_that_of_its_whole_text(vocab):
             assert same(grown, Datastore(text))
             if text:
                 s = text[(at := rng.randrange(len(text))):at + rng.randint(1, LONGEST)]
-                assert sorted(grown.following(s)) == sorted(Datastore(text).following(s))
+                assert sorted(grown.find_following(s)) == sorted(Datastore(text).find_following(s))
     assert as_text(as_tokens(text)) == text
 
 
@@ -134,8 +134,8 @@ def test_a_store_that_grows_moves_its_last_places_alone():
     """However long it is: 25 stand before the end of what is compared."""
     text, asked = as_text(random.Random(0).choices(range(9), k=3000)), []
     store = Datastore(text)
-    here = store.here
-    store.here = lambda i: asked.append(i) or here(i)
+    here = store.sort_key
+    store.sort_key = lambda i: asked.append(i) or here(i)
     store.add(as_text([1, 2]))
     assert len(asked) < (25 + 27) * 15  # 12 comparisons find one of 3,000
     assert same(store, Datastore(text + as_text([1, 2])))
@@ -301,7 +301,7 @@ def test_as_many_guesses_as_pay(gain, nodes, monkeypatch):
         return retrieve(stores, text, n, longest)
     monkeypatch.setattr(module, "retrieve", spy)
     stores = [Datastore(as_text(PROMPT * 20), {m: kept(x) for m, x in zip(rows, gain)})
-              for kept in (lambda x: Gain(x, 1), lambda x: Gain(1, x))]
+              for kept in (lambda x: TokensPerCall(x, 1), lambda x: TokensPerCall(1, x))]
     for grow, searched in itertools.product((False, True), repeat=2):
         tokens_of(rest(lm, PROMPT, store=stores[searched], grow=grow), 5)
         assert set(seen) == {nodes if grow == searched else 0}
@@ -313,7 +313,8 @@ def test_guesses_are_chosen_again_when_the_context_has_doubled(monkeypatch):
     lm, log = CachedLM(tiny("llama", max_position_embeddings=400)), []
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [
         1.0 if lm.length < 256 else float(n) for n in range(most + 1)])
-    store = Datastore(as_text([*range(61)] * 20), {1: Gain(1, 1), 2: Gain(1.5, 1.6)})
+    store = Datastore(as_text([*range(61)] * 20), {
+        1: TokensPerCall(1, 1), 2: TokensPerCall(1.5, 1.6)})
     prompt = [n % 61 for n in range(252)]
     chunks = rest(lm, prompt, store=store, grow=False, log=log)
     lengths = [*itertools.accumulate((len(next(chunks)) for _ in range(12)), initial=251)]
@@ -336,8 +337,8 @@ def test_tokens_per_call_are_those_of_decoding(grow):
             assert tokens_of(rest(lm, prompt, nodes=n or 1, store=store if n else Datastore(),
                                   grow=grow and n > 0), len(answer)) == answer
             calls += lm.calls
-        assert tokens_per_call(store, data, n, grow) == (35 + 38) / calls
-    assert tokens_per_call(store, data, 0, grow) == 1 < 73 / calls
+        assert measure_tokens_per_call(store, data, n, grow) == (35 + 38) / calls
+    assert measure_tokens_per_call(store, data, 0, grow) == 1 < 73 / calls
 
 
 def test_a_datastore_is_made_and_used(tmp_path, capsys):
@@ -352,13 +353,14 @@ def test_a_datastore_is_made_and_used(tmp_path, capsys):
     text = [token for answer in answers for token in [9, 7, *answer, -1]]
     assert load_file(file)["tokens"].tolist() == [token + 1 for token in text]
     store = load_datastore(str(file), model)
-    assert as_tokens(store.text) == text and list(store.gain) == [1, 2, 4, 8, 16, 32, 64]
-    assert store.gain[1] == (1, 1) and f"12 texts, {len(text)} tokens" in capsys.readouterr().out
+    measured = store.tokens_per_call
+    assert as_tokens(store.text) == text and list(measured) == [1, 2, 4, 8, 16, 32, 64]
+    assert measured[1] == (1, 1) and f"12 texts, {len(text)} tokens" in capsys.readouterr().out
     held_out = random.Random(0).sample(range(12), 1)[0]  # measured without it
     others = store_of(*([9, 7, *a] for i, a in enumerate(answers) if i != held_out))
-    expected = [tokens_per_call(others, [(prompts[held_out], answers[held_out])], 15, grow)
+    expected = [measure_tokens_per_call(others, [(prompts[held_out], answers[held_out])], 15, grow)
                 for grow in (False, True)]
-    assert [store.gain[16].alone, store.gain[16].with_text] == pytest.approx(expected)
+    assert [measured[16].alone, measured[16].with_text] == pytest.approx(expected)
     assert expected[0] != expected[1]
     lm, longest = CachedLM(model), max(range(12), key=lambda i: len(answers[i]))
     got = tokens_of(rest(lm, prompts[longest], nodes=40, datastore=str(file)), 40, eos)
@@ -443,9 +445,10 @@ def test_a_datastore_is_loaded_once(monkeypatch):
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(nodes=-1), "nodes of 0 or more and longest of 1 to 16, got -1 and 16"),
-    (dict(longest=0), "got 0 and 0"), (dict(longest=17), "got 0 and 17"),
-    ({}, "nodes of 1 or more where the store has no gain, got 0")])
+    (dict(nodes=-1), "--nodes must be 0 or more, got -1"),
+    (dict(longest=0), "--longest must be 1 to 16, got 0"),
+    (dict(longest=17), "--longest must be 1 to 16, got 17"),
+    ({}, "--nodes must be 1 or more for a store without tokens_per_call, got 0")])
 def test_bad_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         next(rest(ScriptedLM(markov(1)), [0, 1], store=Datastore(), **options))
@@ -463,7 +466,7 @@ def test_of_long_texts_the_beginning_is_measured(tmp_path):
 
 
 def test_answers_of_no_tokens_are_refused(tmp_path):
-    with pytest.raises(InputError, match="expected max-new-tokens of 1 or more, got -1"):
+    with pytest.raises(InputError, match="--max-new-tokens must be 1 or more, got -1"):
         build(tiny("llama"), None, [[1, 2], [3]], out=tmp_path / "x", max_new_tokens=-1)
 
 
