@@ -1,5 +1,6 @@
-"""The pages say nothing that a reader cannot follow: each link leads somewhere, and each command
-names a script, a command and options that exist."""
+"""The pages say nothing that a reader cannot follow: each link leads somewhere, each command names
+a script, a command and options that exist, and the tables of files are true."""
+import ast
 import re
 import runpy
 import shlex
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from helpers import ROOT
-from test_structure import written
+from test_structure import FILES, copied_with, functions_of, path_of, written
 
 PAGES = [name for name in written() if name.endswith(".md")]
 WITHOUT_HELP = {"models/tasks.py"}  # it takes numbers and names of tasks, no options
@@ -135,6 +136,57 @@ def test_the_command_in_python_runs(capsys):
     [command] = re.findall(r'^python -c "(.*?)"$', page, re.M | re.S)
     exec(command.replace("DIR", str(ROOT / "models/target")), {})
     assert capsys.readouterr().out.startswith("{1: ")
+
+
+# --------------------------------------------------------------------------- the table of survey/
+
+def rows_of(path) -> dict[str, list[str]]:
+    """Return the cells of the rows of a page's first table, by the file that a row links to."""
+    text = path.read_text()
+    found = {}
+    for line in text[text.index("| file |"):].split("\n\n")[0].splitlines()[2:]:
+        name, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
+        found[re.search(r"\((\w+\.py)\)", name)[1]] = cells
+    return found
+
+
+def lossy_of(name: str) -> list[str]:
+    """Return the methods that the last block of a file calls lossy."""
+    block = ast.parse(path_of(name).read_text()).body[-1]
+    given = [x.value for x in ast.walk(block) if isinstance(x, ast.keyword) and x.arg == "lossy"]
+    return [x.id for some in given for x in some.elts]
+
+
+def test_the_table_of_survey_is_true():
+    """Its files, their papers, which of them are exact, and what a copy of each needs."""
+    rows = rows_of(ROOT / "survey/README.md")
+    names = {f"{x.removeprefix('survey.')}.py": x for x in FILES if x.startswith("survey.")}
+    assert rows.keys() == names.keys()
+    for file, (_, papers, exact, copies) in rows.items():
+        name = names[file]
+        described = re.findall(r"arXiv\s+(\d+\.\d+)", path_of(name).read_text())
+        assert {*re.findall(r"abs/(\d+\.\d+)", papers)} <= {*described}, file
+        methods = [method.__name__ for method in functions_of(name)[0]]
+        lossy = lossy_of(name)
+        assert ("yes" in exact) == ({*lossy} < {*methods}), file
+        assert lossy == [] or "no" in exact or "tuned" in exact, file
+        needed = {str(path_of(x).relative_to(ROOT)) for x in copied_with(name) - {name}}
+        assert {*re.findall(r"`([\w/]+\.py)`", copies)} == needed, file
+
+
+def test_readmes_figures_are_those_of_its_run():
+    """Tokens per call and speed-up of the six root files."""
+    run = (ROOT / "results/all_methods.md").read_text()
+    measured = {row[0]: (row[1], row[4]) for row in (
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in run.splitlines()
+        if line.startswith("| ")) if len(row) > 5}
+    methods = {"speculative.py": "speculative, draft of 6 tokens", "jacobi.py": "lookahead",
+               "ouroboros.py": "ouroboros", "bita.py": "bita", "cllm.py": "cllm (another model)",
+               "mjsd.py": "mjsd (lossy)"}
+    readme = (ROOT / "README.md").read_text()
+    for file, method in methods.items():
+        [row] = [line for line in readme.splitlines() if line.startswith(f"| `{file}` |")]
+        assert tuple(cell.strip(" |") for cell in row.split(" | ")[-2:]) == measured[method], file
 
 
 # ------------------------------------------------------------------ the checks see what they must
