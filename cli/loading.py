@@ -108,7 +108,13 @@ def encode_prompts(models: list, tokenizer, texts: list[str], chat: bool) -> lis
     found = []
     for text in texts:
         text.encode()  # UnicodeError for halves of characters, which no tokenizer takes
-        ids = encode_chat(tokenizer, text) if chat else encode(tokenizer, text)
+        try:
+            ids = encode_chat(tokenizer, text) if chat else encode(tokenizer, text)
+        except InputError:
+            raise
+        except Exception as error:  # tokenizers raises no kinds of its own
+            raise InputError("expected a tokenizer that takes the prompt, but the model's says: "
+                             f"{shorten(error)}") from error
         if max(ids) >= rows:
             token = tokenizer.convert_ids_to_tokens(max(ids))
             raise InputError(f"expected tokens that the model has embeddings for, {rows} of them, "
