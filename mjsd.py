@@ -1,24 +1,50 @@
 """Multi-token joint decoding: several tokens at a time by their joint likelihood.
 
 Qin et al., "Multi-Token Joint Speculative Decoding for Accelerating Large Language Model
-Inference", arXiv 2407.09722
+Inference", arXiv 2407.09722, version 1. Later versions of the paper have the title "Optimized
+Multi-Token Joint Decoding with Auxiliary Model for LLM Inference" and other names: MTJD for MJGD,
+MTAD for MJSD, and MMTAD for MJSD that verifies several beams, here --width.
 
     MJGD   x_{t+1:t+K} = argmax p(x_{t+1:t+K} | x_{1:t}), here by beam search            Def. 3.1
     MJSD   accept the longest prefix of a draft x with
            min(1, p(x_{t+1:t+i} | x_{1:t}) / q(x_{t+1:t+i} | x_{1:t})) > τ                  Alg. 1
 
-Lossy by design: the aim is a likelier text (lower perplexity), not the target's own. p and q are
-joint probabilities, the target's and the draft's, after temperature, top-k and top-p; at
-temperature 0 both are taken as they are and the next token is the target's argmax. Nothing after an
-EOS counts for or against it. Departures: Alg. 1 misprints η ← -1 and η ← j, read 0 and i; `width`
-verifies several beams in the one call. The released code (ZongyueQin/LLMSpeculativeSampling) draws
-all beams' children at once from a softmax over beams and vocabulary, takes that softmax at each
-step for q, and verifies all beams. Left out: batches.
+p and q are joint probabilities, the target's and the draft's, after temperature, top-k and top-p.
+At temperature 0 both are taken as they are, and the next token is the target's argmax.
 
-Of an accepted prefix -log p = -log q + log(q / p). Beams lower the first term alone; the test
-bounds the second alone, by log(1 / τ) = 2.3 nats, however small p is: an unlikely prefix passes
-where the draft is unsure too. So a text is likelier than AR's with several beams and a good draft:
-on a real model from a 1 - TVD of about 0.6 on (results/mjsd.md).
+A round with gamma = 3 and 2 beams: the draft grows the tree by a level a call and keeps the two
+likeliest leaves. The target verifies the best beam in one call.
+
+    root ─┬─ the ─┬─ cat ─── sat     q = 0.30, the best beam
+          │       └─ dog             less likely than both others: dropped
+          └─ a ───── cat ─── ran     q = 0.15
+
+    prefix          q       p      p / q
+    the             0.70    0.500  0.71      > τ = 0.1
+    the cat         0.50    0.040  0.08      not above τ
+    the cat sat     0.30    0.039  0.13      > τ: the longest that passes, so all three stay
+
+Lossy by design: the aim is a likelier text (lower perplexity), not the target's own. Of an accepted
+prefix -log p = -log q + log(q / p). Beams lower the first term alone. The test bounds the second
+term alone, by log(1 / τ), 2.3 nats at the default τ of 0.1, however small p is. So an unlikely
+prefix passes where the draft is unsure too, and a text is likelier than autoregressive text with
+several beams and a good draft. On a real model that is from a 1 - TVD of about 0.6 on
+(results/mjsd.md).
+
+Departures (paper / here / why):
+    Alg. 1: it has η ← -1 and η ← j / 0 and i / misprints, by the text of Section 3
+    verified beams: the best one / the best `width` ones, as a tree / the later versions' MMTAD
+    choice among verified beams: v1 has one / the longest accepted prefix, where a beam that an EOS
+        ends and that is accepted whole counts as gamma tokens / else a short answer that is
+        complete would lose to a long one that is cut
+    EOS: not mentioned / ends a beam, which stays as likely as it is / nothing after an EOS may
+        count for or against it
+    beams at a temperature: `beams` tokens are drawn for each beam, and the likeliest sequences
+        stay (Section 2.1) / the same, drawn without replacement / a beam twice is a beam less.
+        The released code (ZongyueQin/LLMSpeculativeSampling) draws all beams' children at once from
+        a softmax over beams and vocabulary, takes that softmax at each step for q, and verifies
+        all beams
+Left out: batches.
 """
 import itertools
 import math
@@ -31,16 +57,16 @@ from common import CachedLM, InputError, Sampler, greedy, trie
 
 
 def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:
-    """The factors of joint probabilities, [..., V] in nats: the sampler's, but at temperature 0 the
-    model's own."""
+    """Return the factors of joint probabilities, [..., V] in nats: the sampler's, but at
+    temperature 0 the model's own."""
     if sample.temperature == 0:
         return logits.float().log_softmax(-1)
     return sample.probs(logits).log()
 
 
 def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """exp of the mean -log p (nats a token) of the outputs after their prompts, under the target's
-    own distribution: Eq. 1, pooled over all tokens of all outputs."""
+    """Return exp of the mean -log p (nats a token) of the outputs after their prompts, under the
+    target's own distribution. Eq. 1, pooled over all tokens of all outputs."""
     total = 0.0
     for prompt, output in zip(prompts, outputs):
         target.start(prompt[:-1])
@@ -49,12 +75,18 @@ def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[in
     return math.exp(total / sum(map(len, outputs)))
 
 
+# ------------------------------------------------------------------------------- beam search
+
 def children(logits: torch.Tensor, beams: int, sample: Sampler) -> list[list[tuple[int, float]]]:
-    """For each row of logits [n, V] up to `beams` (token, log-probability) pairs: the likeliest or,
-    at a temperature, draws without replacement, as many as have any probability."""
+    """Return for each row of logits [n, V] up to `beams` tokens with their log-probabilities.
+
+    They are the likeliest or, at a temperature, drawn without replacement, as many as have any
+    probability.
+    """
     logp = log_probs(logits, sample)
     score = logp
-    if sample.temperature > 0:  # Gumbel top-k: as Sampler.draw, but the largest few of p / E
+    if sample.temperature > 0:
+        # Gumbel trick: the k largest of log p + Gumbel noise are k draws without replacement
         uniform = sample.uniform(logp.shape, logp.device).clamp(min=1e-30)
         score = logp - (-uniform.log()).log()
     tokens = score.topk(min(beams, logp.shape[-1])).indices  # [n, beams]
@@ -67,65 +99,83 @@ class Beams(NamedTuple):
     ids: list[int]
     parents: list[int]
     logps: list[float]  # of a node's path from the root down: joint, nats
-    leaves: list[int]  # the best first
+    leaves: list[int]  # the ends of the beams, the likeliest first
+
+
+class Candidate(NamedTuple):
+    """A sequence that may be a beam of the next level."""
+    logp: float  # joint, nats
+    node: int  # the end of the beam that it continues
+    token: int | None  # what it adds; None: nothing, for the beam ended with an EOS
 
 
 def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample: Sampler,
                 eos: set[int]) -> Beams:
-    """Grow up to `depth` levels below the root, the last of `unseen`, in the pending tree of `lm`:
-    node i is its node len(unseen) - 1 + i; the last level is not fed. The best `beams` leaves of a
-    level stay; one that is an EOS has no children, and stays as likely as it is."""
+    """Search `depth` levels below the last token of `unseen`, and keep the `beams` likeliest
+    sequences of each level.
+
+    A sequence that ended with an EOS keeps its probability and is not extended. Node i of the
+    result is node len(unseen) - 1 + i of lm's pending tree; nodes of the last level were never fed
+    to lm.
+
+    unseen  final tokens that lm has not been fed; the last one is the root
+    """
     base = len(unseen) - 1
     ids, parents, logps = unseen[-1:], [-1], [0.0]
-    fed = [0]  # the nodes that `logits` come after
     leaves, ended = [0], []
+    fed = [0]  # the nodes after which `logits` come, one row each
     logits = lm.forward(unseen)[-1:]
-    for level in range(depth):
-        grown = [(logps[node], node, None) for node in ended]  # (log p, node, its child's token)
+    for level in range(1, depth + 1):
+        candidates = [Candidate(logps[node], node, None) for node in ended]
         for node, row in zip(fed, children(logits, beams, sample)):
             if node not in ended:
-                grown += [(logps[node] + logp, node, token) for token, logp in row]
-        if not grown:  # logits of a model that overflows: the level before ends the beams
-            return Beams(ids, parents, logps, leaves)
-        leaves = []
-        fed = []
-        for score, node, token in sorted(grown, key=lambda x: x[0], reverse=True)[:beams]:
+                candidates += [Candidate(logps[node] + logp, node, x) for x, logp in row]
+        if not candidates:  # every child has probability 0 or nan: the level before is the last
+            break
+        best = sorted(candidates, key=lambda candidate: candidate.logp, reverse=True)[:beams]
+        leaves, fed = [], []
+        for logp, node, token in best:
             if token is not None:
                 ids.append(token)
                 parents.append(node)
-                logps.append(score)
+                logps.append(logp)
                 node = len(ids) - 1
                 fed.append(node)
             leaves.append(node)
         ended = [node for node in leaves if ids[node] in eos]
-        if level == depth - 1 or len(ended) == len(leaves):
-            return Beams(ids, parents, logps, leaves)
+        if level == depth or len(ended) == len(leaves):  # nobody needs what comes after them
+            break
         logits = lm.forward([ids[node] for node in fed], [base + parents[node] for node in fed])
+    return Beams(ids, parents, logps, leaves)
 
 
 def path_to(leaf: int, parents: list[int]) -> list[int]:
-    """The nodes from the root down to this one."""
+    """Return the nodes from the root, node 0, down to a leaf."""
     path = [leaf]
     while path[0] != 0:
         path.insert(0, parents[path[0]])
     return path
 
 
+# ---------------------------------------------------------------------------------- decoding
+
 def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
          sample: Sampler = greedy, eos: set[int] = frozenset(),
          log: list | None = None) -> Iterator[list[int]]:
-    """Multi-token joint greedy decoding: the likeliest K tokens at a time, by beam search on the
-    target itself. Def. 3.1.
+    """Decode the likeliest K tokens at a time, by beam search on the target itself: multi-token
+    joint greedy decoding. Def. 3.1.
 
     K:     tokens decoded together; 1 is greedy decoding, and V ** (K - 1) beams make it exact
     beams: sequences kept at each step of the beam search
     Yields chunks of K tokens, fewer where an EOS ends them, for as many target calls; logs {"logp"}
     a chunk: its joint log-probability.
     """
-    if K < 1 or beams < 1:
-        raise InputError(f"expected K and beams of 1 or more, got {K} and {beams}")
+    if K < 1:
+        raise InputError(f"--K must be 1 or more, got {K}")
+    if beams < 1:
+        raise InputError(f"--beams must be 1 or more, got {beams}")
     if sample.temperature > 0:
-        raise InputError(f"expected temperature 0 for joint greedy decoding, got "
+        raise InputError(f"--temperature must be 0 for joint greedy decoding, got "
                          f"{sample.temperature}")
     target.start(prompt[:-1])
     root = prompt[-1]
@@ -143,44 +193,76 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
 
 
 def longest_prefix(target_logp: list[float], draft_logp: list[float], tau: float) -> int:
-    """The length of the longest prefix with min(1, p / q) > τ, from the joint log-probabilities of
-    all prefixes. Alg. 1, lines 6 to 13."""
+    """Return the length of the longest prefix with min(1, p / q) > τ. Alg. 1, lines 6 to 13.
+
+    target_logp, draft_logp  joint log-probabilities of the prefixes of 1, 2, … tokens
+    """
+    if tau >= 1:  # min(1, p / q) is never above 1
+        return 0
     threshold = math.log(tau) if tau > 0 else -math.inf
-    return max((i for i, (p, q) in enumerate(zip(target_logp, draft_logp), 1)
-                if tau < 1 and p - q > threshold), default=0)
+    passing = [i for i, (p, q) in enumerate(zip(target_logp, draft_logp), 1) if p - q > threshold]
+    return max(passing, default=0)
 
 
 class Verified(NamedTuple):
-    """A beam and its joint log-probabilities (nats, of its first token, first two, …)."""
-    path: list[int]  # nodes of the draft's tree, the root first
-    nodes: list[int]  # the same of the target's
+    """A beam, its joint log-probabilities (nats, of its first token, first two, …), and η."""
+    draft_nodes: list[int]  # in the draft's tree, the root first
+    target_nodes: list[int]  # in the target's tree, the root first
     target_logp: list[float]
     draft_logp: list[float]
-    eta: int  # tokens of it that are accepted (η)
+    eta: int  # how many of its tokens are accepted (η)
 
     def merit(self, gamma: int) -> int:
-        """η; a beam that an EOS ends and that is accepted whole is as good as a whole draft."""
-        whole = self.eta == len(self.path) - 1
+        """Return what beams are compared by: η, or gamma for a beam that is accepted whole, as one
+        may be that an EOS ends before gamma tokens."""
+        whole = self.eta == len(self.draft_nodes) - 1
         return gamma if whole else self.eta
+
+
+def check_options(gamma: int, beams: int, tau: float, width: int) -> None:
+    """Raise InputError for the first option of `mjsd` that is wrong."""
+    if gamma < 1:
+        raise InputError(f"--gamma must be 1 or more, got {gamma}")
+    if beams < 1:
+        raise InputError(f"--beams must be 1 or more, got {beams}")
+    if not tau >= 0:
+        raise InputError(f"--tau must be 0 or more, got {tau}")
+    if not 1 <= width <= beams:
+        raise InputError(f"--width must be 1 to the {beams} of --beams, got {width}")
+
+
+def verify_beams(found: Beams, paths: list[list[int]], nodes_of: list[list[int]],
+                 node_logp: list[float], tau: float) -> list[Verified]:
+    """Find the accepted prefix of each beam. Alg. 1, lines 6 to 13.
+
+    paths      the nodes of each beam in the draft's tree `found`
+    nodes_of   the nodes of each beam in the target's tree
+    node_logp  the target's log-probability of each node of its tree after the node's parent
+    """
+    verified = []
+    for path, nodes in zip(paths, nodes_of):
+        target_logp = list(itertools.accumulate(node_logp[node] for node in nodes[1:]))
+        draft_logp = [found.logps[node] for node in path[1:]]
+        eta = longest_prefix(target_logp, draft_logp, tau)
+        verified.append(Verified(path, nodes, target_logp, draft_logp, eta))
+    return verified
 
 
 def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4, beams: int = 8,
          tau: float = 0.1, width: int = 1, sample: Sampler = greedy,
          eos: set[int] = frozenset(), log: list | None = None) -> Iterator[list[int]]:
-    """Multi-token joint speculative decoding: a draft by beam search, of which the longest prefix
-    that is jointly likely enough stays. Alg. 1.
+    """Draft by beam search, and accept the longest prefix that is jointly likely enough:
+    multi-token joint speculative decoding. Alg. 1.
 
     gamma: tokens of a draft (γ), fewer where an EOS ends it
     beams: beams of the draft's beam search
-    tau:   accept a prefix where min(1, p / q) is above this (τ); 1 accepts nothing (greedy output
-           is then the target's), 0 whatever is possible
+    tau:   accept a prefix where min(1, p / q) is above this (τ); 1 accepts nothing, so that greedy
+           output is the target's; 0 accepts whatever is possible
     width: best beams verified in one call, as one tree; the longest accepted prefix of all stays
     Yields chunks of 1 to gamma + 1 tokens; logs a record a round: {"drafted", "accepted",
     "target_logp", "draft_logp"}, the last two of the chosen beam's prefixes (joint, nats).
     """
-    if gamma < 1 or beams < 1 or not 1 <= width <= beams or not tau >= 0:
-        raise InputError("expected gamma and beams of 1 or more, tau of 0 or more and width of 1 "
-                         f"to beams, got {gamma}, {beams}, {tau} and {width}")
+    check_options(gamma, beams, tau, width)
     target.start(prompt[:-1])
     draft.start(prompt[:-1])
     unseen = prompt[-1:]  # final tokens that the draft has not been fed
@@ -190,34 +272,33 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
         paths = [path_to(leaf, found.parents) for leaf in found.leaves[:width]]
         texts = [[found.ids[node] for node in path[1:]] for path in paths]
         ids, parents, nodes_of = trie(unseen[-1], texts)
-        # Line 4: p in one call
+        # Line 4: p in one call. Entry 0 of node_logp, of a node without parent, is never read
         logits = target.forward(ids, parents)  # [nodes, V]
-        node_logp = log_probs(logits, sample)[parents, ids].tolist()  # node 0, the root: nothing
-        # Lines 6 to 13: of each beam the longest prefix that passes, and the longest of these
-        verified = []
-        for path, nodes in zip(paths, nodes_of):
-            target_logp = list(itertools.accumulate(node_logp[node] for node in nodes[1:]))
-            draft_logp = [found.logps[node] for node in path[1:]]
-            eta = longest_prefix(target_logp, draft_logp, tau)
-            verified.append(Verified(path, nodes, target_logp, draft_logp, eta))
+        node_logp = log_probs(logits, sample)[parents, ids].tolist()
+        # Lines 6 to 13: the longest prefix that passes
+        verified = verify_beams(found, paths, nodes_of, node_logp, tau)
         best = max(verified, key=lambda beam: beam.merit(gamma))
         # Lines 15 and 16: one more token of the target's after the accepted prefix
-        [token] = sample(logits[best.nodes[best.eta]][None])
-        kept = best.path[:1 + best.eta]
-        guesses = [found.ids[node] for node in kept[1:]]
-        target.commit(best.nodes[:1 + best.eta])
+        [token] = sample(logits[best.target_nodes[best.eta]][None])
+        target.commit(best.target_nodes[:1 + best.eta])
+        kept = best.draft_nodes[:1 + best.eta]
+        accepted = [found.ids[node] for node in kept[1:]]
+        # The draft keeps the rows of what it was fed, `unseen` and the accepted nodes above the
+        # last level. An accepted node of the last level is fed in the next round
         base = len(unseen) - 1
-        fed = [node for node in kept if base + node < len(draft.parents)]  # not the last level
-        draft.commit([*range(base), *(base + node for node in fed)])
-        unseen = guesses[len(fed) - 1:] + [token]
+        fed = [base + node for node in kept if base + node < len(draft.parents)]
+        draft.commit([*range(base), *fed])
+        unseen = accepted[len(fed) - 1:] + [token]  # the first of `fed` is the root
         if log is not None:
-            log.append({"drafted": len(best.path) - 1, "accepted": best.eta,
+            log.append({"drafted": len(best.draft_nodes) - 1, "accepted": best.eta,
                         "target_logp": best.target_logp, "draft_logp": best.draft_logp})
-        yield guesses + [token]
+        yield accepted + [token]
 
+
+# ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    """Perplexity, and what a round of MJSD accepts."""
+    """Return a line with the output's perplexity and, for MJSD, what a round accepts."""
     target, prompts = run.models["target"], run.prompts
     outputs = [output for output in run.outputs if output]
     text = f"perplexity of the output under the target: {perplexity(target, prompts, outputs):.3f}"

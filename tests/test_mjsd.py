@@ -405,10 +405,14 @@ def test_the_last_level_is_never_fed():
 
 
 @pytest.mark.parametrize("method, options, message", [
-    (mjgd, dict(K=0), "K and beams of 1 or more, got 0"), (mjgd, dict(beams=0), "got 3 and 0"),
-    (mjgd, dict(sample=Sampler(0.5)), "temperature 0"), (mjsd, dict(gamma=0), "got 0, 8"),
-    (mjsd, dict(beams=0), "got 4, 0"), (mjsd, dict(width=0), "width of 1 to beams"),
-    (mjsd, dict(width=9), "width of 1 to beams"), (mjsd, dict(tau=-0.1), "-0.1")])
+    (mjgd, dict(K=0), "--K must be 1 or more, got 0"),
+    (mjgd, dict(beams=0), "--beams must be 1 or more, got 0"),
+    (mjgd, dict(sample=Sampler(0.5)), "--temperature must be 0 for joint greedy decoding, got 0.5"),
+    (mjsd, dict(gamma=0), "--gamma must be 1 or more, got 0"),
+    (mjsd, dict(beams=0), "--beams must be 1 or more, got 0"),
+    (mjsd, dict(width=0), "--width must be 1 to the 8 of --beams, got 0"),
+    (mjsd, dict(width=9), "--width must be 1 to the 8 of --beams, got 9"),
+    (mjsd, dict(tau=-0.1), "--tau must be 0 or more, got -0.1")])
 def test_bad_options_are_refused(method, options, message):
     models = [ScriptedLM(markov(1))] * (1 if method is mjgd else 2)
     with pytest.raises(InputError, match=message):
