@@ -68,7 +68,7 @@ masks: .venv/ready
 layerskip: .venv/ready
 	mkdir -p $(WORK)
 	$(RUN) models/tasks.py 700 > $(WORK)/prompts_exit.jsonl
-	$(RUN) -m survey.layerskip train --prompts $(WORK)/prompts_exit.jsonl \
+	$(RUN) -m survey.early_exit train --prompts $(WORK)/prompts_exit.jsonl \
 		--work $(WORK)/layerskip --out models/exit.safetensors
 	$(RUN) -m survey.layerskip tune --prompts $(WORK)/prompts_exit.jsonl \
 		--work $(WORK)/layerskip --out models/layerskip.safetensors

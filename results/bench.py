@@ -45,9 +45,10 @@ from ouroboros import PhrasePool, ouroboros  # noqa: E402
 from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E402
 from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
+from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.hybrid import hybrid, load_trust  # noqa: E402
-from survey.layerskip import adapter, layerskip, load_exit, load_tuned  # noqa: E402
+from survey.layerskip import layerskip, load_tuned  # noqa: E402
 from survey.masks import load_space, parallel, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import load_datastore, rest  # noqa: E402
@@ -316,7 +317,7 @@ class Bench:
 
         LayerSkip's target is another model, tuned for it.
         """
-        exit, tuning, blocks = (self.args.adapters / name for name in (
+        exit_file, tuning, blocks = (self.args.adapters / name for name in (
             "exit.safetensors", "layerskip.safetensors", "blocks.json"))
 
         def tuned() -> Ours:
@@ -326,7 +327,7 @@ class Bench:
         def with_blocks() -> Ours:
             return self.ours(draft_verify, skipped=load_blocks(str(blocks), self.target))
         return {**self.fitting("trained exit", lambda: self.ours(
-                    adapter, trained=load_exit(exit, self.target))),
+                    early_exit, trained=load_exit(exit_file, self.target))),
                 **self.fitting("draft & verify", with_blocks),
                 **self.fitting("layerskip (another model)", tuned)}
 

@@ -28,13 +28,13 @@ from jacobi import lookahead  # noqa: E402
 from models.training import collect_answers  # noqa: E402
 from speculative import (k_seq, multi_step, specdec, specinfer, spectr,  # noqa: E402
                          speculative)
-from survey import cascade as module  # noqa: E402
-from survey.cascade import cascade, ends, triforce  # noqa: E402
+from survey import triforce as triforce_file  # noqa: E402
+from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks, without  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
+from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.hybrid import GUESSES, grow, hybrid, load_trust  # noqa: E402
-from survey.layerskip import (adapter, exit_accuracy, layerskip, load_exit,  # noqa: E402
-                              load_tuned)
+from survey.layerskip import layerskip, load_tuned, measure_exit  # noqa: E402
 from survey.masks import all_right, load_space, parallel, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.ngrams import NGrams  # noqa: E402
@@ -42,6 +42,7 @@ from survey.online import online  # noqa: E402
 from survey.rest import (BOUNDARY, Datastore, as_text, load_datastore,  # noqa: E402
                          rest)
 from survey.sequoia import draw_children, load_rates, sequoia, tabulate, verify  # noqa: E402
+from survey.triforce import choose_ends, triforce  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
 
@@ -301,10 +302,10 @@ def table_layerskip(bench: Bench) -> None:
         runs |= {f"LayerSkip's tuning, exit after {E}":
                  bench.ours(layerskip, E=E, tuning=str(tuned)) for E in depths}
     for path in exits:
-        exit = load_exit(path, bench.target)
+        trained = load_exit(path, bench.target)
         for gamma in (2, 4, 6, 8):
-            runs[f"trained exit after {exit.E}, γ {gamma}"] = bench.ours(
-                adapter, trained=exit, gamma=gamma)
+            runs[f"trained exit after {trained.E}, γ {gamma}"] = bench.ours(
+                early_exit, trained=trained, gamma=gamma)
     results = bench.measure(runs)
     rows = [["draft (γ 4)", "accepted a round", "tokens per call", *bench.prompts,
              "layers run a token", "x AR", "output as AR's"]]
@@ -331,7 +332,7 @@ def table_exits(bench: Bench) -> None:
             answers = collect_answers(model, bench.tokenizer, prompts, bench.args.max_new_tokens,
                                   Path(work))
         data = [(p, a) for p, a in zip(prompts, answers) if a]
-        rows.append([name, *(f"{exit_accuracy(model, data, E):.3f}" for E in depths)])
+        rows.append([name, *(f"{measure_exit(model, data, E):.3f}" for E in depths)])
     print(table(rows))
 
 
@@ -465,13 +466,13 @@ def table_cascade(bench: Bench) -> None:
 
 def by_ends(target, draft, prompt, *, budget: int, sample, log):
     """TriForce whose middle level keeps the first and the newest rows, retrieving none."""
-    own = module.retrieved
-    module.retrieved = lambda lm, token, budget, chunk: ends(lm, 16, budget - 16)
+    retrieve = triforce_file.retrieve
+    triforce_file.retrieve = lambda lm, token, budget, chunk: choose_ends(lm, 16, budget - 16)
     chunks = triforce(target, draft, prompt, budget=budget, sample=sample, log=log)
     try:
         first = next(chunks)
     finally:
-        module.retrieved = own
+        triforce_file.retrieve = retrieve
     yield first
     yield from chunks
 

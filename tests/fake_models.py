@@ -54,10 +54,12 @@ class ScriptedLM:
     def start(self, ids, prefix=()):
         self.tokens, self.parents, self.ids = list(ids), [], []
 
-    def forward(self, ids, parents=None):
+    def forward(self, ids, parents=None, keep=None):
         start = len(self.parents)
         self.parents += range(start - 1, start + len(ids) - 1) if parents is None else parents
         self.ids, self.calls, self.rows = self.ids + list(ids), self.calls + 1, self.rows + len(ids)
+        if keep is not None:
+            start = len(self.parents) - keep
         texts = ([self.ids[j] for j in path_to(i, self.parents)]
                  for i in range(start, len(self.parents)))
         return torch.stack([self.logits_of(self.tokens + text) for text in texts])

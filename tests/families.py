@@ -8,6 +8,7 @@
 
 All have VOCAB tokens and a context of CONTEXT positions, so that a test reaches the end of it."""
 import copy
+import itertools
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def tiny(family: str, seed: int = 0, run_as=CachedLM, **changes):
             if p.ndim == 2:  # Gemma scales its embeddings up
                 p.normal_(0, 0.1 if family.startswith("gemma") and "embed" in name else 0.3)
     return prepare(model, run_as)
+
+
+def deep(name: str, layers: int = 4, **changes):
+    """Make a tiny model of more layers, with windows of the kinds that the family has, turn by
+    turn."""
+    config = (FAMILIES | MORE_FAMILIES)[name]
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        changes["layer_types"] = [*itertools.islice(itertools.cycle(kinds), layers)]
+    return tiny(name, num_hidden_layers=layers, **changes)
 
 
 def near(model, noise: float):

@@ -382,7 +382,7 @@ TRAININGS = [("survey.masks", "tune", dict(k=2)), ("survey.masks", "train", dict
              ("survey.medusa", "train", dict(heads="medusa")),
              ("survey.medusa", "train", dict(heads="hydra")),
              ("survey.eagle", "train", {}), ("survey.eagle", "train", dict(begin="last")),
-             ("survey.layerskip", "train", dict(E=1)), ("survey.layerskip", "tune", dict(E=1))]
+             ("survey.early_exit", "train", dict(E=1)), ("survey.layerskip", "tune", dict(E=1))]
 
 
 @pytest.mark.parametrize("file, name, options", TRAININGS)

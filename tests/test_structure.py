@@ -22,16 +22,18 @@ from survey.parts import save_part
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest", "survey.layerskip",
-         "survey.draft_verify", "survey.masks", "survey.cascade", "survey.online",
-         "survey.hybrid")
+         "survey.early_exit", "survey.draft_verify", "survey.masks", "survey.cascade",
+         "survey.triforce", "survey.online", "survey.hybrid")
 NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
          "survey.low_rank": ("survey.views",),
          "survey.eagle": ("survey.layers", "survey.parts"), "survey.layers": (),
          "survey.layerskip": ("speculative", "survey.low_rank", "survey.parts", "survey.views"),
+         "survey.early_exit": ("survey.layerskip", "survey.parts", "survey.views"),
          "survey.draft_verify": ("speculative", "survey.parts", "survey.views"),
          "survey.masks": ("bita", "speculative", "survey.low_rank", "survey.parts",
                           "survey.views"),
-         "survey.cascade": ("speculative", "survey.rest", "survey.views"),
+         "survey.cascade": ("speculative", "survey.rest"),
+         "survey.triforce": ("speculative", "survey.cascade", "survey.views"),
          "survey.hybrid": ("survey.eagle", "survey.medusa", "survey.ngrams", "survey.parts",
                            "survey.rest"),
          "survey.ngrams": ("survey.rest",),
@@ -90,7 +92,7 @@ def test_a_method_file_needs_common_alone(name):
     assert imported(outer) <= {*sys.stdlib_module_names} | PACKAGES | own
     assert imported(body) - imported(outer) <= {"models"}
     trains = {x.name for x in inner if "models" in imported(x.body)}
-    assert trains <= {"fit", "train", "collect", "build", "tune", "tuning_loss", "search", "ppd"}
+    assert trains <= {"fit", "train", "collect", "build", "tune", "tuning_loss", "search"}
     project = {x.module for x in outer if isinstance(x, ast.ImportFrom)} - {"common"}
     assert {x for x in project if x.split(".")[0] in own} == {*needs(name)}
     if name in FILES:
@@ -108,7 +110,7 @@ exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd
          "eagle": {"adapter": root + "/eagle.safetensors", "nodes": 8}, "specdec": {"beta": 1},
          "sequoia": {"rates": root + "/sequoia.json", "nodes": 8, "depth": 4},
          "rest": {"datastore": root + "/rest.safetensors", "nodes": 4},
-         "adapter": {"adapter": root + "/exit.safetensors"},
+         "early_exit": {"exit": root + "/exit.safetensors"},
          "layerskip": {"tuning": "", "E": 3}, "cascade": {"grams": root + "/rest.safetensors"},
          "hybrid": {"datastore": root + "/rest.safetensors", "trust": root + "/hybrid.json",
                     "adapter": root + "/eagle.safetensors", "nodes": 8},

@@ -1,0 +1,203 @@
+"""An early exit of a frozen model: a small network after its first layers, through which it drafts.
+
+After Kangaroo: Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting",
+arXiv 2404.18911; released code: Equationliu/Kangaroo. The model stays as it is, and so does its
+text: what the exit guesses, the other layers verify. The loop is LayerSkip's (layerskip.py).
+
+    python -m survey.early_exit --prompt "..."
+    python -m survey.early_exit train --prompts FILE --out my.safetensors
+    python -m survey.early_exit --exit my.safetensors --prompt "..."
+
+    layers 1 … E ── x ──┬── layers E + 1 … L ── norm ── LM head      p, the model's own choice
+                        └── exit ── LM head                          q, a guess
+
+    exit(x) = norm(x + W_2 SiLU(W_1 norm'(x)))
+    loss    = cross-entropy of q with p
+
+Departures from Kangaroo:
+- The exit. Kangaroo: one block of attention between two norms, without an MLP. Here: an MLP without
+  attention, the opposite half. Why: an exit without attention has no cache.
+- End of a draft. Kangaroo: a second "early exit" ends a draft after a guess of low confidence (0.6
+  in the released code), or after 6 guesses. Here: a draft always has γ guesses. Why: one loop
+  serves LayerSkip too.
+- Sampling. Released: greedy decoding alone. Here: also sampling, exact.
+- Training data. Kangaroo: ShareGPT. Here: the model's own greedy answers, on their tokens alone.
+  Why: those are the tokens that the exit is asked for.
+"""
+import copy
+import random
+import sys
+from pathlib import Path
+from typing import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from common import CachedLM, InputError, Sampler, greedy
+from survey.layerskip import collect_states, report, self_speculate
+from survey.parts import MODELS, fill, load_part, logits_of, save_part
+from survey.views import depth_of, open_model, split_layers
+
+EXIT = f"{MODELS}/exit.safetensors"
+
+
+# --------------------------------------------------------------------- the exit and its loss
+
+class Exit(torch.nn.Module):
+    """Turn the hidden states x [n, d] after layer E into what the model's LM head reads.
+
+    model  whose last norm the exit begins with, so that at first it is the model's own exit
+    E      layers before the exit
+    width  of the MLP
+    """
+
+    def __init__(self, model, E: int, width: int):
+        super().__init__()
+        _, decoder, _, norm = open_model(model)
+        d = model.get_output_embeddings().weight.shape[1]
+        self.E = E
+        self.norm = copy.deepcopy(decoder._modules[norm]).float()
+        self.before = torch.nn.LayerNorm(d)
+        self.W_1 = torch.nn.Linear(d, width)
+        self.W_2 = torch.nn.Linear(width, d)
+        torch.nn.init.zeros_(self.W_2.weight)
+        torch.nn.init.zeros_(self.W_2.bias)
+        self.requires_grad_(True).to(model.device)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Name the parameters that are trained and kept, which are all."""
+        return dict(self.named_parameters())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.W_2(F.silu(self.W_1(self.before(x)))))
+
+
+def score_states(model, to_logits: Callable, x: torch.Tensor) -> torch.Tensor:
+    """Compute the logits [n, V] that a model's LM head makes of states x [n, d] behind a norm.
+
+    to_logits  turns the LM head's output into logits (parts.logits_of)
+    """
+    head = model.get_output_embeddings()
+    return to_logits(head(x.to(head.weight.dtype)).float())
+
+
+def exit_loss(model, to_logits: Callable, network: Exit, early: torch.Tensor,
+              last: torch.Tensor) -> torch.Tensor:
+    """Compute the cross-entropy (nats) of an exit's distribution with the model's own.
+
+    early  [n, d], hidden states after layer E, float32
+    last   [n, d], of the same positions, behind the last norm
+    """
+    p = score_states(model, to_logits, last).softmax(-1)
+    q_logits = score_states(model, to_logits, network(early))
+    return F.cross_entropy(q_logits, p)
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+def early_exit(target: CachedLM, prompt: list[int], *, gamma: int = 6, exit: str = EXIT,
+               trained: Exit | None = None, sample: Sampler = greedy,
+               log: list | None = None) -> Iterator[list[int]]:
+    """Draft with the first layers and a trained exit before the frozen LM head, and verify with the
+    other layers. Lossless.
+
+    gamma: tokens drafted a round
+    exit:  file of an exit, made by `python -m survey.early_exit train`
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round. The last
+    is how many layers ran one after the other. `trained` is an Exit in place of a file.
+    """
+    if gamma < 1:
+        raise InputError(f"--gamma must be 1 or more, got {gamma}")
+    if trained is None:
+        trained = target.once(("exit", exit), lambda: load_exit(exit, target.model))
+    early, late = target.once((trained, "halves"), lambda: split_layers(target, trained.E, trained))
+    yield from self_speculate(target, early, late, prompt, gamma, sample, log)
+
+
+# ------------------------------------------------------------------------------------ training
+
+def fit(model, network: Exit, data: list, held_out: list, *, steps: int, batch: int, lr: float,
+        seed: int = 0, work: Path | None = None) -> dict:
+    """Train an exit, while the model stays as it is.
+
+    data      pairs of a prompt and its answer
+    held_out  pairs that are only measured
+    returns   {step: {"right": how often the exit's likeliest token is the model's}}
+    """
+    from models.training import Training, digest
+    model.requires_grad_(False)
+    to_logits = logits_of(model)
+    L = depth_of(model)
+    train_early = collect_states(model, data, network.E)
+    train_last = collect_states(model, data, L)
+    held_early = collect_states(model, held_out, network.E)
+    held_last = collect_states(model, held_out, L)
+
+    def to_device(x: torch.Tensor) -> torch.Tensor:
+        return x.to(model.device).float()
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        rows = rng.choices(range(len(train_early)), k=batch)
+        return exit_loss(model, to_logits, network, to_device(train_early[rows]),
+                         to_device(train_last[rows]))
+
+    @torch.inference_mode()
+    def evaluate() -> tuple[dict, str]:
+        same = []
+        for early, last in zip(held_early.split(512), held_last.split(512)):
+            guesses = score_states(model, to_logits, network(to_device(early))).argmax(-1)
+            choices = score_states(model, to_logits, to_device(last)).argmax(-1)
+            same.append(guesses == choices)
+        right = torch.cat(same).float().mean().item()
+        return {"right": right}, f"held-out guesses right {right:.3f}"
+    fingerprint = digest(model.state_dict()), network.E, data, held_out, batch
+    return Training(network.trainable(), fingerprint, name="exit", steps=steps, lr=lr, seed=seed,
+                    folder=work).train(loss_of, evaluate)
+
+
+def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,
+          width: int = 512, max_new_tokens: int = 200, steps: int = 2000, batch: int = 512,
+          lr: float = 2e-3, seed: int = 0) -> None:
+    """Train an exit for a frozen model on the model's own answers to prompts. A stopped run goes
+    on.
+
+    out:   the safetensors file to make
+    work:  folder of answers and checkpoints (default: OUT.work)
+    E:     layers before the exit
+    width: of the exit's MLP
+    max_new_tokens: of an answer
+    batch: positions a step
+    lr:    where the cosine begins
+    """
+    from models.training import collect_examples, require, require_training_options
+    require_training_options(lr, width=width, max_new_tokens=max_new_tokens, steps=steps,
+                             batch=batch)
+    require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
+    if work is None:
+        work = Path(f"{out}.work")
+    split_layers(CachedLM(model), E)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = Exit(model, E, width)
+    parameters = network.trainable()
+    print(f"{sum(p.numel() for p in parameters.values()):,} parameters")
+    curve = fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed,
+                work=work)
+    save_part(out, "an early exit", model, parameters, E=E, width=width, **curve[steps])
+
+
+# ------------------------------------------------------------------------------------- its file
+
+def load_exit(path: str | Path, model) -> Exit:
+    """Load an exit, in the model's type; InputError where it was made for another model."""
+    header, tensors = load_part(path, "an early exit", model)
+    network = Exit(model, header["E"], header["width"])
+    fill(network.trainable(), tensors, path)
+    return network.requires_grad_(False).to(model.dtype)
+
+
+if __name__ == "__main__":
+    from cli import main
+    sys.exit(main([early_exit], report, commands=[train],
+                  ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

@@ -1,0 +1,37 @@
+"""Changes of low rank: nothing at first, W + B A afterwards, and the same when they are merged."""
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+from common import InputError
+from families import deep, tiny
+from survey.low_rank import LowRank, add_low_rank, merge_changes
+
+
+def test_a_change_by_hand():
+    W = torch.randn(5, 7)
+    change = LowRank(W, 2)
+    change.B.data.normal_()
+    expected = W + sum(torch.outer(change.B[:, r], change.A[r]) for r in range(2))
+    torch.testing.assert_close(change(W), expected)
+
+
+def test_changes_are_nothing_at_first_and_those_of_a_merged_model_stay():
+    model, ids = deep("llama"), torch.tensor([[3, 14, 15]])
+    expected = model(input_ids=ids).logits
+    changes = add_low_rank(model, 3)
+    assert len(changes) == 2 * 4 * 7
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+    for p in changes.values():
+        p.data = 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p)))
+    changed = model(input_ids=ids).logits
+    assert not torch.allclose(changed, expected)
+    merged = merge_changes(model)
+    assert merged is model and not any(parametrize.is_parametrized(x) for x in model.modules())
+    torch.testing.assert_close(model(input_ids=ids).logits, changed, atol=1e-4, rtol=1e-4)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_models_without_linear_layers_are_refused():
+    with pytest.raises(InputError, match="matrices of type Linear in GPT2LMHeadModel"):
+        add_low_rank(tiny("gpt2"), 2)

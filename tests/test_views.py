@@ -1,0 +1,77 @@
+"""Views of a model: early and late layers are the whole model, and share its weights."""
+import random
+
+import pytest
+import torch
+
+from common import CachedLM, InputError
+from families import FAMILIES, MORE_FAMILIES, deep, tiny
+from survey.views import depth_of, move_counts, split_layers, view
+
+PROMPT = [3, 14, 15]
+# GPT-2 and OPT add positions before the first layer
+WHOLE = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "opt")]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_early_and_late_are_the_whole_on_any_tree(name):
+    """After a committed path too; bit for bit where nothing is padded."""
+    model, rng = deep(name), random.Random(0)
+    whole = CachedLM(model)
+    for E in (1, 3):
+        early, late = split_layers(whole, E)
+        whole.start([5, 6, 7])
+        early.start([5, 6, 7])
+        late.start([])
+        late.forward(early.features)
+        late.commit(range(3))
+        for _ in range(3):
+            ids = [rng.randrange(61) for _ in range(9)]
+            parents = [rng.randrange(-1, i) for i in range(9)]
+            expected = whole.forward(ids, parents)
+            early.forward(ids, parents)
+            found = late.forward(early.features, parents)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(late.features, whole.features, atol=1e-5, rtol=1e-5)
+            path = [8]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            for lm in (whole, early, late):
+                lm.commit(path)
+
+
+def test_views_share_weights_and_leave_the_model_alone():
+    model = deep("gemma3")
+    expected = model(input_ids=torch.tensor([PROMPT])).logits
+    early, late = view(model, 0, 1), view(model, 1, 4)
+    owned = {id(p) for p in model.parameters()}
+    assert {id(p) for x in (early, late) for p in x.parameters()} == owned
+    assert (depth_of(early), depth_of(late), depth_of(model)) == (1, 3, 4)
+    assert late.config.layer_types == model.config.layer_types[1:]
+    torch.testing.assert_close(model(input_ids=torch.tensor([PROMPT])).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_models_whose_positions_come_before_the_layers_are_refused(name):
+    with pytest.raises(InputError, match="early and late layers make the whole, got .*: off by"):
+        split_layers(CachedLM(tiny(name)), 1)
+
+
+def test_layers_that_there_are_not_are_refused():
+    for E in (0, 2, 7):
+        with pytest.raises(InputError, match=f"--E must be 1 to 1 for .* 2 layers, got {E}"):
+            split_layers(CachedLM(tiny("llama")), E)
+
+
+def test_the_calls_of_a_part_become_those_of_the_whole():
+    """Once: what was moved does not count again."""
+    whole, part = CachedLM(tiny("llama")), CachedLM(tiny("llama"))
+    whole.calls, whole.rows, whole.seconds = 3, 40, 2.0
+    part.start([3, 1])
+    part.forward([4, 5])
+    part.forward([6])
+    spent = part.seconds
+    for _ in range(2):
+        move_counts(part, whole)
+        assert (whole.calls, whole.rows, whole.seconds) == (5, 43, 2.0 + spent)
+        assert (part.calls, part.rows, part.seconds) == (0, 0, 0)
