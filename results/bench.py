@@ -49,7 +49,7 @@ from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.hybrid import hybrid, load_trust  # noqa: E402
 from survey.layerskip import layerskip, load_tuned  # noqa: E402
-from survey.masks import load_space, parallel, space  # noqa: E402
+from survey.masks import load_space, pass_sampling, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import load_datastore, rest  # noqa: E402
 from survey.sequoia import load_rates, sequoia  # noqa: E402
@@ -309,7 +309,7 @@ class Bench:
             load_space(tuning, self.cached(self.target))
             return self.ours(space, tuning=str(tuning))
         return {**self.fitting("pass", lambda: self.ours(
-                    parallel, trained=load_tuning(tokens, self.target))),
+                    pass_sampling, trained=load_tuning(tokens, self.target))),
                 **self.fitting("space (another model)", tuned)}
 
     def fewer_layers(self) -> dict[str, Ours]:

@@ -35,7 +35,7 @@ from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.hybrid import GUESSES, grow, hybrid, load_trust  # noqa: E402
 from survey.layerskip import layerskip, load_tuned, measure_exit  # noqa: E402
-from survey.masks import all_right, load_space, parallel, space  # noqa: E402
+from survey.masks import load_space, measure_all_right, pass_sampling, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.ngrams import NGrams  # noqa: E402
 from survey.online import online  # noqa: E402
@@ -402,7 +402,7 @@ def table_masks(bench: Bench) -> None:
     few._parameters = tokens._parameters | {"masks": torch.nn.Parameter(tokens.masks[:M], False)}
     runs = {"AR": bench.ours(autoregressive)}
     lengths = range(1, len(tokens.masks) + 1)
-    runs |= {f"PaSS, L {L}": bench.ours(parallel, L=L, trained=tokens) for L in lengths}
+    runs |= {f"PaSS, L {L}": bench.ours(pass_sampling, L=L, trained=tokens) for L in lengths}
     for (name, tuning), (tree, k) in itertools.product(
             (("PaSS's tokens", few), ("BiTA", deep)),
             (("chain", 1), ("efficient", 1), ("efficient", 5))):
@@ -428,7 +428,8 @@ def table_masks(bench: Bench) -> None:
     data = list(zip(prompts, answers))
     rows = [["PaSS: L", "all right", "tokens per call, (2 + Σ) / 2", "measured"]]
     for L in lengths:
-        right = all_right(bench.target, tokens.masks[:L].to(bench.target.dtype), data, 10 ** 6)
+        masks = tokens.masks[:L].to(bench.target.dtype)
+        right = measure_all_right(bench.target, masks, data, 10 ** 6)
         rows.append([str(L), f"{right[-1]:.3f}", f"{(2 + sum(right)) / 2:.2f}",
                      f"{results.per_call(f'PaSS, L {L}'):.2f}"])
     print("\n" + table(rows))

@@ -1,29 +1,34 @@
 """A model drafts for itself through mask tokens behind its text: no second model, no more layers.
 
-parallel  Monea et al., "PaSS: Parallel Speculative Sampling", arXiv 2311.13581: the model frozen,
-          some look-ahead tokens trained; a call drafts, the next one validates
-space     Yi et al., "Generation Meets Verification: Accelerating Large Language Model Inference
-          with Smart Parallel Auto-Correct Decoding", arXiv 2402.11809: the model itself tuned to
-          fill in one mask token; every call verifies AND drafts
+pass_sampling  Monea et al., "PaSS: Parallel Speculative Sampling", arXiv 2311.13581: the model is
+               frozen, L look-ahead tokens are trained; one call drafts, the next one validates
+space          Yi et al., "Generation Meets Verification: Accelerating Large Language Model
+               Inference with Smart Parallel Auto-Correct Decoding", arXiv 2402.11809: the model
+               itself is tuned to fill in one mask token; every call verifies AND drafts
 
     python -m survey.masks train --prompts FILE --out my.safetensors            # PaSS's tokens
     python -m survey.masks --tokens my.safetensors --prompt "..."
     python -m survey.masks tune --prompts FILE --out tuned.safetensors          # SPACE's model
     python -m survey.masks --method space --tuning tuned.safetensors --prompt "..."
 
-    parallel   root [LA] [LA] [LA]  ->  x  ŷ ŷ ŷ     x is the model's own next token, no guess
-               x  ŷ  ŷ  ŷ           ->  accepted ŷ, and one token more: 2 to L + 2 in two calls
-    space      root M M M   ŷ M M M   ŷ M M M   ŷ M M M     each candidate before masks of its own:
-               the group behind the last accepted one holds the next candidates
+    PaSS     root [LA] [LA] [LA]  ->  x  ŷ ŷ ŷ     x is the model's own next token, no guess
+             x  ŷ  ŷ  ŷ           ->  accepted ŷ, and one token more: 2 to L + 2 in two calls
+    SPACE    root M M M   ŷ M M M   ŷ M M M   ŷ M M M     each candidate before masks of its own:
+             the group behind the last accepted one holds the next candidates
 
-Both are BiTA (../bita.py) with parts left out, and use its training: PaSS has no prompt tokens and
-one group of masks, so it needs a call for drafting; SPACE has one mask token and tunes the model.
-PaSS is lossless; SPACE is for the TUNED model, whose output it equals.
+Both are BiTA (../bita.py) with parts left out, and use its training. PaSS has no prompt tokens and
+one group of masks, so it needs a call for drafting. SPACE has one mask token and tunes the model.
+PaSS is lossless. SPACE is lossless for the TUNED model, whose output it equals.
 
-Departures: many places of an answer are trained on at once, as in BiTA, on the model's own answers;
-SPACE's changes of the model are of low rank; each step takes the loss of masks and that of plain
-text, here the divergence from the untuned model (the paper: one or the other, by chance, of data);
-the masks' loss does not reach what the model makes of the text before them.
+Departures (paper / here / why):
+- one place of an answer is trained on at a time / many places at once, as in BiTA / one pass over
+  an answer teaches more.
+- PaSS and SPACE train on data / on the model's own answers / these are what decoding meets.
+- SPACE tunes all weights / changes of low rank / they are a small file beside the model.
+- a step of SPACE has masks or plain text, by chance / both, and the loss of plain text is the
+  divergence from the untuned model / the tuned model should write what the model wrote.
+- the gradient of SPACE's masks also flows through the text before them / it stops at the text's
+  keys and values / `bita.mask_logits` computes these once for many places, without a gradient.
 """
 import copy
 import random
@@ -47,34 +52,37 @@ TUNED = f"{MODELS}/space.safetensors"
 
 # ---------------------------------------------------------------------------------- decoding
 
-def parallel(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
-             trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
-             log: list | None = None) -> Iterator[list[int]]:
-    """A call with look-ahead tokens drafts, the next one validates (PaSS).
+def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
+                  trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
+                  log: list | None = None) -> Iterator[list[int]]:
+    """Draft in a call with look-ahead tokens, validate in the next one (PaSS).
 
     L:      look-ahead tokens; 0: all that were trained
     tokens: their file, made by `python -m survey.masks train`
-    Yields chunks of 2 to L + 2 tokens; logs {"drafted", "accepted"} a round. `trained`: for the
-    file.
+    Yields chunks of 2 to L + 2 tokens; logs {"drafted", "accepted"} a round.
+
+    `trained` is used instead of the file.
     """
     trained = trained or target.once(("pass", tokens), lambda: load_tuning(tokens, target.model))
-    prompts, lookahead = trained.inputs(target.model)
-    if prompts or not 0 <= L <= len(lookahead):
-        raise InputError(f"expected L of 0 to {len(lookahead)} and no prompt tokens, got {L} and "
-                         f"{len(trained.prompts)}")
-    lookahead = lookahead[:L or None]
+    prompt_rows, lookahead = trained.inputs(target.model)  # lookahead: [L, d]
+    if prompt_rows:
+        raise InputError(f"--tokens must be a file without prompt tokens, got {tokens!r}")
+    if not 0 <= L <= len(lookahead):
+        raise InputError(f"--L must be 1 to {len(lookahead)}, or 0, got {L}")
+    if L > 0:
+        lookahead = lookahead[:L]
     embed = target.model.get_input_embeddings()
     target.start(prompt[:-1])
     root = prompt[-1]
     while True:
-        # Draft: the root's next token is drawn from the model itself, the guesses behind it
+        # Draft: the token after the root is sampled from the model itself. Behind it are guesses.
         with torch.inference_mode():
             token = embed(torch.tensor([root], device=lookahead.device))
             inputs = torch.cat([token, lookahead])  # [1+L, d]
         probs = sample.probs(target.forward(inputs))  # [1+L, V]
         first, *guesses = sample.draw(probs)
         target.commit([0])  # the rows of look-ahead tokens are dropped
-        # Validate: all of them, and one more token from the residual or behind the last
+        # Validate: all of these tokens, and one more from the residual or behind the last guess
         target_probs = sample.probs(target.forward([first, *guesses]))  # [1+L, V]
         accepted, root = verify(target_probs, probs[1:], guesses, sample)
         target.commit(range(1 + accepted))
@@ -85,22 +93,24 @@ def parallel(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: str = T
 
 def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNED,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Verify the last call's candidates and make the next ones in the same call, with the
-    tuned model (SPACE). One draw at every row: exact when sampling, too.
+    """Verify the last call's candidates and make the next ones in the same call, with the tuned
+    model (SPACE). Each row is sampled once, so that sampling is exact, too.
 
     k:      masks behind each candidate; 0: as many as pay on this machine
     tuning: file of the model's changes, made by `python -m survey.masks tune`
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
     """
     if k < 0:
-        raise InputError(f"expected k of 1 or more, or 0, got {k}")
-    lm, mask, right = target.once(("space", tuning), lambda: load_space(tuning, target))
+        raise InputError(f"--k must be 1 or more, or 0, got {k}")
+    lm, mask, all_right = target.once(("space", tuning), lambda: load_space(tuning, target))
     embed = lm.model.get_input_embeddings()
     lm.start(prompt[:-1])
-    k = k or fastest(lm, ("space", tuning), lambda: widths(lm, right))
-    guesses, root = [], prompt[-1]
+    if k == 0:
+        k = fastest(lm, ("space", tuning), lambda: list_plans(lm, all_right))
+    root = prompt[-1]
+    candidates = []
     while True:
-        ids = [root, *guesses]
+        ids = [root, *candidates]
         n = len(ids)
         chain = range(-1, n - 1)  # the parents of root and candidates
         parents = attach_masks(chain, range(n), k)
@@ -113,20 +123,22 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         lm.commit(path)
         root = chunk[-1]
         groups = logits[n:].view(n, k, logits.shape[1])
-        guesses = greedy(groups[path[-1]])  # behind the last accepted one
+        candidates = greedy(groups[path[-1]])  # of the masks behind the last accepted one
         if log is not None:
             log.append({"drafted": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
         yield chunk
 
 
-def widths(lm: CachedLM, right: list[float]) -> Iterator[tuple]:
-    """(k, expected tokens, seconds) of a call with k candidates, and k masks behind each: of so
-    many in a row all are right."""
+def list_plans(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
+    """Yield what `fastest` chooses from: (k, expected tokens, seconds of a call) of SPACE.
+
+    all_right  how often the first 1, 2, … guesses are all right
+    """
     measured = WIDTHS[-1]  # the clock measures no wider call, and no k beyond it is chosen here
-    choices = [k for k in range(1, 1 + len(right)) if (1 + k) ** 2 <= measured]
+    choices = [k for k in range(1, 1 + len(all_right)) if (1 + k) ** 2 <= measured]
     costs = row_costs(lm, (1 + choices[-1]) ** 2)
     for k in choices:
-        yield k, 1 + sum(right[:k]), costs[(1 + k) ** 2]
+        yield k, 1 + sum(all_right[:k]), costs[(1 + k) ** 2]
 
 
 # ---------------------------------------------------------------------------------- training
@@ -134,15 +146,16 @@ def widths(lm: CachedLM, right: list[float]) -> Iterator[tuple]:
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, L: int = 4,
           max_new_tokens: int = 200, steps: int = 300, batch: int = 16, anchors: int = 64,
           lr: float = 3e-2, seed: int = 0) -> None:
-    """Train PaSS's look-ahead tokens for a frozen model on its own answers: BiTA's tuning without
-    prompt tokens. A stopped run goes on.
+    """Train PaSS's look-ahead tokens for a frozen model on its own answers.
+
+    This is BiTA's tuning without prompt tokens. A stopped run goes on.
 
     out:     the safetensors file to make
     work:    folder of answers and checkpoints (default: OUT.work)
     L:       look-ahead tokens
     max_new_tokens: of an answer
     batch:   answers a step
-    anchors: places of an answer that they stand behind, at most
+    anchors: places of an answer behind which they stand, at most
     lr:      where the cosine begins
     """
     bita.train(model, tokenizer, prompts, out=out, work=work, design="none", M=L,
@@ -151,9 +164,14 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 
 @torch.inference_mode()
-def all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
-    """How often the guesses of the first 1, 2, … masks [k, d] are ALL right, on (prompt, answer)
-    pairs, at places of which the answer goes on for k + 1 tokens."""
+def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
+    """Measure how often the guesses of the first 1, 2, … masks are ALL right.
+
+    masks    [k, d]
+    data     pairs of a prompt and an answer
+    anchors  places of an answer behind which masks stand, at most. A place counts if the answer
+             goes on for k + 1 tokens.
+    """
     rng = random.Random(0)
     hits, total = 0, 0
     for i in range(0, len(data), 16):
@@ -168,24 +186,23 @@ def all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, k: int = 4,
          rank: int = 16, max_new_tokens: int = 200, steps: int = 300, batch: int = 16,
          anchors: int = 32, lr: float = 1e-3, seed: int = 0) -> None:
-    """SPACE's semi-autoregressive fine-tuning (SAR-SFT) on a model's own answers: of
-    low-rank changes of its layers and a mask token. A stopped run goes on.
+    """Train SPACE's mask token and low-rank changes of a model's layers on its own answers.
+
+    This is the paper's semi-autoregressive fine-tuning, SAR-SFT. A stopped run goes on.
 
     out:     the safetensors file to make
     work:    folder of answers and checkpoints (default: OUT.work)
     k:       masks behind a token
-    rank:    of the change of each matrix
+    rank:    rank of each matrix's change
     max_new_tokens: of an answer
     batch:   answers a step
     anchors: tokens of an answer that have masks behind them, at most
     lr:      the highest rate, after a warm-up
     """
     from models.training import (Training, collect_examples, count_tokens, digest, divergence,
-                                 sample_alike, score_answers, warm_linear)
-    if min(k, rank, max_new_tokens, steps, batch, anchors) < 1 or not lr > 0:
-        raise InputError("expected k, rank, max-new-tokens, steps, batch and anchors of 1 or more, "
-                         f"lr above 0, got {k}, {rank}, {max_new_tokens}, {steps}, {batch}, "
-                         f"{anchors} and {lr}")
+                                 require_training_options, sample_alike, score_answers, warm_linear)
+    require_training_options(lr, k=k, rank=rank, max_new_tokens=max_new_tokens, steps=steps,
+                             batch=batch, anchors=anchors)
     work = work or Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     tuned = copy.deepcopy(model).requires_grad_(False)
@@ -198,21 +215,23 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(data, batch, rng, count_tokens)
-        ids, at, labels = sample_anchors(some, k, anchors, rng)
+        pairs = sample_alike(data, batch, rng, count_tokens)
+        ids, at, labels = sample_anchors(pairs, k, anchors, rng)
         masked = mask_logits(tuned, part["mask"].expand(k, -1), [], ids, at)
         with torch.no_grad():
-            teacher, _ = score_answers(model, some)
-        plain = divergence("forward-kl", teacher, score_answers(tuned, some)[0])
+            teacher, _ = score_answers(model, pairs)
+        student, _ = score_answers(tuned, pairs)
+        plain = divergence("forward-kl", teacher, student)
         return plain.mean() + sar_loss(masked, labels.to(model.device))
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        right = all_right(tuned, part["mask"].expand(k, -1), held_out)
+        all_right = measure_all_right(tuned, part["mask"].expand(k, -1), held_out)
         logits, labels = score_answers(tuned, held_out)
         kept = (logits.argmax(-1) == labels).float().mean().item()
-        return ({"right": right, "kept": kept}, f"held-out tokens kept {kept:.3f}, guesses all "
-                f"right {' '.join(f'{x:.3f}' for x in right)}")
+        shares = " ".join(f"{x:.3f}" for x in all_right)
+        line = f"held-out tokens kept {kept:.3f}, guesses all right {shares}"
+        return {"right": all_right, "kept": kept}, line
     settings = digest(model.state_dict()), data, held_out, k, batch, anchors
     curve = Training(part, settings, name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed,
                      folder=work).train(loss_of, evaluate)
@@ -220,8 +239,11 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
 
 def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tensor, list[float]]:
-    """(the tuned model, the mask token [1, d], how often the first 1, 2, … guesses are all right);
-    InputError where the file was made for another model."""
+    """Read a file that `tune` made for this model.
+
+    returns  the tuned model, the mask token [1, d], and how often the first 1, 2, … guesses are all
+             right
+    """
     header, tensors = load_part(path, "a SPACE tuning", target.model)
     tuned = copy.deepcopy(target.model)
     mask = torch.nn.Parameter(torch.zeros_like(tuned.get_input_embeddings().weight[:1]))
@@ -232,6 +254,7 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
+    """Say what a run's rounds were like, on average."""
     n = len(run.log)
     drafted, accepted = (sum(r[name] for r in run.log) / n for name in ("drafted", "accepted"))
     return f"a round: {drafted:.1f} guesses, {accepted:.2f} accepted; {run.tokens / n:.2f} tokens"
@@ -239,5 +262,5 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli import main
-    sys.exit(main([parallel, space], report, lossy=[space], commands=[train, tune],
+    sys.exit(main([pass_sampling, space], report, lossy=[space], commands=[train, tune],
                   ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)}))

@@ -19,7 +19,8 @@ from laws import chi_square_ok
 from models import training
 from models.training import score_answers
 from survey import masks as module
-from survey.masks import (all_right, load_space, parallel, report, space, train, tune, widths)
+from survey.masks import (list_plans, load_space, measure_all_right, pass_sampling, report, space,
+                          train, tune)
 from survey.low_rank import add_low_rank
 from survey.parts import load_part, save_part
 
@@ -67,7 +68,7 @@ def test_greedy_equals_autoregressive(family):
     for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
         expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
         for L in (1, 0):
-            assert tokens_of(parallel(CachedLM(model), prompt, L=L, trained=tokens), n,
+            assert tokens_of(pass_sampling(CachedLM(model), prompt, L=L, trained=tokens), n,
                              stops) == expected
 
 
@@ -96,7 +97,7 @@ def test_of_a_model_that_repeats_itself_all_is_accepted(tmp_path):
     embedded = model.get_input_embeddings().weight[14].detach()
     tokens.masks.data = embedded.repeat(4, 1)
     target = CachedLM(model)
-    chunks = parallel(target, [3, 14], trained=tokens, log=log)
+    chunks = pass_sampling(target, [3, 14], trained=tokens, log=log)
     assert [len(next(chunks)) for _ in range(5)] == [6] * 5 and target.calls == 10
     assert log == [{"drafted": 4, "accepted": 4}] * 5
     part = {name: torch.zeros_like(p) for name, p in add_low_rank(copy.deepcopy(model), 2).items()}
@@ -118,7 +119,7 @@ def test_pass_guesses_from_what_training_sees(name, monkeypatch):
     monkeypatch.setattr(module, "verify",
                         lambda p, q, *more: drawn.append(q.clone()) or real(p, q, *more))
     text, target = [5, 3, 14, 15, 9, 2, 6], CachedLM(model)
-    chunks = parallel(target, text, L=2, trained=tokens, sample=Sampler(1.0))
+    chunks = pass_sampling(target, text, L=2, trained=tokens, sample=Sampler(1.0))
     for _ in range(5):
         chunk = next(chunks)
         ids, at = torch.tensor([text]), torch.tensor([[len(text) - 1]])
@@ -203,7 +204,7 @@ def test_pass_has_the_targets_distribution(monkeypatch):
     for first, *guesses in itertools.product(range(V), repeat=3):
         firsts.clear()
         with pytest.raises(Round):
-            next(parallel(CachedLM(model, V), [5, 1], trained=tokens,
+            next(pass_sampling(CachedLM(model, V), [5, 1], trained=tokens,
                           sample=Scripted([first, *guesses])))
         p, q = met[tuple(guesses)]
         weight = firsts[1].double().softmax(-1)[0, first] * q[0, guesses[0]] * q[1, guesses[1]]
@@ -258,21 +259,21 @@ def test_sampling_with_space_is_exact(tmp_path):
 def test_coins_of_zero_accept_all_of_pass():
     """Where every guess could have been the target's."""
     model, log = tiny("llama"), []
-    chunks = parallel(CachedLM(model), PROMPT, trained=random_tokens(model), sample=Zeros(1.0),
+    chunks = pass_sampling(CachedLM(model), PROMPT, trained=random_tokens(model), sample=Zeros(1.0),
                       log=log)
     assert tokens_of(chunks, 10) and all(r["accepted"] == 3 for r in log[:-1])
 
 
 def test_as_many_masks_as_pay(monkeypatch):
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [0.0, *range(1, most + 1)])
-    assert list(widths(None, [0.5, 0.25])) == [(1, 1.5, 4), (2, 1.75, 9)]
+    assert list(list_plans(None, [0.5, 0.25])) == [(1, 1.5, 4), (2, 1.75, 9)]
 
 
 def test_many_masks_are_tried_as_far_as_the_clock_measures(tmp_path):
     """11 masks behind each of 12 candidates are 144 rows, and the clock ends at 128."""
     model = tiny("llama")
     file = random_space(tmp_path / "t", model, right=[0.9] * 11)
-    tried = [k for k, _, _ in widths(CachedLM(model), [0.9] * 11)]
+    tried = [k for k, _, _ in list_plans(CachedLM(model), [0.9] * 11)]
     assert tried == [*range(1, 11)]
     tuned = load_space(file, CachedLM(model))[0]
     expected = tokens_of(autoregressive(tuned, PROMPT), 20)
@@ -299,8 +300,8 @@ def test_how_often_all_guesses_are_right_by_hand():
             hits[1] += first and guesses[1].item() == text[a + 3]
             total += 1
     assert sum(hits) > 0
-    assert all_right(model, masks, data) == pytest.approx([x / total for x in hits])
-    assert all_right(model, masks, []) == [0, 0]
+    assert measure_all_right(model, masks, data) == pytest.approx([x / total for x in hits])
+    assert measure_all_right(model, masks, []) == [0, 0]
 
 
 def test_answer_logits_are_those_of_each_answer_alone():
@@ -409,7 +410,8 @@ def test_pass_tokens_are_trained_without_prompt_tokens(tmp_path):
     tokens = load_tuning(str(tmp_path / "t"), model)
     assert tokens.masks.shape == (3, 32) and tokens.prompts.numel() == 0
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
-    assert tokens_of(parallel(CachedLM(model), PROMPT, tokens=str(tmp_path / "t")), 20) == expected
+    found = pass_sampling(CachedLM(model), PROMPT, tokens=str(tmp_path / "t"))
+    assert tokens_of(found, 20) == expected
 
 
 def test_the_masks_loss_reaches_the_changes_and_the_mask():
@@ -427,15 +429,21 @@ def test_the_masks_loss_reaches_the_changes_and_the_mask():
 # ------------------------------------------------------------------------------- what is refused
 
 def test_bad_input_is_one_line(capfd, tmp_path):
-    for argv in (["--L", "-1"], ["--L", "9"], ["--method", "space", "--k", "-1"],
-                 ["--tokens", "nothing"], ["--tokens", f"{ROOT}/models/bita.safetensors"],
-                 ["--method", "space", "--tuning", "nothing"],
-                 ["--method", "space", "--tuning", f"{ROOT}/models/layerskip.safetensors"]):
-        assert main([parallel, space], report, [*argv, "--prompt", "x"], lossy=[space]) == 2
-        said_in_one_line("expected", capfd)
+    for said, *argv in (
+            ("--L must be 1 to 5, or 0, got -1", "--L", "-1"),
+            ("--L must be 1 to 5, or 0, got 9", "--L", "9"),
+            ("--k must be 1 or more, or 0, got -1", "--method", "space", "--k", "-1"),
+            ("expected", "--tokens", "nothing"),
+            ("--tokens must be a file without prompt tokens, got", "--tokens",
+             f"{ROOT}/models/bita.safetensors"),
+            ("expected", "--method", "space", "--tuning", "nothing"),
+            ("expected", "--method", "space", "--tuning", f"{ROOT}/models/layerskip.safetensors")):
+        assert main([pass_sampling, space], report, [*argv, "--prompt", "x"], lossy=[space]) == 2
+        said_in_one_line(said, capfd)
     model = tiny("llama")
     for change in (dict(k=0), dict(rank=0), dict(lr=0), dict(steps=0), dict(anchors=0)):
-        with pytest.raises(InputError, match="expected k, rank"):
+        [option] = change
+        with pytest.raises(InputError, match=f"--{option} must be .*, got 0"):
             tune(model, Tokenizer, PROMPTS, out=tmp_path / "t", **SMALL | change)
     with pytest.raises(InputError, match="expected matrices"):
         tune(tiny("gpt2"), Tokenizer, PROMPTS, out=tmp_path / "t", **SMALL)
@@ -463,8 +471,8 @@ def test_the_embedded_tokens_and_the_formula(embedded, held_out):
     model, _, tokenizer = embedded
     tokens = load_tuning(module.TOKENS, model)
     for L in range(1, 6):
-        right = all_right(model, tokens.masks[:L], held_out, anchors=200)
-        found = per_call(parallel, model, held_out, L=L, trained=tokens)
+        right = measure_all_right(model, tokens.masks[:L], held_out, anchors=200)
+        found = per_call(pass_sampling, model, held_out, L=L, trained=tokens)
         assert found == pytest.approx((2 + sum(right)) / 2, abs=0.1), L
 
 

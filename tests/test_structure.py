@@ -114,7 +114,7 @@ exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd
          "layerskip": {"tuning": "", "E": 3}, "cascade": {"grams": root + "/rest.safetensors"},
          "hybrid": {"datastore": root + "/rest.safetensors", "trust": root + "/hybrid.json",
                     "adapter": root + "/eagle.safetensors", "nodes": 8},
-         "parallel": {"tokens": root + "/pass.safetensors"}, "space": {"tuning": sys.argv[5]},
+         "pass_sampling": {"tokens": root + "/pass.safetensors"}, "space": {"tuning": sys.argv[5]},
          "draft_verify": {"skipped": {"attention": [5], "mlp": [6]}}}
 own = {"common", *(name for name, _ in json.loads(sys.argv[4]))}
 loaded = {}  # by the first common.py: all are the same
