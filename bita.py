@@ -416,6 +416,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([bita], report, commands=[train],
                   ranges={"tree": TREES, "k": (1, 2, 3, 5)}))

@@ -708,6 +708,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([cllm], report, target="cllm", commands=[collect, train, profile],
                   ranges={"n": (4, 8, 16, 32, 64)}))

@@ -333,6 +333,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([speculative, specinfer, spectr, bild, specdec], report, lossy=[bild, specdec],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)}))

@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
 from bita import bita, load_tuning  # noqa: E402  (the path is set above)
-from cli import Run  # noqa: E402
 from cli.graphs import GraphedLM  # noqa: E402
 from cli.loading import encode_prompts, load_checked  # noqa: E402
+from cli.run import Run  # noqa: E402
 from cllm import cllm  # noqa: E402
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length,  # noqa: E402
                     eos_ids, prepare, vocab_size)
@@ -99,7 +99,7 @@ class Ours:
         for lm in self.models.values():
             lm.calls, lm.rows, lm.seconds, lm.prompt_seconds = 0, 0, 0.0, 0.0
         run = Run(self.method, self.models, self.shared | self.options, self.eos)
-        for _ in run.chunks(prompt, self.limit, self.sample):
+        for _ in run.decode(prompt, self.limit, self.sample):
             pass
         spent = {name: lm.seconds + lm.prompt_seconds for name, lm in self.models.items()}
         rows = {name: lm.rows / max(1, lm.calls) for name, lm in self.models.items()}

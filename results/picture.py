@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cli import Run  # noqa: E402  (the path is set above)
+from cli.run import Run  # noqa: E402  (the path is set above)
 from cli.text import split_text  # noqa: E402
 from cli.trace import Trace  # noqa: E402
 from common import (CachedLM, autoregressive, encode, eos_ids, greedy, load,  # noqa: E402
@@ -120,7 +120,7 @@ def main() -> None:
                 models["draft"] = CachedLM(draft, vocab_size(draft, tokenizer))
                 options["pool"] = PhrasePool()
             run = Run(method, models, options, eos_ids(target, tokenizer))
-            for _ in trace.watch(run, prompt, run.chunks(prompt, 120, greedy)):
+            for _ in trace.watch(run, prompt, run.decode(prompt, 120, greedy)):
                 pass
     out = ROOT / ".github/decode.svg"
     out.parent.mkdir(exist_ok=True)

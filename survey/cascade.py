@@ -195,5 +195,5 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([cascade], report, ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))

@@ -318,6 +318,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([draft_verify], report, commands=[search],
                   ranges={"gamma": (1, 2, 3, 4, 6, 8, 12)}))

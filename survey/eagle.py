@@ -485,5 +485,5 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([eagle], report, commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

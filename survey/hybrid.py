@@ -335,5 +335,5 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([hybrid], report, commands=[fit], ranges={"guess": GUESSES}))

@@ -298,6 +298,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([layerskip], report, lossy=[layerskip], commands=[tune],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

@@ -489,5 +489,5 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([medusa], report, commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

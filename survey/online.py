@@ -217,5 +217,5 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([online], report, commands=[serve, boost], ranges={"gamma": (2, 4, 6, 8)}))

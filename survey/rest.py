@@ -295,5 +295,5 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([rest], report, commands=[build], ranges={"nodes": (1, 3, 7, 15, 31, 63)}))

@@ -358,5 +358,5 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli import main
+    from cli.main import main
     sys.exit(main([sequoia], report, commands=[calibrate], ranges=RANGES))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-import cli
+from cli.main import main as run_command_line
 from common import CachedLM, until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,9 +42,9 @@ def per_call(method, model, held_out, **options) -> float:
 
 
 def main(*args, **special) -> int:
-    """Run `cli.main`, also where argparse ends the process; return the exit status."""
+    """Run `cli.main.main`, also where argparse ends the process; return the exit status."""
     try:
-        return cli.main(*args, **special)
+        return run_command_line(*args, **special)
     except SystemExit as end:
         return end.code
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import cli
 import cllm as module
 import jacobi
 from cllm import (StatePair, augment_states, cllm, collect, distance, find_trajectories, fit,

@@ -15,8 +15,8 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig,
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import cli
 from cli.loading import encode_chat, encode_prompts, load_checked
+from cli.main import load_model
 from common import (CachedLM, InputError, autoregressive, context_length, encode, load, prepare,
                     vocab_size)
 from conftest import ROOT, SHAPE, tiny, tokens_of
@@ -392,8 +392,8 @@ def test_the_device_is_said_where_it_is_not_the_cpu(monkeypatch, capsys):
     model = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
     args = SimpleNamespace(device=None, dtype=None)
     monkeypatch.setattr(cli, "load_checked", lambda *_: (model, None))
-    assert cli.load_model("some/model", args) == (model, None)
+    assert load_model("some/model", args) == (model, None)
     assert capsys.readouterr().err == "some/model on cuda:0 in bfloat16\n"
     model.device = torch.device("cpu")
-    cli.load_model("some/model", args)
+    load_model("some/model", args)
     assert capsys.readouterr().err == ""

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import cli
+from cli.options import read_options
 from common import CachedLM, autoregressive, encode, eos_ids
 from helpers import ROOT, main, tokens_of
+from models.tasks import read_prompts
 from survey.low_rank import add_low_rank
 from survey.parts import save_part
 
@@ -44,7 +45,7 @@ PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that ne
 
 
 def functions_of(name: str) -> tuple[list, list]:
-    """(methods, commands) that the last block of a file gives to cli.main."""
+    """(methods, commands) that the last block of a file gives to cli.main.main."""
     module = importlib.import_module(name)
     block = ast.parse(inspect.getsource(module)).body[-1]
     calls = [x for x in ast.walk(block) if isinstance(x, ast.Call)]
@@ -152,7 +153,7 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
         (folder / "models").mkdir()
         for file in {"common", *copied_with(name)}:
             (folder / path_of(file).relative_to(ROOT)).write_text(path_of(file).read_text())
-    texts = cli.read_prompts(ROOT / "models/examples.jsonl")[:1]
+    texts = read_prompts(ROOT / "models/examples.jsonl")[:1]
     target, _, tokenizer = embedded
     own = add_low_rank(copy.deepcopy(target), 1)
     own["mask"] = target.get_input_embeddings().weight[:1]
@@ -253,7 +254,7 @@ def test_which_lines_count(tmp_path):
     assert wide(file) == [f"a.md:{n}: 101 columns" for n in (1, 6, 8, 10)]
     (tmp_path / "Makefile").write_text(f"{'é' * 100}\n| {long}\n")
     assert wide(tmp_path / "Makefile") == ["Makefile:2: 103 columns"]
-    assert {"common.py", "cli/__init__.py", "cli/graphs.py", "models/training.py", "README.md",
+    assert {"common.py", "cli/main.py", "cli/graphs.py", "models/training.py", "README.md",
             "Makefile", "models/README.md", "models/tasks.py", "tests/conftest.py",
             *(f"{x.replace('.', '/')}.py" for x in FILES)} <= {*written()}
     assert not any("site-packages" in name for name in written())
@@ -310,7 +311,7 @@ def test_docstrings_explain_every_option(name):
     docs = {f.__name__: f.__doc__ for f in [*methods, *commands]}
     for function in [*methods, *commands]:
         free = PLAIN if function in commands else set()
-        options, listed = {*cli.options_of(function)}, explained(function.__doc__, docs)
+        options, listed = {*read_options(function)}, explained(function.__doc__, docs)
         assert options - listed <= free and listed <= options, function.__name__
 
 
@@ -327,7 +328,7 @@ def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
             assert any(out[i:i + len(lines)] == lines for i in range(len(out))), doc
         for function in shown:
             [title] = [line for line in out if line.startswith(f"{function.__name__}(")]
-            for option, (_, default) in cli.options_of(function).items():
+            for option, (_, default) in read_options(function).items():
                 text = "\n".join(out)
                 assert re.search(rf"^--(no-)?{option.replace('_', '-')}\b", text, re.M), option
                 assert f"{option}={default!r}" in title or default is inspect.Parameter.empty

@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 
-import cli
-from cli.text import TokenTexts, read_texts, cut_message, split_text
+from cli.text import TokenTexts, cut_message, read_texts, split_text, stream
 from cli.trace import say_tokens
 from common import CachedLM, InputError, autoregressive, encode, load
 from families import tiny
@@ -266,7 +265,7 @@ def test_streamed_text_is_the_decoding(kind, capsys):
                 printed.append(capsys.readouterr().out)
                 assert whole.startswith("".join(printed)), ids
 
-        cli.stream(watched(), tokenizer, False, [])
+        stream(watched(), tokenizer, False, [])
         assert "".join(printed) + capsys.readouterr().out == whole + "\n", ids
         assert "".join(split_text(tokenizer, ids)) == whole
 
@@ -311,7 +310,7 @@ def test_guessed_tokens_are_green(capsys):
     """Each piece has the colour of its token, also where it is printed later."""
     tokenizer = tokenizer_of("wordpiece, clean")
     ids = tokenizer.convert_tokens_to_ids(["say", "it", "n", ".", "x"])
-    cli.stream(iter([ids[:3], ids[3:4], ids[4:]]), tokenizer, True, [])
+    stream(iter([ids[:3], ids[3:4], ids[4:]]), tokenizer, True, [])
     green = "\033[32m{}\033[0m".format
     assert capsys.readouterr().out == f"{green('say')}{green(' it')} n. x\n"
 
@@ -321,5 +320,5 @@ def test_a_tokenizer_in_python_may_take_back_anything(tmp_path, capsys):
     (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "hel@@": 1, "lo": 2, "you": 3}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     tokenizer = CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
-    cli.stream(iter([[1], [2, 3], [1]]), tokenizer, False, [])
+    stream(iter([[1], [2, 3], [1]]), tokenizer, False, [])
     assert capsys.readouterr().out == tokenizer.decode([1, 2, 3, 1]) + "\n" == "hello you hel@@\n"

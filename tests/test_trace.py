@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-import cli
+from cli.run import Run
 from cli.trace import PAGE, Trace, page
 from common import CachedLM, autoregressive, encode, greedy
 from families import tiny
@@ -92,9 +92,9 @@ def test_a_tree_is_what_was_forwarded(tmp_path):
         target.forward([1], counts=False)  # the clock's
         target.commit([0])
         yield [12]
-    run = cli.Run(method, {"target": CachedLM(model)}, {}, set())
+    run = Run(method, {"target": CachedLM(model)}, {}, set())
     trace = Trace()
-    assert [*trace.watch(run, [3, 5], run.chunks([3, 5], 3, None))] == [[7, 11], [12]]
+    assert [*trace.watch(run, [3, 5], run.decode([3, 5], 3, None))] == [[7, 11], [12]]
     [known] = trace.runs
     first, second = known["rounds"]
     tree, more = first["calls"]
@@ -124,9 +124,9 @@ def test_text_is_shown_and_never_run(embedded):
     target, _, tokenizer = embedded
     text = "</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d"
     prompt = encode(tokenizer, text)
-    run = cli.Run(autoregressive, {"target": CachedLM(target)}, {}, set())
+    run = Run(autoregressive, {"target": CachedLM(target)}, {}, set())
     trace = Trace()
-    tokens_of(trace.watch(run, prompt, run.chunks(prompt, 3, cli.Sampler(0))), 3)
+    tokens_of(trace.watch(run, prompt, run.decode(prompt, 3, greedy)), 3)
     written = page(trace.runs, tokenizer)
     script, empty = PAGE.read_text().split("DATA")
     assert written.startswith(script) and written.endswith(empty)
@@ -149,8 +149,8 @@ def test_the_picture_is_small_and_shows_the_output(embedded):
     prompt = encode(tokenizer, "Write a function <b>. " + TEXT)
     for method, names in ((speculative, ("target", "draft")), (autoregressive, ("target",))):
         lms = {name: CachedLM(dict(target=target, draft=draft)[name]) for name in names}
-        run = cli.Run(method, lms, {}, set())
-        outputs.append(tokens_of(trace.watch(run, prompt, run.chunks(prompt, 30, greedy)), 30))
+        run = Run(method, lms, {}, set())
+        outputs.append(tokens_of(trace.watch(run, prompt, run.decode(prompt, 30, greedy)), 30))
     drawn = picture(trace.runs, tokenizer)
     assert len(drawn.encode()) < 60_000
     root = ElementTree.fromstring(drawn)
@@ -174,7 +174,7 @@ def test_the_readmes_picture_is_one():
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_decoded(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(cli, "load_models", None)
+    monkeypatch.setattr("cli.main.load_models", None)
     for path in (tmp_path / "no/folder.html", tmp_path):
         assert main([autoregressive], lambda run: "", ["--trace", str(path)]) == 2
         said_in_one_line(str(path), capfd)

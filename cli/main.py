@@ -1,0 +1,299 @@
+"""The command line of the method files: load models, decode prompts, print, compare, tune.
+
+A method file ends in `main([its methods], report, …)`. Text goes to stdout. Figures and mistakes go
+to stderr."""
+import itertools
+import signal
+import sys
+from argparse import Namespace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Callable, Container, Iterator
+
+from transformers.utils import logging
+
+from cli.loading import encode_prompts, load_checked
+from cli.options import (MODELS, parse_command, parse_decoding, read_options, select_options,
+                         write_option)
+from cli.run import Run
+from cli.text import cut_message, read_texts, set_encodings, stream
+from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids, prepare,
+                    vocab_size)
+
+
+@dataclass
+class Extras:
+    """What a method file may add to its methods.
+
+    lossy     methods whose output may differ from token by token: --compare does not check it
+    viewers   {method: viewer}; `--show` calls viewer(chunks, tokenizer, colour, log) to print
+    shared    {name: function}; the function makes an object that all prompts of a run share, and
+              that methods with an argument of this name get
+    ranges    {option: values} that --tune tries
+    target    the default target, a folder of models/
+    commands  functions that train, collect or measure: `python FILE.py NAME …` calls one of them
+    """
+    lossy: Container = ()
+    viewers: dict = field(default_factory=dict)
+    shared: dict[str, Callable] = field(default_factory=dict)
+    ranges: dict[str, list] = field(default_factory=dict)
+    target: str = "target"
+    commands: tuple = ()
+
+
+# -------------------------------------------------------------------------------- the models
+
+def load_model(path: str, args: Namespace) -> tuple:
+    """Load a model and its tokenizer as the options say; the first user of a GPU is told of it."""
+    model, tokenizer = load_checked(path, args.device, args.dtype)
+    if model.device.type != "cpu":
+        print(f"{path} on {model.device} in {str(model.dtype).removeprefix('torch.')}",
+              file=sys.stderr)
+    return model, tokenizer
+
+
+def load_models(args: Namespace, method) -> dict[str, tuple]:
+    """Load the target and as many drafts as the method takes.
+
+    returns  {"target", "draft", "draft 2", …: (model, tokenizer)}; InputError for drafts that the
+             method or the target cannot use
+    """
+    takes = signature(method).parameters
+    if args.draft and "draft" not in takes:
+        raise InputError(f"--draft is no option of {method.__name__}, got {args.draft[0]!r}")
+    drafts = args.draft or [f"{MODELS}/draft"]
+    if len(drafts) > 1 and "more_drafts" not in takes:
+        raise InputError(f"--draft must be given once for {method.__name__}, got {len(drafts)}")
+    models = {"target": load_model(args.target, args)}
+    if "draft" in takes:
+        for number, path in enumerate(drafts, 1):
+            name = "draft" if number == 1 else f"draft {number}"
+            models[name] = load_model(path, args)
+    vocabulary = models["target"][1].get_vocab()
+    if any(tokenizer.get_vocab() != vocabulary for _, tokenizer in models.values()):
+        raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
+    sizes = [vocab_size(*pair) for pair in models.values()]
+    if len({*sizes}) > 1:
+        raise InputError(f"expected a draft with logits of the target's {sizes[0]} tokens, got "
+                         f"{min(sizes[1:])}")
+    return models
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+class Session:
+    """Holds what a command line decodes: loaded models and prompts, and runs methods on them.
+
+    args    the parsed command line
+    method  the method that is asked for, which says how many drafts are loaded
+    report  report(run) says in a line what the method did
+    shared  as in Extras
+    """
+
+    def __init__(self, args: Namespace, method, report: Callable, shared: dict):
+        self.args = args
+        self.report = report
+        self.shared = shared
+        self.trace = None
+        models = load_models(args, method)
+        self.tokenizer = models["target"][1]
+        self.models = {name: model for name, (model, _) in models.items()}
+        self.run_as = self.check_graphs() if args.graphs else CachedLM
+        self.texts = read_texts(args.prompt) if args.prompt else args.prompts
+        self.prompts = encode_prompts([*self.models.values()], self.tokenizer, self.texts,
+                                      args.chat)
+        self.eos = eos_ids(self.models["target"], self.tokenizer)
+        self.context = min(map(context_length, self.models.values()))
+        longest = max(map(len, self.prompts))
+        if longest >= self.context:
+            name = "--prompt" if args.prompt else "--prompts"
+            raise InputError(f"{name} must be shorter than the context of {self.context} tokens, "
+                             f"got {longest}")
+        if args.max_new_tokens < 1:
+            raise InputError(f"--max-new-tokens must be 1 or more, got {args.max_new_tokens}")
+
+    def check_options(self, options: dict) -> None:
+        """Refuse numbers that no text has room for: they would take all memory, or all day."""
+        for name, value in options.items():
+            if isinstance(value, int) and value > self.context:
+                raise InputError(f"{write_option(name)} must be at most the context of "
+                                 f"{self.context} tokens, got {value}")
+
+    def check_graphs(self) -> type[CachedLM]:
+        """Check the models once more, by what a replay gives; return the class that replays."""
+        from cli.graphs import GraphedLM
+        for model in self.models.values():
+            prepare(model, GraphedLM)
+        return GraphedLM
+
+    def start_run(self, method, options: dict) -> Run:
+        """Make a run of a method, with fresh caches of the models that the method takes."""
+        takes = signature(method).parameters
+        vocab = vocab_size(self.models["target"], self.tokenizer)
+        lms = {}
+        for name, model in self.models.items():
+            if name == "target" or "draft" in takes:
+                lms[name] = self.run_as(model, vocab)
+        filled = {name: make() for name, make in self.shared.items()}
+        filled["eos"] = self.eos
+        filled["more_drafts"] = [lm for name, lm in lms.items() if name not in ("target", "draft")]
+        filled = {name: value for name, value in filled.items() if name in takes}
+        return Run(method, lms, filled | options, self.eos)
+
+    def decode(self, method, options: dict, show: Callable | None = None) -> Run:
+        """Answer all prompts.
+
+        options  the method's own options
+        show     show(chunks, tokenizer, colour, log) prints an answer; None prints nothing
+        returns  the run, which has the outputs
+        """
+        args = self.args
+        colour = args.show == "always" or (args.show == "auto" and sys.stdout.isatty())
+        run = self.start_run(method, options)
+        try:
+            for text, prompt in zip(self.texts, self.prompts):
+                sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+                limit = min(args.max_new_tokens, self.context - len(prompt))
+                chunks = run.decode(prompt, limit, sample)
+                if self.trace:
+                    chunks = self.trace.watch(run, prompt, chunks)
+                first = next(chunks)  # wrong options are refused here, before anything is printed
+                chunks = itertools.chain([first], chunks)
+                if show and len(self.prompts) > 1:
+                    print(text, file=sys.stderr, flush=True)
+                if show:
+                    show(chunks, self.tokenizer, colour, run.log)
+                else:
+                    list(chunks)
+        finally:  # also after Ctrl-C
+            if show and run.tokens:
+                print(f"{run}\n{self.report(run)}", file=sys.stderr)
+        return run
+
+
+def compare(session: Session, run: Run, lossy: Container) -> int:
+    """Decode token by token too, and print both speeds and whether the outputs are equal.
+
+    run      the run of the method
+    lossy    methods whose outputs may differ
+    returns  1 where the greedy output of a lossless method differs in float32, else 0
+    """
+    ar = session.decode(autoregressive, {})
+    figures = str(ar)  # now: the search for a difference makes more calls
+    exact = session.args.temperature == 0 and run.method not in lossy
+    found = run.find_difference(ar) if exact else "outputs may differ"
+    speed_up = run.tokens / run.seconds * ar.seconds / ar.tokens
+    print(f"{figures}\nspeed-up {speed_up:.2f}x; "
+          f"{found or 'output equals autoregressive output'}", file=sys.stderr)
+    float32 = session.models["target"].dtype.itemsize == 4
+    return int(exact and found != "" and float32)
+
+
+def tune(session: Session, method, options: dict, ranges: dict) -> None:
+    """Search the fastest value of one option after the other, and print them (Ouroboros, App. B).
+
+    options  the options to begin with, which get the values found
+    ranges   {option: values to try}; of three runs with a value the fastest counts
+    """
+    session.decode(method, options)  # refuses wrong options, and warms up
+    for name in [name for name in ranges if name in read_options(method)]:
+        speeds = {}
+        for value in ranges[name]:
+            with suppress(InputError):  # a value that does not go with the other options
+                runs = [session.decode(method, options | {name: value}) for _ in range(3)]
+                speeds[value] = max(run.tokens / run.seconds for run in runs)
+                print(f"--{name} {value}: {speeds[value]:.1f} tokens/s", flush=True)
+        options[name] = max(speeds, key=speeds.get, default=options.get(name))
+    print("fastest:", *(f"--{name} {options[name]}" for name in ranges if name in options))
+
+
+@contextmanager
+def record_trace(session: Session) -> Iterator[None]:
+    """Keep what is decoded inside a `with`, and write its page, also after Ctrl-C. Without --trace
+    nothing is kept."""
+    path = session.args.trace
+    if path is None:
+        yield
+        return
+    from cli.trace import Trace, page
+    session.trace = Trace()
+    try:
+        yield
+    finally:
+        shown = page(session.trace.runs, session.tokenizer)
+        path.write_text(shown, encoding="utf-8")
+        print(f"trace: {path.resolve()}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------- the steps
+
+def perform_command(command, argv: list[str]) -> int:
+    """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
+
+    argv     the command line behind the command's name
+    returns  the exit status
+    """
+    args = parse_command(command, argv)
+    options = select_options(args, command, [])
+    model, tokenizer = load_model(args.target, args)
+    if "prompts" in args:
+        options["prompts"] = encode_prompts([model], tokenizer, args.prompts, args.chat)
+    return command(model, tokenizer, **options) or 0
+
+
+def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> int:
+    """Decode with one of the methods, or tune its options; return the exit status."""
+    args = parse_decoding(methods, extras.target, argv)
+    method = next(f for f in methods if f.__name__ == args.method)
+    if args.trace:
+        args.trace.open("ab").close()  # it can be written, before anything is decoded
+    options = select_options(args, method, methods)
+    session = Session(args, method, report, extras.shared)
+    session.check_options(options)
+    if args.tune:
+        tune(session, method, options, extras.ranges)
+        return 0
+    show = stream
+    if args.show == "always" and method in extras.viewers:
+        show = extras.viewers[method]
+    with record_trace(session):
+        run = session.decode(method, options, show)
+        return compare(session, run, extras.lossy) if args.compare else 0
+
+
+def perform(methods: list, report, argv: list[str], extras: Extras) -> int:
+    """Do what a command line says: a command if its first word names one, else a decoding."""
+    for command in extras.commands:
+        if argv and argv[0] == command.__name__:
+            return perform_command(command, argv[1:])
+    return perform_decoding(methods, report, argv, extras)
+
+
+def main(methods: list, report, argv: list[str] | None = None, **extras) -> int:
+    """Be the command line of a method file.
+
+    methods  the file's methods, of which the first is the default
+    report   report(run) says in a line what the method did
+    argv     the command line; None: the one of this process
+    extras   fields of Extras
+    returns  the exit status: 0, 1 (--compare found a difference), 2 (wrong input: one line on
+             stderr) or 130 (interrupted)
+    """
+    set_encodings()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # for `| head`
+    try:
+        argv = sys.argv[1:] if argv is None else argv
+        return perform(methods, report, argv, Extras(**extras))
+    except (InputError, OSError, UnicodeError, RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # a mistake of this project, not of its user
+        said = cut_message(str(error)) or "out of memory"
+        print(f"{Path(sys.argv[0]).name}: {said}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130

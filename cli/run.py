@@ -1,0 +1,84 @@
+"""One method at work on one prompt after another: what it wrote, and what that took."""
+import time
+from typing import Iterator
+
+from common import CachedLM, Sampler, until
+
+
+class Run:
+    """Runs a method and keeps what it did.
+
+    method   a generator of chunks, as every method file has
+    models   {"target": …, "draft": …, "draft 2": …}, as many as the method takes
+    options  the method's other keyword arguments
+    eos      the tokens that end an answer
+
+    outputs  token ids of each answer; prompts: of each prompt
+    log      the method's records, one a round
+    seconds  the time of decoding. What is prepared once, for all prompts, is `setup` and no part of
+             the seconds
+    """
+
+    def __init__(self, method, models: dict[str, CachedLM], options: dict, eos: set[int]):
+        self.method = method
+        self.models = models
+        self.options = options
+        self.eos = eos
+        self.prompts, self.outputs, self.log = [], [], []
+        self.tokens = 0
+        self.seconds, self.setup = 0.0, 0.0
+
+    def decode(self, prompt: list[int], limit: int, sample: Sampler) -> Iterator[list[int]]:
+        """Yield the chunks of an answer to one more prompt, up to its end or to `limit` tokens.
+
+        What the caller does between two chunks is not timed.
+        """
+        self.prompts.append(prompt)
+        self.outputs.append([])
+        models = [self.models[name] for name in ("target", "draft") if name in self.models]
+        chunks = self.method(*models, prompt=prompt, sample=sample, log=self.log, **self.options)
+        began, prepared = time.perf_counter(), self.sum_setup()
+        for chunk in until(chunks, limit, self.eos, self.log):
+            setup = self.sum_setup() - prepared
+            self.setup += setup
+            self.seconds += time.perf_counter() - began - setup
+            self.outputs[-1] += chunk
+            self.tokens += len(chunk)
+            yield chunk
+            began, prepared = time.perf_counter(), self.sum_setup()
+
+    def sum_setup(self) -> float:
+        """Return the seconds that all models have spent on what is prepared once."""
+        return sum(lm.setup_seconds for lm in self.models.values())
+
+    def __str__(self) -> str:
+        """Say in one line how fast the run was, and which model took how much of the time."""
+        calls = self.models["target"].calls
+        shares = []
+        for name, lm in self.models.items():
+            share = (lm.seconds + lm.prompt_seconds) / self.seconds
+            shares.append(f"{name} {share:.0%}")
+        setup = f"; set-up {self.setup:.1f} s" if self.setup else ""
+        return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s "
+                f"({self.tokens / self.seconds:.1f} tokens/s), {calls} target calls "
+                f"({self.tokens / calls:.2f} tokens per call); of the time {', '.join(shares)}"
+                f"{setup}")
+
+    def find_difference(self, ar: "Run") -> str:
+        """Compare all outputs with those of a token-by-token run of the same prompts.
+
+        returns  where the first output differs, with the target's two largest logits there: if they
+                 are nearly equal, rounding chose. An empty text if no output differs
+        """
+        for prompt, ours, theirs in zip(self.prompts, self.outputs, ar.outputs):
+            if ours == theirs:
+                continue
+            n = 0  # tokens that are the same
+            while ours[n:n + 1] == theirs[n:n + 1]:
+                n += 1
+            *context, root = prompt + theirs[:n]
+            target = ar.models["target"]
+            target.start(context)
+            first, second = target.forward([root]).topk(2).values[0].tolist()
+            return f"output differs at token {n + 1}: largest logits {first:.5g}, {second:.5g}"
+        return ""
