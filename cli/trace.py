@@ -126,7 +126,7 @@ class Trace:
         self.runs = []
 
     def watch(self, run, prompt: list[int], chunks: Iterator[list[int]]) -> Iterator[list[int]]:
-        """The chunks of a `cli.Run`, whose calls are kept on the way."""
+        """The chunks of a `Run`, whose calls are kept on the way."""
         recorded, models = self.recorded, run.models
         recorded.begin(models["target"])
         rounds, verifies = [], None

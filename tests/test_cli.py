@@ -630,7 +630,7 @@ WRONG = [
     (["--gamma", "0"], ("gamma of 1 or more, got 0",)),
     (["--gamma", "-3"], ("gamma of 1 or more, got -3",)),
     (["--gamma", "many"], ("argument --gamma: invalid int value: 'many'",)),
-    (["--gamma", "1" + 12 * "0"], ("--gamma must be at most the context of 2048 tokens, got 1000000",)),
+    (["--gamma", "1" + 12 * "0"], ("--gamma must be at most the context of 2048 tokens",)),
     (["--temperature", "-0.1"], (SAMPLER, "got -0.1")),
     (["--temperature", "1e-9"], (SAMPLER, "got 1e-09")),
     (["--temperature", "nan"], (SAMPLER, "got nan")),
@@ -675,7 +675,8 @@ WRONG_OPTIONS = [
     ("speculative", "--method specdec --tau -1", "got 6, 5 and -1.0"),
     ("speculative", "--method specdec --fallback 1", "--fallback is no option of specdec"),
     ("speculative", "--draft a --draft b", "--draft must be given once for speculative, got 2"),
-    ("speculative", "--method spectr --draft a --draft b", "--draft must be given once for spectr, got 2"),
+    ("speculative", "--method spectr --draft a --draft b",
+     "--draft must be given once for spectr, got 2"),
     ("speculative", "--method specdec --draft a --draft a", "one draft for specdec, got 2"),
     ("jacobi", "--draft a --draft b --draft c", "--draft is no option of jacobi, got 'a'"),
     ("ouroboros", "--draft a --draft b", "--draft must be given once for ouroboros, got 2"),
@@ -759,7 +760,8 @@ def test_a_hub_that_cannot_be_reached(capsys, monkeypatch):
     assert "directory or hub id that can be reached, got 'nope/model': no route to host\n" in err
     assert asked == [(constants.ENDPOINT, True)] and loads == []
     assert "loaded" in wrong_line(capsys, run(*argv, str(ROOT / "models/target")))
-    monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, file: f"/hub/{path}/{file}")
+    monkeypatch.setattr("cli.loading.try_to_load_from_cache",
+                        lambda path, file: f"/hub/{path}/{file}")
     assert "loaded" in wrong_line(capsys, run(*argv, "nope/model")) and len(asked) == 1
     monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, file: None)
     there = SimpleNamespace(head=lambda url, timeout: None)
@@ -1109,8 +1111,8 @@ def test_scripts_in_a_folder_with_an_odd_name(tmp_path):
     methods'; `python speculative.py` alone decodes the examples."""
     top = tmp_path / "100% %s %(prog)s {x}"
     (top / "models").mkdir(parents=True)
-    (top / "cli").mkdir()
-    for name in ("cli/__init__.py", "common.py", "speculative.py", "bita.py", "models/tasks.py",
+    shutil.copytree(ROOT / "cli", top / "cli")
+    for name in ("common.py", "speculative.py", "bita.py", "models/tasks.py",
                  "models/examples.jsonl"):
         shutil.copy(ROOT / name, top / name)
     for name in ("target", "draft"):
