@@ -66,6 +66,11 @@ def script(monkeypatch, *argv) -> int:
     return 0
 
 
+def test_models_are_made_and_loaded_on_the_device(embedded):
+    assert recipe.make_model("draft", embedded[2], "meta").device.type == "meta"
+    assert recipe.load(ROOT / "models/draft", "meta").device.type == "meta"
+
+
 # ------------------------------------------------------------------------------------- batches
 
 def test_rows_of_a_batch(embedded):
