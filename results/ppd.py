@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cli import main  # noqa: E402  (the path is set above)
+from cli.main import main  # noqa: E402  (the path is set above)
 from common import eos_ids  # noqa: E402
 from models.training import generate_answers  # noqa: E402
 from survey.layerskip import measure_exit  # noqa: E402
