@@ -1,0 +1,354 @@
+"""Every lossless method gives the target's own output: in greedy decoding token by token, in
+sampling with the same probability for each text. This is the page to open first if you doubt it.
+
+METHODS is the one table. A line says how a method is run on a tiny random model: with which drafts,
+options and trained part, where random numbers stand in for training, since guesses may be as bad as
+they like. The tests take each line through each family of models (families.py), in float32 on a
+CPU:
+
+    greedy text          equals autoregressive text to the last token of the context, past which the
+                         last guesses reach; cut at every length and at every token, so inside drafts
+    long greedy text     the same after a prompt of 140 tokens, which is cached in two parts
+    autoregressive text  equals that of transformers' own generate
+    perfect drafts       are accepted whole: a guess that is right is never lost
+    sampled text         by enumeration of every draw and every coin that a method can meet, not by
+                         statistics: the probability of every text of three tokens is the target's
+
+A new method joins by one line. Lossy methods are not here: MJSD and MJGD, BiLD and SpecDec but for
+the limits in which they are exact, Medusa's typical acceptance."""
+import copy
+import functools
+from typing import Callable, NamedTuple
+
+import pytest
+import torch
+
+import bita
+import families
+import jacobi
+import ouroboros
+import speculative
+from cllm import cllm
+from common import CachedLM, InputError, Sampler, autoregressive
+from families import FAMILIES, MORE_FAMILIES, tiny
+from helpers import tokens_of
+from laws import law, outcomes
+from survey import (cascade, draft_verify, eagle, hybrid, layerskip, masks, medusa, online, rest,
+                    sequoia)
+
+ALL = FAMILIES | MORE_FAMILIES
+PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
+near = functools.cache(families.near)  # the same draft wherever a line names it
+
+
+# ------------------------------------------------------------------------------------- the table
+
+@functools.cache
+def autoregressive_text(model, prompt: tuple, n: int) -> list[int]:
+    return tokens_of(autoregressive(CachedLM(model), [*prompt]), n)
+
+
+class Line(NamedTuple):
+    method: Callable
+    options: dict
+    drafts: list = []  # models that draft, the first one as `draft`, the others as `more_drafts`
+    few: dict | None = None  # options with which few draws end a round; None: it does not sample
+    vocab: int = 3  # tokens that are sampled from
+    prepared: Callable = lambda target: {}  # what the method would read from files, by its names
+    text_of: torch.nn.Module | None = None  # the model whose text it writes; None: the target
+
+
+def rand(part: torch.nn.Module, accept: list[list[float]] = (), scale: float = 0.5):
+    """Set the weights of a trained part to random numbers, and its acceptance rates."""
+    rng = torch.Generator().manual_seed(0)
+    for p in part.parameters():
+        if p.requires_grad:
+            p.data = scale * torch.randn(p.shape, generator=rng)
+    part.accept = [*accept]
+    return part.requires_grad_(False)
+
+
+def own_texts(model) -> list[list[int]]:
+    """Write texts to look up: the model's own, one with mistakes in it, one of the tokens 0 to 2."""
+    text = PROMPT + autoregressive_text(model, tuple(PROMPT), 40)
+    wrong = [token if i % 7 else 2 for i, token in enumerate(text)]
+    return [text, wrong, [0, 1, 2, 0, 1, 1, 0, 2]]
+
+
+def store_of(texts: list[list[int]]) -> rest.Datastore:
+    return rest.Datastore("".join(rest.as_text(text) + rest.BOUNDARY for text in texts))
+
+
+def pool_of(texts: list[list[int]]) -> ouroboros.PhrasePool:
+    """Fill a pool with all phrases of three tokens."""
+    pool = ouroboros.PhrasePool()
+    for text in texts:
+        for phrase in zip(text, text[1:], text[2:]):
+            pool.add(phrase)
+    return pool
+
+
+def trusting(model, part=None, kind: str = "none") -> Callable:
+    """Prepare what the hybrid reads: a datastore, trust, costs of rows, and a part's guesses."""
+    known = {"trust": [[[0.5] * 3] * 5] * 2, "w": {"none": 0.0, kind: 0.5}}
+    costs = {("row costs", power): [1.0] * 65 for power in (8, 9)}
+    store = store_of(own_texts(model))
+    return lambda target: {("rest", "store"): store, ("trust", "trust"): known,
+                           (kind, "part"): part} | costs
+
+
+RATES = [[0.5, 0.3, 0.1]] * 3
+FILES = dict(datastore="store", trust="trust", adapter="part")
+
+METHODS = {
+    "jacobi": lambda model: Line(jacobi.jacobi, dict(n=8), few=dict(n=3)),
+    "lookahead": lambda model: Line(
+        jacobi.lookahead, dict(W=4, N=4, G=4), few=dict(W=0, N=3, G=2)),
+    "lookahead, no prompt": lambda model: Line(
+        jacobi.lookahead, dict(W=2, N=7, G=2, prompt_ngrams=False)),
+    "cllm": lambda model: Line(cllm, dict(n=8), few=dict(n=3)),
+    "speculative": lambda model: Line(
+        speculative.speculative, dict(gamma=4), [near(model, 0.02)], dict(gamma=2)),
+    "specinfer": lambda model: Line(
+        speculative.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
+    "specinfer, two drafts": lambda model: Line(
+        speculative.specinfer, dict(gamma=4, K=2), [near(model, 0.05), near(model, 0.1)],
+        dict(gamma=1, K=2)),
+    "spectr": lambda model: Line(
+        speculative.spectr, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
+    "bild, rollback 0": lambda model: Line(
+        speculative.bild, dict(gamma=4, fallback=0.1, rollback=0.0), [near(model, 0.02)]),
+    "specdec, beta 1": lambda model: Line(
+        speculative.specdec, dict(gamma=4, beta=1), [near(model, 0.02)]),
+    "ouroboros": lambda model: Line(
+        ouroboros.ouroboros, dict(gamma=4, W=3, pool=pool_of(own_texts(model))),
+        [near(model, 0.02)], dict(gamma=1, W=1, K=1)),
+    "bita": lambda model: Line(
+        bita.bita, dict(tree="efficient", k=3, tuning=rand(bita.Tuning(
+            bita.shape_of(model), "deep", 4, 3), RATES)), few=dict(k=1)),
+    "bita, full tree": lambda model: Line(
+        bita.bita, dict(tree="full", k=2, tuning=rand(bita.Tuning(
+            bita.shape_of(model), "shallow", 2, 2), RATES[:2]))),
+    "cascade": lambda model: Line(
+        cascade.cascade, dict(gamma=4, inner=2, tail=2, grams=""),
+        [near(model, 0.02), near(model, 0.05)], dict(gamma=1, inner=1, tail=1), vocab=2),
+    "triforce": lambda model: Line(
+        cascade.triforce, dict(gamma=4, inner=2, budget=6, chunk=2, sinks=2, window=5),
+        [near(model, 0.02)], dict(gamma=1, inner=1)),
+    "draft_verify": lambda model: Line(
+        draft_verify.draft_verify,
+        dict(gamma=4, threshold=0.02, skipped={"attention": [1], "mlp": []}), few=dict(gamma=2)),
+    "eagle": lambda model: Line(
+        eagle.eagle, dict(nodes=9, trained=rand(eagle.Draft(model, begin="last"), RATES)),
+        few=dict(nodes=3)),
+    "eagle, dynamic": lambda model: Line(
+        eagle.eagle, dict(nodes=9, dynamic=True, trained=rand(eagle.Draft(
+            model, "unshifted", "last"), RATES)), few=dict(nodes=3)),
+    "medusa": lambda model: Line(
+        medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),
+        few=dict(nodes=3)),
+    "hydra": lambda model: Line(
+        medusa.medusa, dict(heads="hydra", nodes=9, trained=rand(
+            medusa.Heads(model, "hydra", 3), RATES)), few=dict(nodes=3)),
+    "hybrid, n-grams": lambda model: Line(
+        hybrid.hybrid, dict(guess="none", nodes=9, **FILES), few=dict(nodes=3),
+        prepared=trusting(model)),
+    "hybrid, eagle": lambda model: Line(
+        hybrid.hybrid, dict(guess="eagle", nodes=9, **FILES), few=dict(nodes=3),
+        prepared=trusting(model, rand(eagle.Draft(model, begin="last"), RATES), "eagle")),
+    "exit": lambda model: Line(
+        layerskip.adapter, dict(gamma=4, trained=rand(layerskip.Exit(model, 1, 8))),
+        few=dict(gamma=2)),
+    "layerskip": lambda model: Line(
+        layerskip.layerskip, dict(gamma=4, E=1, tuning=""), few=dict(gamma=2)),
+    "pass": lambda model: Line(
+        masks.parallel, dict(L=3, trained=rand(bita.Tuning(bita.shape_of(model), "none", 4, 3))),
+        few=dict(L=1)),
+    "space": lambda model: Line(
+        masks.space, dict(k=3, tuning="own"), few=dict(k=2), text_of=near(model, 0.1),
+        prepared=lambda target: {("space", "own"): (
+            CachedLM(near(model, 0.1), target.vocab),
+            near(model, 0.5).get_input_embeddings().weight[:1].detach(), [0.5] * 3)}),
+    "online": lambda model: Line(
+        online.online, dict(gamma=4, every=1, lr=1e-3), [near(model, 0.05)], dict(gamma=2)),
+    "rest": lambda model: Line(
+        rest.rest, dict(nodes=12, store=store_of(own_texts(model))), few=dict(nodes=2)),
+    "sequoia": lambda model: Line(
+        sequoia.sequoia, dict(nodes=9, depth=4, rates="own"), [near(model, 0.05)],
+        dict(nodes=3, depth=1),
+        prepared=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
+}
+REFUSED = {  # families that a method says it cannot run
+    "bita": ["deepseek-v3"], "bita, full tree": ["deepseek-v3"], "pass": ["deepseek-v3"],
+    "triforce": ["gemma2", "stablelm", "gpt-oss"], "exit": ["gpt2", "opt"],
+    "layerskip": ["gpt2", "opt"]}
+
+
+def chunks_of(line: Line, target: CachedLM, prompt: list[int], **options):
+    """Start a method as its line says, with these options instead of the line's."""
+    target.prepared |= line.prepared(target)
+    drafts = [CachedLM(draft, target.vocab) for draft in line.drafts]
+    if drafts[1:]:
+        options["more_drafts"] = drafts[1:]
+    if "pool" in line.options:  # it learns from each text
+        options["pool"] = copy.deepcopy(line.options["pool"])
+    return line.method(target, *drafts[:1], prompt, **line.options | options)
+
+
+# ------------------------------------------------------------------------------------ greedy text
+
+@functools.cache
+def model_of(family: str, context: int = END):
+    return tiny(family, max_position_embeddings=context)
+
+
+def check_greedy(name: str, model, prompt: list[int], n: int) -> None:
+    """Compare n greedy tokens with autoregressive ones: all, the first so many, and up to each."""
+    line = METHODS[name](model)
+    expected = autoregressive_text(line.text_of or model, tuple(prompt), n)
+    chunks, found = chunks_of(line, CachedLM(model), prompt), []
+    while sum(map(len, found)) < n:
+        found.append(next(chunks))
+    assert [token for chunk in found for token in chunk][:n] == expected
+    for limit in range(n):
+        assert tokens_of(iter(found), limit) == expected[:limit]
+    for eos in set(expected):
+        assert tokens_of(iter(found), n, {eos}) == expected[:expected.index(eos) + 1]
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("name", METHODS)
+def test_greedy_text_is_autoregressive_text(name, family):
+    """To the last token of the context, from a prompt of three tokens and from one that nearly
+    fills it; and the first tokens after a prompt of one."""
+    model = model_of(family)
+    if family in REFUSED.get(name, []):
+        with pytest.raises(InputError):
+            check_greedy(name, model, PROMPT, 1)
+        return
+    check_greedy(name, model, PROMPT, END - len(PROMPT))
+    check_greedy(name, model, [2] * (END - 5), 5)
+    check_greedy(name, model, [5], 4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_long_greedy_text(name):
+    """After a prompt of 140 tokens, which is cached in two parts."""
+    check_greedy(name, model_of("gemma3", 200), [i * i % 61 for i in range(140)], 60)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_autoregressive_text_is_that_of_transformers(family):
+    model = model_of(family)
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=END - 3, do_sample=False,
+                              eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
+    assert tokens_of(autoregressive(CachedLM(model), PROMPT), END - 3) == expected
+    assert len(set(expected)) > 3
+
+
+# --------------------------------------------------------------------------------- perfect drafts
+
+NOTHING = {"attention": [], "mlp": []}
+PERFECT = {  # where the draft is the target itself: (options, tokens that each round must give)
+    "speculative": ({}, 5), "specinfer": ({}, 5), "specinfer, two drafts": ({}, 5),
+    "spectr": ({}, 5), "bild, rollback 0": (dict(fallback=0.0), 5), "specdec, beta 1": ({}, 5),
+    "ouroboros": (dict(phrases=False), 5), "cascade": ({}, 7), "online": ({}, 5),
+    "draft_verify": (dict(threshold=0.0, skipped=NOTHING), 5),
+    "sequoia": (dict(nodes=5), 5), "triforce": (dict(budget=40, chunk=40), 5)}
+
+
+@pytest.mark.parametrize("sample", [Sampler(0), Sampler(1.3, seed=1)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", PERFECT)
+def test_perfect_drafts_are_accepted_whole(name, sample):
+    """A guess that the target would choose too is never lost: so no cache misses a row."""
+    if name in ("ouroboros", "bild, rollback 0", "specdec, beta 1") and sample.temperature:
+        pytest.skip("its draft is greedy")
+    options, whole = PERFECT[name]
+    for family in FAMILIES:
+        model = model_of(family)
+        line = METHODS[name](model)
+        prepared = {("own", model): {0.0: (0.9, 0.1)}}
+        line = line._replace(drafts=[model for _ in line.drafts], prepared=lambda _: prepared)
+        chunks = chunks_of(line, CachedLM(model), PROMPT, sample=sample, **options)
+        assert min(len(next(chunks)) for _ in range(6)) >= whole, family
+
+
+# ----------------------------------------------------------------------------------- sampled text
+
+class Coins:
+    """Numbers drawn from [0, 1) that are only compared: whether one is below a chance is a choice.
+    After the first that is not, a method looks at no other."""
+
+    def __init__(self, choose, number: int):
+        self.choose, self.number = choose, number
+
+    def __iter__(self):
+        return iter(self.tolist())
+
+    def tolist(self) -> list:
+        return [Coins(self.choose, 1) for _ in range(self.number)]
+
+    def __lt__(self, chances) -> torch.Tensor:
+        below = []
+        for chance in torch.as_tensor(chances).flatten().nan_to_num(0).clamp(max=1).tolist():
+            below.append(all(below) and self.choose([1 - chance, chance]) == 1)
+        return torch.tensor(below)
+
+
+class Choosing(Sampler):
+    """Sample by choices: `choose(odds)` gives i with probability odds[i] (`outcomes` of laws.py)."""
+
+    def __init__(self, choose):
+        super().__init__(1.3)
+        self.choose = choose
+
+    def draw(self, probs):
+        return [self.choose(row) for row in probs.double().tolist()]
+
+    def uniform(self, shape, device):
+        return Coins(self.choose, shape)
+
+
+def draw_by_choices(q_logits: torch.Tensor, k: int, sample: Choosing) -> list[list[int]]:
+    """Stand in for Sequoia's Gumbel noise: k draws without replacement from each row."""
+    rows = []
+    for q in q_logits.softmax(-1).double():
+        draws = []
+        for _ in range(k):
+            draws.append(sample.choose((q / q.sum()).tolist()))
+            q[draws[-1]] = 0
+        rows.append(draws)
+    return rows
+
+
+@pytest.mark.parametrize("name", [name for name, line in METHODS.items()
+                                  if line(model_of("llama")).few is not None])
+def test_sampled_text_has_the_targets_law(name, monkeypatch):
+    """A model of three tokens; rounds until two tokens are final or more. All that follows has the
+    target's law if this holds for every beginning, so it is appended by the chain rule."""
+    monkeypatch.setattr(sequoia, "draw_children", draw_by_choices)
+    model, prompt, lengths = tiny("llama", vocab_size=8), [0, 1, 2, 0, 1], set()
+    line = METHODS[name](model)
+    V, target, reference = line.vocab, CachedLM(model, line.vocab), line.text_of or model
+
+    @functools.cache
+    def true_law(text: tuple, n: int) -> torch.Tensor:
+        """[V ** n]: of the n tokens after a text."""
+        def logits_of(tokens):
+            return reference(input_ids=torch.tensor([tokens])).logits[0, -1, :V].detach()
+        return law(logits_of, Sampler(1.3), [*text], n, V)
+
+    def run(choose) -> list[int]:
+        chunks = chunks_of(line, target, prompt, sample=Choosing(choose), **line.few)
+        text = []
+        while len(text) < 2:
+            text += next(chunks)
+            lengths.add(len(text))
+        return text
+    found = torch.zeros(V, V, V, dtype=torch.float64)
+    for chance, text in outcomes(run):
+        text = text[:3]
+        rest_law = true_law((*prompt, *text), 3 - len(text)) if len(text) < 3 else torch.ones(1)
+        found[tuple(text)] += chance * rest_law.view([V] * (3 - len(text)))
+    assert len(lengths) > 1  # some rounds accepted guesses and others did not
+    torch.testing.assert_close(found.flatten(), true_law((*prompt,), 3).double(), atol=1e-5, rtol=0)
