@@ -1,6 +1,5 @@
 """BiTA: the model's own output whatever the prompt and mask tokens are; positions and labels;
 tuning sees what decoding sees, reaches nothing else, starts over where it must and else goes on."""
-import contextlib
 import functools
 import itertools
 import random
@@ -15,18 +14,15 @@ from transformers import AutoTokenizer
 import bita as module
 from bita import (Tuning, accuracy, bita, efficient_tree, fit, full_tree, load_tuning, mask_logits,
                   planned_tree, plans, sample_anchors, sar_loss, save_tuning, shape_of, train)
-from common import CachedLM, InputError, Sampler, autoregressive, best_tree
+from common import CachedLM, InputError, autoregressive, best_tree
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, tiny
-from helpers import ROOT, interrupting, main, per_call, prefill, said_in_one_line, tokens_of
-from laws import chi_square_ok
+from helpers import ROOT, main, per_call, said_in_one_line, tokens_of
 from models import training
 
 PROMPT = [3, 14, 15]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11])]
 HELD_OUT = [([50, 51], [52, 53, 54])]
-TREES = [("efficient", 3, 2), ("full", 2, 3), ("chain", 1, 3), ("best", 5, 4), ("chain", 1, 1)]
-PROMPTS = [("deep", 5), ("shallow", 3), ("none", 1), ("shallow", 1), ("deep", 1)]
 WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
 LLAMA = tiny("llama")
 
@@ -58,22 +54,6 @@ def equal(a: Tuning, b: Tuning) -> bool:
 
 
 # ---------------------------------------------------------------------------------- decoding
-
-def test_greedy_equals_autoregressive(family):
-    """Untrained: five trees in llama and gemma3, two or three of them in each of the others; the
-    first one up to the last token of the context."""
-    model, n = tiny(family), CONTEXT - len(PROMPT)
-    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), n)
-    cases = [*zip(TREES, PROMPTS)]
-    if family not in ("llama", "gemma3"):
-        cases = cases[len(family) % 2::2]
-    target = CachedLM(model)
-    for (tree, k, M), (design, P) in cases:
-        tuning = random_tuning(model, design, P, M)
-        tokens = tokens_of(bita(target, PROMPT, tree=tree, k=k, tuning=tuning), n)
-        assert tokens == expected[:n], (tree, design)
-        n = 40
-
 
 def test_prompt_and_mask_tokens_leave_real_tokens_alone(family):
     """Bit for bit: logits of the tree's real nodes under two tunings."""
@@ -241,51 +221,6 @@ def test_a_tuning_is_loaded_once(monkeypatch):
     assert loads == ["a", "b", "a"]
 
 
-class Remembered:
-    """A CachedLM that runs each pass once: what it gives depends on text and tree alone."""
-
-    def __init__(self, lm):
-        self.lm, self.model, self.passes = lm, lm.model, {}
-        self.token = {row.numpy().tobytes(): i for i, row in enumerate(lm.weight.detach())}
-
-    def start(self, ids, prefix):
-        self.text, self.prefix = list(ids), prefix
-
-    def forward(self, embeds, parents, sees_prefix):
-        self.rows = [row.tobytes() for row in embeds.numpy()]
-        key = (*self.text, *self.rows, *parents)
-        if key not in self.passes:
-            self.lm.start(self.text, self.prefix)
-            self.passes[key] = self.lm.forward(embeds, parents, sees_prefix=sees_prefix)
-        return self.passes[key]
-
-    def commit(self, path):
-        self.text += [self.token[self.rows[node]] for node in path]
-
-
-def test_sampled_output_has_the_targets_distribution():
-    """2,000 seeded runs on a tiny transformer: chi-square test of three tokens at a false-failure
-    probability of 1e-6. An efficient tree, since its nodes differ in what is below them."""
-    model, sample, log = tiny("llama", vocab_size=5), Sampler(2.0, seed=3), []
-    tuning, target = random_tuning(model, M=2), Remembered(CachedLM(model))
-    counts, expected = torch.zeros(5, 5, 5), torch.ones(5, 5, 5)
-    for _ in range(2000):
-        method = bita(target, [3, 4], tree="efficient", k=2, tuning=tuning, sample=sample, log=log)
-        counts[tuple(tokens_of(method, 3))] += 1
-    for n in range(3):
-        for before in itertools.product(range(5), repeat=n):
-            probs = sample.probs(prefill(CachedLM(model), [3, 4, *before]))[0]
-            expected[before] *= probs.view(-1, *[1] * (2 - n))
-    assert chi_square_ok(counts.flatten(), expected.flatten())
-    assert sum(r["accepted"] for r in log) > 250
-
-
-@pytest.mark.parametrize("options", [dict(tree="round"), dict(k=0)])
-def test_bad_options_are_refused(options):
-    with pytest.raises(InputError, match="tree of best, efficient, full, chain and k of 1 or more"):
-        next(bita(None, [1], tuning=(None, None), **options))
-
-
 # ------------------------------------------------------------------------- what training sees
 
 def test_the_number_of_parameters():
@@ -353,36 +288,6 @@ def test_the_loss_by_hand():
     torch.testing.assert_close(sar_loss(logits, labels), sum(terms) / 4)
 
 
-def test_nothing_is_kept_of_the_context(monkeypatch):
-    """Of a longer prompt the backward pass keeps no more than the keys, the values and the mask
-    that the mask tokens' own attention is made of, even where the model's weights want gradients;
-    and no gradient reaches those keys and values."""
-    model, kept, passes = tiny("llama"), [], []
-    forward, tuning = module.forward, random_tuning(model)
-
-    def spy(*args, **options):
-        passes.append(forward(*args, **options))
-        return passes[-1]
-    monkeypatch.setattr(module, "forward", spy)
-    assert all(p.requires_grad for p in model.parameters())
-    for n in (20, 120):
-        ids, anchors, _ = sample_anchors([([7] * n, [1, 2, 3, 4])], 3, 2, random.Random(0))
-        seen = {}  # by storage: some tensors are views of one
-
-        def keep(x):
-            seen[x.untyped_storage().data_ptr()] = x.untyped_storage()
-            return x
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors)
-        kept.append(sum(storage.nbytes() for storage in seen.values()))
-        context, masks = passes[-2:]
-        assert context[0] is None and masks[0] is not None  # the head is a large part of a model
-        assert not any(x.requires_grad for pair in context[1] for x in pair)
-        assert all(x.requires_grad for pair in masks[1] for x in pair)
-    per_layer = 2 * 2 * 8 + 2 * 6  # keys and values of 2 heads of 8; a mask for 2 x 2 groups of 3
-    assert 0 < kept[1] - kept[0] <= 100 * 2 * per_layer * 4
-
-
 # ------------------------------------------------------------------------------------- tuning
 
 @pytest.mark.parametrize("design", module.DESIGNS)
@@ -402,44 +307,6 @@ def test_tuning_lowers_the_loss_and_reaches_nothing_else(design):
     ids, anchors, labels = sample_anchors(data, 2, 12, rng)
     sar_loss(mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors), labels).backward()
     assert all(p.numel() == 0 or p.grad.abs().sum() > 0 for p in tuning.parameters())
-
-
-class Plain(torch.optim.SGD):
-    """In AdamW's place: a step as long as its gradient, so that the gradient's scale counts."""
-
-    def __init__(self, parameters, lr, **_):
-        super().__init__(parameters, lr)
-
-
-@pytest.mark.parametrize("optimizer, clipped", [(torch.optim.AdamW, True), (Plain, True),
-                                                (Plain, False)])
-def test_three_steps_by_hand(optimizer, clipped, monkeypatch):
-    """Two passes of all the data are one; a gradient longer than 1 is cut to 1, a shorter one left
-    alone; the rate is a cosine: (1 + cos 0) / 2, (1 + cos 60°) / 2, (1 + cos 120°) / 2."""
-    model = tiny("llama")
-    with torch.no_grad():  # smaller logits, smaller gradients
-        model.lm_head.weight.mul_(1 if clipped else 0.001)
-    tuning, plain = (Tuning(shape_of(model), M=2) for _ in range(2))
-    steps = optimizer(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    monkeypatch.setattr(torch.optim, "AdamW", optimizer)
-    fit(model, tuning, DATA, DATA, steps=3, batch=2, accumulate=2, anchors=9, lr=1e-2)
-    for factor in (1, 0.75, 0.25):
-        ids, anchors, labels = sample_anchors(DATA, 2, 9, random.Random(0))
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = mask_logits(model, plain.masks, plain.rows(model), ids, anchors)
-            loss = sar_loss(logits, labels)
-        loss.backward()
-        length = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
-        assert length > 2 if clipped else length < 0.5  # also where it is doubled
-        for p in plain.parameters():
-            p.grad /= max(1, length)
-        steps.param_groups[0]["lr"] = 1e-2 * factor
-        steps.step()
-        steps.zero_grad()
-    start = Tuning(shape_of(model), M=2)
-    for a, b, c in zip(tuning.parameters(), plain.parameters(), start.parameters()):
-        moved, apart = (b - c).abs(), (a - b).abs()  # bfloat16 sums in another order
-        assert moved.max() > 0 and apart.median() <= 0.01 * moved.median()
 
 
 def test_options_reach_the_batches(monkeypatch, capsys):
@@ -524,15 +391,6 @@ def test_prompt_tokens_are_no_mask_tokens(tmp_path):
     assert same(fitted(tmp_path, **options), fitted(**options))
 
 
-@contextlib.contextmanager
-def interrupted():
-    """Ctrl-C in the third step, before its update."""
-    with pytest.MonkeyPatch.context() as patch:
-        clip = torch.nn.utils.clip_grad_norm_
-        patch.setattr(torch.nn.utils, "clip_grad_norm_", interrupting(clip, 3))
-        yield
-
-
 # -------------------------------------------------------------------------- files of tunings
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -571,13 +429,6 @@ def test_a_second_tuning_replaces_the_first(tmp_path):
         save_tuning(path, tuning, model)
         torch.testing.assert_close(load_tuning(str(path), model).masks, tuning.masks,
                                    atol=1e-2, rtol=1e-2)
-
-
-def test_other_files_are_refused(tmp_path):
-    (tmp_path / "bad").write_text("x" * 100)
-    for bad in ("bad", "none", ROOT / "models/draft/model.safetensors"):
-        with pytest.raises(InputError, match="made by `python bita.py train`"):
-            load_tuning(str(tmp_path / bad), tiny("llama"))
 
 
 def test_the_embedded_tuning(embedded, held_out):
@@ -659,19 +510,6 @@ def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
                        "--k", "2", "--max-new-tokens", "20", "--compare") == 0
         err = capfd.readouterr().err
         assert "output equals autoregressive output" in err and "of them candidates" in err
-
-
-def test_interrupted_from_the_command_line(small, tmp_path, capfd):
-    """Ctrl-C is status 130; the same command then makes what an uninterrupted one makes."""
-    def options(out):
-        return ["train", "--target", small / "llama", "--prompts", small / "two", "--out", out,
-                "--steps", "3", "--batch", "1", "--max-new-tokens", "12"]
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    with interrupted():
-        assert command(*options(out)) == 130 and not out.exists()
-    assert command(*options(out)) == command(*options(whole)) == 0
-    assert out.read_bytes() == whole.read_bytes()
-    assert capfd.readouterr().out.count("step 1:") == 2
 
 
 def test_the_file_itself_trains_tunes_and_decodes(small, tmp_path, monkeypatch, capfd):

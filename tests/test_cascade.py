@@ -4,33 +4,16 @@ import itertools
 import pytest
 import torch
 
-from common import CachedLM, Sampler, autoregressive
+from common import CachedLM, Sampler
 from fake_models import ScriptedLM, markov
-from families import FAMILIES, MORE_FAMILIES, near, tiny
+from families import tiny
 from helpers import main, said_in_one_line, tokens_of
 from survey import cascade as module
 from survey.cascade import Level, MaxGram, cascade, count_bigrams, report, review
 from survey.rest import as_text, load_datastore
 
 PROMPT = [3, 14, 15]
-ALL = {**FAMILIES, **MORE_FAMILIES}
-
-
 # ---------------------------------------------------------------------------------- levels, reviews
-
-@pytest.mark.parametrize("name", ALL)
-def test_greedy_cascade_equals_autoregressive(name):
-    """Two drafts and Max-Gram, with EOS and limits inside drafts, to the end of the context."""
-    model, eos = tiny(name, max_position_embeddings=60), {7, 30}
-    drafts = [near(model, 0.02), near(model, 0.05)]
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
-        for gamma, inner, tail in ((4, 2, 2), (1, 0, 0), (0, 1, 3)):
-            first, *more = map(CachedLM, drafts)
-            chunks = cascade(CachedLM(model), first, prompt, gamma=gamma, inner=inner, tail=tail,
-                             grams="", more_drafts=more)
-            assert tokens_of(chunks, n, stops) == expected
-
 
 def test_a_level_drops_what_is_no_longer_in_the_text():
     model = tiny("llama")

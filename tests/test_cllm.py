@@ -1,6 +1,5 @@
 """Consistency LLMs: decoding gives AR's output; trajectories are the iteration's, the losses the
 paper's; training starts over where it must and else goes on; out comes a plain model directory."""
-import contextlib
 import functools
 import itertools
 import json
@@ -19,10 +18,9 @@ from cllm import (StatePair, augment_states, cllm, collect, distance, find_traje
                   losses, profile, profile_of, read_trajectories, repeats, sample_pairs, train,
                   training_tree)
 from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
-from fake_models import ScriptedLM, markov, path_to
+from fake_models import ScriptedLM, path_to
 from families import CONTEXT, tiny
-from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
-from laws import chi_square_ok
+from helpers import ROOT, main, said_in_one_line, tokens_of
 from models.training import digest
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]
@@ -44,32 +42,6 @@ def collected(model, n=6, limit=20, eos=frozenset(), numbers=(0, 1, 2, 3), **opt
 
 
 # ---------------------------------------------------------------------------------- decoding
-
-def test_greedy_equals_autoregressive(family):
-    """Up to the end of the context; in two families also other blocks, and cut by an EOS."""
-    model, target = tiny(family), CachedLM(tiny(family))
-    cases = [(PROMPTS[2], 149, 16), ([5, 9, 3, 14, 7], 120, 8), ([7], 40, 2)]
-    for prompt, limit, n in cases if family in ("llama", "gemma3") else cases[:1]:
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), limit)
-        assert tokens_of(cllm(target, prompt, n=n), limit) == expected
-        if family in ("llama", "gemma3"):
-            eos = expected[limit // 2]
-            cut = expected[:expected.index(eos) + 1]
-            assert tokens_of(cllm(target, prompt, n=n), limit, {eos}) == cut
-
-
-def test_sampled_output_has_the_targets_distribution():
-    """4,000 seeded runs on a chain of states: chi-square test of three tokens at a false-failure
-    probability of 1e-6."""
-    logits_of, sample, counts = markov(4), Sampler(0.9, seed=2), torch.zeros(4, 4, 4)
-    target, expected = ScriptedLM(logits_of), torch.ones(4, 4, 4)
-    for _ in range(4000):
-        counts[tuple(tokens_of(cllm(target, [1, 2], n=3, sample=sample), 3))] += 1
-    for tokens in itertools.product(range(4), repeat=3):
-        for i, token in enumerate(tokens):
-            expected[tokens] *= sample.probs(logits_of([1, 2, *tokens[:i]]))[token]
-    assert chi_square_ok(counts.flatten(), expected.flatten())
-
 
 def test_guesses_are_seeded_by_the_sampler():
     model, first = tiny("llama"), []
@@ -535,15 +507,6 @@ def test_another_training_in_the_same_folder_starts_over(change, worked, monkeyp
     assert equal(fitted(worked, **options), alone)
 
 
-@contextlib.contextmanager
-def interrupted():
-    """Ctrl-C in the third step, before its update."""
-    with pytest.MonkeyPatch.context() as patch:
-        clip = torch.nn.utils.clip_grad_norm_
-        patch.setattr(torch.nn.utils, "clip_grad_norm_", interrupting(clip, 3))
-        yield
-
-
 def test_recomputed_activations_are_the_same():
     """Each layer runs once more for a step, in the backward pass, and not where it is evaluated;
     there alone a model is in the mode of training."""
@@ -740,22 +703,6 @@ def test_prompts_too_long_from_the_command_line(small, tmp_path, capfd):
     assert command("collect", "--target", small / "llama", "--prompts", small / "long", "--out",
                    tmp_path / "o", "--max-new-tokens", "2040") == 0
     assert "0 prompts, 0 answers dropped for repetition, 1 prompts" in capfd.readouterr().out
-
-
-def test_interrupted_from_the_command_line(small, tmp_path, capfd):
-    """Ctrl-C is status 130; the same command then makes what an uninterrupted one makes."""
-    def training(out):
-        return ["train", "--target", small / "llama", "--data", data, "--out", out, "--steps", "3",
-                "--lr", "5e-4"]
-    data, out, whole = (tmp_path / name for name in ("data", "out", "whole"))
-    assert command("collect", "--target", small / "llama", "--prompts", small / "good", "--out",
-                   data, "--max-new-tokens", "20") == 0
-    with interrupted():
-        assert command(*training(out)) == 130
-    assert command(*training(out)) == command(*training(whole)) == 0
-    for name in ("model.safetensors", "generation_config.json"):
-        assert (out / name).read_bytes() == (whole / name).read_bytes()
-    assert capfd.readouterr().out.count("step 1:") == 2
 
 
 def test_the_file_itself_collects_trains_tunes_and_decodes(small, tmp_path, monkeypatch, capfd):

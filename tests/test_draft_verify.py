@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from families import FAMILIES, MORE_FAMILIES, near, tiny
+from families import near, tiny
 from helpers import ROOT, main, said_in_one_line, tokens_of
-from laws import chi_square_ok
 from survey import draft_verify as module
 from survey.draft_verify import (agreement, draft_verify, load_blocks, measure_costs,
                                  predict_speed, report, search, without)
@@ -17,7 +16,6 @@ from survey.draft_verify import (agreement, draft_verify, load_blocks, measure_c
 PROMPT = [3, 14, 15]
 NOTHING = {"attention": [], "mlp": []}
 SOME = {"attention": [1], "mlp": [0]}
-SPLIT = [name for name in {**FAMILIES, **MORE_FAMILIES} if name != "opt"]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 
 
@@ -51,18 +49,6 @@ def test_blocks_that_have_no_module_of_their_own_are_refused():
 
 
 # ---------------------------------------------------------------------------------- decoding
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_greedy_equals_autoregressive(name):
-    """With EOS and limits inside drafts, to the end of the context."""
-    model, eos = tiny(name, max_position_embeddings=60), {7, 30}
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
-        for gamma, threshold in ((1, 0.6), (5, 0.0), (5, 0.03)):
-            chunks = draft_verify(CachedLM(model), prompt, gamma=gamma, threshold=threshold,
-                                  skipped=SOME)
-            assert tokens_of(chunks, n, stops) == expected
-
 
 def test_with_nothing_skipped_everything_is_accepted():
     model = tiny("llama")
@@ -182,22 +168,6 @@ def test_a_full_draft_that_is_accepted_leaves_the_threshold(monkeypatch):
     to recover first: 0.475, 0.7375, 0.86875, 0.934375."""
     expected = [0.0, 0.001, 0.002, 0.003, 0.003]
     assert play_rounds(monkeypatch, [2, 0, 2, 2, 2], 0.0) == pytest.approx(expected)
-
-
-def test_sampling_is_exact():
-    """The first two tokens of 3,000 texts: chi-square, false failures below 1e-6."""
-    model = tiny("llama", vocab_size=8)
-    first, sample, target = CachedLM(model, 4), Sampler(1.0, seed=1), CachedLM(model, 4)
-    first.start([3])
-    p = first.forward([1])[0].softmax(-1)
-    first.commit([0])
-    q = first.forward([0, 1, 2, 3], [-1] * 4).softmax(-1)
-    counts = torch.zeros(4, 4)
-    for _ in range(3000):
-        chunks = draft_verify(target, [3, 1], gamma=2, threshold=0.3, skipped=SOME, sample=sample)
-        x, y = tokens_of(chunks, 2)
-        counts[x, y] += 1
-    assert chi_square_ok(counts.flatten(), (p[:, None] * q).flatten())
 
 
 # --------------------------------------------------------------------------- what is skipped

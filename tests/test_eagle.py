@@ -16,10 +16,10 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from cli.graphs import GraphedLM
-from common import CachedLM, InputError, Sampler, autoregressive, best_tree, encode, walk
+from common import CachedLM, InputError, Sampler, autoregressive, best_tree, encode
 from fake_models import path_to
 from families import FAMILIES, MORE_FAMILIES, SCALED, tiny
-from helpers import ROOT, interrupting, main, prefill, said_in_one_line, tokens_of
+from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
 from models import training
 from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, Draft, Pairs, compute_features, count_levels, eagle,
@@ -28,7 +28,6 @@ from survey.eagle import (DEPTH, RANKS, Draft, Pairs, compute_features, count_le
 
 PROMPT = [3, 14, 15]
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
-INPUTS = ("shifted", "unshifted", "feature", "token")
 CHAIN = [[1.0]] * 4
 WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
 
@@ -54,23 +53,6 @@ def test_another_width_of_the_mlp():
 
 
 # ---------------------------------------------------------------------------------- decoding
-
-def test_greedy_equals_autoregressive(family):
-    """A random draft layer, whatever it reads; in gpt2, where positions are learned, up to the last
-    token of the context, and from a first token without any feature before it."""
-    whole = family == "gpt2"
-    model = tiny(family, n_positions=30) if whole else tiny(family)
-    target, n = CachedLM(model), 30 - len(PROMPT) if whole else 12
-    expected = tokens_of(autoregressive(target, PROMPT), n)
-    for inputs, dynamic in zip(INPUTS if whole else INPUTS[:2], (False, True, False, True)):
-        log, draft = [], random_draft(model, inputs)
-        chunks = eagle(target, PROMPT, nodes=9, dynamic=dynamic, trained=draft, log=log)
-        assert tokens_of(chunks, n) == expected, (inputs, dynamic)
-        assert all(r["guessed"] == 8 for r in log)
-    if whole:
-        expected = tokens_of(autoregressive(target, [7]), 20)
-        assert tokens_of(eagle(target, [7], nodes=5, trained=draft), 20) == expected
-
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_peculiar_families(family):
@@ -206,46 +188,6 @@ def test_trees_are_those_without_caches(family, inputs, reference, n, monkeypatc
         assert got == {(text[-1], *path) for path, _ in expected} and len(got) == len(ids) == 9
         text = text + chunk
     assert len({r["accepted"] for r in log}) > 1
-
-
-def test_sampled_output_has_the_targets_distribution():
-    """By enumeration of the draws at all nodes of the second round's tree, which is made after some
-    guesses were kept: the chance of each chunk, and with it that of all texts of three tokens."""
-    model, V, n, sample = tiny("llama", vocab_size=5), 5, 6, Sampler(1.7)
-    target, draft, law, seen = CachedLM(model), random_draft(model), torch.zeros(5, 5, 5), []
-    after = functools.cache(lambda *text: sample.probs(prefill(CachedLM(model), [*text]))[0])
-    forward = target.forward
-
-    def spy(ids, parents=None, **options):
-        seen.append((ids, parents, forward(ids, parents, **options)))
-        return seen[-1][2]
-    target.forward, chances = spy, []
-    for draws in itertools.product(range(V), repeat=n):
-        if seen:  # draws at nodes that are not come to change nothing: one of them counts
-            path, _ = walk(*seen[-1][:2], draws)
-            if any(draw for node, draw in enumerate(draws) if node not in path):
-                continue
-        rounds = iter([sample, draws])  # the first round is one seeded draw
-
-        def choose(logits):
-            chosen = next(rounds)
-            return list(chosen) if chosen is draws else Sampler(1.7, seed=5)(logits)
-        chunks = eagle(target, [3, 1], nodes=n, trained=draft, sample=choose)
-        start, chunk = (3, 1, *next(chunks)), tuple(next(chunks))
-        ids, parents, logits = seen[-1]
-        path, _ = walk(ids, parents, draws)
-        chances.append(sample.probs(logits)[path, [draws[x] for x in path]].prod().item())
-        for end in itertools.product(range(V), repeat=max(0, 3 - len(chunk))):
-            text, chance = (*chunk, *end)[:3], chances[-1]
-            for i in range(len(chunk), 3):  # what is to come, by the chain rule
-                chance *= after(*start, *text[:i])[text[i]].item()
-            law[text] += chance
-    expected = torch.ones(V, V, V)
-    for i in range(3):
-        for text in itertools.product(range(V), repeat=i):
-            expected[text] *= after(*start, *text).view(-1, *[1] * (2 - i))
-    assert len(start) > 3 and len(chances) > V and abs(sum(chances) - 1) < 1e-5
-    torch.testing.assert_close(law, expected, atol=1e-6, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------- the tree that pays
@@ -507,22 +449,6 @@ def test_training_is_on_the_models_own_distribution(name, config, monkeypatch):
 def test_another_training_in_the_same_folder_starts_over(change, worked):
     options = {"steps": 2} | change
     assert same(fitted(worked, **options), fitted(**options))
-
-
-def test_the_same_training_is_not_done_again(worked, monkeypatch):
-    expected = fitted(steps=2)
-    monkeypatch.setattr(module, "eagle_loss", None)
-    assert same(fitted(worked, steps=2), expected)
-
-
-def test_an_interrupted_training_goes_on_where_it_was(tmp_path, monkeypatch):
-    """Ctrl-C in the third step: it ends where a whole run does."""
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "eagle_loss", interrupting(eagle_loss, 3))
-        fitted(tmp_path)
-    [file] = tmp_path.iterdir()
-    assert torch.load(file)["done"] == 2
-    assert same(fitted(tmp_path), whole())
 
 
 def test_answers_of_a_step_are_alike_in_length(monkeypatch):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from cli.graphs import GraphedLM
-from common import CachedLM, InputError, Sampler, autoregressive
+from common import CachedLM, InputError, autoregressive
 from families import deep, tiny
 from helpers import ROOT, interrupting, main, per_call, said_in_one_line, tokens_of
-from laws import chi_square_ok
 from survey.early_exit import Exit, early_exit, exit_loss, fit, load_exit, report, train
 
 PROMPT, PROMPT_8 = [3, 14, 15], [3, 1]
@@ -52,18 +51,6 @@ def test_the_loss_by_hand():
 
 # ----------------------------------------------------------------------------------------- decoding
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "gpt-oss", "deepseek-v3"])
-def test_greedy_equals_autoregressive(name):
-    """With EOS and limits inside drafts, to the end of the context."""
-    model, eos = deep(name, max_position_embeddings=60), {7, 30}
-    network = random_exit(model, 2)
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
-        for gamma in (1, 4):
-            chunks = early_exit(CachedLM(model), prompt, gamma=gamma, trained=network)
-            assert tokens_of(chunks, n, stops) == expected
-
-
 def test_graphs_too():
     model = tiny("llama", num_hidden_layers=3, run_as=GraphedLM)
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
@@ -86,23 +73,6 @@ def test_guesses_are_the_exits():
         text.append(token)
     accepted = log[0]["accepted"]
     assert all(same[:accepted]) and (accepted == 3 or not same[accepted])
-
-
-def test_sampling_is_exact():
-    """The first two tokens of 2,000 texts: chi-square, false failures below 1e-6."""
-    model = tiny("llama", vocab_size=8, num_hidden_layers=3)
-    target, network = CachedLM(model, 3), random_exit(model, 1)
-    sample, counts, expected = Sampler(1.0, seed=4), torch.zeros(3, 3), torch.zeros(3, 3)
-    with torch.inference_mode():
-        first = model(input_ids=torch.tensor([PROMPT_8])).logits[0, -1, :3].softmax(-1)
-        for x in range(3):
-            after = model(input_ids=torch.tensor([PROMPT_8 + [x]])).logits[0, -1, :3].softmax(-1)
-            expected[x] = first[x] * after
-    for _ in range(2000):
-        chunks = early_exit(target, PROMPT_8, gamma=2, trained=network, sample=sample)
-        x, y = tokens_of(chunks, 2)
-        counts[x, y] += 1
-    assert chi_square_ok(counts.flatten(), expected.flatten())
 
 
 def test_a_new_exit_of_a_model_whose_later_layers_add_nothing_is_accepted_whole():

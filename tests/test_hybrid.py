@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import CachedLM, InputError, Sampler, autoregressive
-from fake_models import ScriptedLM, markov
-from families import FAMILIES, MORE_FAMILIES, SCALED, tiny
+from common import CachedLM, InputError, autoregressive
+from families import FAMILIES, SCALED, tiny
 from helpers import ROOT, main, said_in_one_line, tokens_of
-from laws import chi_square_ok
 from survey import hybrid as module
 from survey.eagle import Draft, Pairs
 from survey.hybrid import (Trained, choose_width, estimate_prices, fit, fit_weight, grow, hybrid,
@@ -20,7 +18,6 @@ from survey.hybrid import (Trained, choose_width, estimate_prices, fit, fit_weig
 from survey.medusa import Heads
 from survey.ngrams import NGrams, fit_trust, split_chance
 from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
-from test_rest import assert_law_of_the_chain_rule
 
 HALF = [[[0.5] * 3] * 5] * 2
 KINDS = module.GUESSES[1:]
@@ -50,18 +47,6 @@ FILES = dict(datastore="store", trust="trust", adapter="part")
 
 # ---------------------------------------------------------------------------------- decoding
 
-@pytest.mark.parametrize("name", {**FAMILIES, **MORE_FAMILIES})
-def test_greedy_equals_autoregressive(name):
-    """With EOS and limits inside trees, to the end of the context, whatever guesses."""
-    model, eos = tiny(name, max_position_embeddings=60), {7, 30}
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
-        target = prepared(model, texts=[expected[5:], prompt])
-        for guess, nodes in (("none", 0), ("medusa", 9), ("hydra", 64), ("eagle", 0)):
-            chunks = hybrid(target, prompt, guess=guess, nodes=nodes, **FILES)
-            assert tokens_of(chunks, n, stops) == expected
-
-
 def test_what_stands_in_the_datastore_is_accepted_whole():
     model = tiny("llama")
     answer = tokens_of(autoregressive(CachedLM(model), [3, 14, 15]), 60)
@@ -70,57 +55,6 @@ def test_what_stands_in_the_datastore_is_accepted_whole():
     chunks = hybrid(target, [3, 14, 15], guess="none", nodes=64, log=log, **FILES)
     assert tokens_of(chunks, 60) == answer
     assert target.calls < 25 and all(0 <= r["accepted"] <= r["guessed"] for r in log)
-
-
-def test_sampling_is_exact():
-    """The first two tokens of 1,500 texts: chi-square, false failures below 1e-6."""
-    model, sample = tiny("llama"), Sampler(1.0, seed=1)
-    target = prepared(model, 4, texts=[(3, 1, 2, 0), (1, 2, 2), (1, 0, 3)])
-    first = CachedLM(model, 4)
-    first.start([3])
-    p = first.forward([1])[0].softmax(-1)
-    first.commit([0])
-    q = first.forward([0, 1, 2, 3], [-1] * 4).softmax(-1)
-    counts = torch.zeros(4, 4)
-    for _ in range(1500):
-        chunks = hybrid(target, [3, 1], guess="medusa", nodes=8, sample=sample, **FILES)
-        x, y = tokens_of(chunks, 2)
-        counts[x, y] += 1
-    assert chi_square_ok(counts.flatten(), (p[:, None] * q).flatten())
-
-
-@pytest.mark.parametrize("vocab, n, nodes, guess", [
-    (2, 4, 2, "none"), (2, 3, 3, "none"), (3, 2, 2, "none"), (2, 3, 3, "hydra"),
-    (3, 2, 3, "eagle")])
-def test_sampling_is_exact_by_enumeration(vocab, n, nodes, guess, monkeypatch):
-    """Every outcome of the draws at all nodes of all trees: the first n tokens have the law of the
-    chain rule, whatever a part guesses by the text."""
-    model, log = markov(3, vocab), []
-
-    class Told:
-        def __init__(self, *_):
-            self.text = []
-
-        def start(self, pairs):
-            self.text = list(pairs.tokens)
-
-        def add(self, pairs):
-            self.text += pairs.tokens
-
-        def predict(self):
-            return {as_text([self.text[-1]]): 0.3, as_text([1 - min(1, self.text[-1])]): 0.6}
-    monkeypatch.setattr(module, "Trained", Told)
-
-    def run(draw):
-        lm = ScriptedLM(model)
-        lm.features = torch.zeros(9, 1)
-        known = {"trust": HALF, "w": dict.fromkeys(module.GUESSES, 0.5)}
-        lm.prepared = {("rest", "store"): Datastore(as_text([0, 1, 1])),
-                       ("row costs", 8): [1.0] * 65, ("trust", "trust"): known}
-        chunks = hybrid(lm, [0, 1], guess=guess, nodes=nodes, sample=draw, log=log, **FILES)
-        return tokens_of(chunks, n)
-    assert_law_of_the_chain_rule(run, model, [0, 1], vocab, n)
-    assert {0, 1} <= {r["accepted"] for r in log}
 
 
 # ------------------------------------------------------------------------------------ the tree

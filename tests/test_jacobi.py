@@ -12,53 +12,14 @@ import torch.nn.functional as F
 
 import jacobi as module
 from cli.trajectory import show_trajectory
-from common import CachedLM, InputError, Sampler, autoregressive, until
+from common import CachedLM, Sampler, until
 from fake_models import Recorder, ScriptedLM, counting, markov, scripted
-from families import CONTEXT, tiny
+from families import tiny
 from helpers import ROOT, choices, prefill, tokens_of
 from laws import chi_square_ok, counts_of, law
 from jacobi import jacobi, list_ngrams, lookahead, remember, report
 
 PROMPT = [3, 14, 15, 3, 14]
-ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
-
-
-def test_greedy_jacobi_equals_autoregressive(family):
-    """To the end of the context, which the last blocks reach past; and never with more calls."""
-    model = tiny(family)
-    ar = CachedLM(model)
-    expected = tokens_of(autoregressive(ar, PROMPT), ROOM)
-    for n in (2, 3, 8, 16, 45) if family == "gpt2" else (16,):
-        target = CachedLM(model)
-        assert tokens_of(jacobi(target, PROMPT, n=n), ROOM) == expected, n
-        assert target.calls <= ar.calls
-
-
-def test_greedy_lookahead_equals_autoregressive(family):
-    model = tiny(family)
-    target = CachedLM(model)
-    expected = tokens_of(autoregressive(target, PROMPT), ROOM)
-    for W, N, G, prompt_ngrams in [
-            (15, 5, 15, True), (5, 4, 2, False), (1, 2, 1, False), (2, 7, 3, True), (3, 6, 4, True),
-            (4, 3, 4, False), (0, 3, 5, True)][:7 if family == "gpt2" else 2]:
-        options = dict(W=W, N=N, G=G, prompt_ngrams=prompt_ngrams)
-        assert tokens_of(lookahead(target, PROMPT, **options), ROOM) == expected, options
-
-
-@pytest.mark.parametrize("method, following", [
-    (jacobi, lambda text: len(text) * 7 % 23), (lookahead, lambda text: (text[-1] + 1) % 23)])
-def test_eos_and_limits_inside_a_chunk(method, following):
-    """On texts that are guessed well, so that chunks are long."""
-    target, ar, prompt = scripted(following, 23), scripted(following, 23), [*range(23), 0, 1]
-    expected = tokens_of(autoregressive(ar, prompt), 60)
-    assert max(map(len, itertools.islice(method(target, prompt), 20))) > 4
-    for limit in range(1, 50):
-        assert tokens_of(method(target, prompt), limit) == expected[:limit]
-    for eos in set(expected):
-        got = tokens_of(method(target, prompt), 60, {eos})
-        assert got == expected[:expected.index(eos) + 1]
-
-
 def test_held_out_prompts_of_the_embedded_target(embedded):
     """Greedy output of all methods, up to EOS; and lookahead gains at least 1.3 tokens a call (a
     wrong window or mask would cost them)."""
@@ -270,16 +231,6 @@ def test_a_periodic_text_is_accepted_whole():
 
 # ------------------------------------------------------------------------------------ sampling
 
-@pytest.mark.parametrize("method, options", [(jacobi, dict(n=4)), (lookahead, dict(W=2, N=3, G=3))])
-def test_sampled_methods_have_the_targets_distribution(method, options):
-    """6,000 seeded runs each: chi-square test of the first four tokens (256 cells) at a
-    false-failure probability of 1e-6."""
-    model, sample, prompt = markov(1), Sampler(seed=3), [0, 1, 2, 0, 3, 1]
-    counts = counts_of(lambda sample: method(ScriptedLM(model), prompt, sample=sample, **options),
-                       sample, 4, 6000)
-    assert chi_square_ok(counts, law(model, sample, prompt, 4))
-
-
 def test_unmerged_candidates_would_be_biased(monkeypatch):
     """Why equal prefixes must be one node: with a chain for each candidate, each with draws of its
     own, of which the longest match is kept, the same test fails (here it is exact with the trie,
@@ -316,17 +267,6 @@ def test_unmerged_candidates_would_be_biased(monkeypatch):
 
 
 # ------------------------------------------------------------------- mistakes, the command line
-
-@pytest.mark.parametrize("method, options, message", [
-    (jacobi, dict(n=1), "--n must be 2 or more, got 1"),
-    (lookahead, dict(N=1), "--N must be 2 or more, got 1"),
-    (lookahead, dict(W=-1), "--W must be 0 or more, got -1"),
-    (lookahead, dict(G=0), "--G must be 1 or more, got 0"),
-    (lookahead, dict(W=0, prompt_ngrams=False), "--W must be 1 or more with --no-prompt-ngrams")])
-def test_bad_options_are_refused(method, options, message):
-    with pytest.raises(InputError, match=message):
-        next(method(ScriptedLM(markov(1)), [0, 1], **options))
-
 
 def test_the_report():
     blocks = [{"states": [[1, 2]] * 4, "final": [1]}, {"states": [[1, 2]] * 3, "final": [1]}]

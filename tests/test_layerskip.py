@@ -1,6 +1,5 @@
 """LayerSkip: no layer runs twice for a row, output is that of the model that decodes, and the loss
 is the paper's."""
-import itertools
 import random
 from types import SimpleNamespace
 
@@ -10,32 +9,19 @@ from torch.nn.utils import parametrize
 
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive
-from families import FAMILIES, MORE_FAMILIES, deep, tiny
+from families import deep, tiny
 from helpers import main, said_in_one_line, tokens_of
-from survey import layerskip as module
 from survey.layerskip import (collect_states, layerskip, load_tuned, measure_exit, report, tune,
                               tuning_loss)
 from survey.low_rank import add_low_rank
 from survey.parts import save_part
 
 PROMPT = [3, 14, 15]
-WHOLE = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "opt")]
 WORDLESS = SimpleNamespace(eos_token_id=None)
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 
 
 # ----------------------------------------------------------------------------------------- decoding
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_greedy_equals_autoregressive(name):
-    """With EOS and limits inside drafts, to the end of the context."""
-    model, eos = deep(name, max_position_embeddings=60), {7, 30}
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
-        for gamma in (1, 4):
-            chunks = layerskip(CachedLM(model), prompt, E=3, gamma=gamma, tuning="")
-            assert tokens_of(chunks, n, stops) == expected
-
 
 def test_graphs_too():
     model = tiny("llama", num_hidden_layers=3, run_as=GraphedLM)
@@ -97,63 +83,6 @@ def test_the_head_reads_only_what_somebody_asks_for():
         for n in range(1, 4):
             next(chunks)
             assert sum(rows) == n * (3 + 4)
-
-
-def test_sampling_is_exact_by_enumeration(monkeypatch):
-    """All coins and draws of a round of two guesses on three tokens: chunks have the probabilities
-    that autoregressive sampling gives them."""
-    model = tiny("llama", vocab_size=8, num_hidden_layers=3)
-    target, prompt, V = CachedLM(model, 4), [3, 1], 4
-
-    def law(*text):
-        lm = CachedLM(model, 4)
-        lm.start([*prompt, *text][:-1])
-        return lm.forward([[*prompt, *text][-1]])[0].softmax(-1)
-    found = {}
-
-    class Listed(Sampler):
-        """Draws by list, with their probability; a coin falls either way."""
-
-        def __init__(self, draws):
-            super().__init__(1.0)
-            self.draws, self.chance = iter(draws), 1.0
-
-        def draw(self, probs):
-            token = next(self.draws)
-            self.chance *= probs[0, token].item()
-            return [token]
-
-        def uniform(self, shape, device):
-            return torch.tensor(self.coins)
-    ratios = []
-    real = module.verify
-
-    def spy(target_probs, draft_probs, guesses, sample):
-        at = torch.arange(len(guesses)), torch.tensor(guesses)
-        ratio = (target_probs[at] / draft_probs[at]).clamp(max=1)
-        ratios[:] = ratio.tolist()
-        sample.coins = [0.0 if x else 1.0 for x in sample.kept]
-        for kept, r in zip(sample.kept, ratios):
-            sample.chance *= r if kept else 1 - r
-            if not kept:
-                break
-        return real(target_probs, draft_probs, guesses, sample)
-    monkeypatch.setattr(module, "verify", spy)
-    for accepted in range(3):
-        for draws in itertools.product(range(V), repeat=3):
-            sample = Listed(draws)
-            sample.kept = [True] * accepted + [False] * (2 - accepted)
-            chunk = next(layerskip(target, prompt, gamma=2, E=1, tuning="", sample=sample))
-            found[tuple(chunk)] = found.get(tuple(chunk), 0) + sample.chance
-    assert sum(found.values()) == pytest.approx(1, abs=1e-4)
-    for first in range(V):
-        total = sum(chance for chunk, chance in found.items() if chunk[0] == first)
-        assert total == pytest.approx(law()[first].item(), abs=1e-4)
-    for first, second in itertools.product(range(V), repeat=2):
-        longer = sum(chance for chunk, chance in found.items() if chunk[:2] == (first, second))
-        one = found.get((first,), 0) * law(first)[second].item()
-        expected = law()[first] * law(first)[second]
-        assert longer + one == pytest.approx(expected.item(), abs=1e-4)
 
 
 # -------------------------------------------------------------------------------- what an exit says

@@ -33,8 +33,8 @@ from common import CachedLM, InputError, Sampler, autoregressive
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import tokens_of
 from laws import law, outcomes
-from survey import (cascade, draft_verify, eagle, hybrid, layerskip, masks, medusa, online, rest,
-                    sequoia)
+from survey import (cascade, draft_verify, eagle, early_exit, hybrid, layerskip, masks, medusa,
+                    online, rest, sequoia, triforce)
 
 ALL = FAMILIES | MORE_FAMILIES
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
@@ -133,7 +133,7 @@ METHODS = {
         cascade.cascade, dict(gamma=4, inner=2, tail=2, grams=""),
         [near(model, 0.02), near(model, 0.05)], dict(gamma=1, inner=1, tail=1), vocab=2),
     "triforce": lambda model: Line(
-        cascade.triforce, dict(gamma=4, inner=2, budget=6, chunk=2, sinks=2, window=5),
+        triforce.triforce, dict(gamma=4, inner=2, budget=6, chunk=2, sinks=2, window=5),
         [near(model, 0.02)], dict(gamma=1, inner=1)),
     "draft_verify": lambda model: Line(
         draft_verify.draft_verify,
@@ -156,8 +156,8 @@ METHODS = {
     "hybrid, eagle": lambda model: Line(
         hybrid.hybrid, dict(guess="eagle", nodes=9, **FILES), few=dict(nodes=3),
         prepared=trusting(model, rand(eagle.Draft(model, begin="last"), RATES), "eagle")),
-    "exit": lambda model: Line(
-        layerskip.adapter, dict(gamma=4, trained=rand(layerskip.Exit(model, 1, 8))),
+    "early_exit": lambda model: Line(
+        early_exit.early_exit, dict(gamma=4, trained=rand(early_exit.Exit(model, 1, 8))),
         few=dict(gamma=2)),
     "layerskip": lambda model: Line(
         layerskip.layerskip, dict(gamma=4, E=1, tuning=""), few=dict(gamma=2)),
@@ -180,7 +180,7 @@ METHODS = {
 }
 REFUSED = {  # families that a method says it cannot run
     "bita": ["deepseek-v3"], "bita, full tree": ["deepseek-v3"], "pass": ["deepseek-v3"],
-    "triforce": ["gemma2", "stablelm", "gpt-oss"], "exit": ["gpt2", "opt"],
+    "triforce": ["gemma2", "stablelm", "gpt-oss"], "early_exit": ["gpt2", "opt"],
     "layerskip": ["gpt2", "opt"]}
 
 

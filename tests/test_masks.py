@@ -2,7 +2,6 @@
 training sees; as many are accepted as the measured chances say."""
 import copy
 import importlib
-import itertools
 import random
 
 import pytest
@@ -13,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from bita import Tuning, sample_anchors, load_tuning, mask_logits, shape_of
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from fake_models import Zeros
-from families import FAMILIES, MORE_FAMILIES, tiny
-from helpers import ROOT, interrupting, main, per_call, said_in_one_line, tokens_of
-from laws import chi_square_ok
+from families import tiny
+from helpers import ROOT, main, per_call, said_in_one_line, tokens_of
 from models import training
 from models.training import score_answers
 from survey import masks as module
@@ -25,7 +23,6 @@ from survey.low_rank import add_low_rank
 from survey.parts import load_part, save_part
 
 PROMPT = [3, 14, 15]
-LINEAR = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", "openai-gpt")]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 
 
@@ -60,36 +57,6 @@ def steady(name="llama"):
 
 
 # ---------------------------------------------------------------------------------- decoding
-
-def test_greedy_equals_autoregressive(family):
-    """PaSS with random tokens: EOS and limits inside drafts, to the end of the context."""
-    model, eos = tiny(family, max_position_embeddings=60), {7, 30}
-    tokens = random_tokens(model)
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
-        for L in (1, 0):
-            assert tokens_of(pass_sampling(CachedLM(model), prompt, L=L, trained=tokens), n,
-                             stops) == expected
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_space_equals_the_tuned_model(name, tmp_path):
-    """Which is another one."""
-    model, eos = tiny(name, max_position_embeddings=60), {7, 30}
-    file = random_space(tmp_path / "t", model)
-    tuned = load_space(file, CachedLM(model))[0]
-    assert tokens_of(autoregressive(tuned, PROMPT), 40) != tokens_of(
-        autoregressive(CachedLM(model), PROMPT), 40)
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(tuned, prompt), n, stops)
-        for k in (1, 3):
-            target = CachedLM(model)
-            assert tokens_of(space(target, prompt, k=k, tuning=file), n, stops) == expected
-            calls = target.calls
-            assert calls <= len(expected)
-            assert tokens_of(space(target, prompt, k=k, tuning=file), n, stops) == expected
-            assert target.calls == 2 * calls and target.seconds > 0
-
 
 def test_of_a_model_that_repeats_itself_all_is_accepted(tmp_path):
     """Look-ahead tokens that are the last token guess the next ones."""
@@ -166,94 +133,6 @@ def test_spaces_candidates_are_those_behind_the_last_accepted_token(name, tmp_pa
         assert fed[-1] == next_ids
         text, lengths = text + following, lengths | {len(following)}
     assert len(lengths) > 1
-
-
-class Scripted(Sampler):
-    """Draws what it is told to, once."""
-
-    def __init__(self, tokens):
-        super().__init__(1.0)
-        self.tokens = tokens
-
-    def draw(self, probs):
-        return list(self.tokens)
-
-
-class Round(Exception):
-    pass
-
-
-def test_pass_has_the_targets_distribution(monkeypatch):
-    """By enumeration of all that a round can draw over 3 tokens, L = 2: its first three tokens."""
-    model = tiny("llama", vocab_size=8)
-    V, tokens, met = 3, random_tokens(model, 2), {}
-
-    def capture(p, q, guesses, sample):
-        met[tuple(guesses)] = (p.double(), q.double())
-        raise Round
-    monkeypatch.setattr(module, "verify", capture)
-    real = CachedLM.forward
-    firsts = []
-
-    def forward(lm, ids, *more, **how):
-        logits = real(lm, ids, *more, **how)
-        firsts.append(logits)
-        return logits
-    monkeypatch.setattr(CachedLM, "forward", forward)
-    found = torch.zeros(V, V, V, dtype=torch.float64)
-    for first, *guesses in itertools.product(range(V), repeat=3):
-        firsts.clear()
-        with pytest.raises(Round):
-            next(pass_sampling(CachedLM(model, V), [5, 1], trained=tokens,
-                          sample=Scripted([first, *guesses])))
-        p, q = met[tuple(guesses)]
-        weight = firsts[1].double().softmax(-1)[0, first] * q[0, guesses[0]] * q[1, guesses[1]]
-        law = round_law(p, q, guesses, after(model, V, [5, 1, first]))
-        found[first] += weight * law
-    expected = torch.stack([step(model, V, [5, 1])[x] * after(model, V, [5, 1, x])
-                            for x in range(V)])
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-
-
-def step(model, V, text) -> torch.Tensor:
-    return model(input_ids=torch.tensor([text])).logits[0, -1, :V].detach().double().softmax(-1)
-
-
-def after(model, V, text) -> torch.Tensor:
-    """[V, V]: of the next two tokens."""
-    return torch.stack([step(model, V, text)[x] * step(model, V, text + [x]) for x in range(V)])
-
-
-def round_law(p, q, guesses, true) -> torch.Tensor:
-    """[V, V]: of the two tokens after the first, when a round drew these guesses; what comes after
-    the round's last token is the target's."""
-    V = p.shape[1]
-    law = torch.zeros(V, V, dtype=torch.float64)
-    x, y = guesses
-    a, b = (min(1.0, (p[i, g] / q[i, g]).item()) for i, g in enumerate(guesses))
-
-    def rest(i):
-        left = (p[i] - q[i]).clamp(min=0)
-        return left / left.sum() if left.sum() > 0 else p[i]
-    continued = true / true.sum(1, keepdim=True)  # of the second, given the first
-    law += (1 - a) * rest(0)[:, None] * continued
-    law[x] += a * (1 - b) * rest(1)
-    law[x, y] += a * b
-    return law
-
-
-def test_sampling_with_space_is_exact(tmp_path):
-    """The second and third token of 2,000 texts: chi-square, false failures below 1e-6."""
-    model, sample = tiny("llama"), Sampler(1.0, seed=1)
-    file, target = random_space(tmp_path / "t", model), CachedLM(model, 4)
-    tuned = target.once(("space", file), lambda: load_space(file, target))[0].model
-    counts = torch.zeros(4, 4)
-    for _ in range(2000):
-        x, y = tokens_of(itertools.islice(space(target, [3, 1], k=2, tuning=file, sample=sample),
-                                          3), 3)[1:]
-        counts[x, y] += 1
-    expected = sum(step(tuned, 4, [3, 1])[x] * after(tuned, 4, [3, 1, x]) for x in range(4))
-    assert chi_square_ok(counts.flatten(), expected.flatten().float())
 
 
 def test_coins_of_zero_accept_all_of_pass():
@@ -360,22 +239,6 @@ def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
     assert given[0][0] == "forward-kl" and given[0][1] == pytest.approx(0, abs=1e-5)
     assert all(x[2] for x in given) and len(given) == 12 and given[5][1] > 0
     assert not torch.equal(*found)
-
-
-def test_a_stopped_tuning_goes_on(tmp_path, monkeypatch):
-    model = tiny("llama")
-    tune(model, Tokenizer, PROMPTS, out=tmp_path / "whole", work=tmp_path / "a", k=2, **SMALL)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "sar_loss", interrupting(module.sar_loss, 4))
-        with pytest.raises(KeyboardInterrupt):
-            tune(model, Tokenizer, PROMPTS, out=tmp_path / "half", work=tmp_path / "b", k=2,
-                 **SMALL)
-    assert not (tmp_path / "half").exists()
-    tune(model, Tokenizer, PROMPTS, out=tmp_path / "half", work=tmp_path / "b", k=2, **SMALL)
-    whole, half = (load_file(tmp_path / name) for name in ("whole", "half"))
-    assert all(torch.equal(whole[name], half[name]) for name in whole)
-    tune(model, Tokenizer, PROMPTS, out=tmp_path / "other", work=tmp_path / "b", k=3, **SMALL)
-    assert len(load_part(tmp_path / "other", "a SPACE tuning", model)[0]["right"]) == 3
 
 
 TRAININGS = [("survey.masks", "tune", dict(k=2)), ("survey.masks", "train", dict(L=2)),

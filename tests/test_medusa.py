@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive, best_tree
-from fake_models import Decoder, ScriptedLM, markov
+from fake_models import Decoder
 from families import CONTEXT, FAMILIES, SCALED, tiny
 from helpers import ROOT, interrupting, main, per_call, tokens_of
 from models import training
@@ -38,17 +38,6 @@ def random_heads(model, kind: str, K: int = 3, seed: int = 0, residual: str = ""
 
 
 # ---------------------------------------------------------------------------------- decoding
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_equals_autoregressive(family, kind):
-    """Heads that guess at random, from prompts of one token and more, to the end of the context."""
-    model, eos = tiny(family), {7, 30}
-    heads = random_heads(model, kind)
-    for prompt, n, nodes in (([3, 14, 15], 40, 9), ([5], 12, 4), ([2] * 140, 20, 30)):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, eos)
-        chunks = medusa(CachedLM(model), prompt, nodes=nodes, trained=heads)
-        assert tokens_of(chunks, n, eos) == expected
-
 
 STEP = torch.tensor([(7 * token + 3) % 31 for token in range(31)])  # the token that comes next
 
@@ -137,47 +126,6 @@ def test_a_head_by_hand(kind, residual):
 
 EYE = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
 EYE.weight.data = torch.eye(3)
-
-
-class Scripted(ScriptedLM):
-    """A target of three tokens whose features are its logits."""
-    vocab, model = 3, SimpleNamespace(
-        get_input_embeddings=lambda: torch.nn.Embedding.from_pretrained(torch.eye(3)),
-        get_output_embeddings=lambda: EYE, requires_grad_=lambda _: None)
-
-    def start(self, ids):
-        super().start(ids)
-        self.features = torch.stack([self.logits_of([0, 0, *ids[:i + 1]]) for i in range(len(ids))])
-
-    def forward(self, ids, parents):
-        self.features = super().forward(ids, parents)
-        return self.features
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sampling_is_exact(kind):
-    """By enumeration of all draws at a tree of five nodes: the texts that begin with a call's chunk
-    and go on by AR have AR's probabilities."""
-    logits_of, prompt, lengths = markov(4, vocab=3), [1, 2, 0], set()
-    heads = random_heads(Scripted.model, kind, seed=1).requires_grad_(False)
-
-    def ar(text: tuple, n: int) -> float:
-        probs = (logits_of([*prompt, *text[:i]]).softmax(-1)[text[i]].item()
-                 for i in range(n, len(text)))
-        return torch.tensor([1.0, *probs], dtype=torch.double).prod().item()
-    found = dict.fromkeys(itertools.product(range(3), repeat=4), 0.0)
-    for draws in itertools.product(range(3), repeat=5):
-        chances = []
-
-        def sample(logits):
-            chances.append(logits.softmax(-1)[range(5), draws].double().prod().item())
-            return list(draws)
-        chunk = next(medusa(Scripted(logits_of), prompt, nodes=5, trained=heads, sample=sample))
-        lengths.add(len(chunk))
-        for text in (text for text in found if list(text[:len(chunk)]) == chunk):
-            found[text] += chances[0] * ar(text, len(chunk))
-    assert lengths == {1, 2, 3} or lengths == {1, 2, 3, 4}
-    assert found == pytest.approx({text: ar(text, 0) for text in found}, abs=1e-6)
 
 
 def test_typical_acceptance():

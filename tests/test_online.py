@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import CachedLM, InputError, Sampler, autoregressive
-from families import FAMILIES, MORE_FAMILIES, near, tiny
+from families import near, tiny
 from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
 from models import training
 from survey import online as module
@@ -16,20 +16,6 @@ from survey.online import Learner, boost, online, report, serve
 
 PROMPT = [3, 14, 15]
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
-
-
-@pytest.mark.parametrize("name", {**FAMILIES, **MORE_FAMILIES})
-def test_greedy_equals_autoregressive(name):
-    """While the draft learns after every prompt, with EOS and limits inside drafts."""
-    model, eos = tiny(name, max_position_embeddings=60), {7, 30}
-    target, draft = CachedLM(model), CachedLM(near(model, 0.05))
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
-        for gamma in (1, 5):
-            chunks = online(target, draft, prompt, gamma=gamma, every=1, lr=1e-2)
-            assert tokens_of(chunks, n, stops) == expected
-    [learner] = [x for key, x in draft.prepared.items() if key[0] == "online"]
-    assert learner.training.done == 5
 
 
 def test_what_is_kept_is_the_row_that_predicts_the_corrected_token():

@@ -9,20 +9,16 @@ import torch
 
 import jacobi
 import ouroboros as module
-from common import CachedLM, InputError, Sampler, autoregressive, greedy
-from fake_models import Recorder, ScriptedLM, counting, markov, scripted
-from families import CONTEXT, near, tiny
+from common import CachedLM, Sampler, autoregressive
+from fake_models import Recorder, counting
 from helpers import main, tokens_of
-from laws import chi_square_ok
 from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 
-PROMPT = [3, 14, 15, 3, 14]
 APPLES = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
 MORE_APPLES = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
 SQUARES = ("def sum_even_squares(nums):\n"
            '    """Return the sum of the squares of the even numbers in nums."""')
 NAMES = ("phrases", "lengthen", "verification", "history")
-SWITCHES = [dict(zip(NAMES, on)) for on in itertools.product((True, False), repeat=4)]
 OFF = dict(phrases=False, lengthen=False, verification=False)
 
 
@@ -34,33 +30,7 @@ def pool_of(*phrases: tuple[int, ...], **limits: int) -> PhrasePool:
     return pool
 
 
-def warm_pool() -> PhrasePool:
-    """Full of phrases of unrelated texts, of several lengths."""
-    rng = random.Random(5)
-    return pool_of(*(tuple(rng.choices(range(2, 61), k=rng.choice([2, 3, 4, 6])))
-                     for _ in range(1500)))
-
-
 # --------------------------------------------------------------------- the target's own output
-
-def test_greedy_equals_autoregressive(family):
-    """One warm pool for combinations of the switches, each with other hyper-parameters and the
-    next of three drafts; one up to the last token of the context. All 16 for one family; two
-    of them, each switch on and off, for the others, and the most extreme trees for all."""
-    model, other = tiny(family), tiny("llama" if family == "gpt2" else "gpt2")
-    n, rng, pool = CONTEXT - len(PROMPT), random.Random(2), warm_pool()
-    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), n)
-    drafts = itertools.cycle([near(model, 0.02), tiny(family, seed=7), other])
-    chosen = range(16) if family == "llama" else (6, 9)
-    trials = [dict(gamma=rng.randint(1, 9), W=rng.randint(1, 8), beta=rng.randint(2, 6),
-                   K=rng.randint(1, 5), G=rng.randint(1, 5), **SWITCHES[i]) for i in chosen]
-    trials.insert(1, dict(gamma=1, W=1, beta=7, K=9, G=12))
-    for number, options in enumerate(trials):
-        target, draft = CachedLM(model), CachedLM(next(drafts))
-        limit = n if number == 1 else 30
-        got = tokens_of(ouroboros(target, draft, PROMPT, pool=pool, **options), limit)
-        assert got == expected[:limit], (draft.model.config.model_type, options)
-
 
 def test_eos_and_limits_inside_drafts_and_suffixes(embedded):
     """The same prompt three times with each draft: chunks that begin at many places, cut at every
@@ -80,16 +50,6 @@ def test_eos_and_limits_inside_drafts_and_suffixes(embedded):
     assert any(r["accepted"] > r["drafted"] for r in log)  # suffixes were accepted in all this
 
 
-def test_the_target_as_its_own_draft_is_always_accepted(family):
-    """A cache of the draft that misses a row, or a wrong mask or position, shows here."""
-    model, log, pool = tiny(family), [], PhrasePool()
-    for off in ({}, {"lengthen"}, {"phrases"}, {"phrases", "lengthen"}):
-        target, draft = CachedLM(model), CachedLM(model)
-        options = dict(gamma=5, beta=3, pool=pool, log=log) | dict.fromkeys(off, False)
-        tokens_of(ouroboros(target, draft, PROMPT, **options), 90)
-    assert len(log) > 24 and all(r["accepted"] >= r["drafted"] >= 5 for r in log)
-
-
 def test_phrases_save_draft_calls(embedded):
     """On text with repeated phrases, once they are in the pool; token by token each takes one."""
     model, draft, tokenizer = embedded
@@ -102,27 +62,6 @@ def test_phrases_save_draft_calls(embedded):
             tokens_of(chunks, 60, {tokenizer.eos_token_id})
         calls = sum(r["calls"] for r in log) / sum(r["drafted"] for r in log)
         assert calls < 0.75 if phrases else calls == 1
-
-
-def test_sampled_output_has_the_targets_distribution():
-    """4,000 seeded runs with suffixes, from one pool: chi-square test of the first four tokens
-    (256 cells) at a false-failure probability of 1e-6; every mechanism is at work."""
-    def scripted(model) -> ScriptedLM:
-        rows = {pair: model(pair) for pair in itertools.product(range(4), repeat=2)}
-        return ScriptedLM(lambda tokens: rows[tokens[-2], tokens[-1]])
-    models, sample = [scripted(markov(1)), scripted(markov(2))], Sampler(0.9, seed=4)
-    counts, pool, log = torch.zeros(4, 4, 4, 4), PhrasePool(), []
-    options = dict(gamma=1, beta=3, W=2, pool=pool, sample=sample, log=log)
-    for _ in range(4000):
-        counts[tuple(tokens_of(ouroboros(*models, [0, 1], **options), 4))] += 1
-    expected = torch.ones(4, 4, 4, 4)
-    for tokens in itertools.product(range(4), repeat=4):
-        for i in range(4):
-            probs = sample.probs(markov(1)([0, 1, *tokens[:i]]))
-            expected[tokens] *= probs[tokens[i]]
-    assert chi_square_ok(counts.flatten(), expected.flatten())
-    assert sum(max(0, r["accepted"] - r["drafted"]) for r in log) > 1000
-    assert any(r["phrases"] for r in log)
 
 
 # -------------------------------------------------------------------------------- the mechanisms
@@ -263,24 +202,6 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     assert draft.tokens[-2:] == [6, 7]
 
 
-def test_the_argmax_is_taken_once_and_of_the_rows_that_need_it(monkeypatch):
-    """Of the target's rows once, when greedy; of the draft's its root, its guesses and the last
-    level of its window: here 8 columns, first one level of 9 (the root among them), then two of
-    8."""
-    rows, models = [], [counting(), counting()]
-
-    def choose(self, logits):
-        rows.append((self is greedy, len(logits)))
-        return chosen(self, logits)
-    chosen = Sampler.__call__
-    monkeypatch.setattr(Sampler, "__call__", choose)
-    pool = pool_of((4, 9, 9), (4, 5, 9), (6, 7, 8))
-    chunks = ouroboros(*models, [2, 3], gamma=3, beta=3, W=8, pool=pool, sample=Sampler(0))
-    assert next(chunks) == [4, 5, 6, 7, 8, 9]
-    assert [len(ids) for ids, _ in models[1].trees] == [9, 1 + 4 + 15]
-    assert rows == [(True, 1), (True, 9), (True, 5), (True, 8), (True, 6)]
-
-
 def test_the_widest_trees():
     """W = 1, phrases of 7, 12 guesses and 9 suffixes that share no node, 6 of a suffix accepted: 8
     tokens are unseen, and the window is at its widest of 12 nodes in the third and fourth call."""
@@ -324,15 +245,6 @@ def test_more_phrases_than_the_pool_keeps_raise_its_limit(name):
     options["pool"].most = 50
     next(ouroboros(*models, [2, 3], **options))
     assert options["pool"].most == 50
-
-
-@pytest.mark.parametrize("name, least", dict(gamma=1, W=1, beta=2, K=1, G=1).items())
-def test_bad_options_are_refused(name, least):
-    """A number that is too small is named, and no other option."""
-    with pytest.raises(InputError) as error:
-        next(ouroboros(counting(), counting(), [1], **{name: least - 1}))
-    assert str(error.value) == f"--{name} must be {least} or more, got {least - 1}"
-    assert next(ouroboros(counting(), counting(), [1], **{name: least}))
 
 
 def test_the_window_is_that_of_lookahead_decoding():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import tasks
 from common import CachedLM, InputError, Sampler, autoregressive, encode, eos_ids, greedy
 from fake_models import ScriptedLM, markov, scripted
-from families import CONTEXT, near, tiny
+from families import near, tiny
 from helpers import ROOT, choices, main, tokens_of
 from survey import rest as module
 from survey.parts import load_part, save_part
@@ -18,9 +18,6 @@ from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_
                          build, load_datastore, measure_tokens_per_call, report, rest, retrieve)
 
 PROMPT = [3, 14, 15, 3, 14]
-ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
-
-
 def store_of(*texts):
     return Datastore("".join(as_text(text) + BOUNDARY for text in texts))
 
@@ -139,104 +136,6 @@ def test_a_store_that_grows_moves_its_last_places_alone():
     store.add(as_text([1, 2]))
     assert len(asked) < (25 + 27) * 15  # 12 comparisons find one of 3,000
     assert same(store, Datastore(text + as_text([1, 2])))
-
-
-# ----------------------------------------------------------------------------------- exactness
-
-def test_greedy_equals_autoregressive(family):
-    """To the end of the context for one family, where guesses reach past it; with a datastore of
-    the model's own outputs, the right one with mistakes in it among them."""
-    model, whole = tiny(family), family == "gpt2"
-    target, room, rng = CachedLM(model), ROOM if whole else 40, random.Random(1)
-    expected = tokens_of(autoregressive(target, PROMPT), room)
-    wrong = [token if rng.random() < 0.8 else rng.randrange(61) for token in PROMPT + expected]
-    other = tokens_of(autoregressive(target, [5, 6, 7]), 20)
-    store = store_of(wrong, other, wrong[:30] + other)
-    for options in [dict(nodes=12), dict(nodes=3, grow=False),
-                    dict(nodes=63, longest=1)][:3 if whole else 2]:
-        log = []
-        got = tokens_of(rest(target, PROMPT, store=store, log=log, **options), room)
-        assert got == expected, options
-        assert all(0 <= r["accepted"] <= r["guessed"] <= options["nodes"] for r in log)
-        assert len({r["accepted"] for r in log}) > 2
-
-
-def outcomes(run):
-    """(weight, result) of `run(draw)` for every outcome of all draws: `draw` stands in for a
-    Sampler at temperature 1."""
-    pending = [[]]  # beginnings of the lists of all draws
-    while pending:
-        drawn, left, weight = (begun := pending.pop()), list(begun), 1.0
-
-        def draw(logits):
-            """What is begun; then token 0, and the others later."""
-            nonlocal drawn, weight
-            chosen = []
-            for row in logits.softmax(-1).tolist():
-                if not left:
-                    pending.extend([*drawn, token] for token in range(1, len(row)))
-                    drawn, left[:] = [*drawn, 0], [0]
-                chosen.append(left.pop(0))
-                weight *= row[chosen[-1]]
-            return chosen
-        result = run(draw)
-        yield weight, result
-
-
-def assert_law_of_the_chain_rule(run, model, prompt: list[int], vocab: int, n: int) -> None:
-    """Over every outcome of its draws the n tokens of `run(draw)` come as the model has them."""
-    total = torch.zeros([vocab] * n)
-    for weight, got in outcomes(run):
-        total[tuple(got)] += weight
-    expected = torch.ones_like(total)
-    for text in itertools.product(range(vocab), repeat=n):
-        for i in range(n):
-            expected[text] *= model([*prompt, *text[:i]]).softmax(-1)[text[i]]
-    torch.testing.assert_close(total, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("vocab, n, options", [
-    (2, 4, dict(nodes=2, grow=False)), (2, 3, dict(nodes=3, grow=False)), (2, 3, dict(nodes=3)),
-    (3, 2, dict(nodes=2))])
-def test_sampling_is_exact_by_enumeration(vocab, n, options):
-    """Every outcome of the draws at all nodes of all trees: the first n tokens have the law of the
-    chain rule."""
-    model, log = markov(3, vocab), []
-    store = store_of([0, 1, 1])
-    assert_law_of_the_chain_rule(lambda draw: tokens_of(
-        rest(ScriptedLM(model), [0, 1], store=store, sample=draw, log=log, **options), n),
-        model, [0, 1], vocab, n)
-    assert {0, 1} <= {r["accepted"] for r in log} and len({r["guessed"] for r in log}) > 1
-
-
-def test_sampled_output_of_real_caches_is_that_of_scripted_ones():
-    """With the same seed: a row out of place would change some draws."""
-    model, outputs = tiny("llama"), []
-    store = store_of(tokens_of(autoregressive(CachedLM(model), PROMPT), 60))
-
-    @torch.inference_mode()
-    def logits_of(tokens):
-        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-    for lm in CachedLM(model), ScriptedLM(logits_of):
-        log = []
-        chunks = rest(lm, PROMPT, nodes=5, store=store, sample=Sampler(0.5, seed=4), log=log)
-        outputs.append((tokens_of(chunks, 30), log))
-    assert outputs[0] == outputs[1] and len({r["accepted"] for r in log}) > 1
-
-
-@pytest.mark.parametrize("grow", [False, True])
-def test_eos_and_limits_inside_a_draft(grow):
-    """On a text that is guessed well, so that chunks are long."""
-    target, ar = (scripted(lambda text: (text[-1] * 7 + 3) % 46, 46) for _ in range(2))
-    expected = tokens_of(autoregressive(ar, PROMPT), 60)
-    store = store_of(expected[:30])
-    for limit in range(1, 30):
-        assert tokens_of(rest(target, PROMPT, nodes=8, store=store, grow=grow),
-                         limit) == expected[:limit]
-    assert len(set(expected)) > 10
-    for eos in set(expected):
-        got = tokens_of(rest(target, PROMPT, nodes=8, store=store, grow=grow), 60, {eos})
-        assert got == expected[:expected.index(eos) + 1]
 
 
 # ------------------------------------------------------------------------------ what is guessed

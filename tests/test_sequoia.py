@@ -19,7 +19,6 @@ from survey.sequoia import (calibrate, decode, draw_children, list_plans, load_r
                             report, sequoia, shape_of, tabulate, verify)
 
 PROMPT = [3, 14, 15]
-ROOM = CONTEXT - len(PROMPT)
 BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are leaves
 
 
@@ -347,42 +346,6 @@ def behind(guesses, rest, prompt, p_of):
 
 # ------------------------------------------------------------------------------ with real models
 
-def test_greedy_equals_autoregressive(family, tmp_path):
-    """To the last token of the context, where trees reach past it; with a draft that is often
-    right, and with one that is not; tree, chain and one level."""
-    model, whole = tiny(family), family == "gpt2"
-    n = ROOM if whole else 30
-    target, close, far = (CachedLM(m) for m in (model, near(model, 0.02), tiny(family, seed=7)))
-    expected = tokens_of(autoregressive(target, PROMPT), n)
-    more = [(close, 2, 1), (close, 4, 1), (close, 6, 5), (far, 12, 3)]
-    for draft, nodes, depth in [(close, 12, 4), *(more if whole else [])]:
-        n = n if nodes == 12 and draft is close else 30
-        log, rates = [], rates_file(tmp_path, model, draft.model, name=f"{nodes}.json")
-        got = tokens_of(sequoia(target, draft, PROMPT, nodes=nodes, depth=depth, rates=rates,
-                                log=log), n)
-        assert got == expected[:n], (nodes, depth)
-        assert all(len(r["ranks"]) == r["accepted"] <= depth for r in log)
-        assert {r["drafted"] for r in log} == {nodes - 1}
-        if (nodes, depth) == (12, 4):
-            ranks = {rank for r in log for rank in r["ranks"]}
-            assert len({r["accepted"] for r in log}) > 2 and len(ranks) > 1
-
-
-def test_the_target_as_its_own_draft_is_always_accepted(family, tmp_path):
-    """Greedy and sampled: the first child is accepted at once, all the way down, so that only a
-    chain makes sense; a draft cache that misses a row shows here. One draft call a level."""
-    model = tiny(family)
-    target, draft = CachedLM(model), CachedLM(model)
-    rates = rates_file(tmp_path, model, model, (0.9, 0.1))
-    for sample, nodes in [(greedy, 5), (Sampler(1.3, seed=1), 5), (Sampler(0.6, seed=1), 12)]:
-        log, before = [], (target.calls, draft.calls)
-        chunks = sequoia(target, draft, PROMPT, nodes=nodes, depth=4, rates=rates, sample=sample,
-                         log=log)
-        assert len(tokens_of(chunks, 30)) == 30
-        assert all(r["ranks"] == [0] * 4 and r["drafted"] == nodes - 1 for r in log)
-        assert (target.calls - before[0], draft.calls - before[1]) == (6, 24)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_sampled_output_of_real_caches_is_that_without_caches(family):
     """With the same seed, token by token: a row out of place would change some draws. So it has the
@@ -407,17 +370,6 @@ def test_a_low_temperature_comes_down_to_temperature_0():
         log, lms = [], [CachedLM(m) for m in (model, near(model, 0.05))]
         found.append((tokens_of(decoding(*lms, PROMPT, BUSHY, sample, log), 40), log))
     assert found[0] == found[1] and {rank for r in log for rank in r["ranks"]} >= {0, 1}
-
-
-def test_eos_and_limits_inside_a_tree():
-    """The same models decode one text after another, cut at any token."""
-    target, draft, ar = (ScriptedLM(markov(3, vocab=60)) for _ in range(3))
-    expected, chain = tokens_of(autoregressive(ar, PROMPT), 60), [-1, 0, 0, 1, 3, 3, 4]
-    for limit in range(1, 20):
-        assert tokens_of(decoding(target, draft, PROMPT, chain), limit) == expected[:limit]
-    for eos in set(expected):
-        got = tokens_of(decoding(target, draft, PROMPT, chain), 60, {eos})
-        assert got == expected[:expected.index(eos) + 1]
 
 
 def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch):

@@ -7,72 +7,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import speculative as module
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from fake_models import ScriptedLM, Zeros, markov, uncached
-from families import CONTEXT, few_families, near, tiny
+from families import few_families, near, tiny
 from helpers import choices, tokens_of
-from laws import chi_square_ok, counts_of, law, outcomes, remember, remember_logits
+from laws import outcomes, remember_logits
 from speculative import (Drafts, bild, k_seq, multi_step, report, residual, several_drafts,
                          specdec, specinfer, spectr, speculative, verify, verify_tree)
 from test_common import CLOSE, buffers_of
 
 PROMPT = [3, 14, 15]
-ROOM = CONTEXT - len(PROMPT)  # tokens to the end of the context
-
-
-def test_greedy_equals_autoregressive(family):
-    """To the last token of the context, where drafts reach past it; with a draft that is often
-    right, but neither always nor never, and with one that is not."""
-    model, whole = tiny(family), family == "gpt2"
-    target, close, far = (CachedLM(m) for m in (model, near(model, 0.02), tiny(family, seed=7)))
-    expected = tokens_of(autoregressive(target, PROMPT), ROOM)
-    for draft, gamma in [*((close, gamma) for gamma in ((1, 4, 12) if whole else (4,))),
-                         *((far, gamma) for gamma in ((5,) if whole else (1,)))]:
-        log, n = [], ROOM if whole or draft is close else 50
-        got = tokens_of(speculative(target, draft, PROMPT, gamma=gamma, log=log), n)
-        assert got == expected[:n], gamma
-        assert all(r["drafted"] == gamma and 0 <= r["accepted"] <= gamma for r in log)
-        if draft is close and gamma == 4:
-            assert len({r["accepted"] for r in log}) > 2
-
-
 def test_a_draft_of_another_family():
     model = tiny("llama")
     target, draft = CachedLM(model), CachedLM(tiny("gpt2"))
     expected = tokens_of(autoregressive(target, PROMPT), 100)
     assert tokens_of(speculative(target, draft, PROMPT, gamma=3), 100) == expected
-
-
-@pytest.mark.parametrize("method, options", [(speculative, dict(gamma=6)),
-                                             (specinfer, dict(gamma=6, K=2)),
-                                             (bild, dict(gamma=6, fallback=0.1, rollback=9.0)),
-                                             (specdec, dict(gamma=6, beta=60, tau=9.0))])
-def test_eos_and_limits_inside_a_draft(method, options):
-    """The same models decode one text after another, cut at any token."""
-    target, draft, ar = (ScriptedLM(markov(3, vocab=60)) for _ in range(3))
-    expected = tokens_of(autoregressive(ar, PROMPT), 60)
-    for limit in range(1, 20):
-        assert tokens_of(method(target, draft, PROMPT, **options), limit) == expected[:limit]
-    assert len(set(expected)) > 15
-    for eos in set(expected):
-        got = tokens_of(method(target, draft, PROMPT, **options), 60, {eos})
-        assert got == expected[:expected.index(eos) + 1]
-
-
-def test_the_target_as_its_own_draft_is_always_accepted(family):
-    """Greedy and sampled, hundreds of tokens: a draft cache that misses a row shows here."""
-    samplings = (0, 0, 1), (1, 0, 1), (0.6, 10, 0.9), (1.7, 0, 1)
-    whole, runs = family == "gpt2", [(4, samplings[0]), (7, samplings[2])]
-    model = tiny(family, **{"n_positions" if whole else "max_position_embeddings": 400})
-    n = 300 if whole else 60
-    for gamma, sampling in [*((1, x) for x in samplings), *runs] if whole else runs:
-        log, target, draft = [], CachedLM(model), CachedLM(model)
-        chunks = speculative(target, draft, PROMPT, gamma=gamma, sample=Sampler(*sampling, seed=1),
-                             log=log)
-        assert len(tokens_of(chunks, n)) == n
-        assert all(r["accepted"] == gamma for r in log)
-        assert target.calls == -(-n // (gamma + 1)) and draft.calls == gamma * target.calls
 
 
 # -------------------------------------------------------------------- the rule, by enumeration
@@ -152,19 +101,6 @@ def test_residual():
 
 # ------------------------------------------------------------------------------------ sampling
 
-@pytest.mark.parametrize("temperature, top_k, top_p, gamma, runs",
-                         [(1, 0, 1, 3, 4000), (0.7, 3, 0.95, 2, 2000), (1.5, 0, 0.8, 1, 2000)])
-def test_sampled_output_has_the_targets_distribution(temperature, top_k, top_p, gamma, runs):
-    """Seeded runs: chi-square test of the first four tokens (256 cells) at a false-failure
-    probability of 1e-6. It has the power to see a small bias towards the draft."""
-    target, draft, sample = markov(1), markov(2), Sampler(temperature, top_k, top_p, seed=11)
-    counts = counts_of(lambda sample: speculative(ScriptedLM(target), ScriptedLM(draft), [0, 1],
-                                                  gamma=gamma, sample=sample), sample, 4, runs)
-    assert chi_square_ok(counts, law(target, sample, [0, 1], 4))
-    wrong = law(lambda tokens: 0.85 * target(tokens) + 0.15 * draft(tokens), sample, [0, 1], 4)
-    assert not chi_square_ok(counts, wrong)
-
-
 @pytest.mark.parametrize("method, options", [
     (speculative, dict(gamma=2)), (specinfer, dict(gamma=3, K=3)), (spectr, dict(gamma=2, K=4)),
     (bild, dict(gamma=3, fallback=0.4, rollback=1.5)), (specdec, dict(gamma=3, beta=4, tau=1.5))])
@@ -215,9 +151,6 @@ def test_held_out_prompts_of_the_embedded_pair(embedded):
 # ------------------------------------------------------------------------------ several drafts
 
 RULES = {"multi_step": multi_step, "k_seq": k_seq}
-SEVERAL = {"specinfer": specinfer, "spectr": spectr}
-
-
 def random_pairs(n=6, vocab=4):
     """Distributions (p, q): close, far, equal, with zeros, one-hot."""
     torch.manual_seed(0)
@@ -281,38 +214,6 @@ def test_equal_draws_must_be_kept(rule):
     errors = [(outcome(rule, p, q.expand(3, -1), distinct=True)[0] - p).abs().max().item()
               for p, q in random_pairs()]
     assert max(errors) > 1e-3
-
-
-@pytest.mark.parametrize("method, rule", [(specinfer, "multi_step"), (spectr, "k_seq")])
-@pytest.mark.parametrize("gamma, K", [(2, 2)])
-def test_several_sampled_drafts_have_the_targets_distribution(method, rule, gamma, K, monkeypatch):
-    """2,500 seeded runs: chi-square test of the first three tokens (64 cells) at a false-failure
-    probability of 1e-6."""
-    spy = remember(RULES[rule])
-    monkeypatch.setattr(module, rule, spy)
-    target, draft, sample = markov(1), markov(2), Sampler(0.9, top_p=0.97, seed=7)
-    counts = counts_of(lambda sample: method(ScriptedLM(target), ScriptedLM(draft), [0, 1],
-                                             gamma=gamma, K=K, sample=sample), sample, 3, 2500)
-    assert chi_square_ok(counts, law(target, sample, [0, 1], 3))
-    assert {len(draws) for _, _, draws in spy.results} == ({1, 2} if K == 2 else {3})
-
-
-@pytest.mark.parametrize("method", SEVERAL.values(), ids=SEVERAL)
-def test_several_drafts_on_real_caches(method, family):
-    """Greedy equals AR; the target as its own draft is always accepted, sampled and greedy: a row
-    of a cache out of place shows there."""
-    model, whole = tiny(family), family == "gpt2"
-    target, own, close = (CachedLM(m) for m in (model, model, near(model, 0.02)))
-    if whole or method is specinfer:  # the rules differ, the trees do not
-        n = ROOM if whole else 40
-        expected = tokens_of(autoregressive(target, PROMPT), n)
-        assert tokens_of(method(target, close, PROMPT, gamma=4, K=3), n) == expected
-    for sample in (greedy, Sampler(1.5, seed=2)):
-        log = []
-        tokens_of(method(target, own, PROMPT, gamma=4, K=3, sample=sample, log=log), 60)
-        assert len(log) == 12 and all(r["accepted"] == 4 for r in log)
-        widest = max(r["drafted"] for r in log)
-        assert widest == 4 if sample is greedy else widest > 8  # the drafts part
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -400,24 +301,6 @@ def test_a_round_of_several_models_is_exact_by_enumeration(vocab, models, K):
             found[tokens] += odds
     assert abs(total - 1) < 1e-9 and lengths == {1, 2, 3}
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
-
-
-@few_families
-def test_several_models_on_real_caches(family):
-    """Greedy equals AR, however good the drafts, and accepts all where one of them is the target.
-    Sampled too, where that one is asked first."""
-    model, n = tiny(family), ROOM if family == "gpt2" else 20
-    target, own, close, far = (CachedLM(m) for m in (
-        model, model, near(model, 0.02), tiny(family, seed=7)))
-    expected = tokens_of(autoregressive(target, PROMPT), n)
-    chunks = specinfer(target, far, PROMPT, gamma=4, K=3, more_drafts=[close])
-    assert tokens_of(chunks, n) == expected
-    for sample, first, second in ((greedy, far, own), (Sampler(1.5, seed=2), own, far)):
-        log = []
-        chunks = specinfer(target, first, PROMPT, gamma=4, more_drafts=[second], sample=sample,
-                           log=log)
-        assert len(tokens_of(chunks, 20)) == 20
-        assert all(r["accepted"] == 4 and r["drafted"] > 4 for r in log)
 
 
 @pytest.mark.parametrize("sample", [greedy, Sampler(0.8, seed=5)], ids=["greedy", "sampled"])

@@ -5,18 +5,14 @@ import copy
 import pytest
 import torch
 
-from common import CachedLM, InputError, Sampler, attention_mask, autoregressive, windows_of
+from common import CachedLM, InputError, Sampler, attention_mask, windows_of
 from families import FAMILIES, MORE_FAMILIES, near, tiny
 from helpers import main, said_in_one_line, tokens_of
-from laws import chi_square_ok
 from survey import triforce as module
 from survey.triforce import PartialLM, choose_ends, record_queries, report, retrieve, triforce
 
 PROMPT = [3, 14, 15]
 ALL = {**FAMILIES, **MORE_FAMILIES}
-REPLACED = [name for name in ALL if tiny(name).config._attn_implementation == "grouped"]
-
-
 # -------------------------------------------------------------------------------- a part of a cache
 
 def masked(model, text: list[int], new: list[int], kept: list[int]) -> torch.Tensor:
@@ -157,18 +153,6 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused():
 
 # ----------------------------------------------------------------------------------------- decoding
 
-@pytest.mark.parametrize("name", REPLACED)
-def test_greedy_triforce_equals_autoregressive(name):
-    model, eos = tiny(name, max_position_embeddings=60), {7, 30}
-    draft = near(model, 0.03)
-    for prompt, n, stops in (([3, 14, 15], 40, eos), ([5], 59, ()), ([2] * 50, 10, ())):
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), n, stops)
-        for how in (dict(), dict(gamma=3, inner=0, budget=6, chunk=2, sinks=2, window=5),
-                    dict(gamma=1, inner=4, budget=3, chunk=3, sinks=1, window=1)):
-            chunks = triforce(CachedLM(model), CachedLM(draft), prompt, **how)
-            assert tokens_of(chunks, n, stops) == expected
-
-
 def test_a_budget_as_large_as_the_context_is_the_target():
     """All that the middle level drafts is accepted; a small one's is not."""
     model, draft = tiny("llama"), near(tiny("llama"), 0.1)
@@ -248,27 +232,6 @@ def test_the_draft_never_keeps_more_than_sinks_and_two_windows(monkeypatch):
     chunks = triforce(CachedLM(model), CachedLM(draft), PROMPT, gamma=3, sinks=2, window=8)
     tokens_of(chunks, 60)
     assert 20 < max(widths) <= 2 + 2 * 8 + 2 * (3 + 1) + 2
-
-
-def test_sampling_with_triforce_is_exact():
-    """The first two tokens of 1,000 texts: chi-square, false failures below 1e-6."""
-    model, draft = tiny("llama"), near(tiny("llama"), 0.2)
-    sample, prompt = Sampler(1.0, seed=5), [5, 3, 14, 15, 9, 2, 6, 5]
-    target, small = CachedLM(model, 4), CachedLM(draft, 4)
-    target.start(prompt)
-    expected = torch.zeros(4, 4)
-    with torch.no_grad():
-        p = model(input_ids=torch.tensor([prompt])).logits[0, -1, :4].softmax(-1)
-        for x in range(4):
-            q = model(input_ids=torch.tensor([prompt + [x]])).logits[0, -1, :4].softmax(-1)
-            expected[x] = p[x] * q
-    counts = torch.zeros(4, 4)
-    for _ in range(1000):
-        chunks = triforce(target, small, prompt, gamma=2, inner=1, budget=2, chunk=2, sinks=1,
-                          window=2, sample=sample)
-        x, y = tokens_of(chunks, 2)
-        counts[x, y] += 1
-    assert chi_square_ok(counts.flatten(), expected.flatten())
 
 
 # ---------------------------------------------------------------------------------- what is refused

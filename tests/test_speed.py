@@ -1,0 +1,123 @@
+"""What costs time or memory and changes no output: copies that must not be made, logits that nobody
+asked for, tensors that must not be kept. These tests say HOW something is computed. If the output is
+right and one of them fails, the code may be better than the test: measure it with results/bench.py,
+and then change the test."""
+import collections
+import gc
+import random
+
+import pytest
+import torch
+
+import bita
+from cli.graphs import GraphedLM
+from common import CachedLM, Sampler, greedy
+from fake_models import counting
+from families import tiny
+from helpers import prefill
+from ouroboros import PhrasePool, ouroboros
+from test_common import buffers_of
+
+
+def test_the_head_reads_rows_that_lie_together():
+    """And no row of a prompt: nobody asks for its logits. For a slice of more rows, a CPU in
+    bfloat16 copies the whole LM head."""
+    model, seen = tiny("llama"), []
+    lm = CachedLM(model)
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+    for keep in None, 0, 1, 2:
+        lm.start([3, 1, 4])
+        lm.forward([4, 5, 6], keep=keep)
+    hook.remove()
+    assert [x.shape[1] for x in seen] == [0, 3, 0, 0, 0, 1, 0, 2]
+    assert all(x.stride(0) == x[0].numel() for x in seen if x.numel())
+
+
+def test_attention_reads_the_buffers_themselves(monkeypatch):
+    """Grouped-query attention under a mask gets views of the cache, with a head for each key head:
+    no copy for each query head."""
+    lm, seen, functional = CachedLM(tiny("llama")), [], torch.nn.functional
+    attention = functional.scaled_dot_product_attention
+
+    def spy(query, keys, values, *mask, **options):
+        seen.append((keys, values))
+        return attention(query, keys, values, *mask, **options)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    prefill(lm, [3, 4, 5])
+    lm.forward([6, 7, 8, 9], [-1, 0, 0, 1])
+    assert len(seen) == 3 * 2  # passes and layers
+    for pair, buffers in zip(seen[-2:], lm.cache.layers.values()):
+        assert all(x.data_ptr() == b.data_ptr() and x.shape[1] == 2 for x, b in zip(pair, buffers))
+
+
+@pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])
+def test_buffers_double_and_nothing_else_grows(run_as):
+    """2,000 tokens in 500 calls: buffers are renewed a few times, and never have more than twice
+    the slots that were used; tensors, lists and whatever else do not become more."""
+    lm = run_as(tiny("llama", max_position_embeddings=2100))
+    lm.start([3, 4])
+    sizes, before = [], None
+    while lm.length < 1998:
+        lm.forward([5, 6, 7, 8, 9, 10], [-1, 0, 0, 2, 3, 1])
+        used = lm.length + 6
+        for buffer in buffers_of(lm):  # of the first slot on; key heads, head size, float32
+            assert buffer.untyped_storage().nbytes() == buffer.shape[2] * 2 * 8 * 4
+        sizes.append(buffers_of(lm)[0].shape[2])
+        assert used <= sizes[-1] <= (2 * used if run_as is CachedLM else 3 * used + 300)
+        lm.commit([0, 2, 3, 4])
+        if lm.length == 1602:
+            before = collections.Counter(map(type, gc.get_objects()))
+    gc.collect()
+    grown = collections.Counter(map(type, gc.get_objects())) - before
+    assert max(grown.values(), default=0) < 100, grown
+    assert len({*sizes}) < 12 and sizes == sorted(sizes)
+
+
+def test_the_argmax_is_taken_once_and_of_the_rows_that_need_it(monkeypatch):
+    """Of the target's rows once, when greedy; of the draft's its root, its guesses and the last
+    level of its window: here 8 columns, first one level of 9 (the root among them), then two of
+    8."""
+    rows, models = [], [counting(), counting()]
+
+    def choose(self, logits):
+        rows.append((self is greedy, len(logits)))
+        return chosen(self, logits)
+    chosen = Sampler.__call__
+    monkeypatch.setattr(Sampler, "__call__", choose)
+    pool = PhrasePool()
+    for phrase in (4, 9, 9), (4, 5, 9), (6, 7, 8):
+        pool.add(phrase)
+    chunks = ouroboros(*models, [2, 3], gamma=3, beta=3, W=8, pool=pool, sample=Sampler(0))
+    assert next(chunks) == [4, 5, 6, 7, 8, 9]
+    assert [len(ids) for ids, _ in models[1].trees] == [9, 1 + 4 + 15]
+    assert rows == [(True, 1), (True, 9), (True, 5), (True, 8), (True, 6)]
+
+
+def test_nothing_is_kept_of_the_context(monkeypatch):
+    """Of a longer prompt the backward pass keeps no more than the keys, the values and the mask
+    that the mask tokens' own attention is made of, even where the model's weights want gradients;
+    and no gradient reaches those keys and values."""
+    model, kept, passes = tiny("llama"), [], []
+    forward, tuning = bita.forward, bita.Tuning(bita.shape_of(model), "deep", 4, 3)
+
+    def spy(*args, **options):
+        passes.append(forward(*args, **options))
+        return passes[-1]
+    monkeypatch.setattr(bita, "forward", spy)
+    assert all(p.requires_grad for p in model.parameters())
+    for n in (20, 120):
+        ids, anchors, _ = bita.sample_anchors([([7] * n, [1, 2, 3, 4])], 3, 2, random.Random(0))
+        seen = {}  # by storage: some tensors are views of one
+
+        def keep(x):
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            bita.mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors)
+        kept.append(sum(storage.nbytes() for storage in seen.values()))
+        context, masks = passes[-2:]
+        assert context[0] is None and masks[0] is not None  # the head is a large part of a model
+        assert not any(x.requires_grad for pair in context[1] for x in pair)
+        assert all(x.requires_grad for pair in masks[1] for x in pair)
+    per_layer = 2 * 2 * 8 + 2 * 6  # keys and values of 2 heads of 8; a mask for 2 x 2 groups of 3
+    assert 0 < kept[1] - kept[0] <= 100 * 2 * per_layer * 4
