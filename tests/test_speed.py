@@ -1,7 +1,8 @@
-"""What costs time or memory and changes no output: copies that must not be made, logits that nobody
-asked for, tensors that must not be kept. These tests say HOW something is computed. If the output is
-right and one of them fails, the code may be better than the test: measure it with results/bench.py,
-and then change the test."""
+"""What costs time or memory and changes no output: copies that must not be made, logits that
+nobody asked for, tensors that must not be kept.
+
+These tests say HOW something is computed. If the output is right and one of them fails, the code
+may be better than the test: measure it with results/bench.py, and then change the test."""
 import collections
 import gc
 import random

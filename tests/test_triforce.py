@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from common import CachedLM, InputError, Sampler, attention_mask, windows_of
-from families import FAMILIES, MORE_FAMILIES, near, tiny
+from families import near, tiny
 from helpers import main, said_in_one_line, tokens_of
 from survey import triforce as module
 from survey.triforce import PartialLM, choose_ends, record_queries, report, retrieve, triforce
 
 PROMPT = [3, 14, 15]
-ALL = {**FAMILIES, **MORE_FAMILIES}
 # -------------------------------------------------------------------------------- a part of a cache
 
 def masked(model, text: list[int], new: list[int], kept: list[int]) -> torch.Tensor:
