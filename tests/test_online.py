@@ -36,7 +36,8 @@ def test_what_is_kept_is_the_row_that_predicts_the_corrected_token():
     assert [*failed] == expected and 3 < len(failed) < len(log)
     head = model.get_output_embeddings()
     for place, state in failed.items():
-        torch.testing.assert_close(learner.logits(head(state)), logits[place], atol=1e-4, rtol=1e-4)
+        found = learner.to_logits(head(state))
+        torch.testing.assert_close(found, logits[place], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", module.KINDS)
@@ -72,7 +73,7 @@ def test_a_step_is_towards_what_the_target_thought_there(name, monkeypatch):
     text = PROMPT + tokens_of(learner.serve(PROMPT, 4, Sampler(0), []), 30)
     places = [*learner.kept[0][1]]
     real = training.divergence
-    monkeypatch.setattr(module, "divergence", lambda *x: given.append(x) or real(*x))
+    monkeypatch.setattr(module, "measure_divergence", lambda *x: given.append(x) or real(*x))
     learner.learn()
     [(kind, p, q)] = given
     assert kind == "reverse-kl" and len(places) > 2
@@ -225,20 +226,26 @@ def test_each_request_has_coins_of_its_own(pair, tmp_path):
 
 
 def test_bad_input_is_one_line(capfd, tmp_path):
-    for argv in (["--gamma", "0"], ["--every", "0"], ["--divergence", "tvd"], ["--lr", "0"]):
-        assert main([online], report, [*argv, "--prompt", "x"]) == 2
-        said_in_one_line("expected", capfd)
+    for option, value, said in (("gamma", "0", "1 or more, got 0"),
+                                ("every", "0", "1 or more, got 0"),
+                                ("divergence", "tvd", "forward-kl, reverse-kl, jsd, got tvd"),
+                                ("lr", "0", "above 0, got 0.0")):
+        assert main([online], report, [f"--{option}", value, "--prompt", "x"]) == 2
+        said_in_one_line(f"--{option} must be {said}", capfd)
     argv = ["boost", "--prompts", str(ROOT / "models/examples.jsonl"), "--draft", str(tmp_path)]
     assert main([online], report, [*argv, "--out", str(tmp_path / "c")], commands=[boost]) == 2
     said_in_one_line("expected a model directory", capfd)
 
 
 def test_bad_settings_are_refused(tmp_path, pair):
-    for change in (dict(every=0), dict(gamma=0), dict(max_new_tokens=0),
-                   dict(max_new_tokens=62), dict(gamma=99)):
-        with pytest.raises(InputError, match="prompts of at most"):
+    for said, change in (("--every must be 1 or more, got 0", dict(every=0)),
+                         ("--gamma must be 1 or more, got 0", dict(gamma=0)),
+                         ("--max-new-tokens must be 1 or more, got 0", dict(max_new_tokens=0)),
+                         ("--prompts must be texts of at most", dict(max_new_tokens=62)),
+                         ("--gamma must be at most .*, got 99", dict(gamma=99))):
+        with pytest.raises(InputError, match=said):
             serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", **STREAM | change)
-    with pytest.raises(InputError, match="expected max-new-tokens"):
+    with pytest.raises(InputError, match="--steps must be 1 or more, got 0"):
         boost(pair, Tokenizer(), PROMPTS, out=tmp_path / "b", steps=0)
 
 
@@ -249,7 +256,7 @@ def test_a_second_draft_learns_where_the_first_is_wrong(pair, tmp_path, capsys, 
     in the end is in its folder."""
     places = []
     real = training.divergence
-    monkeypatch.setattr(module, "divergence",
+    monkeypatch.setattr(module, "measure_divergence",
                         lambda kind, p, q: places.append((p.argmax(-1), q)) or real(kind, p, q))
     prompts = [[x, y, 7] for x in range(4, 24) for y in (3, 9)]
     small = dict(max_new_tokens=8, steps=40, batch=8)
@@ -274,7 +281,7 @@ def test_a_stopped_boost_goes_on(pair, tmp_path, monkeypatch):
     small = dict(max_new_tokens=8, steps=6, batch=4)
     boost(pair, Tokenizer(), PROMPTS, out=tmp_path / "whole", work=tmp_path / "a", **small)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "divergence", interrupting(training.divergence, 4))
+        patch.setattr(module, "measure_divergence", interrupting(training.divergence, 4))
         with pytest.raises(KeyboardInterrupt):
             boost(pair, Tokenizer(), PROMPTS, out=tmp_path / "half", work=tmp_path / "b", **small)
     assert not (tmp_path / "half").exists()
