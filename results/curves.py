@@ -86,7 +86,8 @@ def consistency(args) -> None:
     if not rows or not held_out:
         raise InputError(f"expected prompts of at most {args.longest} tokens")
     print(f"{len(rows)} answers to train on, {len(held_out)} held out, {n} tokens a block\n")
-    before, eos = CachedLM(untrained, vocab_size(untrained, tokenizer)), eos_ids(untrained, tokenizer)
+    before = CachedLM(untrained, vocab_size(untrained, tokenizer))
+    eos = eos_ids(untrained, tokenizer)
     prompts = [row["prompt"] for row in held_out[:args.shown]]
     shown = []  # in float32, as what is trained: trajectories may be of bfloat16
     for prompt in prompts:

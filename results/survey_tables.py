@@ -192,11 +192,10 @@ def rejections(bench: Bench, t: float, ks: tuple = (1, 2, 4, 8)) -> None:
     each place, and the probability is exact given the draws.
     """
     sample, found = Sampler(t, seed=bench.args.seed), {"Sequoia": [], "SpecInfer": [], "SpecTr": []}
-    ar = bench.ours(autoregressive, sample)
+    ar, vocab = bench.ours(autoregressive, sample), vocab_size(bench.target, bench.tokenizer)
     for _, prompt in bench.pairs():
         text = torch.tensor([prompt + ar(prompt).output], device=bench.target.device)
-        p, q = (model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1:-1,
-                                                              :vocab_size(bench.target, bench.tokenizer)]
+        p, q = (model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1:-1, :vocab]
                 for model in (bench.target, bench.draft))
         for p, q, log_q in list(zip(sample.probs(p), sample.probs(q), q.double() / (t or 1))) * 2:
             coins = Failing()
