@@ -217,12 +217,12 @@ def record_trace(session: Session) -> Iterator[None]:
     if path is None:
         yield
         return
-    from cli.trace import Trace, page
+    from cli.trace import Trace, make_page
     session.trace = Trace()
     try:
         yield
     finally:
-        shown = page(session.trace.runs, session.tokenizer)
+        shown = make_page(session.trace.runs, session.tokenizer)
         path.write_text(shown, encoding="utf-8")
         print(f"trace: {path.resolve()}", file=sys.stderr)
 

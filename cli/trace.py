@@ -1,16 +1,34 @@
 """`--trace FILE.html`: what every call of a run did, as a page that can be stepped through.
 
-While a trace is being recorded, the passes of all CachedLMs, drafts too, are kept with their times;
-no method knows of it. What the recording takes is not in those times, and counts as set-up.
+No method knows that it is recorded. While a run lasts, four methods of the class CachedLM (PATCHED)
+are replaced: each replacement calls the original, then writes down what happened. Afterwards the
+originals are put back. The recording's own time is in no call's time, and counts as set-up.
 
-A run is {"method", "prompt", "lms", "target", "rounds"}: token ids of the prompt, what the models
-are called, which of them verifies, and for each chunk
+An example is the round of a method that guesses 7 or 8 after the root 5:
 
-    {"chunk": token ids, "log": the method's record, "calls": [{
-        "lm", "time": [from, to] in milliseconds since the prompt was read,
-        "ids": of its rows, -1 for what is no token, "parents": earlier rows, -1 the text's end,
-        "first": the number of its first row among those that wait for a commit,
-        "best": the likeliest token after each row, "kept": rows that became final}]}
+    target.forward([5, 7, 8], [-1, 0, 0])    one call of three rows, 7 and 8 below the root
+    target.commit([0, 1])                    the rows of 5 and 7 join the context
+    yield [7, 11]                            7 was right, and 11 is the target's own choice
+
+It becomes this record, an entry of the run's "rounds":
+
+    {"chunk": [7, 11],
+     "log": {"accepted": 1},           the method's own record of the round
+     "calls": [{
+         "lm": 0,                      which model, a place in the run's "lms"
+         "time": [12.1, 15.3],         milliseconds since the first call
+         "ids": [5, 7, 8],             the token of each row; -1 is no token, but a trained vector
+         "parents": [-1, 0, 0],        the row above each row; -1 is the end of the text
+         "first": 0,                   the number of the first row among all rows not committed yet
+         "best": [7, 11, 4],           the likeliest token after each row
+         "kept": [0, 1]}]}             which rows became final
+
+A draft of two tokens takes two calls before anything is committed. The row of the second call has
+number 1 there, so its "first" is 1, and commit([0, 1]) puts a 0 into "kept" of both calls. If the
+draft is then truncated by one token, the newest kept row is taken back: the second call loses it.
+
+A run is {"method", "prompt", "lms", "target", "rounds"}: token ids of the prompt, the models' names,
+and which of them verifies.
 """
 import json
 import time
@@ -27,92 +45,112 @@ PAGE = Path(__file__).with_name("trace.html")
 PATCHED = ("start", "forward", "commit", "truncate")
 
 
-class Recorded:
-    """What the CachedLMs do between `begin` and the end of a run."""
+class Recorder:
+    """Writes down the calls of all CachedLMs."""
 
     def __init__(self):
-        self.own = {name: getattr(CachedLM, name) for name in PATCHED}
+        self.originals = {name: getattr(CachedLM, name) for name in PATCHED}
         self.spent = 0.0  # seconds that the recording itself took
-        self.begin(None)
+        self.forget(None)
 
-    def begin(self, target: CachedLM | None) -> None:
+    def forget(self, target: CachedLM | None) -> None:
+        """Begin another run; the time that recording takes is set-up of its target."""
         self.target = target
-        self.began = None  # the first call's time
-        self.lms, self.calls = [], []
+        self.began = None  # when the first call began
+        self.lms = []  # models in the order of their first call
+        self.calls = []  # of the present round
         self.waiting = {}  # lm: calls whose rows are not committed
-        self.final = {}  # lm: [(call, row, its place in the text)]
-        self.tables = {}  # of a model: all its embeddings
+        self.final = {}  # lm: (call, place in the text) of each committed row, the newest last
+        self.tables = {}  # of a model: the embeddings of all tokens
 
     @contextmanager
-    def on(self):
-        """All CachedLMs are recorded."""
+    def patch(self):
+        """Record all CachedLMs inside a `with`."""
         for name in PATCHED:
-            setattr(CachedLM, name, self.wrapped(name))
+            setattr(CachedLM, name, self.wrap(name))
         try:
             yield
         finally:
-            for name, method in self.own.items():
-                setattr(CachedLM, name, method)
+            for name, original in self.originals.items():
+                setattr(CachedLM, name, original)
 
-    def wrapped(self, name: str):
-        def method(lm, *args, **options):
-            before = lm.length, len(lm.parents)
+    def wrap(self, name: str):
+        """Return what takes the place of a method of CachedLM: the method, then its note."""
+        original, note = self.originals[name], getattr(self, f"note_{name}")
+
+        def recorded(lm, *args, **options):
+            if name == "commit":
+                args = [list(args[0])]  # a path may be an iterator, and is read twice
+            length, pending = lm.length, len(lm.parents)
             began = time.perf_counter()
-            result = self.own[name](lm, *args, **options)
+            result = original(lm, *args, **options)
             ended = time.perf_counter()
-            if name != "forward" or options.get("counts", True):
-                getattr(self, f"after_{name}")(lm, before, result, began, ended, *args)
-                spent = time.perf_counter() - ended
-                self.spent += spent
-                if self.target is not None:
-                    self.target.setup_seconds += spent
+            if options.get("counts", True):  # else a part of a prompt, or a call of the clock
+                note(lm, args, result, length, pending, (began, ended))
+                self.add_spent(time.perf_counter() - ended)
             return result
-        return method
+        return recorded
 
-    def after_start(self, lm, before, result, began, ended, *args) -> None:
+    def add_spent(self, seconds: float) -> None:
+        """Count seconds of the recording, which are no part of decoding."""
+        self.spent += seconds
+        if self.target is not None:
+            self.target.setup_seconds += seconds
+
+    # Each note gets the model, the arguments and the result of the method, the length of the
+    # context and the number of pending nodes before it, and when it began and ended.
+
+    def note_start(self, lm, args, result, length, pending, times) -> None:
         if lm not in self.lms:
             self.lms.append(lm)
         self.waiting[lm], self.final[lm] = [], []
 
-    def after_forward(self, lm, before, logits, began, ended, ids, parents=None, *_) -> None:
-        if lm not in self.lms:  # one that begins with another's cache
+    def note_forward(self, lm, args, logits, length, pending, times) -> None:
+        if lm not in self.lms:  # a model that goes on from another one's cache is never started
             self.lms.append(lm)
         if self.began is None:
-            self.began = began - self.spent
-        first, n = before[1], len(ids)
+            self.began = times[0] - self.spent
+        ids = self.find_tokens(lm, args[0])
         best = logits.argmax(-1).tolist()
-        call = {"lm": self.lms.index(lm), "ids": self.tokens(lm, ids), "first": first,
-                "time": [round(1000 * (x - self.began - self.spent), 3) for x in (began, ended)],
-                "parents": lm.parents[first:], "best": [-1] * (n - len(best)) + best, "kept": []}
+        best = [-1] * (len(ids) - len(best)) + best  # the first rows may have no logits
+        call = {"lm": self.lms.index(lm), "ids": ids, "first": pending,
+                "time": [round(1000 * (x - self.began - self.spent), 3) for x in times],
+                "parents": lm.parents[pending:], "best": best, "kept": []}
         self.waiting.setdefault(lm, []).append(call)
         self.calls.append(call)
 
-    def after_commit(self, lm, before, result, began, ended, path) -> None:
-        for place, node in enumerate(path if isinstance(path, (list, range)) else [], before[0]):
+    def note_commit(self, lm, args, result, length, pending, times) -> None:
+        for place, node in enumerate(args[0], length):
             for call in self.waiting.get(lm, []):
-                if 0 <= node - call["first"] < len(call["ids"]):
-                    call["kept"].append(node - call["first"])
+                row = node - call["first"]
+                if 0 <= row < len(call["ids"]):
+                    call["kept"].append(row)
                     self.final.setdefault(lm, []).append((call, place))
         self.waiting[lm] = []
 
-    def after_truncate(self, lm, before, result, began, ended, length) -> None:
+    def note_truncate(self, lm, args, result, length, pending, times) -> None:
         final = self.final.get(lm, [])
-        while final and final[-1][1] >= length:
-            final.pop()[0]["kept"].pop()
+        while final and final[-1][1] >= args[0]:
+            call, _ = final.pop()
+            call["kept"].pop()
         self.waiting[lm] = []
 
-    def tokens(self, lm: CachedLM, ids) -> list[int]:
-        """Of rows that are given as embeddings those that are tokens'."""
+    def find_tokens(self, lm: CachedLM, ids) -> list[int]:
+        """Return the tokens of rows.
+
+        ids      token ids, or embeddings [n, d]: those of a token are found in the model's table,
+                 and those of a mask or of a hidden state are -1
+        """
         if not torch.is_tensor(ids) or ids.ndim == 1:
             return [int(x) for x in ids]
         embed = lm.model.get_input_embeddings()
         if embed not in self.tables:
             with torch.inference_mode():
                 every = torch.arange(len(embed.weight), device=embed.weight.device)
-                self.tables[embed] = embed(every)
+                self.tables[embed] = embed(every)  # some families scale what the weights say
         table, found = self.tables[embed], []
         for row in ids:
-            near = (table[:, :4] == row[:4]).all(1).nonzero()[:, 0]
+            near = (table[:, :4] == row[:4]).all(1).nonzero()[:, 0]  # whole rows take long
             same = [i for i in near.tolist() if torch.equal(table[i], row)]
             found.append(same[0] if same else -1)
         return found
@@ -122,38 +160,53 @@ class Trace:
     """The runs of a command, each with its calls."""
 
     def __init__(self):
-        self.recorded = Recorded()
+        self.recorder = Recorder()
         self.runs = []
 
     def watch(self, run, prompt: list[int], chunks: Iterator[list[int]]) -> Iterator[list[int]]:
-        """The chunks of a `Run`, whose calls are kept on the way."""
-        recorded, models = self.recorded, run.models
-        recorded.begin(models["target"])
+        """Yield the chunks of an answer, and keep the calls that made them.
+
+        run     the `Run` that answers
+        chunks  what run.decode gives for this prompt
+        """
+        recorder = self.recorder
+        recorder.forget(run.models["target"])
         rounds, verifies = [], None
         logged = len(run.log)
-        known = {"method": run.method.__name__, "prompt": prompt, "rounds": rounds}
-        self.runs.append(known)
-        with recorded.on():
+        record = {"method": run.method.__name__, "prompt": prompt, "rounds": rounds}
+        self.runs.append(record)
+        with recorder.patch():
             for chunk in chunks:
-                calls, recorded.calls = recorded.calls, []
-                verifies = calls[-1]["lm"] if verifies is None else verifies
+                calls, recorder.calls = recorder.calls, []
+                if verifies is None:  # a round ends with a call of the model that verifies
+                    verifies = calls[-1]["lm"]
                 log = run.log[-1] if len(run.log) > logged else {}
                 logged = len(run.log)
                 rounds.append({"chunk": list(chunk), "log": dict(log), "calls": calls})
-                known |= {"lms": self.names(models), "target": verifies}
+                record |= {"lms": self.name_models(run.models), "target": verifies}
                 yield chunk
         for step in rounds:
-            fit(step, verifies)
+            trim_round(step, verifies)
 
-    def names(self, models: dict[str, CachedLM]) -> list[str]:
+    def name_models(self, models: dict[str, CachedLM]) -> list[str]:
+        """Return the names of all recorded models; a method's own model is told by its layers."""
         known = {id(lm): name for name, lm in models.items()}
-        return [known.get(id(lm)) or f"{lm.model.config.get_text_config().num_hidden_layers} layers"
-                for lm in self.recorded.lms]
+        names = []
+        for lm in self.recorder.lms:
+            layers = lm.model.config.get_text_config().num_hidden_layers
+            names.append(known.get(id(lm), f"{layers} layers"))
+        return names
 
 
-def fit(step: dict, target: int) -> None:
-    """Of a round only what the output has is kept; rows that the verifying model was given as
-    hidden states are the tokens of the drafting calls."""
+def trim_round(step: dict, target: int) -> None:
+    """Fit a round's calls to the answer, in place.
+
+    Kept rows beyond the answer's end go. If the verifying model was given hidden states, its rows
+    have no tokens: they are the tokens that the drafting calls were given.
+
+    step    a record of "rounds"
+    target  the number of the verifying model
+    """
     left = len(step["chunk"])
     drafted = [x for call in step["calls"] if call["lm"] != target for x in call["ids"]]
     for call in step["calls"]:
@@ -188,8 +241,8 @@ def say_text(run: dict, tokenizer) -> list[str]:
     return split_text(tokenizer, run["prompt"] + answer, skip_special_tokens=False)
 
 
-def page(runs: list[dict], tokenizer) -> str:
-    """One HTML file that needs no other: its script draws the data that stands in it."""
+def make_page(runs: list[dict], tokenizer) -> str:
+    """Write the runs into one HTML file that needs no other: its script draws them."""
     said = [run | {"said": say_text(run, tokenizer)} for run in runs]
     data = json.dumps({"runs": said, "texts": say_tokens(runs, tokenizer)}, ensure_ascii=True)
     return PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"), 1)

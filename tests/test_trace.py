@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cli.run import Run
-from cli.trace import PAGE, Trace, page
+from cli.trace import PAGE, Trace, make_page
 from common import CachedLM, autoregressive, encode, greedy
 from families import tiny
 from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
@@ -127,7 +127,7 @@ def test_text_is_shown_and_never_run(embedded):
     run = Run(autoregressive, {"target": CachedLM(target)}, {}, set())
     trace = Trace()
     tokens_of(trace.watch(run, prompt, run.decode(prompt, 3, greedy)), 3)
-    written = page(trace.runs, tokenizer)
+    written = make_page(trace.runs, tokenizer)
     script, empty = PAGE.read_text().split("DATA")
     assert written.startswith(script) and written.endswith(empty)
     inside = written[len(script):len(written) - len(empty)]
