@@ -176,18 +176,34 @@ class Wordless:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "granite", "gemma2-capped", *MIXED])
-def test_a_draft_of_any_family_is_distilled_saved_and_loaded(name, make, tmp_path, monkeypatch):
-    """Of layers 1 and 3; one step at a rate of nearly 0 leaves them as they are."""
+def test_a_draft_of_any_family_is_distilled_saved_and_loaded(name, make, tmp_path, monkeypatch,
+                                                             capsys):
+    """Of layers 1 and 3; one step at a rate of nearly 0 leaves them as they are. What the command
+    says of them is about the model's logits, scaled or capped as the model does."""
     model, prompts = make(name), [[5, 9, 3], [7, 3], [4, 4, 17]]
     monkeypatch.setattr(recipe, "load_checked", lambda *_: (model, Wordless()))
     monkeypatch.setattr(recipe, "encode_prompts", lambda *_: prompts)
     monkeypatch.setattr(training, "collect_answers", lambda *_: [p[::-1] for p in prompts])
     (tmp_path / "prompts").write_text("x\n")
-    recipe.distil_layers(["--target", "x", "--layers", "1", "3", "--steps", "1", "--lr", "1e-9", "--max-new-tokens", "8",
+    recipe.distil_layers(["--target", "x", "--layers", "1", "3", "--steps", "1", "--lr", "1e-9",
+                          "--max-new-tokens", "8",
                           "--prompts", str(tmp_path / "prompts"), "--out", str(tmp_path / "out"),
                           "--work", str(tmp_path)])
     loaded = prepare(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
-    assert off_by(loaded, without_other_layers(model, [1, 3])) < 0.05  # saved in bfloat16
+    oracle = without_other_layers(model, [1, 3])
+    assert off_by(loaded, oracle) < 0.05  # saved in bfloat16
+    said = capsys.readouterr().out.splitlines()[-1]
+    accepted = float(said.split("1 - TVD ")[1])  # on one of the answers
+    assert min(abs(agreement(model, oracle, p) - accepted) for p in prompts) < 0.01
+
+
+@torch.inference_mode()
+def agreement(model, draft, prompt: list[int]) -> float:
+    """1 - TVD on the tokens of the answer, which is the prompt in reverse."""
+    ids = torch.tensor([prompt + prompt[::-1]])
+    p, q = (x(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:-1].softmax(-1)
+            for x in (model, draft))
+    return torch.minimum(p, q).sum(-1).mean().item()
 
 
 @pytest.mark.parametrize("layers, said", [
