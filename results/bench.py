@@ -42,17 +42,19 @@ from mjsd import mjsd  # noqa: E402
 from models import tasks  # noqa: E402
 from models.training import collect_answers  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
-from speculative import bild, specdec, specinfer, spectr, speculative  # noqa: E402
+from speculative import speculative  # noqa: E402
 from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
 from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.hybrid import hybrid, load_trust  # noqa: E402
 from survey.layerskip import layerskip, load_tuned  # noqa: E402
+from survey.lossy import bild, specdec  # noqa: E402
 from survey.masks import load_space, pass_sampling, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.rest import load_datastore, rest  # noqa: E402
 from survey.sequoia import load_rates, sequoia  # noqa: E402
+from survey.several_drafts import specinfer, spectr  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
 

@@ -32,7 +32,8 @@ from jacobi import lookahead  # noqa: E402
 from mjsd import mjsd, perplexity  # noqa: E402
 from models.training import digest, read_whole_lines  # noqa: E402
 from ouroboros import ouroboros  # noqa: E402
-from speculative import bild, speculative  # noqa: E402
+from speculative import speculative  # noqa: E402
+from survey.lossy import bild  # noqa: E402
 
 
 class Kept:

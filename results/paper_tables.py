@@ -29,7 +29,9 @@ from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import mjgd, mjsd, perplexity  # noqa: E402
 from models import tasks  # noqa: E402
 from ouroboros import ouroboros  # noqa: E402
-from speculative import bild, specinfer, spectr, speculative  # noqa: E402
+from speculative import speculative  # noqa: E402
+from survey.lossy import bild  # noqa: E402
+from survey.several_drafts import specinfer, spectr  # noqa: E402
 
 GRADED = 100  # held-out prompts of each task that a model's accuracy and loss are of
 

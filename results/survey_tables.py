@@ -26,8 +26,7 @@ from bita import bita, load_tuning  # noqa: E402  (path: set above)
 from common import WIDTHS, Sampler, autoregressive, row_costs, vocab_size  # noqa: E402
 from jacobi import lookahead  # noqa: E402
 from models.training import collect_answers  # noqa: E402
-from speculative import (k_seq, multi_step, specdec, specinfer, spectr,  # noqa: E402
-                         speculative)
+from speculative import speculative  # noqa: E402
 from survey import triforce as triforce_file  # noqa: E402
 from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks, without  # noqa: E402
@@ -35,6 +34,7 @@ from survey.eagle import eagle, load_draft  # noqa: E402
 from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.hybrid import GUESSES, grow, hybrid, load_trust  # noqa: E402
 from survey.layerskip import layerskip, load_tuned, measure_exit  # noqa: E402
+from survey.lossy import specdec  # noqa: E402
 from survey.masks import load_space, measure_all_right, pass_sampling, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 from survey.ngrams import NGrams  # noqa: E402
@@ -42,6 +42,7 @@ from survey.online import online  # noqa: E402
 from survey.rest import (BOUNDARY, Datastore, as_text, load_datastore,  # noqa: E402
                          rest)
 from survey.sequoia import draw_children, load_rates, sequoia, tabulate, verify  # noqa: E402
+from survey.several_drafts import k_seq, multi_step, specinfer, spectr  # noqa: E402
 from survey.triforce import choose_ends, triforce  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 

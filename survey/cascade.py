@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from common import CachedLM, InputError, Sampler, greedy
-from speculative import report, verify
+from speculative import report_acceptance, verify
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
 
@@ -196,4 +196,4 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([cascade], report, ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))
+    sys.exit(main([cascade], report_acceptance, ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))

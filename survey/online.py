@@ -5,7 +5,7 @@ boost    Miao et al., "SpecInfer", arXiv 2305.09781: a second draft, for what th
 
     python -m survey.online serve --prompts FILE --out answers.jsonl     # a stream, in its order
     python -m survey.online boost --prompts FILE --out DRAFT2            # then:
-    python speculative.py --method specinfer --draft DRAFT --draft DRAFT2 --prompt "..."
+    python -m survey.several_drafts --draft DRAFT --draft DRAFT2 --prompt "..."
 
     request     … a  b  x̂         after b the target chose another token than x̂: its row is kept
     some later  a step on all rows kept, D(the target there, the draft there); then they are dropped
@@ -37,7 +37,7 @@ from common import (CachedLM, InputError, Sampler, context_length, eos_ids, gree
 from models.training import (Training, collect_examples, count_tokens, digest, require,
                              require_training_options, sample_alike, score_answers, warm_linear)
 from models.training import divergence as measure_divergence
-from speculative import report, speculative
+from speculative import report_acceptance, speculative
 from survey.parts import MODELS, draft_for, logits_of
 from survey.views import move_counts
 
@@ -261,4 +261,5 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([online], report, commands=[serve, boost], ranges={"gamma": (2, 4, 6, 8)}))
+    sys.exit(main([online], report_acceptance, commands=[serve, boost],
+                  ranges={"gamma": (2, 4, 6, 8)}))

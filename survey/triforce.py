@@ -38,7 +38,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from common import CachedLM, InputError, KVCache, Sampler, greedy, grouped_attention
-from speculative import report, verify
+from speculative import report_acceptance, verify
 from survey.cascade import Level, review
 from survey.views import move_counts
 
@@ -245,4 +245,5 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([triforce], report, ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))
+    sys.exit(main([triforce], report_acceptance,
+                  ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))

@@ -12,11 +12,13 @@ from families import near, tiny
 from helpers import ROOT, tokens_of
 from mjsd import mjsd
 from ouroboros import ouroboros
-from speculative import bild, specdec, specinfer, spectr, speculative
+from speculative import speculative
 from survey.eagle import Draft, eagle, load_draft, save_draft
+from survey.lossy import bild, specdec
 from survey.medusa import Heads, load_heads, medusa, save_heads
 from survey.parts import save_facts
 from survey.sequoia import sequoia
+from survey.several_drafts import specinfer, spectr
 
 PROMPT = [3, 14, 15, 9]
 NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass: all others are wrong

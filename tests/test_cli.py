@@ -445,9 +445,9 @@ def test_a_lossy_method_may_differ(capsys):
     assert run(*argv, method=wrong, report=nothing, lossy=[wrong]) == 0
     assert "outputs may differ" in capsys.readouterr().err
     assert script("mjsd", *argv) == 0 and "outputs may differ" in capsys.readouterr().err
-    assert script("speculative", *argv, "--method", "bild", "--rollback", "9") == 0
+    assert script("survey.lossy", *argv, "--rollback", "9") == 0
     assert "outputs may differ" in capsys.readouterr().err
-    assert script("speculative", *argv, "--method", "specdec") == 0
+    assert script("survey.lossy", *argv, "--method", "specdec") == 0
     assert "outputs may differ" in capsys.readouterr().err
 
 
@@ -661,23 +661,23 @@ def test_wrong_input_is_one_line_and_status_2(argv, said, odd, capsys):
 
 
 WRONG_OPTIONS = [
-    ("speculative", "--gamma 0", "gamma of 1 or more, got 0"),
-    ("speculative", "--fallback 0.5", "--fallback is no option of speculative"),
-    ("speculative", "--method specinfer --K 0", "gamma and K of 1 or more, got 5 and 0"),
-    ("speculative", "--method spectr --gamma 0", "gamma and K of 1 or more, got 0 and 2"),
-    ("speculative", "--method spectr --rollback 1", "--rollback is no option of spectr"),
-    ("speculative", "--method bild --gamma 0", "got 0, 0.5 and 2.0"),
-    ("speculative", "--method bild --fallback -1", "got 5, -1.0 and 2.0"),
-    ("speculative", "--method bild --rollback -1", "got 5, 0.5 and -1.0"),
-    ("speculative", "--method bild --rollback nan --max-new-tokens 2", "got 5, 0.5 and nan"),
-    ("speculative", "--method specdec --gamma 0", "got 0, 5 and 3.0"),
-    ("speculative", "--method specdec --beta 0", "got 6, 0 and 3.0"),
-    ("speculative", "--method specdec --tau -1", "got 6, 5 and -1.0"),
-    ("speculative", "--method specdec --fallback 1", "--fallback is no option of specdec"),
+    ("speculative", "--gamma 0", "--gamma must be 1 or more, got 0"),
+    ("speculative", "--fallback 0.5", "unrecognized arguments: --fallback"),
+    ("speculative", "--method spectr", "invalid choice: 'spectr'"),
+    ("survey.several_drafts", "--K 0", "--K must be 1 or more, got 0"),
+    ("survey.several_drafts", "--method spectr --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("survey.lossy", "--gamma 0", "--gamma must be 1 or more, got 0"),
+    ("survey.lossy", "--fallback -1", "--fallback must be 0 or more, got -1.0"),
+    ("survey.lossy", "--rollback -1", "--rollback must be 0 or more, got -1.0"),
+    ("survey.lossy", "--rollback nan", "--rollback must be 0 or more, got nan"),
+    ("survey.lossy", "--method specdec --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("survey.lossy", "--method specdec --beta 0", "--beta must be 1 or more, got 0"),
+    ("survey.lossy", "--method specdec --tau -1", "--tau must be 0 or more, got -1.0"),
+    ("survey.lossy", "--method specdec --fallback 1", "--fallback is no option of specdec"),
     ("speculative", "--draft a --draft b", "--draft must be given once for speculative, got 2"),
-    ("speculative", "--method spectr --draft a --draft b",
+    ("survey.several_drafts", "--method spectr --draft a --draft b",
      "--draft must be given once for spectr, got 2"),
-    ("speculative", "--method specdec --draft a --draft a", "one draft for specdec, got 2"),
+    ("survey.lossy", "--method specdec --draft a --draft a", "given once for specdec, got 2"),
     ("jacobi", "--draft a --draft b --draft c", "--draft is no option of jacobi, got 'a'"),
     ("ouroboros", "--draft a --draft b", "--draft must be given once for ouroboros, got 2"),
     ("jacobi", "--n 1", "--n must be 2 or more, got 1"),
@@ -835,9 +835,11 @@ COMMON = {  # option: right values, wrong values; no value: a switch
 GAMMA = {"--gamma": ("1 2 4", "0 -1 x 2.5")}
 OWN = {
     "speculative": {
-        "speculative": GAMMA | {"--K": (None, "2")},
+        "speculative": GAMMA | {"--K": (None, "2")}},
+    "survey.several_drafts": {
         "specinfer": GAMMA | {"--K": ("1 3", "0 x"), "--fallback": (None, "1")},
-        "spectr": GAMMA | {"--K": ("1 2", "0 x"), "--rollback": (None, "1")},
+        "spectr": GAMMA | {"--K": ("1 2", "0 x"), "--rollback": (None, "1")}},
+    "survey.lossy": {
         "bild": GAMMA | {"--fallback": ("0 0.5 2", "-1 x"), "--rollback": ("0 2 inf", "-1")},
         "specdec": GAMMA | {"--beta": ("1 5 99999", "0 x"), "--tau": ("0 3 inf", "-1 nan")}},
     "jacobi": {
@@ -884,9 +886,9 @@ def test_random_command_lines(name, quick, capsys):
 def test_several_drafts(quick, small, capsys):
     """A share of the time and a cache for each, on all prompts; AR has neither. Text as AR's."""
     drafts = ["--draft", str(small / "draft"), "--draft", str(ROOT / "models/target")]
-    argv = ["--method", "specinfer", *drafts, "--prompt", SHORT, "--prompt", "cakes",
-            "--max-new-tokens", "12", "--gamma", "3", "--compare"]
-    assert quick("speculative", *argv) == 0
+    argv = [*drafts, "--prompt", SHORT, "--prompt", "cakes", "--max-new-tokens", "12", "--gamma",
+            "3", "--compare"]
+    assert quick("survey.several_drafts", *argv) == 0
     figures, kept, ar, end = capsys.readouterr().err.splitlines()[2:]
     shares = re.search(r"of the time target (\d+)%, draft (\d+)%, draft 2 (\d+)%$", figures)
     assert 50 < sum(map(int, shares.groups())) <= 101 and min(map(int, shares.groups())) > 0
@@ -894,9 +896,9 @@ def test_several_drafts(quick, small, capsys):
     assert kept.endswith("; 36 draft calls")  # 3 of each model a round: the second is the target
     assert re.search(r"of the time target \d+%$", ar)
     assert end.endswith("; output equals autoregressive output")
-    wrong = quick("speculative", *argv, "--draft", str(small / "draft"))
-    assert "expected K of 3 or more, a draft of each model, got 2" in wrong_line(capsys, wrong)
-    assert quick("speculative", *argv, "--draft", str(small / "draft"), "--K", "3") == 0
+    wrong = quick("survey.several_drafts", *argv, "--draft", str(small / "draft"))
+    assert "--K must be 3 or more with 3 drafts, got 2" in wrong_line(capsys, wrong)
+    assert quick("survey.several_drafts", *argv, "--draft", str(small / "draft"), "--K", "3") == 0
     assert re.search(r"draft \d+%, draft 2 \d+%, draft 3 \d+%\n", capsys.readouterr().err)
 
 
@@ -913,15 +915,15 @@ def test_a_draft_with_fewer_logits_than_the_target_is_refused(quick, small, caps
 def test_several_drafts_are_tuned(quick, small, capsys):
     """A K that leaves a model without a draft is passed over."""
     drafts = ["--draft", str(small / "draft")] * 2
-    argv = ["--method", "specinfer", *drafts, "--prompt", SHORT, "--max-new-tokens", "1"]
-    assert quick("speculative", *argv, "--tune") == 0
+    argv = [*drafts, "--prompt", SHORT, "--max-new-tokens", "1"]
+    assert quick("survey.several_drafts", *argv, "--tune") == 0
     tried = re.findall(r"^--K (\d)", capsys.readouterr().out, re.M)
     assert tried == ["2", "3", "4"]
 
 
 def test_every_draft_has_the_targets_tokenizer(quick, odd, capsys):
     drafts = ["--draft", str(ROOT / "models/draft"), "--draft", str(odd / "tokenizer")]
-    status = quick("speculative", "--method", "specinfer", *drafts, "--prompt", SHORT)
+    status = quick("survey.several_drafts", *drafts, "--prompt", SHORT)
     assert "a draft with the target's tokenizer, got another" in wrong_line(capsys, status)
 
 

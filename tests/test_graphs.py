@@ -17,7 +17,9 @@ from helpers import ROOT, main, prefill, tokens_of
 from jacobi import jacobi, lookahead
 from mjsd import mjgd, mjsd
 from ouroboros import ouroboros
-from speculative import bild, report, specinfer, spectr, speculative
+from speculative import report, speculative
+from survey.lossy import bild
+from survey.several_drafts import specinfer, spectr
 from test_common import CLOSE, alone, buffers_of, check_trees
 
 PROMPT = [5, 9, 3, 14, 7] * 24

@@ -34,8 +34,8 @@ from common import CachedLM, InputError, Sampler, autoregressive
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import tokens_of
 from laws import law, outcomes
-from survey import (cascade, draft_verify, eagle, early_exit, hybrid, layerskip, masks, medusa,
-                    online, rest, sequoia, triforce)
+from survey import (cascade, draft_verify, eagle, early_exit, hybrid, layerskip, lossy, masks,
+                    medusa, online, rest, sequoia, several_drafts, triforce)
 
 ALL = FAMILIES | MORE_FAMILIES
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
@@ -111,16 +111,16 @@ METHODS = {
     "speculative": lambda model: Line(
         speculative.speculative, dict(gamma=4), [near(model, 0.02)], dict(gamma=2)),
     "specinfer": lambda model: Line(
-        speculative.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
+        several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
     "specinfer, two drafts": lambda model: Line(
-        speculative.specinfer, dict(gamma=4, K=2), [near(model, 0.05), near(model, 0.1)],
+        several_drafts.specinfer, dict(gamma=4, K=2), [near(model, 0.05), near(model, 0.1)],
         dict(gamma=1, K=2)),
     "spectr": lambda model: Line(
-        speculative.spectr, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
+        several_drafts.spectr, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
     "bild, rollback 0": lambda model: Line(
-        speculative.bild, dict(gamma=4, fallback=0.1, rollback=0.0), [near(model, 0.02)]),
+        lossy.bild, dict(gamma=4, fallback=0.1, rollback=0.0), [near(model, 0.02)]),
     "specdec, beta 1": lambda model: Line(
-        speculative.specdec, dict(gamma=4, beta=1), [near(model, 0.02)]),
+        lossy.specdec, dict(gamma=4, beta=1), [near(model, 0.02)]),
     "ouroboros": lambda model: Line(
         ouroboros.ouroboros, dict(gamma=4, W=3, pool=pool_of(own_texts(model))),
         [near(model, 0.02)], dict(gamma=1, W=1, K=1)),

@@ -22,10 +22,12 @@ from survey.low_rank import add_low_rank
 from survey.parts import save_part
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
-         "survey.medusa", "survey.eagle", "survey.sequoia", "survey.rest", "survey.layerskip",
-         "survey.early_exit", "survey.draft_verify", "survey.masks", "survey.cascade",
-         "survey.triforce", "survey.online", "survey.hybrid")
+         "survey.several_drafts", "survey.lossy", "survey.medusa", "survey.eagle",
+         "survey.sequoia", "survey.rest", "survey.layerskip", "survey.early_exit",
+         "survey.draft_verify", "survey.masks", "survey.cascade", "survey.triforce",
+         "survey.online", "survey.hybrid")
 NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
+         "survey.several_drafts": ("speculative",), "survey.lossy": ("speculative",),
          "survey.low_rank": ("survey.views",),
          "survey.eagle": ("survey.layers", "survey.parts"), "survey.layers": (),
          "survey.layerskip": ("speculative", "survey.low_rank", "survey.parts", "survey.views"),

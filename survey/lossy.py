@@ -1,0 +1,130 @@
+"""Drafts that are checked less strictly than lossless decoding asks for: BiLD and SpecDec.
+
+bild      Kim et al., "Speculative Decoding with Big Little Decoder", arXiv 2302.07863
+specdec   Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating
+          Seq2seq Generation", arXiv 2203.16487
+
+    bild:     draft while the draft's largest probability is `fallback` or more;
+              a guess passes if -log p(guess) <= rollback
+    specdec:  a guess passes if it is among the β tokens that the target finds likeliest, and if
+              log p(best) - log p(guess) <= τ
+
+p is the target's distribution at temperature 1. The first guess that does not pass is replaced by
+the target's own choice. Both are lossy: what comes out may be what the draft would rather say. Each
+has limits in which greedy output is the target's, which its docstring names.
+
+Departures (paper / here / why):
+    sampling: SpecDec is greedy / guesses and replacements are drawn at a temperature, and the test
+        stays that of temperature 1 / every method here takes a temperature
+    SpecDec's drafter: an encoder-decoder that writes a block of 25 tokens in one pass / the small
+        model of all methods here, token by token / what is compared is the test
+Left out: BiLD's training of the draft on what the target writes (models/train.py distil does it).
+"""
+import sys
+from typing import Callable, Iterator
+
+import torch
+
+from common import CachedLM, InputError, Sampler, greedy
+from speculative import report_acceptance
+
+
+def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: list[int],
+                   gamma: int, fallback: float, sample: Sampler,
+                   log: list | None) -> Iterator[list[int]]:
+    """Draft up to gamma tokens, and replace the first that does not pass by the target's choice.
+
+    passes    a function of the target's logits [n, V] at n guesses and of the guesses [n, 1]; it
+              returns a bool [n, 1]
+    fallback  drafting stops where the draft's largest probability (at temperature 1) is below this
+    """
+    target.start(prompt[:-1])
+    draft.start(prompt[:-1])
+    root = prompt[-1]
+    unseen = [root]  # final tokens that the draft has not been fed, the root last
+    while True:
+        guesses = []
+        feed = unseen
+        while len(guesses) < gamma:
+            logits = draft.forward(feed)[-1:]  # [1, V]
+            if logits.float().softmax(-1).max() < fallback:
+                break
+            [guess] = sample(logits)
+            guesses.append(guess)
+            feed = [guess]
+        logits = target.forward([root, *guesses]).float()  # [n + 1, V]
+        column = torch.tensor(guesses, dtype=torch.long, device=logits.device)[:, None]  # [n, 1]
+        passed = passes(logits[:-1], column)
+        accepted = int(passed.cumprod(0).sum())  # guesses before the first that does not pass
+        [root] = sample(logits[accepted:accepted + 1])
+        target.commit(range(1 + accepted))
+        # What the draft was fed becomes final. It was not fed the last guess, unless it was asked
+        # for one more and was not sure of it
+        known = unseen + guesses[:accepted]
+        fed = min(len(known), len(draft.parents))
+        draft.commit(range(fed))
+        unseen = [*known[fed:], root]
+        if log is not None:
+            log.append({"drafted": len(guesses), "accepted": accepted})
+        yield [*guesses[:accepted], root]
+
+
+def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5,
+         fallback: float = 0.5, rollback: float = 2.0, sample: Sampler = greedy,
+         log: list | None = None) -> Iterator[list[int]]:
+    """Draft while the draft model is confident; the target replaces the first guess that it finds
+    too unlikely. Kim et al., Section 3. Lossy: greedy output is the target's with rollback 0, or
+    with fallback above 1, where nothing is drafted.
+
+    gamma:    tokens drafted a round, at most
+    fallback: stop before a token where the draft's largest probability (at temperature 1) is below
+              this
+    rollback: reject a guess whose -log p under the target (nats, at temperature 1) is above this
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+    """
+    if gamma < 1:
+        raise InputError(f"--gamma must be 1 or more, got {gamma}")
+    if not fallback >= 0:  # nan too
+        raise InputError(f"--fallback must be 0 or more, got {fallback}")
+    if not rollback >= 0:
+        raise InputError(f"--rollback must be 0 or more, got {rollback}")
+
+    def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
+        log_p = logits.log_softmax(-1).gather(-1, guesses)
+        return -log_p <= rollback
+    return decode_by_test(passes, target, draft, prompt, gamma, fallback, sample, log)
+
+
+def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, beta: int = 5,
+            tau: float = 3.0, sample: Sampler = greedy, log: list | None = None):
+    """Accept a guess if it is among the target's beta likeliest tokens and nearly as likely as the
+    best of them; the target replaces the first that does not pass. Xia et al., "Spec-Verification".
+    An end of the text is a token like any other. Lossy: greedy output is the target's with beta 1
+    or tau 0, where the argmax alone passes, and no other token that is as likely.
+
+    gamma: tokens drafted a round (the paper's block)
+    beta:  a guess must be among so many tokens (β)
+    tau:   log p of a guess may lie so far below that of the best (τ, nats, at temperature 1)
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+    """
+    if gamma < 1:
+        raise InputError(f"--gamma must be 1 or more, got {gamma}")
+    if beta < 1:
+        raise InputError(f"--beta must be 1 or more, got {beta}")
+    if not tau >= 0:  # nan too
+        raise InputError(f"--tau must be 0 or more, got {tau}")
+
+    def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
+        if beta == 1 or tau == 0:
+            return guesses == logits.argmax(-1, keepdim=True)
+        guessed = logits.gather(-1, guesses)  # log p, but for a number that a row has in common
+        best = logits.amax(-1, keepdim=True)
+        better = (logits > guessed).sum(-1, keepdim=True)
+        return (better < beta) & (best - guessed <= tau)
+    return decode_by_test(passes, target, draft, prompt, gamma, 0.0, sample, log)
+
+
+if __name__ == "__main__":
+    from cli.main import main
+    sys.exit(main([bild, specdec], report_acceptance, lossy=[bild, specdec], ranges={
+        "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)}))

@@ -1,0 +1,268 @@
+"""Several drafts a round, verified as one tree: SpecInfer and SpecTr.
+
+specinfer   Miao et al., "SpecInfer", arXiv 2305.09781: several drafts, of one draft model or of
+            several
+spectr      Sun et al., "SpecTr", arXiv 2310.15141: the same tree, accepted by k-SEQ
+
+    specinfer, at a node with draws x_1 … x_K, each from its own q_k:
+        accept x_1 with probability min(1, p(x_1) / q_1(x_1));
+        else p <- norm(max(0, p - q_1)), and try x_2 alike, …; at last draw from p
+    spectr, at a node with draws x_1 … x_K, all from the same q:
+        accept each with probability min(1, p(x) / (ρ q(x)));
+        if none is accepted draw from what p has beyond what the accepted ones took
+        ρ in [1, K] solves 1 - (1 - β(ρ))^K = ρ β(ρ), where β(ρ) = Σ_x min(q(x), p(x) / ρ)
+
+Both are lossless, by the same argument as speculative sampling (../speculative.py), which they are
+for K = 1. At temperature 0 all drafts of one model are the same.
+
+Departures (paper / here / why):
+    order of the draws: Miao's Alg. 2 picks the next one at random / they are tried in the order in
+        which they were drawn / the law is the same, for that order depends on no draw's value
+    shape of the tree: Miao expands it by a fixed number of children a level / K whole drafts are
+        merged / one number, and SpecTr's tree
+    ρ: Sun has a binary search / a grid that is refined eight times / a GPU is not waited for
+Left out: batches, the training of several drafts that complement each other (survey/online.py).
+"""
+import sys
+from typing import Callable, Iterator, NamedTuple, Sequence
+
+import torch
+
+from common import CachedLM, InputError, Sampler, greedy, trie
+from speculative import report_acceptance, residual
+
+PARTS = 8  # of the interval that holds ρ, in each step that refines it
+STEPS = 8  # ρ is off by (K - 1) / 8^8 at most
+
+
+# ------------------------------------------------------------------ the rules, at one node
+
+def multi_step(p: torch.Tensor, q: torch.Tensor,
+               draws: list[int]) -> tuple[list[float], torch.Tensor]:
+    """Judge the draws at a node by SpecInfer's rule: one after the other, each against what the
+    rejected ones before it left of p. Miao et al., Alg. 2.
+
+    p        [V], the target's distribution at the node
+    q        [K, V], what each draw was drawn from
+    draws    x_1 … x_K, equal ones too
+    returns  for each draw the probability that it is accepted if those before it were rejected, and
+             the distribution [V] of the token if all were rejected
+    """
+    ratios = []
+    for x, q_x in zip(draws, q):
+        ratios.append(p[x] / q_x[x])
+        p = residual(p, q_x)
+    # A model that overflows gives nan: no coin is below that, so the draw is rejected
+    return torch.stack(ratios).clamp(max=1).tolist(), p
+
+
+def find_rho(p: torch.Tensor, q: torch.Tensor, K: int) -> torch.Tensor:
+    """Find SpecTr's ρ, which is the smallest that keeps the rule exact.
+
+    p, q     [V], float64
+    K        draws
+    returns  a number on the device of p: it lies above the root by (K - 1) / 8^8 at most, never
+             below, where the residual would have negative entries
+
+    ρ β(ρ) grows with ρ, and 1 - (1 - β(ρ))^K falls. So the root lies behind all points of a grid
+    at which the first is still smaller. Each step computes β at all inner points of the grid at
+    once, and goes on with the part between two points. No step asks the device for a number.
+    """
+    low = torch.ones((), dtype=p.dtype, device=p.device)
+    width = float(K - 1)
+    if K == 1:
+        return low
+    inner = torch.arange(1, PARTS, dtype=p.dtype, device=p.device) / PARTS  # [7]
+    for _ in range(STEPS):
+        rho = low + width * inner
+        beta = torch.minimum(q, p / rho[:, None]).sum(-1)
+        reached = 1 - (1 - beta) ** K <= rho * beta
+        width /= PARTS
+        low = low + width * (~reached).sum(dtype=p.dtype)
+    return low + width
+
+
+def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[float], torch.Tensor]:
+    """Judge the draws at a node by SpecTr's rule, k-SEQ: each is accepted with probability
+    min(1, p / (ρ q)). Sun et al., Alg. 2 and 3.
+
+    Arguments and returned values are those of `multi_step`, but all rows of q are the same.
+    """
+    K = len(draws)
+    p = p.double()
+    q = q[0].double()
+    rho = find_rho(p, q, K)
+    accept = (p[draws] / (rho * q[draws])).clamp(max=1)
+    # One draw is x and accepted with probability `each`, and some draw is accepted with p_acc
+    each = torch.minimum(q, p / rho)  # [V]
+    beta = each.sum()
+    p_acc = 1 - (1 - beta) ** K
+    # The token is an accepted draw with probability `taken`; what p has beyond that is left
+    taken = each * (p_acc / beta)
+    left = (p - taken).clamp(min=0)
+    # Where no draw can be accepted nothing is taken. Where one always is, nothing is left, and
+    # what this returns is never drawn from
+    rest = torch.where((p_acc > 0) & (p_acc < 1), left, p)
+    return accept.tolist(), (rest / rest.sum()).float()
+
+
+# ---------------------------------------------------------------------- drafting and verifying
+
+class Drawn(NamedTuple):
+    """The drafts of one model; those that begin alike share what belongs to a prefix of them."""
+    texts: list[tuple[int, ...]]
+    probs: dict[tuple[int, ...], torch.Tensor]  # what the token after a prefix was drawn from [V]
+    nodes: dict[tuple[int, ...], int]  # a prefix' node in the model's pending tree
+
+
+class Draft(NamedTuple):
+    """One draft, as it is verified."""
+    text: tuple[int, ...]
+    probs: dict[tuple[int, ...], torch.Tensor]  # of its own model: Drawn.probs
+    path: list[int]  # its nodes in the target's tree, the root first
+
+
+def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler) -> Drawn:
+    """Draw K drafts of gamma tokens independently, with a draft call for each level of their tree.
+
+    draft   the model that drafts
+    unseen  the final tokens that it has not been fed, the root last
+    """
+    root_node = len(unseen) - 1
+    logits = draft.forward(unseen)
+    texts = [()] * K
+    nodes = {(): root_node}
+    probs = {(): sample.probs(logits[-1:])[0]}
+    for depth in range(gamma):
+        if depth > 0:  # the last tokens of the drafts are never fed
+            # Drafts that are equal so far are one node
+            prefixes = list(dict.fromkeys(texts))
+            first = len(draft.parents)
+            tokens = [prefix[-1] for prefix in prefixes]
+            parents = [nodes[prefix[:-1]] for prefix in prefixes]
+            rows = sample.probs(draft.forward(tokens, parents))
+            for i, prefix in enumerate(prefixes):
+                nodes[prefix] = first + i
+                probs[prefix] = rows[i]
+        # A draw for each draft, also where drafts are equal so far
+        tokens = sample.draw(torch.stack([probs[text] for text in texts]))
+        texts = [(*text, token) for text, token in zip(texts, tokens)]
+    return Drawn(texts, probs, nodes)
+
+
+def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[Draft],
+                sample: Sampler) -> tuple[tuple[int, ...], list[int], torch.Tensor]:
+    """Go down the tree of drafts, from each node to the first draw that `rule` accepts.
+
+    rule          multi_step or k_seq
+    target_probs  [nodes, V], the target's distribution after each node
+    drafts        all drafts, of the same length
+    sample        flips the coins
+    returns       the accepted guesses, their nodes after the root's, and the distribution [V] of
+                  the token after them
+
+    For example the drafts "on the mat" and "on my hat" after "sat", whose tree is
+
+        sat 0 ─── on 1 ─┬─ the 2 ─── mat 3
+                        └─ my 4 ──── hat 5
+
+    At node 0 both drafts have a draw, [on, on]. Each gets its own coin, for a rule that saw equal
+    draws once would make another distribution than the target's. Say that one is accepted. At node
+    1 both drafts begin with "on", and the draws are [the, my]. Say that "the" is rejected and "my"
+    accepted. At node 4 the first draft does not begin with "on my", and the only draw is [hat]. If
+    it is rejected, the accepted guesses are (on, my) and the nodes [0, 1, 4].
+    """
+    accepted = ()
+    path = [0]
+    gamma = len(drafts[0].text)
+    for depth in range(gamma):
+        here = [draft for draft in drafts if draft.text[:depth] == accepted]
+        draws = [draft.text[depth] for draft in here]
+        q = torch.stack([draft.probs[accepted] for draft in here])  # [draws, V]
+        accept, rest = rule(target_probs[path[-1]], q, draws)
+        coins = sample.uniform(len(here), rest.device).tolist()
+        passed = [draft for draft, chance, coin in zip(here, accept, coins) if coin < chance]
+        if not passed:
+            return accepted, path, rest
+        accepted = passed[0].text[:depth + 1]
+        path = passed[0].path[:depth + 2]
+    return accepted, path, target_probs[path[-1]]  # a whole draft: one more of the target's
+
+
+def check_options(gamma: int, K: int, models: int) -> None:
+    """Raise InputError if an option cannot be used with so many draft models."""
+    if gamma < 1:
+        raise InputError(f"--gamma must be 1 or more, got {gamma}")
+    if K < models:
+        more = f" with {models} drafts" if models > 1 else ""
+        raise InputError(f"--K must be {models} or more{more}, got {K}")
+
+
+def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], prompt: list[int],
+                   gamma: int, K: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
+    """Draw K drafts, the models taking turns; merge equal prefixes into one tree; verify it in one
+    target call."""
+    n = len(models)
+    check_options(gamma, K, n)
+    for lm in (target, *models):
+        lm.start(prompt[:-1])
+    turns = [i % n for i in range(K)]  # draft i is of model turns[i]
+    root = prompt[-1]
+    unseen = [[root]] * n  # for each model the final tokens that it has not been fed
+    while True:
+        drawn = [draw_drafts(lm, unseen[m], gamma, turns.count(m), sample)
+                 for m, lm in enumerate(models)]
+        texts = [drawn[m].texts[i // n] for i, m in enumerate(turns)]
+        ids, parents, paths = trie(root, texts)
+        drafts = [Draft(text, drawn[m].probs, path) for m, text, path in zip(turns, texts, paths)]
+        target_probs = sample.probs(target.forward(ids, parents))  # [nodes, V]
+        guesses, path, rest = verify_tree(rule, target_probs, drafts, sample)
+        [root] = sample.draw(rest[None])
+        target.commit(path)
+        # Of the accepted guesses a model caches those that it was fed: all if they are its own
+        # draft, but for the last token of a whole draft; else those that its drafts begin with too
+        prefixes = [guesses[:length] for length in range(len(guesses) + 1)]
+        for m, lm in enumerate(models):
+            nodes = drawn[m].nodes
+            fed = [nodes[prefix] for prefix in prefixes if prefix in nodes]
+            before_root = range(len(unseen[m]) - 1)
+            lm.commit([*before_root, *fed])
+            known = len(fed) - 1  # guesses that are cached: the first of `fed` is the root
+            unseen[m] = [*guesses[known:], root]
+        if log is not None:
+            log.append({"drafted": len(ids) - 1, "accepted": len(guesses)})
+        yield [*guesses, root]
+
+
+# ---------------------------------------------------------------------------------- the methods
+
+def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
+              more_drafts: Sequence[CachedLM] = (), sample: Sampler = greedy,
+              log: list | None = None) -> Iterator[list[int]]:
+    """Draw several drafts and try each node's draws one after the other. Miao et al., Section 4.3.
+    More models that draft (`more_drafts`; --draft again) take turns with the first. A draw is
+    judged by the q of its own model.
+
+    gamma: tokens of a draft
+    K:     drafts a round, drawn independently (at temperature 0 those of a model are the same)
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted": nodes, "accepted"} a round.
+    """
+    models = [draft, *more_drafts]
+    return decode_by_rule(multi_step, target, models, prompt, gamma, K, sample, log)
+
+
+def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
+           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+    """Draw several drafts and accept by k-SEQ. Sun et al., Alg. 1 to 3.
+
+    gamma: tokens of a draft
+    K:     drafts a round, drawn independently (at temperature 0 all are the same)
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted": nodes, "accepted"} a round.
+    """
+    return decode_by_rule(k_seq, target, [draft], prompt, gamma, K, sample, log)
+
+
+if __name__ == "__main__":
+    from cli.main import main
+    sys.exit(main([specinfer, spectr], report_acceptance, ranges={
+        "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)}))
