@@ -1,5 +1,4 @@
-"""SpecInfer and SpecTr: rules that are exact, trees that are those of the drafts, and no waiting for
-a GPU."""
+"""SpecInfer and SpecTr: exact rules, trees that are those of the drafts, no waiting for a GPU."""
 import itertools
 
 import pytest
