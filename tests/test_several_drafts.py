@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 
-from common import CachedLM, InputError, Sampler, autoregressive, greedy
+from common import CachedLM, InputError, Sampler, greedy
 from fake_models import ScriptedLM, Zeros, markov, uncached
 from families import near, tiny
 from helpers import tokens_of
