@@ -9,7 +9,7 @@ from fake_models import ScriptedLM, markov
 from families import tiny
 from helpers import main, said_in_one_line, tokens_of
 from survey import cascade as module
-from survey.cascade import Level, MaxGram, cascade, count_bigrams, report, review
+from survey.cascade import Level, MaxGram, cascade, count_bigrams, report_acceptance, review
 from survey.rest import as_text, load_datastore
 
 PROMPT = [3, 14, 15]
@@ -209,7 +209,7 @@ def test_the_datastores_bigrams(embedded):
     (["--inner", "-1"], "--inner must be 0 or more, got -1"),
     (["--tail", "-1"], "--tail must be 0 or more, got -1"), (["--grams", "nothing"], "expected")])
 def test_bad_input_is_one_line(argv, said, capfd):
-    assert main([cascade], report, [*argv, "--prompt", "x"]) == 2
+    assert main([cascade], report_acceptance, [*argv, "--prompt", "x"]) == 2
     said_in_one_line(said, capfd)
 
 

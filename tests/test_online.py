@@ -12,7 +12,7 @@ from families import near, tiny
 from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
 from models import training
 from survey import online as module
-from survey.online import Learner, boost, online, report, serve
+from survey.online import Learner, boost, online, report_acceptance, serve
 
 PROMPT = [3, 14, 15]
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
@@ -230,10 +230,11 @@ def test_bad_input_is_one_line(capfd, tmp_path):
                                 ("every", "0", "1 or more, got 0"),
                                 ("divergence", "tvd", "forward-kl, reverse-kl, jsd, got tvd"),
                                 ("lr", "0", "above 0, got 0.0")):
-        assert main([online], report, [f"--{option}", value, "--prompt", "x"]) == 2
+        assert main([online], report_acceptance, [f"--{option}", value, "--prompt", "x"]) == 2
         said_in_one_line(f"--{option} must be {said}", capfd)
     argv = ["boost", "--prompts", str(ROOT / "models/examples.jsonl"), "--draft", str(tmp_path)]
-    assert main([online], report, [*argv, "--out", str(tmp_path / "c")], commands=[boost]) == 2
+    argv = [*argv, "--out", str(tmp_path / "c")]
+    assert main([online], report_acceptance, argv, commands=[boost]) == 2
     said_in_one_line("expected a model directory", capfd)
 
 

@@ -9,7 +9,8 @@ from common import CachedLM, InputError, Sampler, attention_mask, windows_of
 from families import near, tiny
 from helpers import main, said_in_one_line, tokens_of
 from survey import triforce as module
-from survey.triforce import PartialLM, choose_ends, record_queries, report, retrieve, triforce
+from survey.triforce import (PartialLM, choose_ends, record_queries, report_acceptance, retrieve,
+                             triforce)
 
 PROMPT = [3, 14, 15]
 # -------------------------------------------------------------------------------- a part of a cache
@@ -245,7 +246,7 @@ def test_the_draft_never_keeps_more_than_sinks_and_two_windows(monkeypatch):
     (["--graphs"], "--graphs must be off"),
     (["--draft", "x", "--draft", "y"], "one draft")])
 def test_bad_input_is_one_line(argv, said, capfd):
-    assert main([triforce], report, [*argv, "--prompt", "x", "--device", "cpu"]) == 2
+    assert main([triforce], report_acceptance, [*argv, "--prompt", "x", "--device", "cpu"]) == 2
     said_in_one_line(said, capfd)
 
 
