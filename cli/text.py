@@ -76,8 +76,9 @@ def cut_message(message: str, most: int = 600) -> str:
 class Parser(ArgumentParser):
     """An argument parser whose messages are short, whatever the argument that they quote."""
 
-    def error(self, message: str) -> None:
-        super().error(cut_message(message))
+    def exit(self, status: int = 0, message: str | None = None) -> None:
+        """End the process; every message of argparse comes here last."""
+        super().exit(status, f"{cut_message(message)}\n" if message else None)
 
 
 # ------------------------------------------------------------------------------ tokens as text

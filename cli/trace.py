@@ -27,8 +27,8 @@ A draft of two tokens takes two calls before anything is committed. The row of t
 number 1 there, so its "first" is 1, and commit([0, 1]) puts a 0 into "kept" of both calls. If the
 draft is then truncated by one token, the newest kept row is taken back: the second call loses it.
 
-A run is {"method", "prompt", "lms", "target", "rounds"}: token ids of the prompt, the models' names,
-and which of them verifies.
+A run is {"method", "prompt", "lms", "target", "rounds"}: token ids of the prompt, the models'
+names, and which of them verifies.
 """
 import json
 import time

@@ -34,6 +34,7 @@ from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli.graphs import GraphedLM  # noqa: E402
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.run import Run  # noqa: E402
+from cli.text import Parser, set_encodings  # noqa: E402
 from cllm import cllm  # noqa: E402
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length,  # noqa: E402
                     eos_ids, prepare, vocab_size)
@@ -548,8 +549,8 @@ def table_methods(bench: Bench) -> None:
 
 def options(description: str) -> argparse.ArgumentParser:
     """Make a parser with the options that all tables take."""
-    parser = argparse.ArgumentParser(description=description.partition("\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=description.partition("\n")[0],
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, models = parser.add_argument, ROOT / "models"
     add("--target", default=EMBEDDED)
     add("--draft", help="default: for the embedded target the embedded draft, else none")
@@ -578,6 +579,7 @@ def perform(parser: argparse.ArgumentParser, tables) -> None:
 
     tables  a function of the loaded Bench that prints them
     """
+    set_encodings()
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -25,7 +25,8 @@ from tqdm import tqdm
 from bench import Bench, Results, ROOT, options, perform, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
-from cllm import fit, read_examples  # noqa: E402  (the path is set above)
+from cli.text import Parser, cut_message, set_encodings  # noqa: E402  (the path is set above)
+from cllm import fit, read_examples  # noqa: E402
 from common import (CachedLM, InputError, Sampler, autoregressive,  # noqa: E402
                     context_length, eos_ids, greedy, load, row_costs, until, vocab_size)
 from jacobi import lookahead  # noqa: E402
@@ -518,8 +519,8 @@ def at_length(bench: Bench, pairs: list) -> dict:
 # ---------------------------------------------------------------------------- the command line
 
 def consistency_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="curves.py consistency",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog="curves.py consistency",
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--target", required=True)
     add("--data", type=Path, required=True, help="trajectories that `cllm.py collect` made")
@@ -566,12 +567,13 @@ def wrong_with(args: argparse.Namespace) -> str | None:
 
 
 def main() -> None:
+    set_encodings()
     if sys.argv[1:2] == ["consistency"]:
         args = consistency_options(sys.argv[2:])
         try:
             return consistency(args)
         except InputError as error:
-            print(f"curves.py consistency: {error}", file=sys.stderr)
+            print(f"curves.py consistency: {cut_message(str(error))}", file=sys.stderr)
             sys.exit(2)
     parser = options(__doc__)
     add = parser.add_argument

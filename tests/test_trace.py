@@ -64,7 +64,8 @@ def test_every_method_writes_a_page(method, tmp_path, capsys):
     assert CachedLM.forward is FORWARD  # nothing is recorded any more
 
 
-@pytest.mark.parametrize("method", ["speculative", "specinfer", "eagle", "pass_sampling", "cascade"])
+@pytest.mark.parametrize("method", ["speculative", "specinfer", "eagle", "pass_sampling",
+                                    "cascade"])
 def test_samples_are_recorded_too(method, tmp_path):
     [function] = [x for x in METHODS if x.__name__ == method]
     argv = ["--temperature", "1", "--seed", "3", "--max-new-tokens", "30", "--prompt", TEXT,
