@@ -7,17 +7,44 @@ arXiv 2401.12522
     python bita.py --adapter my.safetensors --prompt "..."          # decode (Section 3.2)
 
 Mask token j (1 … M) after a real token at position a stands at position a + j and predicts the
-token of position a + j + 1; that of a + 1 is the real token's own prediction. Only mask tokens see
-the P prompt tokens, real tokens never do, so the output stays the model's own: lossless, greedily
-or by one draw of the model at each node of the tree.
+token of position a + j + 1. That of a + 1 is the real token's own prediction. The P prompt tokens
+are a soft prompt, seen by mask tokens only. Real tokens never see it, so the output stays the
+model's own: lossless, greedily or with one sample of the model at each node of the tree.
 
-    L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)
-            Eq. 1, whose i is one too small against Section 3.2 and Fig. 4
+The rows of one call, with M = 2 and two candidates a and b for the root's next token. An x says
+that the row on the left sees the column:
 
-Departures: the loss is a mean; many k of an answer are trained on at once, as in the released code
-(up to 64 neighbours, all labels inside the answer; here anywhere from the prompt's last token on);
-deep prompt rows have the model's key heads, not all of its query heads; shallow ones are run alone,
-so that real tokens do not see them; sampling (the paper is greedy). Left out: several GPUs.
+                     soft prompt   text   root   a   b   root's masks   a's masks   b's masks
+    root                  .          x      x    .   .      .  .          .  .        .  .
+    a                     .          x      x    x   .      .  .          .  .        .  .
+    b                     .          x      x    .   x      .  .          .  .        .  .
+    mask 1 of root        x          x      x    .   .      x  .          .  .        .  .
+    mask 2 of root        x          x      x    .   .      x  x          .  .        .  .
+    mask 1 of a           x          x      x    x   .      .  .          x  .        .  .
+    mask 2 of a           x          x      x    x   .      .  .          x  x        .  .
+    masks 1, 2 of b       x          x      x    .   x      .  .          .  .        as a's
+
+If the root's next token is a, the masks of a give the candidates of the next call.
+
+    L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
+
+Departures (paper / here / why):
+    tree: one of 1 + M k nodes, of which each level's first alone has children (Fig. 5) / by default
+        the nodes that are likeliest to be accepted, as many as pay on this machine / rows that are
+        free on a GPU are expensive on a CPU. The paper's tree is --tree efficient
+    masks behind a node: all M / with the default tree the first M' of them, as many as pay / a node
+        with its masks is 1 + M' rows
+    Eq. 1: its sum runs from k + 1 to k + M / from k + 2 to k + M + 1 / by Section 3.2 and Fig. 4
+        position k + 1 is predicted by the last real token, and the masks predict what follows it
+    loss: a sum / a mean over labels / the rate does not depend on the number of labels
+    trained positions: one k of an answer at random, in the released code up to 64 neighbours, all
+        labels inside the answer / up to --anchors of them, anywhere from the prompt's last token on
+        / one pass over the text serves them all
+    deep soft prompt: the released code has a key and a value for each query head / for each key
+        head / a model with grouped queries has no others
+    shallow soft prompt: embeddings before the text / run alone, once / real tokens must not see it
+    sampling: the paper is greedy / at a temperature too / one sample a node is exact
+Left out: several GPUs.
 """
 import json
 import random
@@ -35,16 +62,193 @@ from common import (CachedLM, InputError, Node, Sampler, attention_mask, best_tr
 
 DESIGNS = ("deep", "shallow", "none")  # Table 3
 TREES = ("best", "efficient", "full", "chain")
-RANKS = 10  # guesses of a mask whose accuracies are measured
-MOST = 64  # rows of a call with a best tree
+RANKS = 10  # guesses of a mask token whose accuracies are measured, and candidates in a best tree
+MOST = 64  # rows of the largest call with a best tree
+CANDIDATES = 5  # candidates of a mask token in efficient and full trees
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
+
+
+# ----------------------------------------------------------------------------- what is tuned
+
+class TrainingCache:
+    """Stands in for transformers' cache in training: a pass attends to earlier rows and its own.
+
+    before   for each earlier pass a list of (keys, values) [B or 1, heads, n, d] of each layer
+    new      the (keys, values) of each layer that the pass at hand has computed
+    """
+
+    def __init__(self, *before: list):
+        self.before = before
+        self.new = []
+
+    def update(self, keys, values, layer, *_, **__):
+        """Take a layer's new keys and values, and return those of `before` followed by them."""
+        self.new.append((keys, values))
+        rows = [[x.to(keys.dtype).expand(len(keys), -1, -1, -1) for x in older[layer]]
+                for older in self.before]
+        return [torch.cat(parts, 2) for parts in zip(*rows, (keys, values))]
+
+    def get_seq_length(self, *_) -> int:
+        return 0
+
+
+def run_model(model, inputs, visible, positions, slots=None, before=(), head: bool = True):
+    """Run a model over rows that see earlier ones as they are told.
+
+    inputs     ids [B, n] or embeddings [B, n, d]
+    visible    [B, n, m], whether a row sees a slot; slots are the rows of `before`, then the rows
+               themselves
+    positions  of the rows, [B, n]
+    slots      positions of the slots, [B, m]; default: those of the rows, where `before` is empty
+    before     as in `TrainingCache`
+    head       whether logits are wanted
+    returns    logits [B, n, V] or None, and the new (keys, values) of each layer
+    """
+    like = model.get_input_embeddings().weight
+    cache = TrainingCache(*before)
+    slots = positions if slots is None else slots
+    mask = attention_mask(windows_of(model), visible, positions, slots, like)
+    name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
+    run = model if head else model.get_decoder()
+    output = run(**{name: inputs.to(like.device)}, position_ids=positions.to(like.device),
+                 attention_mask=mask, past_key_values=cache, use_cache=True)
+    return output.logits if head else None, cache.new
+
+
+def causal_mask(n: int) -> torch.Tensor:
+    """Return which of n rows see which: all before them and themselves, [1, n, n]."""
+    return torch.ones(1, n, n, dtype=torch.bool).tril()
+
+
+def shape_of(model) -> dict:
+    """Return what a tuning must fit: the model's layers, key heads, head size and width."""
+    with torch.inference_mode():
+        _, layers = run_model(model, torch.tensor([[0]]), causal_mask(1), torch.tensor([[0]]),
+                              head=False)
+    keys, values = layers[0]
+    if keys.shape != values.shape:
+        raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
+    return {"model": type(model).__name__, "layers": len(layers), "heads": keys.shape[1],
+            "head_dim": keys.shape[3], "width": model.get_input_embeddings().weight.shape[1]}
+
+
+class Tuning(torch.nn.Module):
+    """What is tuned: P prompt tokens and M mask tokens.
+
+    shape        of the model: `shape_of`
+    design       deep, shallow or none: where the soft prompt enters
+
+    masks        [M, width]
+    soft_prompt  deep: keys and values of every layer, [layers, 2, heads, P, head_dim]. Shallow:
+                 embeddings [P, width] that are run once, alone, at positions 0 to P - 1
+    accept       accept[j - 1][r], how often the guess of rank r of mask j is right on held-out
+                 answers
+    """
+
+    def __init__(self, shape: dict, design: str = "deep", P: int = 16, M: int = 3, seed: int = 0):
+        super().__init__()
+        if design not in DESIGNS:
+            raise InputError(f"--design must be {', '.join(DESIGNS)}, got {design}")
+        check_counts(P=P, M=M)
+        self.shape = shape
+        self.design = design
+        self.accept = []
+        sizes = {"deep": (shape["layers"], 2, shape["heads"], P, shape["head_dim"]),
+                 "shallow": (P, shape["width"]), "none": (0,)}
+        rng = torch.Generator().manual_seed(seed)
+        self.soft_prompt = torch.nn.Parameter(0.02 * torch.randn(sizes[design], generator=rng))
+        self.masks = torch.nn.Parameter(0.02 * torch.randn(M, shape["width"], generator=rng))
+
+    def soft_rows(self, model) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the soft prompt as (keys, values) [heads, P, head_dim] of each layer, [] if there
+        is none. Deep keys are not rotated, as released."""
+        if self.design == "none":
+            return []
+        if self.design == "deep":
+            return [tuple(pair.to(model.dtype)) for pair in self.soft_prompt]
+        n, embeds = len(self.soft_prompt), self.soft_prompt[None].to(model.dtype)
+        _, layers = run_model(model, embeds, causal_mask(n), torch.arange(n)[None], head=False)
+        return [(keys[0], values[0]) for keys, values in layers]
+
+    @torch.inference_mode()
+    def for_decoding(self, model) -> tuple[list, torch.Tensor]:
+        """Return `soft_rows` and the mask tokens [M, width], in the model's type."""
+        return self.soft_rows(model), self.masks.to(model.dtype)
+
+
+# ---------------------------------------------------------------------------------- the loss
+
+def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
+    """Batch pairs of a prompt and its answer, and draw anchors in each: real tokens, the paper's k,
+    with a group of masks after them. Within a group the mask is that of Fig. 3.
+
+    most     anchors of an answer
+    returns  ids [B, T]; the anchors' positions [B, G]; and labels [B, G, M], -100 where there is no
+             anchor or the answer has ended. Mask j after position a has the label of position
+             a + j + 1
+    """
+    spans = [range(len(p) - 1, len(p) + len(a) - 2) for p, a in data]  # what a mask can predict
+    chosen = [sorted(rng.sample(span, min(most, len(span)))) for span in spans]
+    G = max(1, max(map(len, chosen)))
+    ids = torch.zeros(len(data), max(len(p) + len(a) for p, a in data), dtype=torch.long)
+    anchors = torch.zeros(len(data), G, dtype=torch.long)
+    labels = torch.full((len(data), G, M), -100)
+    for b, ((prompt, answer), positions) in enumerate(zip(data, chosen)):
+        tokens = torch.tensor(prompt + answer)
+        ids[b, :len(tokens)] = tokens
+        anchors[b, :len(positions)] = torch.tensor(positions, dtype=torch.long)
+        for g, a in enumerate(positions):
+            following = tokens[a + 2:a + 2 + M]
+            labels[b, g, :len(following)] = following
+    return ids, anchors, labels
+
+
+def mask_logits(model, masks: torch.Tensor, soft_rows: list, ids: torch.Tensor,
+                anchors: torch.Tensor) -> torch.Tensor:
+    """Return the logits [B, G, M, V] of groups of mask tokens behind anchors.
+
+    Real tokens see neither masks nor soft prompt, so their keys and values are computed first,
+    without gradients.
+
+    masks      [M, width]
+    soft_rows  `Tuning.soft_rows`, which mask tokens see
+    ids        real tokens [B, T]
+    anchors    positions [B, G] of the real tokens that groups stand behind
+    """
+    (B, T), G, M = ids.shape, anchors.shape[1], len(masks)
+    context = torch.arange(T).expand(B, -1)
+    with torch.no_grad():
+        _, text = run_model(model, ids, causal_mask(T).expand(B, -1, -1), context, head=False)
+    positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
+    sees = context[:, None] <= anchors.repeat_interleave(M, 1)[:, :, None]  # [B, G · M, T]
+    groups = torch.block_diag(*[causal_mask(M)[0]] * G).bool()  # [G · M, G · M]
+    visible = torch.cat([sees, groups.expand(B, -1, -1)], 2)
+    slots = torch.cat([context, positions], 1)
+    before = [text]
+    if soft_rows:
+        P = soft_rows[0][0].shape[1]
+        visible = F.pad(visible, (P, 0), value=True)
+        slots = F.pad(slots, (P, 0), value=10 ** 9)  # no sliding window leaves it out
+        before.insert(0, [(keys[None], values[None]) for keys, values in soft_rows])
+    embeds = masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
+    logits, _ = run_model(model, embeds, visible, positions, slots, before)
+    return logits.unflatten(1, (G, M))
+
+
+def sar_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return Eq. 1 as a mean over the labels, in nats."""
+    return F.cross_entropy(logits.float().flatten(0, 2), labels.flatten(), ignore_index=-100)
 
 
 # ---------------------------------------------------------------------------------- decoding
 
-def efficient_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
-    """(ids, parents) below the root, node 0, whose id is left to the caller: level j has the k
-    likeliest tokens of mask j, and only a level's first has children (Fig. 5). 1 + M k nodes."""
+def build_efficient_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Build the tree of Fig. 5, 1 + M k nodes: level j has the k likeliest tokens of mask j, and
+    only a level's first has children.
+
+    candidates  for each mask its likeliest tokens, the best first
+    returns     ids and parents; node 0 is the root, whose id, -1 here, is left to the caller
+    """
     ids, parents = [-1], [-1]
     first = 0
     for tokens in candidates:
@@ -54,8 +258,9 @@ def efficient_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
     return ids, parents
 
 
-def full_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
-    """As `efficient_tree`, every node with children: 1 + k + … + k^M nodes."""
+def build_full_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Build a tree in which every node has children, 1 + k + … + k^M nodes. Arguments and result
+    are those of `build_efficient_tree`."""
     ids, parents = [-1], [-1]
     level = [0]
     for tokens in candidates:
@@ -66,81 +271,115 @@ def full_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
     return ids, parents
 
 
-def planned_tree(plan: list[Node], candidates: list[list[int]]) -> tuple[list[int], list[int]]:
-    """As `efficient_tree`, of the nodes that `best_tree` chose, as deep as there are candidates."""
+def build_planned_tree(plan: list[Node],
+                       candidates: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Build the tree that `best_tree` planned, no deeper than there are candidates. Arguments and
+    result are those of `build_efficient_tree`."""
     ids, parents = [-1], [-1]
-    place = {0: 0}  # of a node of the plan in the tree
+    built = {0: 0}  # for each node of the plan its number in the tree
     for i, node in enumerate(plan[1:], 1):
         if node.depth <= len(candidates):
-            place[i] = len(ids)
+            built[i] = len(ids)
             ids.append(candidates[node.depth - 1][node.rank])
-            parents.append(place[node.parent])
+            parents.append(built[node.parent])
+    return ids, parents
+
+
+def build_tree(tree: str, plan: list[Node], candidates: list[list[int]],
+               root: int) -> tuple[list[int], list[int]]:
+    """Build the tree of candidates below a root, and return its ids and parents.
+
+    tree  one of TREES; a chain is an efficient tree with one candidate a level
+    plan  of a best tree
+    """
+    if tree == "best":
+        ids, parents = build_planned_tree(plan, candidates)
+    elif tree == "full":
+        ids, parents = build_full_tree(candidates)
+    else:
+        ids, parents = build_efficient_tree(candidates)
+    ids[0] = root
     return ids, parents
 
 
 def plans(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
-    """((the nodes of a best tree, M' masks below each of them), expected tokens, seconds): n nodes
-    are n (1 + M') rows; there are as many masks as the tree is deep."""
+    """Yield trees with their expected tokens and seconds, for `fastest` to choose from. A tree is
+    (the nodes of a best tree, M' masks below each of them), as deep as there are masks."""
     costs = row_costs(target, MOST)
     for M in range(len(accept) + 1):
         tree = best_tree(accept[:M], MOST // (1 + M))
         for n in range(1, len(tree) + 1):
             tokens = sum(node.chance for node in tree[:n])
-            yield (tree[:n], M), tokens, costs[n * (1 + M)]
+            yield (tree[:n], M), tokens, costs[n * (1 + M)]  # a node and its masks are 1 + M rows
 
 
 def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
-    """The parents of a tree with a chain of M mask tokens below each of the nodes `owners`."""
+    """Return the parents of a tree with a chain of M mask tokens below each of some nodes.
+
+    owners  the nodes that get masks
+    """
     parents = list(parents)
-    for owner in owners if M else []:
-        parents += [owner, *range(len(parents), len(parents) + M - 1)]
+    if M == 0:
+        return parents
+    for owner in owners:
+        first = len(parents)
+        parents += [owner, *range(first, first + M - 1)]
     return parents
 
 
-def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
+def count_candidates(tree: str, k: int) -> int:
+    """Return how many candidates of a mask a tree uses. Raise InputError for an option of `bita`
+    that is wrong, or that the tree ignores."""
+    if tree not in TREES:
+        raise InputError(f"--tree must be {', '.join(TREES)}, got {tree}")
+    if k < 0:
+        raise InputError(f"--k must be 0 or more, got {k}")
+    if tree in ("efficient", "full"):
+        return k if k > 0 else CANDIDATES
+    if k > 0:
+        raise InputError(f"--k must be left out with --tree {tree}, got {k}")
+    return 1 if tree == "chain" else RANKS
+
+
+def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
          adapter: str = ADAPTER, tuning: "Tuning | None" = None, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
     """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
 
-    tree:    best (the likeliest nodes, as many as pay on this machine), efficient (only the
-             likeliest candidate of a mask has children), full (all have), or chain
-             (straightforward: one group of masks, after the root)
-    k:       candidates of each mask token in efficient and full trees
+    tuning   a tuning to use in place of a file's
+
+    tree:    best (the likeliest nodes, as many as pay on this machine), efficient (the paper's,
+             where only the likeliest candidate of a mask has children), full (all have), or chain
+             (straightforward, one group of masks after the root)
+    k:       candidates of each mask token, in efficient and full trees only; 0 is 5
     adapter: file of prompt and mask tokens, made by `python bita.py train`
-    Yields chunks of 1 to M + 1 tokens; `tuning` replaces the file. Logs a record a call:
-    {"guessed", "accepted", "rows"}.
+    Yields chunks of 1 to M + 1 tokens; logs a record a call: {"guessed", "accepted", "rows"}.
     """
-    if tree not in TREES or k < 1:
-        raise InputError(f"expected a tree of {', '.join(TREES)} and k of 1 or more, "
-                         f"got {tree} and {k}")
+    k = count_candidates(tree, k)
     tuning = tuning or target.once(("bita", adapter), lambda: load_tuning(adapter, target.model))
-    prefix, masks = tuning.inputs(target.model)
+    prefix, masks = tuning.for_decoding(target.model)
     embed = target.model.get_input_embeddings()
     target.start(prompt[:-1], prefix=prefix)
-    M = len(masks)
-    k = {"chain": 1, "best": RANKS}.get(tree, k)
+    plan, M = [], len(masks)
     root = prompt[-1]
     candidates = []  # for each mask its k likeliest tokens
     while True:
         if tree == "best":
             plan, M = fastest(target, tuning, lambda: plans(target, tuning.accept))
-            ids, real = planned_tree(plan, candidates)
-        else:
-            ids, real = full_tree(candidates) if tree == "full" else efficient_tree(candidates)
-        ids[0] = root
+        ids, real = build_tree(tree, plan, candidates, root)
         n = len(real)
         owners = [0] if tree == "chain" else range(n)  # nodes with a group of masks below them
         parents = attach_masks(real, owners, M)
         with torch.inference_mode():
             tokens = embed(torch.tensor(ids, device=masks.device))
-            rows = torch.cat([tokens, masks[:M].repeat(len(owners), 1)])
-        sees = [False] * n + [True] * (len(rows) - n)
-        logits = target.forward(rows, parents, sees_prefix=sees)
+            inputs = torch.cat([tokens, masks[:M].repeat(len(owners), 1)])
+        sees_prefix = [False] * n + [True] * (len(inputs) - n)  # only masks do
+        logits = target.forward(inputs, parents, sees_prefix=sees_prefix)
         path, chunk = walk(ids, real, sample(logits[:n]))
         target.commit(path)
         root = chunk[-1]
         groups = logits[n:].view(len(owners), M, logits.shape[1])
-        if tree == "chain":  # one group, behind the root: its first masks are stale by now
+        if tree == "chain":  # the only group stands behind the root: its first masks are stale
             stale = len(path) - 1
             group = groups[0, stale:]
         else:
@@ -151,156 +390,25 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
         yield chunk
 
 
-# ----------------------------------------------------------------------------- what is tuned
-
-class Rows:
-    """Stands in for transformers' cache in training: the rows of a pass come behind those of
-    `before`, lists of (keys, values) [B or 1, heads, n, d] for each layer; `new` keeps them."""
-
-    def __init__(self, *before: list):
-        self.before = before
-        self.new = []
-
-    def update(self, keys, values, layer, *_, **__):
-        self.new.append((keys, values))
-        rows = [[x.to(keys.dtype).expand(len(keys), -1, -1, -1) for x in older[layer]]
-                for older in self.before]
-        return [torch.cat(parts, 2) for parts in zip(*rows, (keys, values))]
-
-    def get_seq_length(self, *_) -> int:
-        return 0
-
-
-def forward(model, inputs, visible, positions, slots=None, before=(), head: bool = True):
-    """(logits [B, n, V], None without `head`; new (keys, values) of each layer) of ids [B, n] or
-    embeddings [B, n, d] at `positions` [B, n]. `visible` [B, n, m]: what they see of the rows
-    `before` and of themselves, at positions `slots` [B, m] (default: without `before`)."""
-    like = model.get_input_embeddings().weight
-    cache = Rows(*before)
-    slots = positions if slots is None else slots
-    mask = attention_mask(windows_of(model), visible, positions, slots, like)
-    name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-    run = model if head else model.get_decoder()
-    output = run(**{name: inputs.to(like.device)}, position_ids=positions.to(like.device),
-                 attention_mask=mask, past_key_values=cache, use_cache=True)
-    return output.logits if head else None, cache.new
-
-
-def causal(n: int) -> torch.Tensor:
-    return torch.ones(1, n, n, dtype=torch.bool).tril()
-
-
-def shape_of(model) -> dict:
-    """What a tuning must fit: the model's layers, key heads, head size and width."""
-    with torch.inference_mode():
-        _, rows = forward(model, torch.tensor([[0]]), causal(1), torch.tensor([[0]]), head=False)
-    keys, values = rows[0]
-    if keys.shape != values.shape:
-        raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
-    return {"model": type(model).__name__, "layers": len(rows), "heads": keys.shape[1],
-            "head_dim": keys.shape[3], "width": model.get_input_embeddings().weight.shape[1]}
-
-
-class Tuning(torch.nn.Module):
-    """P prompt tokens and M mask tokens. `masks` [M, width]; `prompts`: keys and values of every
-    layer [layers, 2, heads, P, head_dim] (deep: P · layers · 2 · heads · head_dim parameters), or
-    embeddings [P, width] that are run once, alone, at positions 0 to P - 1 (shallow).
-    `accept[j - 1][r]`: how often the guess of rank r of mask j is right on held-out answers."""
-
-    def __init__(self, shape: dict, design: str = "deep", P: int = 16, M: int = 3, seed: int = 0):
-        super().__init__()
-        if design not in DESIGNS or M < 1 or P < 1:
-            raise InputError(f"expected a design of {', '.join(DESIGNS)}, P and M of 1 or more, "
-                             f"got {design}, {P} and {M}")
-        self.shape = shape
-        self.design = design
-        self.accept = []
-        sizes = {"deep": (shape["layers"], 2, shape["heads"], P, shape["head_dim"]),
-                 "shallow": (P, shape["width"]), "none": (0,)}
-        rng = torch.Generator().manual_seed(seed)
-        self.prompts = torch.nn.Parameter(0.02 * torch.randn(sizes[design], generator=rng))
-        self.masks = torch.nn.Parameter(0.02 * torch.randn(M, shape["width"], generator=rng))
-
-    def rows(self, model) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(keys, values) [heads, P, head_dim] of each layer, as prompt rows; [] without any. Deep
-        ones are not rotated, as released."""
-        if self.design == "none":
-            return []
-        if self.design == "deep":
-            return [tuple(pair.to(model.dtype)) for pair in self.prompts]
-        n, embeds = len(self.prompts), self.prompts[None].to(model.dtype)
-        _, rows = forward(model, embeds, causal(n), torch.arange(n)[None], head=False)
-        return [(keys[0], values[0]) for keys, values in rows]
-
-    @torch.inference_mode()
-    def inputs(self, model) -> tuple[list, torch.Tensor]:
-        """(`rows`, the mask tokens [M, width]), as the model takes them."""
-        return self.rows(model), self.masks.to(model.dtype)
-
-
 # ------------------------------------------------------------------------------------ tuning
-
-def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
-    """A batch of (prompt, answer) pairs with up to `most` anchors in each: real tokens, the paper's
-    k, with a group of masks after them (Section 3.1: one at random; a group's mask is Fig. 3's).
-
-    Returns ids [B, T], the anchors' positions [B, G], and labels [B, G, M], -100 where there is no
-    anchor or the answer has ended. Mask j after position a has the label of position a + j + 1."""
-    spans = [range(len(p) - 1, len(p) + len(a) - 2) for p, a in data]  # what a mask can predict
-    chosen = [sorted(rng.sample(span, min(most, len(span)))) for span in spans]
-    G = max(1, max(map(len, chosen)))
-    ids = torch.zeros(len(data), max(len(p) + len(a) for p, a in data), dtype=torch.long)
-    anchors = torch.zeros(len(data), G, dtype=torch.long)
-    labels = torch.full((len(data), G, M), -100)
-    for b, ((prompt, answer), some) in enumerate(zip(data, chosen)):
-        tokens = torch.tensor(prompt + answer)
-        ids[b, :len(tokens)] = tokens
-        anchors[b, :len(some)] = torch.tensor(some, dtype=torch.long)
-        for g, a in enumerate(some):
-            known = tokens[a + 2:a + 2 + M]
-            labels[b, g, :len(known)] = known
-    return ids, anchors, labels
-
-
-def mask_logits(model, masks: torch.Tensor, prompts: list, ids: torch.Tensor,
-                anchors: torch.Tensor) -> torch.Tensor:
-    """Logits [B, G, M, V] of mask tokens [M, width], which see `prompts` (`Tuning.rows`). Real
-    tokens see neither: their rows are computed first, without gradients."""
-    (B, T), G, M = ids.shape, anchors.shape[1], len(masks)
-    context = torch.arange(T).expand(B, -1)
-    with torch.no_grad():
-        _, rows = forward(model, ids, causal(T).expand(B, -1, -1), context, head=False)
-    positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
-    sees = context[:, None] <= anchors.repeat_interleave(M, 1)[:, :, None]  # [B, G · M, T]
-    group = torch.block_diag(*[causal(M)[0]] * G).bool().expand(B, -1, -1)  # [B, G · M, G · M]
-    visible = torch.cat([sees, group], 2)
-    slots = torch.cat([context, positions], 1)
-    before = [rows]
-    if prompts:
-        P = prompts[0][0].shape[1]
-        visible = F.pad(visible, (P, 0), value=True)
-        slots = F.pad(slots, (P, 0), value=10 ** 9)
-        before.insert(0, [(keys[None], values[None]) for keys, values in prompts])
-    embeds = masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
-    return forward(model, embeds, visible, positions, slots, before)[0].unflatten(1, (G, M))
-
-
-def sar_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Eq. 1, as a mean over the labels, in nats."""
-    return F.cross_entropy(logits.float().flatten(0, 2), labels.flatten(), ignore_index=-100)
-
 
 @torch.inference_mode()
 def accuracy(model, tuning: Tuning, data: list, anchors: int,
              size: int = 16) -> tuple[float, list[list[float]]]:
-    """(mean loss, how often each mask's guess of each rank is right) on (prompt, answer) pairs."""
+    """Measure a tuning on pairs of a prompt and its answer.
+
+    anchors  of an answer, at most
+    size     pairs of a pass
+    returns  the mean loss, and how often each mask's guess of each rank is right
+    """
     rng = random.Random(0)
     losses = []
     hits, total = 0, 0
     for i in range(0, len(data), size):
-        ids, at, labels = sample_anchors(data[i:i + size], len(tuning.masks), anchors, rng)
+        batch = sample_anchors(data[i:i + size], len(tuning.masks), anchors, rng)
+        ids, positions, labels = batch
         labels = labels.to(tuning.masks.device)
-        logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)
+        logits = mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, positions)
         losses.append(sar_loss(logits, labels).item())
         ranked = logits.topk(min(RANKS, logits.shape[-1])).indices  # [B, G, M, RANKS]
         hits = hits + (ranked == labels[..., None]).sum((0, 1))
@@ -310,16 +418,24 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
 
 def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch: int, anchors: int,
         lr: float, accumulate: int = 1, seed: int = 0, work: Path | None = None) -> dict:
-    """Tune on (prompt, answer) pairs, the model frozen. Section 4.1: the rate a cosine from 3e-2,
-    128 answers a step; released scripts: gradients cut to length 1, AdamW without decay. Returns
-    {step: {"loss", "accept"}} on `held_out`; sets `tuning.accept`."""
-    from models.training import Training, sample_alike, digest, count_tokens
+    """Tune on pairs of a prompt and its answer, the model frozen, and set `tuning.accept`.
+
+    Section 4.1 has a rate that is a cosine from 3e-2, and 128 answers a step. The released scripts
+    cut gradients to length 1 and use AdamW without decay.
+
+    data      pairs to learn from
+    held_out  pairs to measure by
+    work      folder of checkpoints; None: there are none
+    returns   {step: {"loss", "accept"}} on `held_out`
+    The other arguments are options of `train`.
+    """
+    from models.training import Training, count_tokens, digest, sample_alike
     model.requires_grad_(False)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(data, batch, rng, count_tokens)
-        ids, at, labels = sample_anchors(some, len(tuning.masks), anchors, rng)
-        logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)
+        pairs = sample_alike(data, batch, rng, count_tokens)
+        ids, positions, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)
+        logits = mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, positions)
         return sar_loss(logits, labels.to(model.device))
 
     def evaluate() -> tuple[dict, str]:
@@ -334,6 +450,13 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
     return curve
 
 
+def check_counts(**counts: int) -> None:
+    """Raise InputError for the first of these options that is not 1 or more."""
+    for name, value in counts.items():
+        if value < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
+
+
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           design: str = "deep", P: int = 16, M: int = 3, max_new_tokens: int = 200,
           steps: int = 1000, batch: int = 16, accumulate: int = 1, anchors: int = 64,
@@ -343,16 +466,17 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     out:    the safetensors file to make
     work:   folder of answers and checkpoints (default: OUT.work)
     design: deep (prompt tokens in every layer), shallow (at the input alone) or none
-    P, M:   prompt tokens and mask tokens
+    P, M:   numbers of prompt tokens and of mask tokens
     max_new_tokens: of an answer
     batch, accumulate: answers a pass, passes a step (the paper: 128 answers)
     anchors: mask groups of an answer, at most
-    lr:     where the cosine begins
+    lr:     where the cosine of the learning rate begins
     """
     from models.training import collect_examples
-    if min(steps, batch, accumulate, anchors, max_new_tokens) < 1 or not lr > 0:
-        raise InputError("expected steps, batch, accumulate, anchors and max-new-tokens of 1 or "
-                         "more and a learning rate above 0")
+    check_counts(steps=steps, batch=batch, accumulate=accumulate, anchors=anchors,
+                 max_new_tokens=max_new_tokens)
+    if not lr > 0:
+        raise InputError(f"--lr must be above 0, got {lr}")
     work = work or Path(f"{out}.work")
     tuning = Tuning(shape_of(model), design, P, M, seed).to(model.device)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
@@ -366,20 +490,22 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ---------------------------------------------------------------------------------- its file
 
 def some_embeddings(model) -> torch.Tensor:
-    """Enough of a model's embeddings [16, 16] to know it by, in whatever type it is."""
+    """Return enough of a model's embeddings, [16, 16], to know it by, whatever type it is in."""
     return model.get_input_embeddings().weight[:16, :16].detach().float().cpu()
 
 
 def save_tuning(path: Path, tuning: Tuning, model) -> None:
+    """Write a tuning to a file, with the model that it is for."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {"prompts": tuning.prompts, "masks": tuning.masks, "model": some_embeddings(model)}
+    tensors = {"prompts": tuning.soft_prompt, "masks": tuning.masks,
+               "model": some_embeddings(model)}
     save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
               {"bita": json.dumps(tuning.shape | {"design": tuning.design,
                                                   "accept": tuning.accept})})
 
 
 def load_tuning(path: str, model) -> Tuning:
-    """InputError where the file was made for another model."""
+    """Read a tuning from a file. Raise InputError where the file was made for another model."""
     try:
         with safe_open(path, "pt") as file:
             header = json.loads((file.metadata() or {}).get("bita", "null"))
@@ -395,21 +521,23 @@ def load_tuning(path: str, model) -> Tuning:
         if header[name] != shape[name]:
             raise InputError(f"expected a tuning of this model, got one of another: {name} is "
                              f"{header[name]} there and {shape[name]} here")
-    known, here = (x - x.mean(0) for x in (tensors["model"], some_embeddings(model)))
-    if F.cosine_similarity(known.flatten(), here.flatten(), 0) < 0.5:  # tuned or quantised: ~1
+    there, here = (x - x.mean(0) for x in (tensors["model"], some_embeddings(model)))
+    # About 1 where the model was tuned or quantised since, about 0 for another model
+    if F.cosine_similarity(there.flatten(), here.flatten(), 0) < 0.5:
         raise InputError("expected a tuning of this model, got one of another: embeddings differ")
     if not all(x.isfinite().all() for x in tensors.values()):
         raise InputError(f"expected finite numbers, got {path!r} with others")
     tuning = Tuning(shape, design)
     tuning.accept = accept
-    for name in ("prompts", "masks"):
-        setattr(tuning, name, torch.nn.Parameter(tensors[name], requires_grad=False))
+    tuning.soft_prompt = torch.nn.Parameter(tensors["prompts"], requires_grad=False)
+    tuning.masks = torch.nn.Parameter(tensors["masks"], requires_grad=False)
     return tuning.to(model.device)
 
 
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
+    """Return a line that says what a call of the model had and accepted."""
     guessed, accepted, rows = (sum(r[name] for r in run.log) / len(run.log)
                                for name in ("guessed", "accepted", "rows"))
     return f"a call: {rows:.1f} rows, {guessed:.1f} of them candidates, {accepted:.2f} accepted"

@@ -405,7 +405,7 @@ def table_masks(bench: Bench) -> None:
     runs |= {f"PaSS, L {L}": bench.ours(pass_sampling, L=L, trained=tokens) for L in lengths}
     for (name, tuning), (tree, k) in itertools.product(
             (("PaSS's tokens", few), ("BiTA", deep)),
-            (("chain", 1), ("efficient", 1), ("efficient", 5))):
+            (("chain", 0), ("efficient", 1), ("efficient", 5))):
         which = "one group" if tree == "chain" else f"groups behind each, k {k}"
         runs[f"{name}, {which}"] = bench.ours(bita, tuning=tuning, tree=tree, k=k)
     if (path := folder / "space.safetensors").exists():

@@ -64,7 +64,7 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
     `trained` is used instead of the file.
     """
     trained = trained or target.once(("pass", tokens), lambda: load_tuning(tokens, target.model))
-    prompt_rows, lookahead = trained.inputs(target.model)  # lookahead: [L, d]
+    prompt_rows, lookahead = trained.for_decoding(target.model)  # lookahead: [L, d]
     if prompt_rows:
         raise InputError(f"--tokens must be a file without prompt tokens, got {tokens!r}")
     if not 0 <= L <= len(lookahead):

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 import bita as module
-from bita import (Tuning, accuracy, bita, efficient_tree, fit, full_tree, load_tuning, mask_logits,
-                  planned_tree, plans, sample_anchors, sar_loss, save_tuning, shape_of, train)
+from bita import (Tuning, accuracy, bita, build_efficient_tree, build_full_tree, build_planned_tree,
+                  fit, load_tuning, mask_logits, plans, sample_anchors, sar_loss, save_tuning,
+                  shape_of, train)
 from common import CachedLM, InputError, autoregressive, best_tree
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, tiny
@@ -46,11 +47,11 @@ def embeddings(model, ids: list[int], tuning: Tuning, groups: int = 1) -> torch.
 
 @torch.inference_mode()
 def prompt_rows(tuning: Tuning, model) -> list:
-    return tuning.rows(model)
+    return tuning.soft_rows(model)
 
 
 def equal(a: Tuning, b: Tuning) -> bool:
-    return torch.equal(a.masks, b.masks) and torch.equal(a.prompts, b.prompts)
+    return torch.equal(a.masks, b.masks) and torch.equal(a.soft_prompt, b.soft_prompt)
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -72,23 +73,24 @@ def test_prompt_and_mask_tokens_leave_real_tokens_alone(family):
 def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, monkeypatch):
     """Call by call against the logits of training; a chain's one group is the root's, and of its
     M = 3 predictions those of accepted tokens are stale."""
-    for name in ("efficient_tree", "full_tree"):
+    for name in ("build_efficient_tree", "build_full_tree"):
         make = getattr(module, name)
         monkeypatch.setattr(module, name, lambda x, make=make: calls.append(x) or make(x))
-    monkeypatch.setattr(module, "planned_tree", lambda plan, x: calls.append(x)
-                        or planned_tree(plan, x))
+    monkeypatch.setattr(module, "build_planned_tree", lambda plan, x: calls.append(x)
+                        or build_planned_tree(plan, x))
     monkeypatch.setattr(module, "fastest", lambda *_: (best_tree([[0.5, 0.3], [0.4]], 5), 2))
     M, k = {"chain": (3, 1), "best": (2, 5)}.get(tree, (3, 2))
     for family, design in (("llama", "deep"), ("mistral", "shallow")):
         model, calls, log, text = tiny(family, vocab_size=5), [], [], [3, 1, 4]
         tuning = random_tuning(model, design)
-        method = bita(CachedLM(model), text, tree=tree, k=2, tuning=tuning, log=log)
+        asked = k if tree in ("efficient", "full") else 0
+        method = bita(CachedLM(model), text, tree=tree, k=asked, tuning=tuning, log=log)
         chunks = list(itertools.islice(method, 25))
         for chunk, candidates in zip(chunks, calls[1:]):
             known, stale = (text, len(chunk) - 1) if tree == "chain" else (text + chunk[:-1], 0)
             ids, at = torch.tensor([known]), torch.tensor([[len(known) - 1]])
-            logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, at)[0, 0, stale:M]
-            assert candidates == logits.topk(k).indices.tolist()
+            logits = mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, at)
+            assert candidates == logits[0, 0, stale:M].topk(k).indices.tolist()
             text = text + chunk
         assert {len(chunk) for chunk in chunks} >= {1, 2}
         assert [r["accepted"] + 1 for r in log] == [len(chunk) for chunk in chunks]
@@ -102,7 +104,7 @@ def test_the_tree_of_figure_5():
     """M = 4, k = 3: of each level only the first node has children."""
     levels = [["Yeah", "Yes", "Sure"], [",", "!", "."], ["I", "they", "LLMs"],
               ["have", "read", "am"]]
-    ids, parents = efficient_tree(levels)
+    ids, parents = build_efficient_tree(levels)
     assert ids[1:] == sum(levels, [])
     assert parents == [-1, 0, 0, 0, 1, 1, 1, 4, 4, 4, 7, 7, 7]
     assert [ids[i] for i in path_to(12, parents)[1:]] == ["Yeah", ",", "I", "am"]
@@ -125,22 +127,23 @@ def test_the_tree_that_pays(monkeypatch):
 def test_the_tokens_of_a_planned_tree():
     """Of the levels that have candidates."""
     plan = best_tree([[0.5, 0.2], [0.4, 0.1]], 4)
-    assert planned_tree(plan, [[7, 8], [9]]) == ([-1, 7, 8, 9], [-1, 0, 0, 1])
-    assert planned_tree(plan, [[7, 8]]) == ([-1, 7, 8], [-1, 0, 0])
-    assert planned_tree(plan, []) == ([-1], [-1])
+    assert build_planned_tree(plan, [[7, 8], [9]]) == ([-1, 7, 8, 9], [-1, 0, 0, 1])
+    assert build_planned_tree(plan, [[7, 8]]) == ([-1, 7, 8], [-1, 0, 0])
+    assert build_planned_tree(plan, []) == ([-1], [-1])
 
 
 def test_a_tree_planned_for_more_masks_than_the_last_call_had():
     """Nodes below the candidates are left out, and all others keep their parents."""
     plan = best_tree([[0.6, 0.2], [0.8, 0.1], [0.45, 0.05]], 7)
     assert [node.depth for node in plan] == [0, 1, 2, 3, 1, 2, 3]
-    assert planned_tree(plan, [[7, 8], [5, 6]]) == ([-1, 7, 5, 8, 5], [-1, 0, 1, 0, 3])
+    assert build_planned_tree(plan, [[7, 8], [5, 6]]) == ([-1, 7, 5, 8, 5], [-1, 0, 1, 0, 3])
 
 
 def test_the_full_tree():
-    ids, parents = full_tree([[1, 2], [3, 4]])
+    ids, parents = build_full_tree([[1, 2], [3, 4]])
     assert ids[1:] == [1, 2, 3, 4, 3, 4] and parents == [-1, 0, 0, 1, 1, 2, 2]
-    assert len(full_tree([[1, 2, 3]] * 3)[0]) == 1 + 3 + 9 + 27 and full_tree([])[1] == [-1]
+    assert len(build_full_tree([[1, 2, 3]] * 3)[0]) == 1 + 3 + 9 + 27
+    assert build_full_tree([])[1] == [-1]
 
 
 class Position(torch.nn.Module):
@@ -180,7 +183,8 @@ def test_positions_and_labels_of_figure_4(monkeypatch):
     tuning.accept = accuracy(Position(), tuning, data, 8)[1]
     for tree, lengths in (("efficient", [1, 4, 4, 4]), ("full", [1, 4, 4, 4]),
                           ("best", [1, 4, 4, 4]), ("chain", [1, 4, 1, 4])):  # Fig. 4: 1, 4, 1, …
-        method = bita(CachedLM(Position()), text[:5], tree=tree, k=2, tuning=tuning)
+        k = 2 if tree in ("efficient", "full") else 0
+        method = bita(CachedLM(Position()), text[:5], tree=tree, k=k, tuning=tuning)
         chunks = list(itertools.islice(method, 4))
         assert [len(chunk) for chunk in chunks] == lengths
         assert sum(chunks, []) == text[5:5 + sum(lengths)]
@@ -266,7 +270,7 @@ def test_training_sees_what_decoding_sees(family, design):
     rows = prompt_rows(tuning, model)
     ids, anchors, labels = sample_anchors(data, 3, 9, random.Random(0))
     with torch.inference_mode():
-        logits = mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors)
+        logits = mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, anchors)
     for b, (prompt, answer) in enumerate(data):
         places = range(len(prompt) - 1, len(prompt) + len(answer) - 2)
         assert (labels[b, :, 0] >= 0).sum() == len(places)
@@ -305,7 +309,8 @@ def test_tuning_lowers_the_loss_and_reaches_nothing_else(design):
     assert all(torch.equal(p, before[name]) and p.grad is None
                for name, p in model.named_parameters())
     ids, anchors, labels = sample_anchors(data, 2, 12, rng)
-    sar_loss(mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors), labels).backward()
+    logits = mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, anchors)
+    sar_loss(logits, labels).backward()
     assert all(p.numel() == 0 or p.grad.abs().sum() > 0 for p in tuning.parameters())
 
 
@@ -319,7 +324,7 @@ def test_options_reach_the_batches(monkeypatch, capsys):
         passes.append((data, most, made[1].shape[1]))
         return made
     model = tiny("llama")
-    monkeypatch.setattr(module, "anchored", spy)
+    monkeypatch.setattr(module, "sample_anchors", spy)
     figures = 1.5, [[0.25, 0.5], [0.125, 0.0]]
     monkeypatch.setattr(module, "accuracy", lambda *args: evaluated.append(args[2:]) or figures)
     for batch, accumulate, anchors in ((2, 3, 1), (4, 1, 2)):
@@ -339,7 +344,7 @@ def test_answers_of_a_pass_are_alike_in_length(monkeypatch):
     rows = [([3] * (n * 11 % 30), [5] * (n + 30 - n * 11 % 30)) for n in range(30)]
     passes, none = [], torch.zeros(1)
     tuning = Tuning(shape_of(LLAMA))
-    monkeypatch.setattr(module, "anchored", lambda data, *_: passes.append(data) or [none] * 3)
+    monkeypatch.setattr(module, "sample_anchors", lambda data, *_: passes.append(data) or [none] * 3)
     monkeypatch.setattr(module, "mask_logits", lambda *_: none)
     monkeypatch.setattr(module, "sar_loss", lambda *_: sum(p.sum() for p in tuning.parameters()))
     monkeypatch.setattr(module, "accuracy", lambda *_: (0.0, []))
@@ -407,7 +412,7 @@ def test_a_file_belongs_to_its_model(tmp_path):
             loaded = load_tuning(str(path), model.to(later))
             assert loaded.design == "shallow" and not loaded.masks.requires_grad
             torch.testing.assert_close(loaded.masks, tuning.masks, atol=1e-3, rtol=1e-2)
-            torch.testing.assert_close(loaded.prompts, tuning.prompts, atol=1e-3, rtol=1e-2)
+            torch.testing.assert_close(loaded.soft_prompt, tuning.soft_prompt, atol=1e-3, rtol=1e-2)
             assert prompt_rows(loaded, model)[0][0].shape == (2, 3, 8)
             assert next(bita(CachedLM(model), PROMPT, adapter=str(path)))
             with pytest.raises(InputError, match="one of another: embeddings differ"):
@@ -464,11 +469,21 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch, capsys):
 
 
 def test_wrong_numbers_are_refused(tmp_path):
-    for wrong in (dict(steps=0), dict(batch=0), dict(accumulate=0), dict(anchors=0), dict(lr=0),
-                  dict(max_new_tokens=0), dict(design="wide"), dict(P=0), dict(M=0)):
-        with pytest.raises(InputError, match="expected (steps|a design)"):
+    counts = ("steps", "batch", "accumulate", "anchors", "max_new_tokens", "P", "M")
+    cases = [({name: 0}, f"--{name.replace('_', '-')} must be 1 or more, got 0") for name in counts]
+    cases += [(dict(lr=0), "--lr must be above 0, got 0"),
+              (dict(design="wide"), "--design must be deep, shallow, none, got wide")]
+    for wrong, said in cases:
+        with pytest.raises(InputError, match=said):
             train(LLAMA, WORDLESS, [[2], [3]], out=tmp_path / "o",
                   **{"max_new_tokens": 9} | wrong)
+
+
+@pytest.mark.parametrize("tree, k, expected", [
+    ("efficient", 0, 5), ("efficient", 2, 2), ("full", 0, 5), ("full", 1, 1), ("chain", 0, 1),
+    ("best", 0, module.RANKS)])
+def test_candidates_of_each_tree(tree, k, expected):
+    assert module.count_candidates(tree, k) == expected
 
 
 # ------------------------------------------------------------------------- the command line
@@ -506,8 +521,9 @@ def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
     assert command(*options, "--steps", "2") == 0 and out.read_bytes() == first
     assert "step 1:" not in capfd.readouterr().out.split("step 3:")[1]  # it was kept
     for tree in module.TREES:
+        k = ("--k", "2") if tree in ("efficient", "full") else ()
         assert command(*target, "--prompts", small / "two", "--adapter", out, "--tree", tree,
-                       "--k", "2", "--max-new-tokens", "20", "--compare") == 0
+                       *k, "--max-new-tokens", "20", "--compare") == 0
         err = capfd.readouterr().err
         assert "output equals autoregressive output" in err and "of them candidates" in err
 
@@ -532,9 +548,10 @@ def test_the_file_itself_trains_tunes_and_decodes(small, tmp_path, monkeypatch, 
     (["train", "--out", "o", "--prompts", "none"], "expected a file of prompts"),
     (["train", "--out", "o", "--prompts", "one"], "2 prompts or more of at most 120 tokens, got 1"),
     (["train", "--out", "o", "--prompts", "long"], "or more of at most 120 tokens, got 1"),
-    (["train", "--out", "o", "--steps", "0"], "expected steps"),
+    (["train", "--out", "o", "--steps", "0"], "--steps must be 1 or more"),
     (["train", "--out", "o", "--steps", "x"], "invalid int value: 'x'"),
-    (["train", "--out", "o", "--design", "wide"], "expected a design of deep, shallow, none"),
+    (["train", "--out", "o", "--design", "wide"],
+     "--design must be deep, shallow, none, got wide"),
     (["train", "--out", "one/o"], "one"),
     (["train", "--out", "o", "--target", "deepseek-v3"], "expected keys and values of one size"),
     (["train", "--out", "o", "--target", "no/such/directory"], "expected a model directory"),
@@ -543,8 +560,10 @@ def test_the_file_itself_trains_tunes_and_decodes(small, tmp_path, monkeypatch, 
     (["--prompt", "x", "--target", "qwen2"], "there and Qwen2ForCausalLM here"),
     (["--prompt", "x"], "expected a tuning of this model"),
     (["--prompt", "x", "--target", "deepseek-v3"], "expected keys and values of one size"),
-    (["--prompt", "x", "--tree", "round"], "expected a tree of best, efficient"),
-    (["--prompt", "x", "--k", "0"], "expected a tree of best, efficient"),
+    (["--prompt", "x", "--tree", "round"], "--tree must be best, efficient, full, chain"),
+    (["--prompt", "x", "--k", "-1"], "--k must be 0 or more, got -1"),
+    (["--prompt", "x", "--k", "2"], "--k must be left out with --tree best, got 2"),
+    (["--prompt", "x", "--k", "1", "--tree", "chain"], "left out with --tree chain, got 1"),
     (["--prompt", "x", "--steps", "1"], "unrecognized arguments: --steps 1")])
 def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):
     monkeypatch.chdir(small)
@@ -561,7 +580,7 @@ def test_every_pass_has_its_own_batch(monkeypatch):
     def spy(data, *rest):
         seen[-1].append([prompt[0] for prompt, _ in data])
         return sample_anchors(data, *rest)
-    monkeypatch.setattr(module, "anchored", spy)
+    monkeypatch.setattr(module, "sample_anchors", spy)
     monkeypatch.setattr(module, "accuracy", lambda *_: (0.0, []))
     for seed in (0, 1, 0):
         seen.append([])

@@ -271,7 +271,7 @@ def test_pass_tokens_are_trained_without_prompt_tokens(tmp_path):
     model = tiny("llama", vocab_size=24)
     train(model, Tokenizer, PROMPTS, out=tmp_path / "t", L=3, **SMALL)
     tokens = load_tuning(str(tmp_path / "t"), model)
-    assert tokens.masks.shape == (3, 32) and tokens.prompts.numel() == 0
+    assert tokens.masks.shape == (3, 32) and tokens.soft_prompt.numel() == 0
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
     found = pass_sampling(CachedLM(model), PROMPT, tokens=str(tmp_path / "t"))
     assert tokens_of(found, 20) == expected
