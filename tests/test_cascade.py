@@ -8,6 +8,7 @@ from common import CachedLM, Sampler
 from fake_models import ScriptedLM, markov
 from families import tiny
 from helpers import main, said_in_one_line, tokens_of
+from laws import outcomes
 from survey import cascade as module
 from survey.cascade import Level, MaxGram, cascade, count_bigrams, report_acceptance, review
 from survey.rest import as_text, load_datastore
@@ -50,39 +51,10 @@ def test_the_head_reads_the_rows_that_are_asked_for():
     assert rows == [2, 1]
 
 
-class Branches:
-    """All outcomes of a random computation: its choices go through `choose`, which takes them one
-    after the other, over all runs."""
-
-    def __init__(self):
-        self.script, self.options, self.weight = [], [], 1.0
-
-    def choose(self, probs: list[float]) -> int:
-        i = len(self.options)
-        possible = [x for x, p in enumerate(probs) if p > 0]
-        if i == len(self.script):
-            self.script.append(0)
-        self.options.append(len(possible))
-        outcome = possible[self.script[i]]
-        self.weight *= probs[outcome]
-        return outcome
-
-    def all(self, run):
-        """(outcome, weight) of every run."""
-        while True:
-            self.options, self.weight = [], 1.0
-            yield run(), self.weight
-            while self.script and self.script[-1] + 1 == self.options[len(self.script) - 1]:
-                self.script.pop()
-            if not self.script:
-                return
-            self.script[-1] += 1
-
-
 class Chooser(Sampler):
-    def __init__(self, branches):
+    def __init__(self, choose):
         super().__init__(1.0)
-        self.branches = branches
+        self.choose = choose
 
 
 def chosen_verify(p, q, guesses, sample):
@@ -90,10 +62,10 @@ def chosen_verify(p, q, guesses, sample):
     p, q = p.double(), q.double()
     for i, x in enumerate(guesses):
         accept = min(1.0, (p[i, x] / q[i, x]).item())
-        if not sample.branches.choose([1 - accept, accept]):
+        if not sample.choose([1 - accept, accept]):
             left = (p[i] - q[i]).clamp(min=0)
-            return i, sample.branches.choose((left / left.sum()).tolist())
-    return len(guesses), sample.branches.choose((p[-1] / p[-1].sum()).tolist())
+            return i, sample.choose((left / left.sum()).tolist())
+    return len(guesses), sample.choose((p[-1] / p[-1].sum()).tolist())
 
 
 @pytest.mark.parametrize("counts, drafts, grams", [
@@ -107,17 +79,15 @@ def test_reviews_have_the_first_models_distribution(counts, drafts, grams, monke
     models = [markov(seed, vocab=3) for seed in range(drafts + 1)]
     text = [0, 1, 2, 1]
     for first in range(drafts):
-        branches = Branches()
-
-        def run():
+        def run(choose):
             levels = [Level(ScriptedLM(logits), text[:2]) for logits in models[first:]]
             for level in levels:
                 level.lm.start(text[:2])
             levels += [MaxGram({}, 3)] * grams
-            return review(levels, counts[first:], text, Chooser(branches))
+            return review(levels, counts[first:], text, Chooser(choose))
         law = torch.zeros(3, 3, 3, dtype=torch.float64)
         runs = 0
-        for (tokens, probs), weight in branches.all(run):
+        for weight, (tokens, probs) in outcomes(run):
             runs += 1
             assert len(tokens) == len(probs)
             for i in range(len(tokens)):

@@ -22,6 +22,10 @@ from laws import chi_square_ok
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 BOTH = pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])
+ALL = {**FAMILIES, **MORE_FAMILIES}
+FEW = ("llama", "gpt2", "gemma3", "gpt-oss", "deepseek-v3")  # as graphs: one of each kind of mask
+ALL_AND_FEW = pytest.mark.parametrize("name, run_as", [*((name, CachedLM) for name in ALL),
+                                                       *((name, GraphedLM) for name in FEW)])
 
 
 def random_tree(rng, n: int, start: int = 0, deep: float = 0.5) -> list[int]:
@@ -200,7 +204,7 @@ def check_trees(model, run_as=CachedLM) -> CachedLM:
     return lm
 
 
-@pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_tree_of_two_branches_equals_its_paths(name):
     """
         3   4   5 ──── 7 ─┬─ 8 ─── 9      in one call: 7, then 8 and 10 as rivals, then 9 after 8
@@ -216,14 +220,12 @@ def test_a_tree_of_two_branches_equals_its_paths(name):
     torch.testing.assert_close(lm.forward([11]), alone(model, [3, 4, 5, 7, 10, 11]), **CLOSE)
 
 
-@BOTH
-@pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
+@ALL_AND_FEW
 def test_a_tree_equals_its_paths_and_the_cache_a_fresh_one(name, run_as):
     check_trees(tiny(name), run_as)
 
 
-@BOTH
-@pytest.mark.parametrize("name", FAMILIES | MORE_FAMILIES)
+@ALL_AND_FEW
 def test_features_are_what_the_head_reads(name, run_as):
     """For all tokens of a prompt of two parts, and for each node of a tree as on its path alone."""
     model, rng, read = tiny(name), random.Random(2), []

@@ -163,7 +163,8 @@ METHODS = {
     "layerskip": lambda model: Line(
         layerskip.layerskip, dict(gamma=4, E=1, tuning=""), few=dict(gamma=2)),
     "pass": lambda model: Line(
-        masks.pass_sampling, dict(L=3, trained=rand(bita.Tuning(bita.shape_of(model), "none", 4, 3))),
+        masks.pass_sampling,
+        dict(L=3, trained=rand(bita.Tuning(bita.shape_of(model), "none", 4, 3))),
         few=dict(L=1)),
     "space": lambda model: Line(
         masks.space, dict(k=3, tuning="own"), few=dict(k=2), text_of=near(model, 0.1),
