@@ -108,7 +108,7 @@ def table_profile(bench: Bench) -> None:
         for _, prompt in bench.pairs():  # warm-up
             run(prompt)
         run.new_round()
-        passes = {model: [(lm, "run")] for model, lm in run.models.items()}
+        passes = {model: [(lm, "run_model")] for model, lm in run.models.items()}
         with Stopwatch(passes | PARTS, lambda: clock(bench.target.device)) as watch:
             counts = [run(prompt) for _, prompt in bench.pairs()]
         calls, total = sum(c.calls for c in counts), sum(c.total for c in counts)
