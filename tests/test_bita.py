@@ -344,7 +344,8 @@ def test_answers_of_a_pass_are_alike_in_length(monkeypatch):
     rows = [([3] * (n * 11 % 30), [5] * (n + 30 - n * 11 % 30)) for n in range(30)]
     passes, none = [], torch.zeros(1)
     tuning = Tuning(shape_of(LLAMA))
-    monkeypatch.setattr(module, "sample_anchors", lambda data, *_: passes.append(data) or [none] * 3)
+    monkeypatch.setattr(module, "sample_anchors",
+                        lambda data, *_: passes.append(data) or [none] * 3)
     monkeypatch.setattr(module, "mask_logits", lambda *_: none)
     monkeypatch.setattr(module, "sar_loss", lambda *_: sum(p.sum() for p in tuning.parameters()))
     monkeypatch.setattr(module, "accuracy", lambda *_: (0.0, []))
