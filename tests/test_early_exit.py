@@ -1,6 +1,5 @@
 """A trained exit: its guesses, output of the frozen model, a loss that reaches the exit alone,
 files and commands."""
-import itertools
 import random
 from types import SimpleNamespace
 
@@ -58,21 +57,29 @@ def test_graphs_too():
     assert tokens_of(chunks, 20) == expected
 
 
+class Recording(Sampler):
+    """Keep all tokens that were drawn."""
+
+    def draw(self, probs):
+        tokens = super().draw(probs)
+        self.drawn = [*getattr(self, "drawn", []), *tokens]
+        return tokens
+
+
 def test_guesses_are_the_exits():
-    """Each guess is the likeliest token of the exit after the text before it."""
-    model = deep("llama")
-    network, log = random_exit(model, 2), []
-    [chunk] = itertools.islice(early_exit(CachedLM(model), PROMPT, gamma=3, trained=network,
-                                          log=log), 1)
-    text, same = list(PROMPT), []
-    for token in chunk:
+    """Each guess is the likeliest token of the exit after the text and the guesses before it."""
+    model, sample = deep("llama"), Recording(0)
+    network = random_exit(model, 2)
+    next(early_exit(CachedLM(model), PROMPT, gamma=3, trained=network, sample=sample))
+    text, without = list(PROMPT), []
+    for guess in sample.drawn[:3]:
         with torch.inference_mode():
-            states = model(input_ids=torch.tensor([text]), use_cache=False,
-                           output_hidden_states=True).hidden_states[2][0, -1:]
-            same.append(model.lm_head(network(states)).argmax().item() == token)
-        text.append(token)
-    accepted = log[0]["accepted"]
-    assert all(same[:accepted]) and (accepted == 3 or not same[accepted])
+            state = model(input_ids=torch.tensor([text]), use_cache=False,
+                          output_hidden_states=True).hidden_states[2][0, -1:]
+            assert model.lm_head(network(state)).argmax().item() == guess
+            without.append(model.lm_head(model.model.norm(state)).argmax().item())
+        text.append(guess)
+    assert without != sample.drawn[:3]
 
 
 def test_a_new_exit_of_a_model_whose_later_layers_add_nothing_is_accepted_whole():
