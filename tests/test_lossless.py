@@ -25,11 +25,11 @@ import pytest
 import torch
 
 import bita
+import cllm
 import families
 import jacobi
 import ouroboros
 import speculative
-from cllm import cllm
 from common import CachedLM, InputError, Sampler, autoregressive
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import tokens_of
@@ -107,7 +107,7 @@ METHODS = {
         jacobi.lookahead, dict(W=4, N=4, G=4), few=dict(W=0, N=3, G=2)),
     "lookahead, no prompt": lambda model: Line(
         jacobi.lookahead, dict(W=2, N=7, G=2, prompt_ngrams=False)),
-    "cllm": lambda model: Line(cllm, dict(n=8), few=dict(n=3)),
+    "cllm": lambda model: Line(cllm.cllm, dict(n=8), few=dict(n=3)),
     "speculative": lambda model: Line(
         speculative.speculative, dict(gamma=4), [near(model, 0.02)], dict(gamma=2)),
     "specinfer": lambda model: Line(
@@ -177,7 +177,7 @@ METHODS = {
         rest.rest, dict(nodes=12, store=store_of(own_texts(model))), few=dict(nodes=2)),
     "sequoia": lambda model: Line(
         sequoia.sequoia, dict(nodes=9, depth=4, rates="own"), [near(model, 0.05)],
-        dict(nodes=3, depth=1),
+        dict(nodes=3, depth=1), vocab=4,
         prepared=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
 }
 REFUSED = {  # families that a method says it cannot run
@@ -276,6 +276,9 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
 
 # ----------------------------------------------------------------------------------- sampled text
 
+WARM = 3.0  # the temperature: target and draft differ in many tokens, and none is rare
+
+
 class Coins:
     """Numbers drawn from [0, 1) that are only compared: whether one is below a chance is a choice.
     After the first that is not, a method looks at no other."""
@@ -300,7 +303,7 @@ class Choosing(Sampler):
     """Sample by choices: choose(odds) gives i with probability odds[i] (`outcomes` of laws.py)."""
 
     def __init__(self, choose):
-        super().__init__(1.3)
+        super().__init__(WARM)
         self.choose = choose
 
     def draw(self, probs):
@@ -337,7 +340,7 @@ def test_sampled_text_has_the_targets_law(name, monkeypatch):
         """[V ** n]: of the n tokens after a text."""
         def logits_of(tokens):
             return reference(input_ids=torch.tensor([tokens])).logits[0, -1, :V].detach()
-        return law(logits_of, Sampler(1.3), [*text], n, V)
+        return law(logits_of, Sampler(WARM), [*text], n, V)
 
     def run(choose) -> list[int]:
         chunks = chunks_of(line, target, prompt, sample=Choosing(choose), **line.few)
