@@ -13,10 +13,8 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 from common import CachedLM, autoregressive, encode, load  # noqa: E402  (the path is set above)
-from families import *  # noqa: E402, F403
-from fake_models import *  # noqa: E402, F403
-from helpers import *  # noqa: E402, F403
-from laws import *  # noqa: E402, F403
+from families import FAMILIES  # noqa: E402
+from helpers import tokens_of  # noqa: E402
 
 
 def pytest_configure(config):

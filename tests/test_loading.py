@@ -19,7 +19,8 @@ from cli.loading import encode_chat, encode_prompts, load_checked
 from cli.main import load_model
 from common import (CachedLM, InputError, autoregressive, context_length, encode, load, prepare,
                     vocab_size)
-from conftest import ROOT, SHAPE, tiny, tokens_of
+from families import SHAPE, tiny
+from helpers import ROOT, tokens_of
 
 EMBEDDED = ROOT / "models/target"
 
