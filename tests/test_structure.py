@@ -100,6 +100,7 @@ def test_a_method_file_needs_common_alone(name):
     assert {x for x in project if x.split(".")[0] in own} == {*needs(name)}
     if name in FILES:
         assert ast.unparse(last.test) == "__name__ == '__main__'" and imported([last]) == {"cli"}
+        assert "from cli.main import main" in ast.unparse(last)  # `cli.main` by itself is a module
 
 
 ALONE = """
