@@ -1,5 +1,6 @@
 """Jacobi and lookahead decoding: the target's own output; what the iteration and the window do,
 step by step."""
+import inspect
 import itertools
 import random
 import runpy
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import jacobi as module
+from cllm import cllm
 from cli.trajectory import show_trajectory
 from common import CachedLM, Sampler, until
 from fake_models import Recorder, ScriptedLM, counting, markov, scripted
@@ -84,6 +86,12 @@ def test_first_guesses_are_tokens_of_the_prompt():
         return log[0]["states"][0]
     assert first(1)[0] == 8 and set(first(1)) == set(range(9))
     assert first(1) == first(1) != first(2)
+
+
+def test_a_cllm_decodes_by_the_same_loop():
+    """Word for word: who compares the two files has nothing to compare."""
+    loops = [inspect.getsource(method).split('"""')[2] for method in (jacobi, cllm)]
+    assert loops[0] == loops[1] and "target.forward" in loops[0]
 
 
 # ----------------------------------------------------------------------------------- the viewer

@@ -249,6 +249,10 @@ def test_two_drafts_that_begin_alike():
     assert (accepted, path, rest.argmax()) == ((on, my), [0, 1, 4], 3)
     # at each node: the target's row, the q of each draw's own model, the draws
     assert asked == [(0, [0, 4], [on, on]), (1, [1, 3], [the, my]), (4, [2], [hat])]
+    # where several draws pass, the first of them counts
+    accepted, path, _ = verify_tree(lambda p, q, draws: ([1.0] * len(draws), p), target_probs,
+                                    drafts, Sampler())
+    assert (accepted, path) == ((on, the, mat), [0, 1, 2, 3])
 
 
 def test_drafts_that_begin_alike_are_fed_once():
