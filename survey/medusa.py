@@ -29,23 +29,21 @@ x_{t+1} is the root: the target has chosen it already. The likeliest guesses for
 call of the target verifies. The output is the target's own, greedily or with one sample of the
 target at each node. With --typical it is not, except at temperature 0.
 
-Departures:
-- LM head. Paper: each head trains its own. Here: all share the model's, frozen. Why: a file of
-  a few MB, where LM heads would multiply it.
-- Training data. Medusa-1: ShareGPT. Here: the model's own greedy answers, as in Medusa's
-  self-distillation (Section 2.3.2). Why: those are the tokens that verification asks for.
-- Accuracies that a tree is planned by. Paper: each head by itself. Here: counted where the heads
-  before it are right. Why: a node is reached only there.
-- Size of the tree. Paper: fixed, 64 nodes. Here: as many nodes as pay on this machine, or --nodes.
-  Why: rows that are free on a GPU are expensive on a CPU.
-- Acceptance. Paper: typical. Here: exact, typical with --typical. Why: the output of all methods
-  here can be compared.
-- First token with --typical. Paper: the target's greedy choice after the prompt. Here: judged as
-  any other guess. Why: the prompt's last token is the first root; the prompt costs no call.
-- Hydra's R_k at the beginning of training. Released: random. Here: R_k z = f. Why: an untrained
-  head then says what the frozen LM head says.
-- Hydra's labels. Released: tokens, or the model's distribution (Hydra++). Here: tokens.
-
+Departures (paper / here / why):
+    LM heads: each head trains its own / all share the model's, frozen / they would multiply a file
+        of a few MB
+    training data: Medusa-1 has ShareGPT / the model's own greedy answers, as in Medusa's
+        self-distillation (Section 2.3.2) / verification asks for those tokens
+    accuracies that a tree is planned by: of each head by itself / counted where the heads before it
+        are right / a node is reached only there
+    size of the tree: fixed, 64 nodes / as many as pay on this machine, or --nodes / rows that are
+        free on a GPU are expensive on a CPU
+    acceptance: typical / exact, or typical with --typical / the output is then the target's own
+    first token with --typical: the target's greedy choice after the prompt / judged as any other
+        guess / the prompt's last token is the first root, and the prompt costs no call
+    Hydra's R_k before training: the released one is random / R_k z = f / an untrained head then
+        says what the frozen LM head says
+    Hydra's labels: tokens, or the model's distribution (Hydra++) / tokens / one loss for both kinds
 Left out: Medusa-2, which tunes the model as well. Hydra++, whose heads are four layers deep behind
 a decoder layer, which is EAGLE's idea.
 
