@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test bench models picture bita medusa \
+.PHONY: demo test mutants bench models picture bita medusa \
 	eagle layerskip masks sequoia rest hybrid cllm clean
 
 demo: .venv/ready
@@ -15,6 +15,10 @@ test: .venv/ready  # two halves at once, a core for each
 	@PART=0 $(RUN) -m pytest -q tests > .half.log 2>&1 & half=$$!; \
 	PART=1 $(RUN) -m pytest -q tests; second=$$?; \
 	wait $$half; first=$$?; cat .half.log; rm .half.log; exit $$((first + second))
+
+# Do the tests notice mistakes? Hours for all; make mutants ONLY="survey/rest.py 12" for some
+mutants: .venv/ready
+	$(RUN) tests/mutants.py $(ONLY)
 
 bench: .venv/ready
 	$(RUN) results/bench.py

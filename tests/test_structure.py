@@ -18,6 +18,7 @@ from cli.options import read_options
 from common import CachedLM, autoregressive, encode, eos_ids
 from helpers import ROOT, main, tokens_of
 from models.tasks import read_prompts
+from mutants import commands_of, list_mutants
 from survey.low_rank import add_low_rank
 from survey.parts import save_part
 
@@ -336,3 +337,29 @@ def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
                 assert re.search(rf"^--(no-)?{option.replace('_', '-')}\b", text, re.M), option
                 assert f"{option}={default!r}" in title or default is inspect.Parameter.empty
             assert "inspect._empty" not in title
+
+
+# ------------------------------------------------------------------------------------- mutants
+
+def test_every_mutant_can_be_made():
+    """A mutant of tests/mutants.py replaces a text that its file has once, so that the entries
+    follow the code; none is run here."""
+    mutants = list_mutants()
+    assert len(mutants) == len({(x.file, x.old, x.new) for x in mutants}) >= 150
+    for mutant in mutants:
+        source = (ROOT / mutant.file).read_text()
+        assert source.count(mutant.old) == 1, mutant
+        assert mutant.new != mutant.old and mutant.mistake, mutant
+        ast.parse(source.replace(mutant.old, mutant.new))
+
+
+def test_every_file_with_a_loop_has_mutants_and_tests():
+    files = {name for name in PRODUCT if name.endswith(".py")
+             and not name.startswith("results/") and name != "models/tasks.py"}
+    loops = {name for name in files if any(isinstance(x, (ast.For, ast.While)) for x in
+                                           ast.walk(ast.parse((ROOT / name).read_text())))}
+    named = {mutant.file for mutant in list_mutants()}
+    assert loops <= named <= files
+    for name in named:
+        arguments = commands_of(name)
+        assert arguments and all((ROOT / tests).exists() for tests, *_ in arguments), name
