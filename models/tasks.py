@@ -964,14 +964,25 @@ def tally(rng):
             [[v] for v in LIST_INPUTS], f"tally {way} {words} {keep}")
 
 
+def main(argv: list[str] | None = None) -> None:
+    """Print training prompts as JSON lines, or without a number some examples to read."""
+    parser = argparse.ArgumentParser(description="Print some examples; with N, training prompts.")
+    parser.add_argument("n", type=int, nargs="?", help="training prompts of each task")
+    parser.add_argument("seed", type=int, nargs="?", default=-2)
+    parser.add_argument("tasks", nargs="*", metavar="task", help=f"of {', '.join(TASKS)}")
+    args = parser.parse_args(argv)
+    unknown = {*args.tasks} - {*TASKS}
+    if unknown:
+        parser.error(f"task must be one of {', '.join(TASKS)}, got {', '.join(sorted(unknown))}")
+    for task in args.tasks or TASKS:
+        if args.n is None:
+            for example in take(task, "test", 3, seed=1):
+                print(f"--- {task}: {example.template}\n{example.prompt}"
+                      f"\033[36m{example.answer}\033[0m\n")
+            continue
+        for example in take(task, "train", args.n, args.seed):
+            print(json.dumps({"category": task, "prompt": example.prompt}))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        n, seed, *some = sys.argv[1:] if len(sys.argv) > 2 else [sys.argv[1], -2]
-        for task in some or TASKS:
-            for example in take(task, "train", int(n), int(seed)):
-                print(json.dumps({"category": task, "prompt": example.prompt}))
-        sys.exit()
-    for task in TASKS:
-        for example in take(task, "test", 3, seed=1):
-            print(f"--- {task}: {example.template}\n{example.prompt}"
-                  f"\033[36m{example.answer}\033[0m\n")
+    main()

@@ -73,10 +73,10 @@ def test_unknown_tasks_are_refused():
 def test_the_embedded_target_knows_its_tasks(task, embedded):
     """15 held-out prompts in batches; at a true accuracy of 80% fewer than 6 right ones have a
     probability of 1.1e-4."""
-    from train import answers_of
+    from train import answer_prompts
     target, _, tokenizer = embedded
     held_out = tasks.take(task, "test", 15, seed=30)
-    answers = answers_of(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
+    answers = answer_prompts(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     assert sum(map(tasks.grade, held_out, texts)) >= 6
     assert not any(map(tasks.loops, answers))
@@ -153,3 +153,17 @@ def test_what_is_no_file_is_refused(tmp_path):
         with pytest.raises(argparse.ArgumentTypeError) as error:
             tasks.read_prompts(path)
         assert repr(str(path)) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command_prints_prompts(capsys):
+    """Of every task or of those named; what is no number or no task is refused in a line."""
+    tasks.main(["2"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["category"] for row in rows] == [task for task in tasks.TASKS for _ in range(2)]
+    tasks.main(["1", "-5", "math"])
+    [row] = capsys.readouterr().out.splitlines()
+    assert json.loads(row)["prompt"] == tasks.take("math", "train", 1, -5)[0].prompt
+    for argv in ["x"], ["2", "y"], ["2", "1", "poems"]:
+        with pytest.raises(SystemExit) as end:
+            tasks.main(argv)
+        assert end.value.code == 2
