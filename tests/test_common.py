@@ -137,6 +137,7 @@ def test_trie_merges_equal_prefixes():
     ids, parents, paths = trie(9, [[1, 2, 3], [1, 2, 4], [5], [1, 2, 3, 6], []])
     assert ids == [9, 1, 2, 3, 4, 5, 6] and parents == [-1, 0, 1, 2, 2, 0, 3]
     assert paths == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5], [0, 1, 2, 3, 6], [0]]
+    assert trie(9, [[1, 2], [2, 1]])[:2] == ([9, 1, 2, 2, 1], [-1, 0, 1, 0, 3])
     assert trie(9, []) == ([9], [-1], [])
 
 
