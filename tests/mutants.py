@@ -12,6 +12,7 @@ test guards this line: strengthen a test. Tests that fail as they are would kill
 
 The exit status is 1 if any mutant survives. Ctrl-C ends it, and removes the copy.
 """
+import importlib
 import os
 import shutil
 import sys
@@ -24,6 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", "work", ".half.log")  # of the copy
+OWN = ("cli", "models", "results", "survey", "tests")  # folders of the project's own modules
 LIMIT = 300  # seconds for the tests of a mutant: one that never ends is killed too
 
 MUTANTS = {
@@ -1083,6 +1085,24 @@ def commands_of(file: str) -> list[list[str]]:
     return found
 
 
+def import_packages() -> None:
+    """Import what the tests import, and forget what is the project's own.
+
+    Every process of tests is a fork of this one. It has the packages, which take seconds to import,
+    and takes the project from its copy.
+    """
+    before = [*sys.path]
+    sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "models", "results")]
+    for file in sorted((ROOT / "tests").glob("test_*.py")):
+        importlib.import_module(file.stem)
+    sys.path[:] = before
+    files = [path for folder in (".", *OWN) for path in (ROOT / folder).glob("*.py")]
+    own = {*OWN, *(path.stem for path in files)}
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in own:
+            del sys.modules[name]
+
+
 def run_tests(folder: Path, arguments: list[str], output: Path) -> None:
     """Be a process that runs tests in a copy of the project, and ends with pytest's status."""
     os.chdir(folder)
@@ -1098,7 +1118,6 @@ def find_killer(folder: Path, file: str) -> str:
 
     returns  the first test that failed, or how else the tests ended; an empty text if all passed
     """
-    import torch, transformers  # noqa: E401, F401  (once: every process of tests is a fork of this)
     output = folder / "output.txt"
     for arguments in commands_of(file):
         tests = get_context("fork").Process(target=run_tests, args=(folder, arguments, output))
@@ -1112,7 +1131,7 @@ def find_killer(folder: Path, file: str) -> str:
             raise ValueError(f"expected tests for {file}, got none: {' '.join(arguments)}")
         if tests.exitcode != 0:
             lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-            failed = [line.partition(" - ")[0] for line in lines
+            failed = [line.partition(" - ")[0].partition(" ")[2] for line in lines
                       if line.startswith(("FAILED", "ERROR"))]
             return failed[0] if failed else f"the end of {arguments[0]}, or {LIMIT} s"
     return ""
@@ -1145,7 +1164,9 @@ def choose(words: list[str]) -> Iterator[Mutant]:
 def main(words: list[str]) -> int:
     """Try the mutants that a command line names; return the exit status."""
     survived = 0
-    for mutant in choose(words):
+    chosen = list(choose(words))
+    import_packages()
+    for mutant in chosen:
         killer = try_mutant(mutant)
         survived += killer == ""
         end = f"killed by {killer}" if killer else "SURVIVED"

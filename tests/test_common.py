@@ -603,6 +603,13 @@ def test_the_smallest_number_draws_no_token_without_probability():
     assert Zeros().draw(torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.0, 0.0]])) == [1, 0, 1]
 
 
+def test_the_largest_number_draws_no_token_without_probability(monkeypatch):
+    """Also where probabilities in float32 sum to a little less than 1."""
+    largest = torch.tensor([[1 - 2.0 ** -53]], dtype=torch.float64)
+    monkeypatch.setattr(Sampler, "uniform", lambda *_: largest)
+    assert Sampler().draw(torch.tensor([[0.5, 0.5 - 1e-7, 0.0]])) == [1]
+
+
 def test_draws_have_their_distribution():
     """Each of 20,000 pairs is two rows of one call: both rows' distributions, and that the rows are
     independent. Tokens of probability 0 are never drawn."""
