@@ -302,6 +302,8 @@ MUTANTS = {
         ("here.flatten(), 0) < 0.5", "here.flatten(), 0) < -1", "another model's tuning passes"),
     ],
     "cllm.py": [
+        ("root = chunk[-1]  # y's last", "root = y[-1]  # y's last",
+         "the next root is the block's last token, also where one more is final"),
         ("chunk = chosen[:agreed + 1]", "chunk = guesses[:agreed + 1]",
          "argmaxes become final at a temperature"),
         ("chunk + guesses[agreed + 1:])[:n]", "chunk + y[final + agreed + 1:])[:n]",

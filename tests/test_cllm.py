@@ -57,11 +57,13 @@ def test_guesses_are_seeded_by_the_sampler():
 
 def test_what_a_perfect_model_fast_forwards():
     """A block and the next root in every second call: 4 tokens a call at n = 8, and the profile
-    says so."""
+    says so. A root that is fed twice would show."""
     def by_position(tokens):
-        return torch.nn.functional.one_hot(torch.tensor(len(tokens) * 7 % 11), 11).float()
+        token = 11 if tokens[-1:] == tokens[-2:-1] != [11] else len(tokens) * 7 % 11
+        return torch.nn.functional.one_hot(torch.tensor(token), 12).float()
     target, log = ScriptedLM(by_position), []
-    tokens = tokens_of(cllm(target, [1, 1], n=8, log=log), 32)
+    tokens = tokens_of(cllm(target, [11, 11], n=8, log=log), 32)
+    assert tokens == [i * 7 % 11 for i in range(2, 34)]
     assert len(tokens) / target.calls == 4 and profile_of(log) == (4, 4.0, 0.0)
 
 

@@ -225,6 +225,8 @@ def test_the_pool_is_bounded_and_keeps_the_newest():
     assert pool.newest(1, 5) == [(5, 6, 7)]
     pool.add((1, 6))
     assert pool.newest(1, 2) == [(6,), (5, 6, 7)] and pool.newest(1, 1) == [(6,)]
+    pool.add((1, 5, 6, 7))  # it is known, and becomes the newest
+    assert pool.newest(1, 2) == [(5, 6, 7), (6,)] and [*pool.phrases][-1] == (1, 5, 6, 7)
     pool.remove((7, 7))
 
 
