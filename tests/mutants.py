@@ -10,6 +10,9 @@ replaces it, and what the mistake is. Each mutant is made in a copy of the proje
 of its file run (`commands_of`). A mutant is killed if a test fails. One that survives shows that no
 test guards this line: strengthen a test. Tests that fail as they are would kill every mutant.
 
+About 8 seconds each here, measured on 94 of them on a busy machine (2.3 of the CPU), with a part of
+their tests alone. All tests of a file take longer, minutes where no test kills the mutant.
+
 The exit status is 1 if any mutant survives. Ctrl-C ends it, and removes the copy.
 """
 import importlib
