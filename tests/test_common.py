@@ -2,6 +2,7 @@
 import itertools
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from transformers.generation.logits_process import (TemperatureLogitsWarper, Top
 from cli.loading import load_checked
 from cli.graphs import GraphedLM
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
-                    autoregressive, best_tree, context_length, fastest, greedy, load, prepare,
-                    row_costs, trie, until, walk, windows_of)
+                    autoregressive, best_tree, context_length, eos_ids, fastest, greedy, load,
+                    prepare, row_costs, trie, until, walk, windows_of)
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, VOCAB, tiny
 from helpers import ROOT, prefill, tokens_of
@@ -669,6 +670,13 @@ def test_until_cuts_at_eos_and_at_the_limit():
     assert list(until(chunks(), 99, eos=[6])) == [[1], [2, 3, 4], [5, 6]]
     assert list(until(chunks(), 99, eos=[3, 2])) == [[1], [2]]
     assert list(until(chunks(), 0)) == []
+
+
+@pytest.mark.parametrize("listed, said, ends", [
+    (None, 2, {2}), (3, 2, {2, 3}), ([3, 4], 2, {2, 3, 4}), (3, None, {3}), (None, None, set())])
+def test_an_answer_ends_by_the_tokenizer_and_by_the_settings(listed, said, ends):
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=listed))
+    assert eos_ids(model, SimpleNamespace(eos_token_id=said)) == ends
 
 
 def test_what_is_cut_counts_as_accepted_no_longer():
