@@ -709,7 +709,8 @@ def test_prompts_too_long_from_the_command_line(small, tmp_path, capfd):
 
 def test_the_file_itself_collects_trains_tunes_and_decodes(small, tmp_path, monkeypatch, capfd):
     target, o, loaded = ["--target", small / "llama"], tmp_path / "o", []
-    monkeypatch.setattr("cli.loading.load", lambda path, *args: loaded.append(path) or load(path, *args))
+    monkeypatch.setattr("cli.loading.load",
+                        lambda path, *args: loaded.append(path) or load(path, *args))
     for argv, said in (
             (["collect", *target, "--prompts", small / "good", "--out", o, "--max-new-tokens", "9"],
              "3 prompts, 0 answers dropped"),
