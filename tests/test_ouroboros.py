@@ -10,8 +10,9 @@ import torch
 import jacobi
 import ouroboros as module
 from common import CachedLM, Sampler, autoregressive
-from fake_models import Recorder, counting
+from fake_models import Recorder, ScriptedLM, counting, markov
 from helpers import main, tokens_of
+from laws import chi_square_ok, law
 from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 
 APPLES = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
@@ -28,6 +29,23 @@ def pool_of(*phrases: tuple[int, ...], **limits: int) -> PhrasePool:
     for phrase in phrases:
         pool.add(phrase)
     return pool
+
+
+# ------------------------------------------------------------------------------------- sampling
+
+def test_sampled_text_has_the_targets_law():
+    """4,000 seeded runs with suffixes, from one pool: chi-square test of the first four tokens
+    (256 cells) at a false-failure probability of 1e-6; every mechanism is at work."""
+    models = [ScriptedLM(markov(seed)) for seed in (1, 2)]
+    sample, pool, log = Sampler(0.9, seed=4), PhrasePool(), []
+    counts = torch.zeros(4, 4, 4, 4)
+    for _ in range(4000):
+        chunks = ouroboros(*models, [0, 1], gamma=1, beta=3, W=2, pool=pool, sample=sample, log=log)
+        counts[tuple(tokens_of(chunks, 4))] += 1
+    expected = law(markov(1), sample, [0, 1], 4, 4)
+    assert chi_square_ok(counts.flatten(), expected.flatten())
+    assert sum(max(0, r["accepted"] - r["drafted"]) for r in log) > 1000
+    assert any(r["phrases"] for r in log)
 
 
 # --------------------------------------------------------------------- the target's own output

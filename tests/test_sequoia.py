@@ -537,7 +537,7 @@ class Vocabulary(SimpleNamespace):
         return self.n
 
     def get_vocab(self):
-        return self.n
+        return {f"t{i}": i for i in range(self.n)}
 
 
 def test_a_draft_of_another_vocabulary_is_refused(monkeypatch, tmp_path):

@@ -99,12 +99,12 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
     that the mask tokens' own attention is made of, even where the model's weights want gradients;
     and no gradient reaches those keys and values."""
     model, kept, passes = tiny("llama"), [], []
-    forward, tuning = bita.forward, bita.Tuning(bita.shape_of(model), "deep", 4, 3)
+    forward, tuning = bita.run_model, bita.Tuning(bita.shape_of(model), "deep", 4, 3)
 
     def spy(*args, **options):
         passes.append(forward(*args, **options))
         return passes[-1]
-    monkeypatch.setattr(bita, "forward", spy)
+    monkeypatch.setattr(bita, "run_model", spy)
     assert all(p.requires_grad for p in model.parameters())
     for n in (20, 120):
         ids, anchors, _ = bita.sample_anchors([([7] * n, [1, 2, 3, 4])], 3, 2, random.Random(0))
@@ -114,7 +114,7 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
             seen[x.untyped_storage().data_ptr()] = x.untyped_storage()
             return x
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            bita.mask_logits(model, tuning.masks, tuning.rows(model), ids, anchors)
+            bita.mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, anchors)
         kept.append(sum(storage.nbytes() for storage in seen.values()))
         context, masks = passes[-2:]
         assert context[0] is None and masks[0] is not None  # the head is a large part of a model

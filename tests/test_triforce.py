@@ -244,7 +244,7 @@ def test_the_draft_never_keeps_more_than_sinks_and_two_windows(monkeypatch):
     (["--sinks", "0"], "--sinks must be 1 or more, got 0"),
     (["--window", "0"], "--window must be 1 or more, got 0"),
     (["--graphs"], "--graphs must be off"),
-    (["--draft", "x", "--draft", "y"], "one draft")])
+    (["--draft", "x", "--draft", "y"], "--draft must be given once for triforce, got 2")])
 def test_bad_input_is_one_line(argv, said, capfd):
     assert main([triforce], report_acceptance, [*argv, "--prompt", "x", "--device", "cpu"]) == 2
     said_in_one_line(said, capfd)
