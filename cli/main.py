@@ -205,7 +205,8 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
                 runs = [session.decode(method, options | {name: value}) for _ in range(3)]
                 speeds[value] = max(run.tokens / run.seconds for run in runs)
                 print(f"--{name} {value}: {speeds[value]:.1f} tokens/s", flush=True)
-        options[name] = max(speeds, key=speeds.get, default=options.get(name))
+        if speeds:  # else no value of this option goes with those found so far
+            options[name] = max(speeds, key=speeds.get)
     print("fastest:", *(f"--{name} {options[name]}" for name in ranges if name in options))
 
 
