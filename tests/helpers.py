@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from cli.main import main as run_command_line
-from common import CachedLM, until
+from common import CachedLM, Sampler, until
+from fake_models import uncached
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,6 +48,18 @@ def main(*args, **special) -> int:
         return run_command_line(*args, **special)
     except SystemExit as end:
         return end.code
+
+
+def check_without_caches(method, model, draft, prompt: list[int], **options) -> None:
+    """Check that a sampled run on real caches is the run without caches, with the same seed."""
+    outputs, logs = [], []
+    for make in (CachedLM, uncached):
+        log, sample = [], Sampler(0.7, seed=4)
+        chunks = method(make(model), make(draft), prompt, sample=sample, log=log, **options)
+        outputs.append(tokens_of(chunks, 40))
+        logs.append(log)
+    assert outputs[0] == outputs[1] and logs[0] == logs[1]
+    assert len({r["accepted"] for r in log}) > 1
 
 
 def interrupting(act, number: int, after: bool = False):
