@@ -52,13 +52,13 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
+from common import (CachedLM, InputError, Node, Sampler, attention_mask, best_tree, fastest, greedy,
+                    row_costs, walk, windows_of)
+
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-
-from common import (CachedLM, InputError, Node, Sampler, attention_mask, best_tree, fastest, greedy,
-                    row_costs, walk, windows_of)
 
 DESIGNS = ("deep", "shallow", "none")  # Table 3
 TREES = ("best", "efficient", "full", "chain")

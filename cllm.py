@@ -56,13 +56,13 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
+from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
+                    context_length, eos_ids, greedy, load, until, windows_of)
+
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import GenerationConfig
-
-from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
-                    context_length, eos_ids, greedy, load, until, windows_of)
 
 TRAINED = str(Path(__file__).resolve().parent / "models/cllm")
 DIVERGENCES = ("forward-kl", "reverse-kl", "jsd")

@@ -30,12 +30,14 @@ import time
 import timeit
 from typing import Callable, Container, Iterable, Iterator, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
-                          AutoTokenizer)
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+try:
+    import torch
+    import torch.nn.functional as F
+    from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
+                              AutoTokenizer)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+except ModuleNotFoundError as error:  # method files import this one first, so that this is read
+    raise SystemExit(f"{error}: `make demo` installs it; then `source .venv/bin/activate`")
 
 
 class InputError(ValueError):
@@ -443,11 +445,10 @@ def load(path: str, device: str | None = None, dtype: str | None = None):
     except Exception as error:  # the readers of the many file formats raise all kinds
         raise InputError(f"expected a model directory or hub id that {device} can load as {dtype}, "
                          f"got {str(path)!r}: {shorten(error)}") from error
-    missing = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
+    missing = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     if missing:  # transformers would leave them random, and decode garbage
-        raise InputError(f"expected all weights of {type(model).__name__}, got {str(path)!r}, "
-                         f"where {len(missing)} are missing or of another size: "
-                         f"{', '.join(sorted(missing)[:3])}")
+        raise InputError(f"expected all weights of {type(model).__name__}, got {str(path)!r}: "
+                         f"{len(missing)} are missing or of another size: {', '.join(missing[:3])}")
     return prepare(model), tokenizer
 
 
@@ -574,7 +575,7 @@ def grouped_attention(module, query, key, value, attention_mask, **options):
 
 
 AttentionInterface.register("grouped", grouped_attention)
-AttentionMaskInterface.register("grouped", sdpa_mask)
+AttentionMaskInterface.register("grouped", AttentionMaskInterface()["sdpa"])
 
 
 # --------------------------------------------------------------------------------- the clock

@@ -51,9 +51,9 @@ import math
 import sys
 from typing import Iterator, NamedTuple
 
-import torch
-
 from common import CachedLM, InputError, Sampler, greedy, trie
+
+import torch
 
 
 def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:

@@ -22,9 +22,9 @@ A round with γ = 3 after "… the cat sat", where "my" is rejected:
 import sys
 from typing import Iterator
 
-import torch
-
 from common import CachedLM, InputError, Sampler, greedy
+
+import torch
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

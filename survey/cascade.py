@@ -26,12 +26,12 @@ from collections import Counter
 from itertools import takewhile
 from typing import Iterator, Sequence
 
-import torch
-import torch.nn.functional as F
-
 from common import CachedLM, InputError, Sampler, greedy
 from speculative import report_acceptance, verify
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
+
+import torch
+import torch.nn.functional as F
 
 
 # -------------------------------------------------------------------------- levels and reviews

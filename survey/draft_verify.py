@@ -39,14 +39,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
-import torch
-from tqdm import tqdm
-
 from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, eos_ids, greedy,
                     row_costs)
 from speculative import verify
 from survey.parts import MODELS, load_facts, save_facts
 from survey.views import copy_shallow, depth_of, name_of, open_model
+
+import torch
+from tqdm import tqdm
 
 BLOCKS = {"attention": "Attention", "mlp": "MLP|MoE|Moe"}  # what their classes are called
 MOST = 7  # guesses a round that the search considers

@@ -46,15 +46,15 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM
-
 from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
                     prepare, row_costs, walk)
 from survey.layers import count_layers, take_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
 INPUTS = ("shifted", "unshifted", "feature", "token")

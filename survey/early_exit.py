@@ -30,13 +30,13 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-import torch
-import torch.nn.functional as F
-
 from common import CachedLM, InputError, Sampler, greedy
 from survey.layerskip import collect_states, report, self_speculate
 from survey.parts import MODELS, fill, load_part, logits_of, save_part
 from survey.views import depth_of, open_model, split_layers
+
+import torch
+import torch.nn.functional as F
 
 EXIT = f"{MODELS}/exit.safetensors"
 

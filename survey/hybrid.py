@@ -32,15 +32,15 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Callable, Iterable, Iterator
 
-import torch
-from tqdm import tqdm
-
 from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
 from survey.eagle import Pairs, feed, load_draft
 from survey.medusa import load_heads
 from survey.ngrams import SEEN, SOURCES, NGrams, fit_trust, fit_weight, mix_entries
 from survey.parts import MODELS, load_facts, logits_of, save_facts
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
+
+import torch
+from tqdm import tqdm
 
 MOST = 64  # nodes of a tree
 LEAST = 0.01  # chance of a node

@@ -8,10 +8,10 @@ import copy
 import json
 from contextlib import contextmanager
 
+from common import InputError
+
 import torch
 from transformers import AutoModelForCausalLM
-
-from common import InputError
 
 # Settings that hold numbers of layers, and settings that count a model's first layers. Lists with
 # an entry for each layer need no names: their length tells.

@@ -37,15 +37,15 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
-
 from common import WIDTHS, CachedLM, InputError, Sampler, greedy
 from speculative import verify
 from survey.low_rank import add_low_rank, merge_changes
 from survey.parts import MODELS, fill, load_part, logits_of, save_part
 from survey.views import depth_of, move_counts, open_model, split_layers, view
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
 
 TUNED = f"{MODELS}/layerskip.safetensors"
 R = 3  # every R-th layer has an exit in a training step

@@ -23,10 +23,10 @@ Left out: BiLD's training of the draft on what the target writes (models/train.p
 import sys
 from typing import Callable, Iterator
 
-import torch
-
 from common import CachedLM, InputError, Sampler, greedy
 from speculative import report_acceptance
+
+import torch
 
 
 def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: list[int],

@@ -13,11 +13,11 @@ Departures from LoRA:
 - Matrices. Paper: those of the attention. Here: all of the layers. Why: the two
   papers tune the whole model.
 """
-import torch
-from torch.nn.utils import parametrize
-
 from common import InputError
 from survey.views import open_model
+
+import torch
+from torch.nn.utils import parametrize
 
 
 class LowRank(torch.nn.Module):

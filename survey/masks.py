@@ -36,8 +36,6 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-import torch
-
 import bita
 from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
 from common import WIDTHS, CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
@@ -45,6 +43,8 @@ from speculative import verify
 from survey.low_rank import add_low_rank, merge_changes
 from survey.parts import MODELS, fill, load_part, save_part
 from survey.views import move_counts
+
+import torch
 
 TOKENS = f"{MODELS}/pass.safetensors"
 TUNED = f"{MODELS}/space.safetensors"

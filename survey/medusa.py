@@ -56,13 +56,13 @@ import timeit
 from pathlib import Path
 from typing import Callable, Iterator
 
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
-
 from common import (CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy, row_costs,
                     walk)
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
 
 KINDS = ("medusa", "hydra")
 DECAY = {"medusa": 0.8, "hydra": 1.0}  # the weight of head k in the loss is DECAY ** k

@@ -19,9 +19,9 @@ from collections import Counter
 from itertools import product
 from typing import Iterable, Iterator
 
-import torch
-
 from survey.rest import BOUNDARY, MATCHES, Datastore
+
+import torch
 
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
 SOURCES = TEXT, STORE = (0, 1)

@@ -29,9 +29,6 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-import torch
-from tqdm import tqdm
-
 from common import (CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until,
                     vocab_size)
 from models.training import (Training, collect_examples, count_tokens, digest, require,
@@ -40,6 +37,9 @@ from models.training import divergence as measure_divergence
 from speculative import report_acceptance, speculative
 from survey.parts import MODELS, draft_for, logits_of
 from survey.views import move_counts
+
+import torch
+from tqdm import tqdm
 
 KINDS = ("forward-kl", "reverse-kl", "jsd")
 

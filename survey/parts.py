@@ -13,12 +13,12 @@ import json
 from pathlib import Path
 from typing import Callable
 
+from common import CachedLM, InputError, load
+
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-
-from common import CachedLM, InputError, load
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 

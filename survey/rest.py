@@ -41,11 +41,11 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
-import torch
-
 from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, fastest, greedy,
                     row_costs, trie, walk)
 from survey.parts import MODELS, load_part, save_part
+
+import torch
 
 DATASTORE = f"{MODELS}/rest.safetensors"
 LONGEST = 16  # tokens of s, at most

@@ -39,12 +39,12 @@ from itertools import product
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-import torch
-from tqdm import tqdm
-
 from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, eos_ids, fastest,
                     greedy, row_costs, until, vocab_size, walk)
 from survey.parts import MODELS, draft_for, load_facts, save_facts
+
+import torch
+from tqdm import tqdm
 
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # at which rates are measured
 B = 16  # children of a node while rates are measured

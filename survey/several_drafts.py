@@ -26,10 +26,10 @@ Left out: batches, the training of several drafts that complement each other (su
 import sys
 from typing import Callable, Iterator, NamedTuple, Sequence
 
-import torch
-
 from common import CachedLM, InputError, Sampler, greedy, trie
 from speculative import report_acceptance, residual
+
+import torch
 
 PARTS = 8  # of the interval that holds ρ, in each step that refines it
 STEPS = 8  # ρ is off by (K - 1) / 8^8 at most

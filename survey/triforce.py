@@ -33,14 +33,14 @@ import sys
 from contextlib import contextmanager
 from typing import Iterator
 
-import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
-
 from common import CachedLM, InputError, KVCache, Sampler, greedy, grouped_attention
 from speculative import report_acceptance, verify
 from survey.cascade import Level, review
 from survey.views import move_counts
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 
 # ------------------------------------------------------------------------- a part of a cache

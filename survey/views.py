@@ -6,9 +6,9 @@ draft_verify.py leaves out blocks. A layer of a view keeps its number, by which 
 import copy
 from typing import Callable, Iterator
 
-import torch
-
 from common import CachedLM, InputError
+
+import torch
 
 
 def depth_of(model) -> int:

@@ -92,7 +92,8 @@ def test_a_method_file_needs_common_alone(name):
     *body, last = ast.parse(path_of(name).read_text()).body
     own = {x.split(".")[0] for x in (*needs(name), *["common"] * (name != "common"))}
     inner = [x for x in ast.walk(ast.Module(body, [])) if isinstance(x, ast.FunctionDef)]
-    outer = [x for x in body if isinstance(x, (ast.Import, ast.ImportFrom))]
+    tried = [x for block in body if isinstance(block, ast.Try) for x in block.body]
+    outer = [x for x in body + tried if isinstance(x, (ast.Import, ast.ImportFrom))]
     assert imported(outer) <= {*sys.stdlib_module_names} | PACKAGES | own
     assert imported(body) - imported(outer) <= {"models"}
     trains = {x.name for x in inner if "models" in imported(x.body)}
@@ -337,6 +338,15 @@ def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
                 assert re.search(rf"^--(no-)?{option.replace('_', '-')}\b", text, re.M), option
                 assert f"{option}={default!r}" in title or default is inspect.Parameter.empty
             assert "inspect._empty" not in title
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_without_its_packages_a_file_says_what_to_do(name):
+    """Python's own -S hides all that was installed: a shell without the environment."""
+    done = subprocess.run([sys.executable, "-S", "-m", name], capture_output=True, text=True,
+                          cwd=ROOT)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "No module named 'torch'" in done.stderr and "make demo" in done.stderr
 
 
 # ------------------------------------------------------------------------------------- mutants
