@@ -693,7 +693,7 @@ def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED,
     for name, lm in (model.name_or_path, model), (after, trained):
         target, log = CachedLM(lm), []
         for prompt in tqdm(prompts, desc=f"profile {Path(name).name}"):
-            limit = min(max_new_tokens, target.context - len(prompt))
+            limit = min(max_new_tokens, target.max_length - len(prompt))
             for _ in until(cllm(target, prompt, n=n, log=log), limit, eos):
                 pass
         blocks, gained, stationary = profile_of(log, eos)

@@ -35,7 +35,6 @@ try:
     import torch.nn.functional as F
     from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
                               AutoTokenizer)
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 except ModuleNotFoundError as error:  # method files import this one first, so that this is read
     raise SystemExit(f"{error}: `make demo` installs it; then `source .venv/bin/activate`")
 
@@ -155,13 +154,13 @@ class CachedLM:
         self.model = model
         self.vocab = vocab
         self.windows = windows_of(model)
-        self.context = context_length(model)
+        self.max_length = context_length(model)
         self.weight = model.get_input_embeddings().weight  # inputs go where it is
         self.cache = KVCache()
         self.prefix, self.length, self.parents = 0, 0, []
         self.calls, self.rows = 0, 0
         self.seconds, self.prompt_seconds, self.setup_seconds = 0.0, 0.0, 0.0
-        self.prepared = {}
+        self.memo = {}
 
     @torch.inference_mode()
     def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
@@ -171,8 +170,8 @@ class CachedLM:
         prefix   for each layer keys and values [heads, P, d] of P rows that only those nodes see
                  which ask for them. They have no position, and no length counts them
         """
-        if len(ids) > self.context:
-            raise InputError(f"expected a prompt of at most {self.context} tokens, got {len(ids)}")
+        if len(ids) > self.max_length:
+            raise InputError(f"a prompt has at most {self.max_length} tokens, got {len(ids)}")
         began = time.perf_counter()
         self.prefix, self.length, self.parents = 0, 0, []
         self.cache.start = 0
@@ -189,8 +188,7 @@ class CachedLM:
 
     @torch.inference_mode()
     def forward(self, ids: list[int] | torch.Tensor, parents: list[int] | None = None, *,
-                sees_prefix: list[bool] | None = None, keep: int | None = None,
-                counts: bool = True) -> torch.Tensor:
+                sees_prefix: list[bool] | None = None, keep: int | None = None, counts=True):
         """Run the model once over n new nodes, which join the pending tree.
 
         ids          tokens, or input embeddings [n, d]
@@ -240,7 +238,7 @@ class CachedLM:
         visible = F.pad(ancestors[-n:], (self.prefix + self.length, 0), value=True)
         visible[:, :self.prefix] = torch.tensor(sees_prefix)[:, None]
         # A guess may lie beyond the model's last position. `until` cuts it off later.
-        rows = nodes[-n:].clamp(max=self.context - 1)
+        rows = nodes[-n:].clamp(max=self.max_length - 1)
         mask = attention_mask(self.windows, visible[None], rows[None], slots[None], self.weight)
         return rows[None].to(self.weight.device), mask
 
@@ -293,11 +291,11 @@ class CachedLM:
 
         The time that it takes counts as set-up and not as decoding.
         """
-        if name not in self.prepared:
+        if name not in self.memo:
             before, began = self.setup_seconds, time.perf_counter()
-            self.prepared[name] = make()
+            self.memo[name] = make()
             self.setup_seconds = before + time.perf_counter() - began  # nested ones are inside
-        return self.prepared[name]
+        return self.memo[name]
 
 
 def windows_of(model) -> dict[str, int | None]:
@@ -343,9 +341,12 @@ class Sampler:
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
-        if not (temperature == 0 or 1e-6 <= temperature <= 1e6) or top_k < 0 or not 0 < top_p <= 1:
-            raise InputError("expected a temperature of 0 (greedy) or 1e-6 to 1e6, top-k from 0 "
-                             f"and top-p above 0 up to 1, got {temperature}, {top_k} and {top_p}")
+        if not (temperature == 0 or 1e-6 <= temperature <= 1e6):
+            raise InputError(f"--temperature must be 0 or 1e-6 to 1e6, got {temperature}")
+        if top_k < 0:
+            raise InputError(f"--top-k must be 0 or more, got {top_k}")
+        if not 0 < top_p <= 1:
+            raise InputError(f"--top-p must be above 0 and at most 1, got {top_p}")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.seed, self.rngs = seed, {}
 
@@ -368,8 +369,8 @@ class Sampler:
             values, order = logits.softmax(-1).sort(descending=True)
             # True where the tokens that rank before this one sum to top_p already
             outside = values.cumsum(-1) - values >= self.top_p
-            outside = outside.scatter(-1, order, outside)  # back in the order of tokens
-            logits = logits.masked_fill(outside, -torch.inf)
+            # `scatter` puts what is in the order of ranks back into the order of tokens.
+            logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
         return logits.softmax(-1)
 
     def draw(self, probs: torch.Tensor) -> list[int]:
@@ -509,9 +510,9 @@ def tree_error(lm: CachedLM, windowed: bool = True) -> float:
     lm.start([d, b, c])
     tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2]).float()
     paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)
-    alone = lm.model(input_ids=paths, use_cache=False).logits[:, 3:].float()
-    nodes = torch.tensor([[0, 1, 3], [0, 2, 4]])
-    return ((tree[nodes] - alone).abs().mean() / alone.abs().mean()).item()
+    alone = lm.model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
+    of_paths = tree[[0, 1, 3, 0, 2, 4]]  # the nodes e, c, d and e, a, b
+    return ((of_paths - alone).abs().mean() / alone.abs().mean()).item()
 
 
 def context_length(model) -> int:
@@ -565,8 +566,8 @@ def grouped_attention(module, query, key, value, attention_mask, **options):
     attention_mask  [B, 1, n, slots]. None: the pass is not one of ours
     returns         the output [B, n, heads, d], and no weights
     """
-    if attention_mask is None:  # not a pass of ours
-        return sdpa_attention_forward(module, query, key, value, None, **options)
+    if attention_mask is None:  # the pass is not one of ours
+        return AttentionInterface()["sdpa"](module, query, key, value, None, **options)
     B, heads, n, d = query.shape
     rows = query.reshape(B, key.shape[1], -1, d)
     mask = attention_mask.expand(-1, heads // key.shape[1], -1, -1).reshape(B, 1, -1, key.shape[2])

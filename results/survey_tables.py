@@ -623,7 +623,7 @@ def sizes(bench: Bench) -> None:
         part = Datastore("".join(texts[::n] if n else []))
         name = f"{len(part.text):,} tokens"
         runs[name] = bench.ours(hybrid, guess="none", datastore=name, trust=trust)
-        runs[name].models["target"].prepared["rest", name] = part
+        runs[name].models["target"].memo["rest", name] = part
     results = bench.measure(runs)
     print(table([["datastore", "tokens per target call", *bench.prompts, "guesses a call", "x AR",
                   "output as AR's"], *rates(bench, results, list(runs)[1:], "guessed")]))

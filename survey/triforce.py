@@ -100,7 +100,7 @@ class PartialLM(CachedLM):
     def layout(self, parents: list[int], sees_prefix: list[bool]):
         """Let all nodes see the kept rows, and place the nodes in the whole text."""
         positions, mask = super().layout(parents, [True] * len(sees_prefix))
-        return (positions + self.skipped).clamp(max=self.context - 1), mask
+        return (positions + self.skipped).clamp(max=self.max_length - 1), mask
 
 
 def choose_ends(lm: CachedLM, sinks: int, window: int) -> tuple[dict[int, torch.Tensor], int]:

@@ -42,7 +42,7 @@ class ScriptedLM:
     def __init__(self, logits_of):
         self.logits_of, self.tokens, self.parents, self.ids = logits_of, [], [], []
         self.calls, self.rows = 0, 0
-        self.prepared = {}
+        self.memo = {}
 
     once = CachedLM.once
     setup_seconds = 0.0

@@ -108,7 +108,7 @@ def test_a_layer_some_of_whose_passes_overflow(dynamic, kind):
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT[:1]), 150)
     draft, target = Draft(model, begin="last"), CachedLM(model)
     draft.accept = [[0.5, 0.4, 0.3, 0.2]] * 5
-    target.prepared[draft, "cached"] = Broken(draft.lm, kind)
+    target.memo[draft, "cached"] = Broken(draft.lm, kind)
     chunks = eagle(target, PROMPT[:1], nodes=12, dynamic=dynamic, trained=draft)
     assert tokens_of(chunks, 150) == expected
 

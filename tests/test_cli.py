@@ -481,7 +481,7 @@ def test_a_limit_beyond_the_context_allocates_nothing(capsys):
     assert "stingy: 6 tokens" in capsys.readouterr().err
     [lm] = lms
     slots = {buffer.shape[2] for pair in lm.cache.layers.values() for buffer in pair}
-    assert lm.context == 2048 and lm.length <= min(slots) and max(slots) <= 2 * lm.length + 1
+    assert lm.max_length == 2048 and lm.length <= min(slots) and max(slots) <= 2 * lm.length + 1
 
 
 OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB"),
@@ -608,8 +608,7 @@ def odd(tmp_path_factory):
 
 
 MODEL = "model directory or hub id that"
-SAMPLER = ("a temperature of 0 (greedy) or 1e-6 to 1e6, top-k from 0 and top-p above 0 up to 1, "
-           "got")
+TEMPERATURE = "--temperature must be 0 or 1e-6 to 1e6, got"
 WRONG = [
     (["--target", "no/such/model"], (MODEL, "got 'no/such/model'")),
     (["--target", "nope/model"], (MODEL, "got 'nope/model'")),
@@ -633,13 +632,13 @@ WRONG = [
     (["--gamma", "-3"], ("--gamma must be 1 or more, got -3",)),
     (["--gamma", "many"], ("argument --gamma: invalid int value: 'many'",)),
     (["--gamma", "1" + 12 * "0"], ("--gamma must be at most the context of 2048 tokens",)),
-    (["--temperature", "-0.1"], (SAMPLER, "got -0.1")),
-    (["--temperature", "1e-9"], (SAMPLER, "got 1e-09")),
-    (["--temperature", "nan"], (SAMPLER, "got nan")),
-    (["--temperature", "inf"], (SAMPLER, "got inf")),
-    (["--top-p", "0"], (SAMPLER, "and 0.0")),
-    (["--top-p", "1.5"], (SAMPLER, "and 1.5")),
-    (["--top-k", "-1"], (SAMPLER, " -1 and")),
+    (["--temperature", "-0.1"], (f"{TEMPERATURE} -0.1",)),
+    (["--temperature", "1e-9"], (f"{TEMPERATURE} 1e-09",)),
+    (["--temperature", "nan"], (f"{TEMPERATURE} nan",)),
+    (["--temperature", "inf"], (f"{TEMPERATURE} inf",)),
+    (["--top-p", "0"], ("--top-p must be above 0 and at most 1, got 0.0",)),
+    (["--top-p", "1.5"], ("--top-p must be above 0 and at most 1, got 1.5",)),
+    (["--top-k", "-1"], ("--top-k must be 0 or more, got -1",)),
     (["--max-new-tokens", "0"], ("--max-new-tokens must be 1 or more, got 0",)),
     (["--dtype", "int3"], (MODEL, " can load as int3")),
     (["--device", "tpu"], (MODEL, " tpu can load as")),

@@ -1,5 +1,6 @@
 """Trees, cache, masks, sampling and loading."""
 import itertools
+import math
 import random
 import shutil
 from types import SimpleNamespace
@@ -372,7 +373,7 @@ def test_what_is_cached_stays_when_buffers_grow(run_as):
 def test_a_prompt_longer_than_the_context_is_refused():
     model = tiny("llama")
     lm = CachedLM(model)
-    assert lm.context == context_length(model) == CONTEXT
+    assert lm.max_length == context_length(model) == CONTEXT
     lm.start([5] * CONTEXT)
     assert lm.length == CONTEXT
     with pytest.raises(InputError, match=f"at most {CONTEXT} tokens, got {CONTEXT + 1}"):
@@ -646,17 +647,12 @@ def test_sampler_is_seeded_and_greedy_at_0():
     assert 0 <= uniform.min() and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 0.02
 
 
-@pytest.mark.parametrize("wrong", [(-1.0, 0, 1.0), (1e-7, 0, 1.0), (1e7, 0, 1.0),
-                                   (float("inf"), 0, 1.0), (float("nan"), 0, 1.0), (1.0, -1, 1.0),
-                                   (1.0, 0, 0.0), (1.0, 0, 1.1), (1.0, 0, float("nan"))])
-def test_wrong_values_of_a_sampler(wrong):
-    """One message says what was expected of all three, and what was given."""
-    with pytest.raises(InputError) as raised:
-        Sampler(*wrong)
-    temperature, top_k, top_p = wrong
-    assert str(raised.value).endswith(f"got {temperature}, {top_k} and {top_p}")
-    assert str(raised.value).startswith("expected a temperature of 0 (greedy) or 1e-6 to 1e6, top")
-    assert Sampler(1e-6, 1, 1e-3).probs(torch.tensor([1.0, 2.0])).tolist() == [0, 1]
+@pytest.mark.parametrize("option, wrong", [
+    ("temperature", -1.0), ("temperature", 1e-7), ("temperature", 1e7), ("temperature", math.inf),
+    ("temperature", math.nan), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan)])
+def test_a_sampler_names_the_option_that_is_wrong(option, wrong):
+    with pytest.raises(InputError, match=f"^--{option.replace('_', '-')} must be .*, got {wrong}$"):
+        Sampler(**{option: wrong})
 
 
 # ----------------------------------------------------------------------------------- the rest
@@ -714,7 +710,7 @@ def test_rotary_embeddings_that_change_with_the_length(kind):
     model = tiny("llama", rope_parameters=rope)
     length = 64 if kind == "longrope" else CONTEXT
     lm = CachedLM(model)
-    assert context_length(model) == lm.context == length
+    assert context_length(model) == lm.max_length == length
     ids = torch.tensor([[3, 4, 5]])
     expected = model.generate(ids, max_new_tokens=CONTEXT - 3, do_sample=False, use_cache=False,
                               eos_token_id=None, pad_token_id=1)[0, 3:].tolist()

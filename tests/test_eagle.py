@@ -69,7 +69,7 @@ def test_static_shapes():
         model = tiny("llama", vocab_size=20, run_as=run_as)
         target, log, draft = run_as(model), [], random_draft(model)
         seen.append((tokens_of(eagle(target, PROMPT, nodes=12, trained=draft, log=log), 16), log))
-        assert type(target.prepared[draft, "cached"]) is run_as
+        assert type(target.memo[draft, "cached"]) is run_as
     assert seen[0] == seen[1]
 
 

@@ -27,18 +27,18 @@ def prepared(model, vocab=None, texts=((3, 14, 15, 9, 2, 6),), w=0.5) -> CachedL
     """With a datastore, trust and heads at hand."""
     target = CachedLM(model, vocab)
     text = BOUNDARY.join(as_text(x) for x in texts)
-    target.prepared["rest", "store"] = Datastore(text)
+    target.memo["rest", "store"] = Datastore(text)
     weights = {"none": 0.0} | dict.fromkeys(KINDS, w)
-    target.prepared["trust", "trust"] = {"trust": HALF, "w": weights}
+    target.memo["trust", "trust"] = {"trust": HALF, "w": weights}
     for kind in ("medusa", "hydra"):
         torch.manual_seed(3)
         heads = Heads(model, kind, 2)
         for p in heads.trainable().values():
             p.data.normal_(0, 0.3)
-        target.prepared[kind, "part"] = heads
+        target.memo[kind, "part"] = heads
     draft = Draft(model, seed=3)
     draft.accept = [[0.5]]
-    target.prepared["eagle", "part"] = draft
+    target.memo["eagle", "part"] = draft
     return target
 
 
@@ -162,7 +162,7 @@ def test_a_trained_part_reads_all_final_tokens(kind):
     target = prepared(model)
     if kind == "unshifted":  # a layer that reads the pairs' other tokens
         kind = "eagle"
-        target.prepared["eagle", "part"] = Draft(model, inputs="unshifted", seed=3)
+        target.memo["eagle", "part"] = Draft(model, inputs="unshifted", seed=3)
     target.start(text)
     features = target.features
     found = []
@@ -205,7 +205,7 @@ def test_a_head_by_hand():
     target = prepared(model)
     target.start(text)
     pairs = Pairs(text[:3], target.features[:3], text[1:])
-    heads, part = target.prepared["hydra", "part"], Trained(target, "hydra", "part")
+    heads, part = target.memo["hydra", "part"], Trained(target, "hydra", "part")
     part.start(pairs)
     read = torch.cat([pairs.features[-1:], model.get_input_embeddings()(torch.tensor([9]))], 1)
     x = heads.R[0](read) + torch.nn.functional.silu(heads.W[0](read))
@@ -216,9 +216,9 @@ def test_a_head_by_hand():
     p = (2 * model.lm_head(x)).softmax(-1)[0]
     assert part.predict() == pytest.approx({as_text([i]): p[i].item() for i in best})
     for kind in KINDS:
-        few = prepared(model).prepared[kind, "part"]
+        few = prepared(model).memo[kind, "part"]
         few.keep([2, 3, 5, 7, 11, 13])
-        target.prepared[kind, "part"] = few
+        target.memo[kind, "part"] = few
         part = Trained(target, kind, "part")
         part.start(pairs)
         assert {*as_tokens("".join(part.predict()))} == {2, 3, 5, 7, 11, 13}
@@ -234,7 +234,7 @@ def test_heads_of_models_that_scale_or_cap_their_logits(name, config, monkeypatc
     monkeypatch.setitem(FAMILIES, name, config)
     model = tiny(name)
     target = prepared(model)
-    for p in target.prepared["medusa", "part"].trainable().values():
+    for p in target.memo["medusa", "part"].trainable().values():
         p.data.zero_()
     target.start([3, 14])
     pairs = Pairs([3, 14], target.features, [14, 15])
@@ -261,7 +261,7 @@ def test_a_part_knows_the_text_in_a_run(kind, monkeypatch):
     if kind == "unshifted":
         kind = "eagle"
         for lm in (target, other):
-            lm.prepared["eagle", "part"] = Draft(model, inputs="unshifted", seed=3)
+            lm.memo["eagle", "part"] = Draft(model, inputs="unshifted", seed=3)
     real = Trained.predict
 
     def predict(self):

@@ -55,7 +55,7 @@ class Line(NamedTuple):
     drafts: list = []  # models that draft, the first one as `draft`, the others as `more_drafts`
     few: dict | None = None  # options with which few draws end a round; None: it does not sample
     vocab: int = 3  # tokens that are sampled from
-    prepared: Callable = lambda target: {}  # what the method would read from files, by its names
+    memo: Callable = lambda target: {}  # what the method would read from files: the target's memo
     text_of: torch.nn.Module | None = None  # the model whose text it writes; None: the target
 
 
@@ -153,10 +153,10 @@ METHODS = {
             medusa.Heads(model, "hydra", 3), RATES)), few=dict(nodes=3)),
     "hybrid, n-grams": lambda model: Line(
         hybrid.hybrid, dict(guess="none", nodes=9, **FILES), few=dict(nodes=3),
-        prepared=trusting(model)),
+        memo=trusting(model)),
     "hybrid, eagle": lambda model: Line(
         hybrid.hybrid, dict(guess="eagle", nodes=9, **FILES), few=dict(nodes=3),
-        prepared=trusting(model, rand(eagle.Draft(model, begin="last"), RATES), "eagle")),
+        memo=trusting(model, rand(eagle.Draft(model, begin="last"), RATES), "eagle")),
     "early_exit": lambda model: Line(
         early_exit.early_exit, dict(gamma=4, trained=rand(early_exit.Exit(model, 1, 8))),
         few=dict(gamma=2)),
@@ -168,7 +168,7 @@ METHODS = {
         few=dict(L=1)),
     "space": lambda model: Line(
         masks.space, dict(k=3, tuning="own"), few=dict(k=2), text_of=near(model, 0.1),
-        prepared=lambda target: {("space", "own"): (
+        memo=lambda target: {("space", "own"): (
             CachedLM(near(model, 0.1), target.vocab),
             near(model, 0.5).get_input_embeddings().weight[:1].detach(), [0.5] * 3)}),
     "online": lambda model: Line(
@@ -178,7 +178,7 @@ METHODS = {
     "sequoia": lambda model: Line(
         sequoia.sequoia, dict(nodes=9, depth=4, rates="own"), [near(model, 0.05)],
         dict(nodes=3, depth=1), vocab=4,
-        prepared=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
+        memo=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
 }
 REFUSED = {  # families that a method says it cannot run
     "bita": ["deepseek-v3"], "bita, full tree": ["deepseek-v3"], "pass": ["deepseek-v3"],
@@ -188,7 +188,7 @@ REFUSED = {  # families that a method says it cannot run
 
 def chunks_of(line: Line, target: CachedLM, prompt: list[int], **options):
     """Start a method as its line says, with these options instead of the line's."""
-    target.prepared |= line.prepared(target)
+    target.memo |= line.memo(target)
     drafts = [CachedLM(draft, target.vocab) for draft in line.drafts]
     if drafts[1:]:
         options["more_drafts"] = drafts[1:]
@@ -270,8 +270,8 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
     for family in FAMILIES:
         model = model_of(family)
         line = METHODS[name](model)
-        prepared = {("own", model): {0.0: (0.9, 0.1)}}
-        line = line._replace(drafts=[model for _ in line.drafts], prepared=lambda _: prepared)
+        memo = {("own", model): {0.0: (0.9, 0.1)}}
+        line = line._replace(drafts=[model for _ in line.drafts], memo=lambda _: memo)
         chunks = chunks_of(line, CachedLM(model), PROMPT, sample=sample, **options)
         assert min(len(next(chunks)) for _ in range(6)) >= whole, family
 

@@ -91,7 +91,7 @@ def test_each_pair_and_kind_has_a_learner_and_counts_go_on():
                          (targets[0], "jsd")):
         tokens_of(online(target, draft, PROMPT, divergence=kind), 20)
         calls.append(draft.calls)
-    assert sum(name[0] == "online" for name in draft.prepared) == 3
+    assert sum(name[0] == "online" for name in draft.memo) == 3
     assert 0 < calls[0] < calls[1] < calls[2] < calls[3] and draft.seconds > 0
 
 
@@ -115,7 +115,7 @@ def test_the_draft_changes_between_prompts_only():
             target = CachedLM(model)
             chunks = online(target, draft, PROMPT, every=3, lr=1e-2)
         next(chunks)
-        [learner] = [x for key, x in draft.prepared.items() if key[0] == "online"]
+        [learner] = [x for key, x in draft.memo.items() if key[0] == "online"]
         weights.append(learner.lm.model.lm_head.weight.detach().clone())
         tokens_of(chunks, 20)
         assert torch.equal(weights[-1], learner.lm.model.lm_head.weight)
