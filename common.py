@@ -1,7 +1,8 @@
-"""Everything that the methods share: token trees, a model with its cache, sampling, loading.
+"""This file holds everything that the methods share: token trees, a model with its cache,
+sampling, decoding and loading.
 
-Read this file first. Every method here does one thing in its own way. It grows a small *token tree*
-at the end of the text, runs the model once over the whole tree, and keeps one path of the tree.
+Read it first. Every method here does one thing in its own way. It grows a small *token tree* at the
+end of the text, runs the model once over the whole tree, and keeps one path of the tree.
 
     target     the model whose output is wanted
     draft      a smaller model, or a part of the target, that guesses what the target will say
@@ -19,11 +20,46 @@ at the end of the text, runs the model once over the whole tree, and keeps one p
          context    root  └─ in ── a              after "on". The guess "on" is accepted, and the
                                                   chunk is [on, my].
 
+The life of a round, with this tree:
+
+    1. start     Once for each prompt, cache the context: … the cat.
+
+    2. grow      Guess. How to guess is what a method is about. `trie` makes a tree of guesses:
+
+                     node        0    1    2    3    4    5
+                     ids        sat  on  the  mat   in    a
+                     parents     -1   0    1    2    0    4
+
+    3. mask      Lay the tree out, since no token may see a rival of its own. Each node
+                 sees the context, its ancestors and itself. Siblings have the same position.
+
+                                 … the cat   sat  on  the  mat  in   a
+                            sat   x   x  x    x
+                            on    x   x  x    x    x
+                            the   x   x  x    x    x   x
+                            mat   x   x  x    x    x   x    x
+                            in    x   x  x    x                  x
+                            a     x   x  x    x                  x   x
+
+    4. forward   Run the model once over all rows. After each one the target chooses a token, as if
+                 this path were the text:   sat → on   on → my   the → …   mat → …   in → …   a → …
+
+    5. walk      From the root, follow what the target chose: 0 (sat), 1 (on). No child of node 1
+                 holds "my". The path is [0, 1], and the chunk is [on, my].
+
+    6. commit    The rows of "sat" and "on" join the context, and the others are forgotten. "my" is
+                 the root of the next round, which begins with step 2.
+
+Step 1 is `CachedLM.start`, steps 3 and 4 are `CachedLM.forward`, and step 6 is `CachedLM.commit`.
+
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
 the answer. Sampling stands before the simplest method, which needs it.
 
-Left out: batches, quantisation, encoder-decoder models, and attention that takes more than a mask
-and positions (ALiBi).
+Left out:
+    batches                          one text at a time is what these methods make faster
+    quantisation                     a question of the model, not of the method
+    encoder-decoder models           their cache has two parts
+    attention by distance (ALiBi)    it takes more than a mask and positions; `prepare` refuses it
 """
 import heapq
 import time
@@ -40,8 +76,10 @@ except ModuleNotFoundError as error:  # method files import this one first, so t
 
 
 class InputError(ValueError):
-    """A mistake of the user's. It says what was expected and what was given. (A ValueError that is
-    no InputError is a mistake in the code.)"""
+    """Report a mistake of the user's: what was expected, and what was given.
+
+    A ValueError that is not an InputError is a mistake in the code.
+    """
 
 
 # ------------------------------------------------------------------------------------- trees
@@ -69,14 +107,16 @@ def trie(root: int, sequences: Iterable[list[int]]) -> tuple[list[int], list[int
 
 
 def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], list[int]]:
-    """Verify a tree: from the root, move to the child that holds the token which the target chose
-    after the current node, as long as there is such a child.
+    """Verify a tree: move from node to node as long as the target chose one of the guesses.
+
+    The walk begins at the root. It moves to the child that holds the token which the target chose
+    after the current node, and ends where no child does.
 
     ids       the token of each node
     parents   the parent of each node
     chosen    the token that the target chooses after each node: its argmax, or one sample
-    returns   path, the accepted nodes with the root first; and chunk, the tokens chosen after them,
-              which are the accepted guesses and, last, one token of the target's own
+    returns   path, the accepted nodes with the root first; and chunk, the tokens chosen after each
+              of them: the accepted guesses and, last, one token of the target's own
 
     Sampling stays exact if the tree was built before anything was sampled, and if no two children
     of a node hold the same token.
@@ -85,6 +125,7 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
     path = [0]
     while (path[-1], chosen[path[-1]]) in node_of:
         path.append(node_of[path[-1], chosen[path[-1]]])
+    # What the target chose after the last accepted node is no guess, and final all the same.
     return path, [chosen[node] for node in path]
 
 
@@ -104,10 +145,11 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
 
 # ----------------------------------------------------------------------- a model with a cache
 class KVCache:
-    """The keys and values of every layer, in buffers that double when they are full.
+    """Hold the keys and values of every layer, in buffers that double when they are full.
 
     transformers hands this object to every layer. A pass writes its rows from slot `start` on, over
-    whatever was there, and attends to all slots up to its last one. So a rollback moves an integer.
+    whatever was there, and attends to all slots up to its last one. So a rollback copies nothing:
+    it sets `start` back.
     """
 
     def __init__(self):
@@ -136,18 +178,28 @@ class KVCache:
 
 
 class CachedLM:
-    """A causal language model with its cached context and one pending tree below the context.
+    """Run a causal language model on a cached context and one pending tree below the context.
+
+    Pending nodes are those that were fed since the last commit. Each has a slot in every buffer, in
+    the order in which they were fed. Were the guess "in" of the header's tree accepted in place of
+    "on", the slots would be these before and after commit([0, 4]):
+
+        before   │ prefix │ … the cat │ sat  on  the  mat  in  a │ free …
+        after    │ prefix │ … the cat  sat  in │ the  mat  in  a  free …
+                                                 the next call writes over these
 
     model            any model that `load` lets pass
     vocab            how many logits count, since embeddings are often padded beyond the tokenizer.
                      None: all
+    max_length       how many tokens the model is made for
     length           how many tokens of context are cached
-    parents          the parents of the pending nodes
+    parents          the parents of the pending nodes: earlier pending nodes, or -1 for the context
     prefix           how many rows stand before the context that only some nodes see (BiTA)
-    features         [n, d], what the LM head read in the last `forward`, or for all tokens of
-                     `start`
+    features         [n, d], what the LM head read in the last `forward`. After `start`: for all
+                     tokens of the text
     calls, rows      how many calls there were, and how many rows they had together
-    seconds          what the calls took. A prompt is no call: it takes `prompt_seconds`
+    seconds          how long the calls took. A prompt is no call: it takes `prompt_seconds`
+    memo             what `once` has made, by its names, which took `setup_seconds`
     """
 
     def __init__(self, model, vocab: int | None = None):
@@ -167,8 +219,8 @@ class CachedLM:
         """Forget everything and cache a text.
 
         ids      the tokens of the text; a method leaves out the last one, which is its first root
-        prefix   for each layer keys and values [heads, P, d] of P rows that only those nodes see
-                 which ask for them. They have no position, and no length counts them
+        prefix   for each layer keys and values [heads, P, d] of P rows. Only those nodes see them
+                 which ask for them. Prefix rows have no position, and no length counts them
         """
         if len(ids) > self.max_length:
             raise InputError(f"a prompt has at most {self.max_length} tokens, got {len(ids)}")
@@ -179,7 +231,9 @@ class CachedLM:
             self.cache.update(keys[None], values[None], layer)
             self.prefix = keys.shape[1]
         features = []
-        for i in range(0, len(ids), WIDTHS[-1]):  # a long prompt comes in parts
+        # A long prompt comes in parts, since its mask has a number for each pair of tokens. No part
+        # needs logits, which would take more memory than all else where a vocabulary is large.
+        for i in range(0, len(ids), WIDTHS[-1]):
             self.forward(ids[i:i + WIDTHS[-1]], keep=0, counts=False)
             self.commit(range(len(self.parents)))
             features.append(self.features)
@@ -195,9 +249,9 @@ class CachedLM:
         parents      for each node an earlier pending node, or -1 for the context's end. None: a
                      chain from the last pending node
         sees_prefix  for each node whether it sees the prefix. None: no node does
-        keep         the LM head reads the last `keep` nodes alone. 0: it reads no node, where only
-                     the cache or `features` are wanted. None: it reads all
-        counts       whether this is one of `calls`
+        keep         how many of the last nodes the LM head reads. None: it reads all. 0: it reads
+                     none, where only the cache or `features` are wanted
+        counts       whether this counts as one of `calls`
         returns      the logits [n or keep, V] after each node that the LM head read
         """
         began = time.perf_counter()
@@ -208,11 +262,13 @@ class CachedLM:
         if not (0 < n == len(parents) == len(sees_prefix) and earlier):
             raise ValueError(f"expected {n} parents, earlier nodes or -1, got {parents}")
         positions, mask = self.layout(self.parents + parents, sees_prefix)
+        # The new rows get the slots behind all earlier pending nodes.
         self.cache.start = self.prefix + self.length + old
         inputs = torch.as_tensor(ids)[None].to(self.weight.device)
         logits, features = self.run_model(inputs, positions, mask, keep)
-        if logits.is_cuda:
+        if logits.is_cuda:  # else `seconds` would end before the GPU does
             torch.cuda.synchronize()
+        # Nothing has changed until here, so a pass that raised leaves the tree as it was.
         self.parents = self.parents + parents
         self.features = features[0]
         if counts:
@@ -222,9 +278,9 @@ class CachedLM:
         return logits[0, :, :self.vocab]
 
     def layout(self, parents: list[int], sees_prefix: list[bool]):
-        """Lay out the newest pending nodes: where they stand and what they see.
+        """Compute where the newest pending nodes stand and what they see.
 
-        A node sees the context, its ancestors and itself, and the prefix if it asks for it.
+        A node sees the context, its ancestors and itself. It sees the prefix if it asks for it.
 
         parents       the parents of all pending nodes
         sees_prefix   for each of the newest n nodes whether it sees the prefix
@@ -232,12 +288,15 @@ class CachedLM:
         """
         n = len(sees_prefix)
         ancestors = ancestor_mask(parents)
+        # The position of a node is that of its token in the text which its path would make.
         nodes = self.length - 1 + ancestors.sum(-1)  # positions of the pending nodes
-        # The prefix counts as later than any position, so that no window hides it.
+        # A window hides what lies far before a row. The prefix lies after all rows, so to say, so
+        # that no window hides it.
         slots = torch.cat([torch.full((self.prefix,), 10 ** 9), torch.arange(self.length), nodes])
         visible = F.pad(ancestors[-n:], (self.prefix + self.length, 0), value=True)
         visible[:, :self.prefix] = torch.tensor(sees_prefix)[:, None]
-        # A guess may lie beyond the model's last position. `until` cuts it off later.
+        # A guess may lie beyond the model's last position, where a learned table has no entry. It
+        # stands at the last one instead, and the driver cuts it off later.
         rows = nodes[-n:].clamp(max=self.max_length - 1)
         mask = attention_mask(self.windows, visible[None], rows[None], slots[None], self.weight)
         return rows[None].to(self.weight.device), mask
@@ -254,8 +313,8 @@ class CachedLM:
         features = []
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         first = 0 if keep is None else max(0, inputs.shape[1] - keep)
-        # Rows by index: for a number of rows transformers takes a slice, 0 means all to it, and on
-        # a CPU a slice makes bfloat16 copy the LM head.
+        # The rows are given by their indices. For a number of rows transformers takes a slice: 0
+        # would mean all rows, and on a CPU a slice makes bfloat16 copy the LM head.
         read = torch.arange(first, inputs.shape[1], device=inputs.device)
         with self.model.get_decoder().register_forward_hook(
                 lambda module, args, output: features.append(output[0])):
@@ -273,7 +332,9 @@ class CachedLM:
         path = list(path)
         if any(self.parents[node] != above or node < 0 for above, node in zip([-1, *path], path)):
             raise ValueError(f"expected a path from the context down, got {path} of {self.parents}")
-        if path and path[-1] != len(path) - 1:  # else its rows lie in place already
+        # The path 0, 1, 2, … lies in place already. Others are moved, all rows at once, since some
+        # are read where others are written.
+        if path and path[-1] != len(path) - 1:
             first = self.prefix + self.length
             rows = first + torch.tensor(path)
             for buffer in (buffer for pair in self.cache.layers.values() for buffer in pair):
@@ -287,19 +348,23 @@ class CachedLM:
         self.length, self.parents = length, []
 
     def once(self, name, make: Callable):
-        """Return make(), which runs only when `name` is asked for the first time.
+        """Return make(), which runs only when this name is asked for the first time.
 
-        The time that it takes counts as set-up and not as decoding.
+        The time that `make` takes counts as set-up and not as decoding.
+
+        name   any hashable name; models have a memo each
+        make   a function without arguments
         """
         if name not in self.memo:
             before, began = self.setup_seconds, time.perf_counter()
             self.memo[name] = make()
-            self.setup_seconds = before + time.perf_counter() - began  # nested ones are inside
+            # A `make` that calls `once` itself has added its time already, so it counts once.
+            self.setup_seconds = before + time.perf_counter() - began
         return self.memo[name]
 
 
 def windows_of(model) -> dict[str, int | None]:
-    """Say for each kind of layer how many tokens back it sees; None where it sees all."""
+    """Find how many tokens each kind of layer looks back; None where it sees all of them."""
     config = model.config.get_text_config()
     listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     kinds = sorted(set(listed or ["sliding_attention"]))  # not listed: all of one kind
@@ -314,10 +379,10 @@ def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
 
     It is 0 where a row sees a slot, and -inf elsewhere.
 
-    windows   as `windows_of` gives them
-    visible   bool [B, n, m], what each row may see
-    rows      [B, n], the positions of the rows; a window hides what lies too far before them
-    slots     [B, m], the positions of the slots
+    windows   for each kind of layer its window, as `windows_of` gives them
+    visible   bool [B, n, m], what each row may see apart from windows
+    rows      [B, n], the positions of the rows. A window hides what lies too far before them
+    slots     [B, m], the positions of what is in the slots
     like      a tensor of the wanted type and device
     returns   [B, 1, n, m]; for several kinds of layers a dictionary of such masks
     """
@@ -332,12 +397,14 @@ def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
 class Sampler:
     """Draw tokens from logits; `sample(logits)` returns one token for each row of logits [n, V].
 
-    The logits become a distribution in three steps:
-    1. they are divided by the temperature; a temperature of 0 stands for the argmax
-    2. the top_k largest stay, and all that tie with the last of them; 0 keeps all
-    3. of these stays the smallest set of the likeliest tokens whose probabilities sum to top_p
+    Three steps make a distribution of the logits, in this order, as transformers has it:
 
-    seed   of the generator, one for each device
+    temperature   divides the logits. 0 stands for the argmax
+    top_k         keeps this many of the largest, and all that tie with the last one. 0 keeps all
+    top_p         keeps the smallest set of the likeliest tokens whose probabilities sum to top_p
+    seed          starts the random generators, one for each device
+
+    InputError where a value is out of range.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
@@ -376,9 +443,11 @@ class Sampler:
     def draw(self, probs: torch.Tensor) -> list[int]:
         """Draw one token from each row of probs [n, V].
 
-        It is the first token at which the sum of the probabilities exceeds u ~ U[0, 1).
+        With u ~ U[0, 1) it is the first token at which the sum of the probabilities exceeds u.
         """
-        mass = probs.double().cumsum(-1)  # float32 would lose tokens with a probability of 1e-8
+        # In float32 the sums would lose tokens with a probability of 1e-8.
+        mass = probs.double().cumsum(-1)
+        # The probabilities sum to 1 only nearly. A u beyond their sum would draw no token.
         u = self.uniform((len(probs), 1), probs.device) * mass[:, -1:]
         return torch.searchsorted(mass, u, right=True)[:, 0].clamp(max=mass.shape[1] - 1).tolist()
 
@@ -396,13 +465,13 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
     """Decode one token a call: the simplest method, and the one that all others are compared with.
 
     prompt   token ids
-    sample   what chooses a token
-    log      not used; all methods take one
+    sample   `greedy`, or a Sampler
+    log      not used here, but every method takes one
     Yields chunks of 1 token.
     """
     target.start(prompt[:-1])
     root = prompt[-1:]
-    while True:
+    while True:  # each round has a tree of the root alone
         root = sample(target.forward(root))
         target.commit([0])
         yield root
@@ -413,7 +482,7 @@ def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = (), log
 
     chunks   what a method yields
     limit    how many tokens are wanted at most
-    eos      the tokens that end an answer; the first of them is kept
+    eos      the tokens that end an answer. The one that ended it is kept
     log      the method's log, in which a guess that is cut off counts as not accepted
     """
     while limit > 0:
@@ -428,7 +497,7 @@ def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = (), log
 
 # ----------------------------------------------------------------------------------- loading
 def load(path: str, device: str | None = None, dtype: str | None = None):
-    """Load a model and its tokenizer; code that a checkpoint brings with it is never run.
+    """Load a model and its tokenizer. Code that comes with a checkpoint is never run.
 
     path     a Hugging Face directory or hub id
     device   cpu, cuda or cuda:N. Default: cuda where there is a GPU, else cpu
@@ -441,9 +510,9 @@ def load(path: str, device: str | None = None, dtype: str | None = None):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True)  # the report names them, an error would not
+            ignore_mismatched_sizes=True)  # our message names them; transformers' would be long
         model = model.to(device)
-    except Exception as error:  # the readers of the many file formats raise all kinds
+    except Exception as error:  # each reader of a file format raises errors of its own
         raise InputError(f"expected a model directory or hub id that {device} can load as {dtype}, "
                          f"got {str(path)!r}: {shorten(error)}") from error
     missing = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
@@ -454,7 +523,7 @@ def load(path: str, device: str | None = None, dtype: str | None = None):
 
 
 def shorten(error) -> str:
-    """Say on one line what an exception or a text says, in 300 characters at most."""
+    """Put an exception or a text on one line of at most 300 characters."""
     return " ".join(str(error).split())[:300]
 
 
@@ -463,15 +532,18 @@ def prepare(model, run_as: type[CachedLM] = CachedLM):
     """Make a transformers model ready for CachedLM, and check its token trees.
 
     A tree must give the logits that its paths give alone. Models whose attention takes more than a
-    mask and positions (BLOOM, MPT) fail this check.
+    mask and positions (BLOOM, MPT) fail this check, and would decode garbage.
 
+    model    a model of transformers; its settings are changed in place
     run_as   the kind of CachedLM that is checked
-    returns  the same model, its settings changed in place. InputError where the check fails
+    returns  the same model. InputError where the check fails
     """
     name = type(model).__name__
     config = model.config.get_text_config()
     model.config.return_dict = True
-    if hasattr(config, "output_router_logits"):  # their loss expects a mask of another form
+    # A mixture of experts that returns its router's logits computes a loss of them, which expects
+    # a mask of another form.
+    if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation("grouped")
@@ -482,11 +554,13 @@ def prepare(model, run_as: type[CachedLM] = CachedLM):
             config.sliding_window = 2  # narrower than the tree, so that the check sees it
         error = tree_error(run_as(model.eval()))
         if window is not None:
-            if not error < most:  # does the family ignore the key? Conversions leave it behind
+            # Some families ignore this setting, which a conversion may have left in the file. They
+            # pass the check without a window.
+            if not error < most:
                 window = None
                 error = tree_error(run_as(model), windowed=False)
             config.sliding_window = window
-    except Exception as error:  # whatever its forward pass makes of them
+    except Exception as error:  # a forward pass that does not take them raises anything
         raise InputError(f"expected a model that takes positions, a mask and a cache, got {name}: "
                          f"{shorten(error)}") from error
     if not error < most:
@@ -496,11 +570,12 @@ def prepare(model, run_as: type[CachedLM] = CachedLM):
 
 
 def tree_error(lm: CachedLM, windowed: bool = True) -> float:
-    """Compare a tree with transformers' own pass over each of its paths.
+    """Measure how far a tree is from transformers' own pass over each of its paths.
 
-        context d b c ── e ─┬─ c ── d     five ordinary tokens from the middle of the vocabulary,
-                            └─ a ── b     since the first ones are special
+        context d b c ── e ─┬─ c ── d     a to e are five ordinary tokens from the middle of the
+                            └─ a ── b     vocabulary, since the first ones are often special
 
+    lm         the model to be checked
     windowed   whether the windows of the config count in the tree
     returns    the mean difference of logits, as a share of their mean size
     """
@@ -516,10 +591,10 @@ def tree_error(lm: CachedLM, windowed: bool = True) -> float:
 
 
 def context_length(model) -> int:
-    """Say how many tokens a model is made for.
+    """Find how many tokens a model is made for.
 
-    With LongRoPE that is its original length: beyond it all keys are turned at another rate, and
-    those in the cache would be wrong.
+    With LongRoPE the limit is the original length. Beyond it all keys are turned at another rate,
+    so the keys in the cache would be wrong.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -529,9 +604,9 @@ def context_length(model) -> int:
 
 
 def vocab_size(model, tokenizer) -> int:
-    """Say how many of a model's logits stand for tokens: the largest id and those before it.
+    """Count the logits of a model that stand for tokens: those up to the largest id.
 
-    The number of the tokenizer's entries would be too small where its ids have gaps.
+    The number of the tokenizer's entries would be too small where ids have gaps.
     """
     return min(len(model.get_output_embeddings().weight), 1 + max(tokenizer.get_vocab().values()))
 
@@ -543,23 +618,24 @@ def eos_ids(model, tokenizer) -> set[int]:
 
 
 def encode(tokenizer, text: str) -> list[int]:
-    """Turn a prompt into token ids, after BOS if the tokenizer has it so.
+    """Turn a prompt into token ids, with the special tokens that the tokenizer adds.
 
-    returns  token ids. InputError for a prompt without text
+    returns  token ids. InputError for a prompt that has no token of its own
     """
     if set(tokenizer.encode(text, add_special_tokens=False)) <= set(tokenizer.all_special_ids):
         raise InputError(f"expected a prompt with some text, got {shorten(repr(text))}")
     return tokenizer.encode(text)
 
 
-# ============== A reader of the papers can stop here: what follows makes calls faster and cheaper.
+# ====== A reader of the papers can stop here. What follows makes calls cheaper, or says what they
+# ====== cost on this machine.
 
 
 # ------------------------------------------------------------------------- grouped attention
 def grouped_attention(module, query, key, value, attention_mask, **options):
-    """Compute attention in which query heads that share a key head become more rows of that head.
+    """Compute attention with the query heads that share a key head as more rows of that head.
 
-    Under a mask transformers' own function would copy the whole cache once for each query head.
+    transformers' own function, given a mask, would copy the whole cache for each query head.
 
     query           [B, heads, n, d]
     key, value      [B, key heads, slots, d]
@@ -584,28 +660,31 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the calls that the clock measu
 
 
 class Node(NamedTuple):
-    """A node of a tree that is planned before its tokens are known."""
-    chance: float  # that it is accepted: the product along its path
+    """Describe a node of a tree that is planned before its tokens are known."""
+    chance: float  # that the node is accepted: the product of the rates along its path
     parent: int
-    depth: int  # 0: the root
-    rank: int  # among the children of its parent, 0 the likeliest
+    depth: int  # the root has depth 0
+    rank: int  # among the children of its parent; the likeliest has rank 0
 
 
 def best_tree(accept: list[list[float]], n: int) -> list[Node]:
     """Plan the tree of the n nodes that are likeliest to be accepted.
 
-    accept    accept[depth][rank] is how often the child of this rank is accepted, where the node of
-              this depth above it was
+    A node's children are never likelier than the node itself, so the heap gives the nodes in the
+    order of their chances, and each after its parent.
+
+    accept    accept[depth][rank] is the rate at which the child of this rank is accepted, where its
+              parent, a node of this depth, was
     n         how many nodes the tree has at most, the root among them
-    returns   the nodes, the root first; the first m of them are the best tree of m nodes. The sum
+    returns   the nodes, the root first. The first m of them are the best tree of m nodes. The sum
               of all chances is the number of tokens to be expected of a call
     """
     tree, heap = [], [(-1.0, Node(1.0, -1, 0, 0))]
     while heap and len(tree) < n:
         _, node = heapq.heappop(heap)
         tree.append(node)
-        for rank, right in enumerate(accept[node.depth] if node.depth < len(accept) else []):
-            child = Node(node.chance * right, len(tree) - 1, node.depth + 1, rank)
+        for rank, rate in enumerate(accept[node.depth] if node.depth < len(accept) else []):
+            child = Node(node.chance * rate, len(tree) - 1, node.depth + 1, rank)
             heapq.heappush(heap, (-child.chance, child))
     return tree
 
@@ -613,11 +692,12 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
 def row_costs(lm: CachedLM, most: int) -> list[float]:
     """Measure what calls of 1 to `most` rows take at the present length of the context.
 
-    most      128 or fewer
-    returns   costs[n], the seconds of the cheapest measured call that has room for n rows
+    most      how many rows, 128 or fewer
+    returns   costs, where costs[n] is what the cheapest measured call took that has n rows or more,
+              in seconds
     """
     least = {width: torch.inf for width in WIDTHS if width < 2 * most}
-    # In rounds, so that a busy moment of the machine meets all widths alike
+    # All widths take turns, four times each, so that a busy moment of the machine meets all alike.
     for n in 4 * [*least]:
         seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
         least[n] = min(least[n], seconds)
@@ -628,9 +708,10 @@ def row_costs(lm: CachedLM, most: int) -> list[float]:
 def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
     """Choose what makes the most tokens a second on this machine.
 
-    It is asked once for each name, and again for each power of two that the context reaches, from
-    256 on, since calls cost more on longer contexts.
+    Calls cost more on longer contexts. So the choice is made again at each power of two that the
+    context reaches, from 256 on.
 
+    name      a name for the question, as for `CachedLM.once`
     choices   a function that gives triples: a choice, the tokens to be expected of a round, and
               the seconds that the round takes
     returns   the choice with the most tokens a second

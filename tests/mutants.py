@@ -115,7 +115,7 @@ MUTANTS = {
         ("mask = attention_mask.expand(-1, heads // key.shape[1], -1, -1)",
          "mask = attention_mask.repeat_interleave(heads // key.shape[1], 2)",
          "rows of grouped heads get each other's masks"),
-        ("Node(node.chance * right,", "Node(right,", "a chance is not multiplied along the path"),
+        ("Node(node.chance * rate,", "Node(rate,", "a chance is not multiplied along the path"),
         ("if width < 2 * most}", "if width <= most}",
          "no call that has room for `most` rows is timed"),
         ("key=lambda x: x[1] / x[2])", "key=lambda x: x[1])",
