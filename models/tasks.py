@@ -1,17 +1,29 @@
-"""Three kinds of task with checkable answers, made by a program: the narrow world of the embedded
+"""This program makes three kinds of task with checkable answers, the narrow world of the embedded
 models.
 
     sql    a schema and a question in English      ->  one SQL query
            graded by running it in sqlite3 (cf. Spider)
     math   a word problem in two to five steps     ->  the steps, "#### answer"
            graded by the answer (cf. GSM8K)
-    code   a signature and a docstring             ->  a Python function body
+    code   a signature and a docstring             ->  the body of a Python function
            graded by running it on inputs (cf. MBPP)
 
-Every example has a *template*: its wording and structure without names and numbers. One template in
-ten is held out: split "train" never shows it, split "test" shows nothing else.
-`python models/tasks.py` prints some examples, `python models/tasks.py N [SEED [TASK …]]` N training
-prompts of each task as JSON lines.
+An example is put together from wordings, names and numbers that are drawn at random:
+
+    template   story 1, lose 0, double 2, count 0
+    prompt     At first Zoe has 170 flowers.                   the beginning, wording 1
+               She gives 53 flowers to Hugo.                   "lose", wording 0
+               Then the number of her flowers doubles.         "double", wording 2
+               How many flowers does Zoe have now?             "count", wording 0
+    answer     Zoe has 170 - 53 = 117 flowers left.
+               Zoe now has 117 * 2 = 234 flowers.
+               #### 234
+
+The *template* is the wording and the structure without names and numbers. One template in ten is
+held out: split "train" never shows it, and split "test" shows nothing else.
+
+    python models/tasks.py                          # some held-out examples to read
+    python models/tasks.py N [SEED [TASK …]]        # N training prompts of each task, JSON lines
 """
 import argparse
 import itertools
@@ -30,6 +42,7 @@ TASKS = ("sql", "math", "code")
 
 @dataclass
 class Example:
+    """An example has a prompt, its right answer, and what the task's grader needs."""
     task: str
     prompt: str
     answer: str  # begins with a newline: the prompt ends at a token boundary
@@ -37,29 +50,37 @@ class Example:
     check: dict = field(default_factory=dict)  # what the grader needs
 
 
-def examples(task: str, split: str, seed: int = 0):
-    """Endless examples of one task ("sql", "math", "code"); split is "train" or "test"; another
-    seed gives other examples."""
+def make_examples(task: str, split: str, seed: int = 0):
+    """Make examples of a task without end.
+
+    task    sql, math or code
+    split   train or test
+    seed    another seed gives other examples
+    yields  an Example
+    raises  ValueError for another task or split
+    """
     if task not in TASKS or split not in ("train", "test"):
         raise ValueError(f"expected a task of {TASKS} and a split of ('train', 'test'), "
                          f"got {task!r} and {split!r}")
     rng = random.Random(f"{task} {split} {seed}")
     while True:
-        example = {"sql": sql, "math": math, "code": code}[task](rng)
+        example = {"sql": make_sql, "math": make_math, "code": make_code}[task](rng)
         held_out = zlib.crc32(example.template.encode()) % 10 == 0
         if held_out == (split == "test"):
             yield example
 
 
 def take(task: str, split: str, n: int, seed: int = 0) -> list[Example]:
-    return list(itertools.islice(examples(task, split, seed), n))
+    """Take the first n examples of a task, a split and a seed."""
+    return list(itertools.islice(make_examples(task, split, seed), n))
 
 
 def read_prompts(path: str | Path) -> list[str]:
     """Read the prompts of a file, one a line or JSON lines; argparse takes this function as a type.
 
     path     a file that `read_rows` reads, for example what `python models/tasks.py N` prints
-    returns  of each line "prompt", "question" or the first of "turns", or the line itself
+    returns  for each line what it has as "prompt", as "question" or first in "turns";
+             a plain line itself
     """
     return [prompt_of(row) for row in read_rows(path)]
 
@@ -116,15 +137,22 @@ def prompt_of(row: dict) -> str:
 
 
 def grade(example: Example, answer: str) -> bool:
-    """Is this answer (text after the prompt, without EOS) right? SQL and Python answers are
-    executed."""
+    """Say whether an answer is right; SQL and Python answers are run.
+
+    answer  the text after the prompt, without EOS
+    """
     return {"sql": grade_sql, "math": grade_math, "code": grade_code}[example.task](example, answer)
 
 
 def loops(tokens: list[int], longest: int = 16, times: int = 4) -> bool:
-    """Do the last tokens repeat: the same 1 to `longest` tokens at least `times` times in a row, 8
-    tokens or more in all? The rule by which figures leave a prompt out: a model in a loop accepts
-    every guess."""
+    """Find out whether a text ends in a loop, the same few tokens again and again.
+
+    Figures leave a prompt out if its answer ends in a loop, since every guess is then accepted.
+
+    tokens   the text
+    longest  the most tokens that are repeated
+    times    how often they must stand in a row, as 8 tokens or more in all
+    """
     for period in range(1, longest + 1):
         tail = tokens[-max(8, period * times):]
         if len(tail) == max(8, period * times) and all(a == b for a, b in zip(tail, tail[period:])):
@@ -153,7 +181,8 @@ MAKERS = [("A machine", "makes"), ("A baker", "bakes"), ("A farm", "packs"),
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 
 
-def math(rng: random.Random) -> Example:
+def make_math(rng: random.Random) -> Example:
+    """Make a word problem of two to five steps."""
     while True:
         question, steps, result, template = rng.choice(
             (story, story, story, shop, rate, compare))(rng)
@@ -163,18 +192,19 @@ def math(rng: random.Random) -> Example:
 
 
 def grade_math(example: Example, answer: str) -> bool:
+    """Check whether the result follows the last "####"."""
     return answer.rpartition("####")[2].strip() == str(example.check["result"]) and "####" in answer
 
 
-def person(rng):
-    """name, subject, object and possessive pronoun."""
+def choose_person(rng):
+    """Choose a person: a name, and the pronouns of the subject, the object and the owner."""
     return ((rng.choice(HE), "he", "him", "his") if rng.random() < 0.5
             else (rng.choice(SHE), "she", "her", "her"))
 
 
 @dataclass
 class Story:
-    """Whose things, which, and how many there are now."""
+    """Say whose things a story is about, which things they are, and how many there are now."""
     name: str
     he: str
     him: str
@@ -188,7 +218,8 @@ class Story:
         return self.he.capitalize()
 
 
-# What can happen: three wordings, the steps that solve it, how many there are then
+# What can happen to the things of a story. Each function returns three wordings, the steps of the
+# solution, and how many things there are then.
 
 def gain(rng, s: Story):
     k = rng.randint(2, rng.choice((20, 150)))
@@ -234,7 +265,8 @@ def half(rng, s: Story):
 EVENTS = {"gain": gain, "lose": lose, "pack": pack, "double": double, "half": half}
 
 
-# What can be asked in the end: two wordings, the steps of each, the answer
+# What can be asked at the end of a story. Each function returns two wordings, the steps of the
+# solution for each, and the answer.
 
 def count(rng, s: Story):
     return ((f"How many {s.items} does {s.name} have now?",
@@ -242,7 +274,7 @@ def count(rng, s: Story):
 
 
 def share(rng, s: Story):
-    k = rng.choice(shares_of(s.n))
+    k = rng.choice(find_shares(s.n))
     return ((f"{s.He} shares all {s.items} equally among {k} friends. "
              "How many does each friend get?",
              f"{s.He} puts them into {k} equal groups. How many {s.items} are in each group?"),
@@ -262,13 +294,17 @@ def sell(rng, s: Story):
 ENDS = {"count": count, "share": share, "sell": sell}
 
 
-def shares_of(n: int) -> list[int]:
+def find_shares(n: int) -> list[int]:
+    """Find the numbers from 2 to 10 that divide n things into equal shares of 2 or more."""
     return [k for k in range(2, 11) if n % k == 0 and n // k >= 2]
 
 
+# What a word problem is about. Each function returns the question, the steps of the solution, the
+# answer, and the template.
+
 def story(rng):
-    """One person's things become more and fewer, one event after another."""
-    who = person(rng)
+    """Tell how one person's things become more and fewer, one event after another."""
+    who = choose_person(rng)
     items, n = rng.choice(ITEMS), rng.randint(5, rng.choice((30, 200)))
     friend = rng.choice([x for x in HE + SHE if x != who[0]])
     s = Story(*who, items, n, friend)
@@ -283,7 +319,7 @@ def story(rng):
         wordings, solved, s.n = EVENTS[kind](rng, s)
         text.append(wordings[way])
         steps += solved
-    end = rng.choice(["count", "count"] + ["share"] * bool(shares_of(s.n))
+    end = rng.choice(["count", "count"] + ["share"] * bool(find_shares(s.n))
                      + ["sell"] * (s.n <= 60))
     way = rng.randrange(2)
     template.append(f"{end} {way}")
@@ -294,8 +330,8 @@ def story(rng):
 
 
 def shop(rng):
-    """Prices times amounts, and perhaps the change."""
-    name, he, *_ = person(rng)
+    """Ask what a purchase costs, or how much money is left after it."""
+    name, he, *_ = choose_person(rng)
     goods = rng.sample(GOODS, rng.randint(2, 3))
     prices, amounts = [rng.randint(2, 25) for _ in goods], [rng.randint(2, 9) for _ in goods]
     way, end = rng.randrange(2), rng.randrange(2 if len(goods) == 3 else 4)
@@ -323,7 +359,7 @@ def shop(rng):
 
 
 def rate(rng):
-    """So many an hour, over some days."""
+    """Ask how much is made on two days by somebody who makes so much an hour."""
     (maker, makes), items = rng.choice(MAKERS), rng.choice(ITEMS)
     k, days = rng.randint(3, 30), rng.sample(DAYS, 2)
     hours = [rng.randint(2, 9) for _ in days]
@@ -353,7 +389,7 @@ def rate(rng):
 
 
 def compare(rng):
-    """Two or three people, each compared with the one before."""
+    """Compare two or three people, each with the one before, and ask for the sum."""
     names, items = rng.sample(HE + SHE, 3), rng.choice(ITEMS)
     counts, steps, template = [rng.randint(3, 80)], [], ["compare"]
     text = [f"{names[0]} has {counts[0]} {items}."]
@@ -383,7 +419,8 @@ COUNTRIES = "France Spain Italy Japan Peru Egypt Norway India Canada Brazil Chil
 COLORS = "red blue green black white yellow brown silver".split()
 PEOPLE = HE + SHE
 LEVELS = "low medium high basic gold top".split()
-# table: (plural, text columns with their values, number columns with their largest value)
+# For each table: its plural, its text columns with their values, and its number columns with their
+# largest values.
 TABLES = {
     "singer": ("singers", {"name": PEOPLE, "country": COUNTRIES,
                            "style": "pop rock jazz folk opera blues".split()},
@@ -443,25 +480,33 @@ AGGREGATES = [("average", "avg"), ("maximum", "max"), ("minimum", "min"), ("tota
               ("highest", "max"), ("lowest", "min")]
 
 
-def sql(rng: random.Random) -> Example:
+def make_sql(rng: random.Random) -> Example:
+    """Make a schema of one or two tables, and a question about it."""
     tables = rng.sample(sorted(TABLES), rng.choice((1, 2, 2)))
-    schema = {}  # table: {column: its values, or its largest number}
+    schema = {}  # for each table its columns, each with its values or its largest number
     for table in tables:
         _, texts, numbers = TABLES[table]
         columns = (rng.sample(sorted(texts), rng.randint(2, len(texts)))
                    + rng.sample(sorted(numbers), rng.randint(1, len(numbers))))
         schema[table] = {c: (texts | numbers)[c] for c in rng.sample(columns, len(columns))}
-    if len(tables) == 2:  # the second belongs to the first
+    if len(tables) == 2:  # rows of the second table belong to rows of the first
         schema[tables[1]][f"{tables[0]}_id"] = 12
-    question, query, template = (sql_join if len(tables) == 2 and rng.random() < 0.5
-                                 else sql_single)(rng, schema)
+    question, query, template = (
+        ask_two_tables if len(tables) == 2 and rng.random() < 0.5 else ask_one_table)(rng, schema)
     described = "; ".join(f"{t}({', '.join(['id', *columns])})" for t, columns in schema.items())
     return Example("sql", f"{described}\n{question}", f"\n{query};", f"sql {template}",
                    {"query": query, "schema": schema})
 
 
-def condition(rng, columns, prefix=""):
-    """(English, SQL, template) of one condition on these columns."""
+# Conditions on rows. Each function returns a condition in English and in SQL, and its part of the
+# template.
+
+def make_condition(rng, columns, prefix=""):
+    """Make a condition on one of these columns.
+
+    columns  for each column its values, or its largest number
+    prefix   what stands before the column in SQL, such as "p."
+    """
     column = rng.choice([c for c in columns if not c.endswith("_id")])
     values = columns[column]
     if isinstance(values, int):
@@ -472,8 +517,8 @@ def condition(rng, columns, prefix=""):
     return words.format(c=column, v=value), f"{prefix}{column} {op} '{value}'", words
 
 
-def nested(rng, table, schema):
-    """(English, SQL, template) of a condition that holds a query."""
+def make_nested_condition(rng, table, schema):
+    """Make a condition on a table that holds a query of its own."""
     number = rng.choice([c for c, v in schema[table].items()
                          if isinstance(v, int) and not c.endswith("_id")])
     children = [t for t in schema if f"{table}_id" in schema[t]]
@@ -492,20 +537,21 @@ def nested(rng, table, schema):
         ("that have at least {n} {many}",
          "id IN (SELECT {key} FROM {child} GROUP BY {key} HAVING count(*) >= {n})"),
         ("that have {many} {which}", "id IN (SELECT {key} FROM {child} WHERE {filtered})")])
-    which, filtered, template = condition(rng, schema[children[0]])
+    which, filtered, template = make_condition(rng, schema[children[0]])
     values = {"many": many, "key": key, "child": children[0], "n": n, "which": which,
               "filtered": filtered}
     return (words.format(**values), query.format(**values),
             f"nested {words} {template if 'which' in words else ''}")
 
 
-def where(rng, columns, table, schema):
-    """(English, SQL, template) of zero to two conditions."""
+def make_where(rng, columns, table, schema):
+    """Make zero to two conditions, joined by "and" or "or"."""
     n = rng.choice((0, 1, 1, 2, 2, 2))
     if n == 0:
         return "", "", "all"
     english, query, template = zip(*(
-        nested(rng, table, schema) if rng.random() < 0.4 else condition(rng, columns)
+        make_nested_condition(rng, table, schema) if rng.random() < 0.4
+        else make_condition(rng, columns)
         for _ in range(n)))
     link = rng.choice(("and", "or"))
     return (" " + f" {link} ".join(english), " WHERE " + f" {link.upper()} ".join(query),
@@ -514,7 +560,7 @@ def where(rng, columns, table, schema):
 
 @dataclass
 class Asked:
-    """A table, two of its columns, and which of its rows are asked about."""
+    """Say which table, which two of its columns and which of its rows a question is about."""
     table: str
     plural: str
     columns: dict
@@ -524,7 +570,8 @@ class Asked:
     filtered: str
 
 
-# What can be asked: two wordings, their queries, what belongs to the template
+# What can be asked about one table. Each function returns two wordings, the query of each, and what
+# it adds to the template.
 
 def list_columns(rng, q: Asked, n: int = 1):
     chosen = rng.sample(list(q.columns), n)
@@ -602,13 +649,16 @@ SINGLE = {"list": list_columns, "list2": list_two, "count": count_rows, "aggrega
           "order": order, "top": top, "group": group, "having": having, "distinct": distinct}
 
 
-def sql_single(rng, schema):
+# Questions. Each function returns the question, its query, and the template.
+
+def ask_one_table(rng, schema):
+    """Make a question about one table of the schema."""
     table = rng.choice(list(schema))
     columns = {c: v for c, v in schema[table].items() if not c.endswith("_id")}
     texts = [c for c in columns if not isinstance(columns[c], int)]
     numbers = [c for c in columns if isinstance(columns[c], int)]
     text, number = rng.choice(texts), rng.choice(numbers)
-    english, filtered, template = where(rng, columns, table, schema)
+    english, filtered, template = make_where(rng, columns, table, schema)
     asked = Asked(table, TABLES[table][0], columns, text, number, english, filtered)
     kind = rng.choice(list(SINGLE))
     way = rng.randrange(2)
@@ -616,14 +666,15 @@ def sql_single(rng, schema):
     return questions[way], queries[way], f"{kind} {way} {template}{more}"
 
 
-def sql_join(rng, schema):
+def ask_two_tables(rng, schema):
+    """Make a question about rows of the second table that names their rows in the first."""
     parent, child = schema
     columns = {c: v for c, v in schema[child].items() if not c.endswith("_id")}
     plural, shown = TABLES[child][0], rng.choice(list(columns))
     number = rng.choice([c for c in columns if isinstance(columns[c], int)])
-    english, filtered, template = condition(rng, schema[parent], "p.")
+    english, filtered, template = make_condition(rng, schema[parent], "p.")
     if rng.random() < 0.5:
-        more, query, extra = condition(rng, columns, "c.")
+        more, query, extra = make_condition(rng, columns, "c.")
         english, filtered, template = (f"{english} and only {plural} {more}",
                                        f"{filtered} AND {query}", f"{template} also {extra}")
     joined = f"FROM {child} AS c JOIN {parent} AS p ON c.{parent}_id = p.id"
@@ -655,15 +706,18 @@ def sql_join(rng, schema):
 
 
 def grade_sql(example: Example, answer: str) -> bool:
-    """The same rows as the reference query, on three random databases, in the same order where the
-    reference sorts."""
+    """Run an answer and the reference query on three random databases, and compare their rows.
+
+    The order of the rows counts only if the reference query sorts.
+    """
     query = example.check["query"]
     named = [int(n) for n in re.findall(r"\d+", query)]
     for seed in range(3):
         rng, database = random.Random(seed), sqlite3.connect(":memory:")
         for table, columns in example.check["schema"].items():
             database.execute(f"CREATE TABLE {table} ({', '.join(['id', *columns])})")
-            # numbers that the query names are frequent, so that it finds something
+            # The number that the query names is frequent. Otherwise few rows would meet its
+            # condition, and a wrong query would often give the same empty result.
             for i in range(100):
                 row = [i + 1] + [
                     rng.choice(v) if isinstance(v, list)
@@ -671,7 +725,7 @@ def grade_sql(example: Example, answer: str) -> bool:
                     for v in columns.values()]
                 database.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
         budget = itertools.count()
-        database.set_progress_handler(lambda: next(budget) > 1000, 1000)  # ends a runaway query
+        database.set_progress_handler(lambda: next(budget) > 1000, 1000)  # end a runaway query
         expected = database.execute(query).fetchall()
         try:
             cursor = database.execute(answer)
@@ -689,7 +743,8 @@ def grade_sql(example: Example, answer: str) -> bool:
 
 # ---------------------------------------------------------------- code
 
-# English with {k} for a number, Python with {x} for the element, a word for the function's name
+# Each entry: English with {k} for a number, Python with {x} for the element, and a word for the
+# function's name.
 FILTERS = [("even numbers", "{x} % 2 == 0", "even"), ("odd numbers", "{x} % 2 == 1", "odd"),
            ("positive numbers", "{x} > 0", "positive"), ("negative numbers", "{x} < 0", "negative"),
            ("numbers above {k}", "{x} > {k}", "large"), ("numbers below {k}", "{x} < {k}", "small"),
@@ -722,7 +777,8 @@ TEXT_INPUTS = ["", "banana", "Hello World 42", "the Quick brown fox jumps over a
                "A1 b2 sea eel tent  on", "abc cba Anna noon stats been to"]
 
 
-def code(rng: random.Random) -> Example:
+def make_code(rng: random.Random) -> Example:
+    """Make a signature, a docstring and the body of a function."""
     kind = rng.choice((reduce_list, reduce_list, reduce_range, text_loop, word_loop, branch,
                        two_lists, tally, choose, choose, both))
     name, arguments, doc, body, inputs, template = kind(rng)
@@ -732,8 +788,10 @@ def code(rng: random.Random) -> Example:
 
 
 def grade_code(example: Example, answer: str) -> bool:
-    """The same results as the reference on every input, in a subprocess that may take five
-    seconds."""
+    """Run an answer and the reference on all inputs, and compare what they return.
+
+    They run in a subprocess, which may take five seconds: an answer may be anything.
+    """
     programs = [example.prompt + text for text in (example.answer, answer)]
     run = f"""
 import copy, json, sys
@@ -755,8 +813,11 @@ print("equal" if results[0] == results[1] else "different")
         return False
 
 
-def reduction(how, value):
-    """(start lines, line for one element, result) of a loop that counts, sums, … values."""
+def write_reduction(how, value):
+    """Write the parts of a loop that counts, sums or otherwise reduces values.
+
+    returns  the lines before the loop, its line for one element, and the result
+    """
     return {"count": (["count = 0"], "count += 1", "count"),
             "sum": (["total = 0"], f"total += {value}", "total"),
             "product": (["result = 1"], f"result *= {value}", "result"),
@@ -769,7 +830,11 @@ def reduction(how, value):
             "reverse": (["result = ''"], f"result = {value} + result", "result")}[how]
 
 
-def loop(start, head, test, line, result):
+def write_loop(start, head, test, line, result):
+    """Write a function's body: the lines `start`, a loop of this head, and `return` of the result.
+
+    test  a condition of the loop's one line, or "" if the line runs for each element
+    """
     inner = [f"    if {test}:", f"        {line}"] if test else [f"    {line}"]
     return [*start, head, *inner, f"return {result}"]
 
@@ -789,7 +854,14 @@ REDUCE = {"count": ("Count the {w}.", "Return the number of {w}.",
 
 
 def numbers_loop(rng, head, x, where, how):
-    """Filter, map and reduce numbers: doc, body, words for the name, template."""
+    """Write a function that filters, maps and reduces numbers.
+
+    head     the head of its loop
+    x        the name of the element
+    where    where the numbers are, in English
+    how      which reduction
+    returns  the docstring, the body, words for the function's name, and the template
+    """
     values = {"k": (k := rng.randint(2, 9)), "m": k + rng.randint(2, 9), "j": rng.randint(2, 9)}
     keep = rng.choice(FILTERS) if rng.random() < 0.75 else ("numbers", "", "all")
     mapped = rng.choice(MAPS) if how != "count" and rng.random() < 0.6 else ("", "{x}", "")
@@ -797,36 +869,43 @@ def numbers_loop(rng, head, x, where, how):
     words = (f"{mapped[0]} of the " if mapped[0] else "") + f"{keep[0]} {where}"
     doc = REDUCE[how][way].format(w=words.format(**values))
     test, value = keep[1].format(x=x, **values), mapped[1].format(x=x, **values)
-    start, line, result = reduction(how, value)
-    return (doc, loop(start, head, test, line, result), [keep[2], mapped[2]],
+    start, line, result = write_reduction(how, value)
+    return (doc, write_loop(start, head, test, line, result), [keep[2], mapped[2]],
             f"{how} {way} {keep[0]} {mapped[0]}")
 
 
-def function_name(rng, *words):
+def make_name(rng, *words):
+    """Make the function's name of some of the words."""
     words = [w for w in words if w]
     name = "_".join(rng.sample(words, rng.randint(1, len(words))))
-    # the body may call the builtin
+    # A body may call the builtin function, which it must not hide.
     return f"{name}_of" if name in ("abs", "list", "max", "min", "sum") else name
 
 
+# What a function does. Each maker returns its name, its arguments, its docstring, its body, the
+# inputs that it is graded on, and the template.
+
 def reduce_list(rng):
+    """Write a function that reduces the numbers of a list."""
     xs, x, how = rng.choice(LISTS), rng.choice("x n v".split()), rng.choice(list(REDUCE))
     doc, body, words, template = numbers_loop(rng, f"for {x} in {xs}:", x, f"in {xs}", how)
-    return (function_name(rng, how, *words), xs, doc, body, [[v] for v in LIST_INPUTS],
+    return (make_name(rng, how, *words), xs, doc, body, [[v] for v in LIST_INPUTS],
             f"list {template}")
 
 
 def reduce_range(rng):
+    """Write a function that reduces the numbers from 1 to n."""
     n, i = rng.choice("n limit end".split()), rng.choice("i j".split())
     how = rng.choice(list(REDUCE))
     doc, body, words, template = numbers_loop(rng, f"for {i} in range(1, {n} + 1):", i,
                                               f"from 1 to {n}", how)
-    return (function_name(rng, how, *words), n, doc, body, [[v] for v in (0, 1, 2, 5, 9, 14, 20)],
+    return (make_name(rng, how, *words), n, doc, body, [[v] for v in (0, 1, 2, 5, 9, 14, 20)],
             f"range {template}")
 
 
 def choose(rng):
-    """One map for the numbers that pass a test, another for the others, then a reduction."""
+    """Write a function that maps the numbers that pass a test in one way, and all others in
+    another, before it reduces them."""
     xs, x = rng.choice(LISTS), rng.choice("x n v".split())
     how, way = rng.choice(list(REDUCE)[1:]), rng.randrange(2)
     values = {"k": (k := rng.randint(2, 9)), "m": k + rng.randint(2, 9)}
@@ -835,16 +914,16 @@ def choose(rng):
     i, j = rng.randint(2, 9), rng.randint(2, 9)
     numbers = (f"{first.format(j=i)} of {words.format(**values)} "
                f"and the {second.format(j=j)} of all others in {xs}")
-    start, line, result = reduction(how, "y")
+    start, line, result = write_reduction(how, "y")
     body = [*start, f"for {x} in {xs}:",
             f"    y = {one.format(x=x, j=i)} if {test.format(x=x, **values)} "
             f"else {other.format(x=x, j=j)}", f"    {line}", f"return {result}"]
-    return (function_name(rng, how, word, "mixed"), xs, REDUCE[how][way].format(w=numbers), body,
+    return (make_name(rng, how, word, "mixed"), xs, REDUCE[how][way].format(w=numbers), body,
             [[v] for v in LIST_INPUTS], f"choose {how} {way} {words} {first} {second}")
 
 
 def both(rng):
-    """Two reductions of one list, as a pair."""
+    """Write a function that returns two reductions of one list as a pair."""
     xs, x = rng.choice(LISTS), rng.choice("x n v".split())
     hows = rng.sample("count sum largest smallest".split(), 2)
     names = {"count": "count", "sum": "total", "largest": "high", "smallest": "low"}
@@ -862,11 +941,12 @@ def both(rng):
         template.append(f"{how} {keep}")
     doc = f"Return a pair: the {words[0]}, and the {words[1]} in {xs}."
     body = [*start, f"for {x} in {xs}:", *lines, f"return {names[hows[0]]}, {names[hows[1]]}"]
-    return (function_name(rng, *hows, "pair"), xs, doc, body, [[v] for v in LIST_INPUTS],
+    return (make_name(rng, *hows, "pair"), xs, doc, body, [[v] for v in LIST_INPUTS],
             f"both {', '.join(template)}")
 
 
 def text_loop(rng):
+    """Write a function that filters and reduces the characters of a text."""
     s, x = rng.choice(TEXTS), rng.choice("c ch".split())
     how, way = rng.choice("count join reverse list".split()), rng.randrange(2)
     words, test, word = rng.choice(CHARS)
@@ -880,14 +960,15 @@ def text_loop(rng):
                         "Keep only the {w} of {s}, backwards{m}."),
             "list": ("Return a list of the {w} in {s}{m}.",
                      "Collect the {w} of {s} in a list{m}.")}
-    start, line, result = reduction(how, mapped.format(x=x))
+    start, line, result = write_reduction(how, mapped.format(x=x))
     doc = ways[how][way].format(w=words.format(c=c), s=s, m=change)
-    body = loop(start, f"for {x} in {s}:", test.format(x=x, c=c), line, result)
-    return (function_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS],
+    body = write_loop(start, f"for {x} in {s}:", test.format(x=x, c=c), line, result)
+    return (make_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS],
             f"text {how} {way} {words} {change}")
 
 
 def word_loop(rng):
+    """Write a function that filters and reduces the words of a text."""
     s, x = rng.choice(TEXTS), rng.choice("w word".split())
     how, way = rng.choice("count list lengths longest".split()), rng.randrange(2)
     words, test, word = rng.choice(WORDS)
@@ -904,12 +985,13 @@ def word_loop(rng):
         "lengths": (["total = 0"], f"total += len({x})", "total"),
         "longest": (["best = ''"], f"best = max(best, {x}, key=len)", "best")}[how]
     doc = ways[how][way].format(w=words.format(**values), s=s)
-    body = loop(start, f"for {x} in {s}.split():", test.format(x=x, **values), line, result)
-    return (function_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS],
+    body = write_loop(start, f"for {x} in {s}.split():", test.format(x=x, **values), line, result)
+    return (make_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS],
             f"words {how} {way} {words}")
 
 
 def branch(rng):
+    """Write a function that labels a number by the bounds that it lies between."""
     x, n, way = rng.choice("x n value score".split()), rng.randint(2, 3), rng.randrange(3)
     bounds, labels = sorted(rng.sample(range(1, 60), n)), rng.sample(LABELS, n + 1)
     down = rng.randrange(2)
@@ -922,11 +1004,12 @@ def branch(rng):
     body = ([line for _, test, label in cases for line in (test, f"    return '{label}'")]
             + [f"return '{labels[-1]}'"])
     inputs = [[b + d] for b in bounds for d in (-1, 0, 1)]
-    return (function_name(rng, "label", "classify", "level"), x, doc, body, inputs,
+    return (make_name(rng, "label", "classify", "level"), x, doc, body, inputs,
             f"branch {n} {way} {down}")
 
 
 def two_lists(rng):
+    """Write a function that reduces the values of pairs, one number from each of two lists."""
     a, b = rng.choice([("xs", "ys"), ("a", "b"), ("left", "right")])
     x, y = rng.choice([("x", "y"), ("p", "q")])
     words, value, word = rng.choice([
@@ -938,14 +1021,16 @@ def two_lists(rng):
         ("{x} < {y}", " where the first is smaller"), ("{x} != {y}", " where the two differ")])
     how, way = rng.choice(list(REDUCE)[1:]), rng.randrange(3)
     doc = REDUCE[how][way].format(w=f"{words} of the pairs in {a} and {b}{kept}")
-    start, line, result = reduction(how, value.format(x=x, y=y))
-    body = loop(start, f"for {x}, {y} in zip({a}, {b}):", test.format(x=x, y=y), line, result)
-    return (function_name(rng, how, word, "pairs"), f"{a}, {b}", doc, body,
+    start, line, result = write_reduction(how, value.format(x=x, y=y))
+    body = write_loop(start, f"for {x}, {y} in zip({a}, {b}):", test.format(x=x, y=y), line,
+                      result)
+    return (make_name(rng, how, word, "pairs"), f"{a}, {b}", doc, body,
             [[[], []], [[1, 5, 3], [4, 2, 3]], [[2, 9, -4, 6], [7, 1, -8, 6]]],
             f"pairs {how} {way} {words}{kept}")
 
 
 def tally(rng):
+    """Write a function that counts how often each value occurs."""
     xs, x, way = rng.choice(LISTS), rng.choice("x n v".split()), rng.randrange(2)
     k = rng.randint(2, 9)
     words, key = rng.choice([
@@ -957,10 +1042,10 @@ def tally(rng):
     doc = ("Count how often {w} occurs{f}.",
            "Return a dict with the number of times {w} occurs{f}.")[way]
     doc = doc.format(w=words, f=", for " + keep + " only" if keep else "").format(**values)
-    body = ["counts = {}"] + loop(
+    body = ["counts = {}"] + write_loop(
         [], f"for {x} in {xs}:", test.format(**values),
         f"counts[{key}] = counts.get({key}, 0) + 1".format(**values), "counts")
-    return (function_name(rng, "tally", "count", "groups"), xs, doc, body,
+    return (make_name(rng, "tally", "count", "groups"), xs, doc, body,
             [[v] for v in LIST_INPUTS], f"tally {way} {words} {keep}")
 
 

@@ -1,22 +1,27 @@
 """Make the embedded models: a tokenizer, a target (9M parameters), and a draft (0.6M) \
 distilled from the target.
 
-    python models/train.py                    # everything, about two hours on two CPU cores;
-                                                stopped, it goes on where it was
+    python models/train.py                    # everything, about two hours on two CPU cores.
+                                              # A stopped run goes on where it was
     python models/train.py --stage evaluate   # only measure what is there
     python models/train.py prompts --target MODEL --count 1000 --out FILE
     python models/train.py distil --target MODEL --layers 0 1 2 3 --prompts FILE --out DIR
 
-1. tokenizer: byte-level BPE on the training tasks; digits are single tokens, a newline never joins
-   what follows it.
-2. target: Llama architecture with grouped-query attention, next-token loss on tasks.py's endless
-   training split; no example is seen twice.
-3. draft: the same on a smaller model, then DistillSpec (Zhou et al., arXiv 2310.08461): answers
-   sampled from the draft or the target are scored by both, and the draft learns the target's
-   distribution under a divergence. Acceptance is what a draft is for: its rate is
-   1 - TVD(target, draft) at every position, averaged (Leviathan et al., arXiv 2211.17192,
-   Cor. 3.6).
-4. evaluate: held-out loss, accuracy on each task, loops and acceptance, written to evaluation.json.
+    tasks.py ──> tokenizer ──> target ──> draft ──────────> evaluation.json
+                               phase 1    next tokens       losses, accuracies,
+                               phase 2    distillation      loops, acceptance
+
+1. The tokenizer is a byte-level BPE, trained on the training tasks. Digits are single tokens, and
+   a newline never joins what follows it.
+2. The target has Llama's architecture with grouped-query attention. It learns to predict the next
+   token of the training split, which has no end: no example is seen twice.
+3. The draft is a smaller model that learns the same. Then it is distilled (DistillSpec: Zhou et
+   al., arXiv 2310.08461). The draft or the target samples answers, both models score them, and the
+   draft learns the target's distribution under a divergence. The rate at which speculative
+   sampling accepts the draft's tokens is the mean of 1 - TVD(target, draft) over positions
+   (Leviathan et al., arXiv 2211.17192, Cor. 3.6).
+4. The evaluation measures the losses on held-out examples, the accuracy on each task, how many
+   answers loop, and the acceptance rate.
 """
 import argparse
 import copy
@@ -45,28 +50,31 @@ from models.training import (Training, collect_examples, digest, divergence,  # 
 from survey.layers import count_layers, take_layers  # noqa: E402
 from survey.parts import logits_of  # noqa: E402
 
-MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # shares of the examples
-# in the target's second phase: arithmetic takes longest
+MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
+# The shares of the target's second phase have more math, since arithmetic is learnt last.
 LATER = {"sql": 0.15, "math": 0.6, "code": 0.25}
 SIZES = {"target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=12,
                         num_attention_heads=8, num_key_value_heads=4),
          "draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=2,
                        num_attention_heads=4, num_key_value_heads=2)}
-PROMPT_WEIGHT = 0.1  # prompts are mostly chance: their tokens count less than the answers'
+PROMPT_WEIGHT = 0.1  # Prompts are mostly chance, so their tokens count less than the answers'.
 CONTEXT = 2048
 DIVERGENCES = ("forward-kl", "reverse-kl", "jsd", "tvd")
-POOL = 512  # examples that a batch of like length is chosen from
+POOL = 512  # the examples among which a batch of like length is chosen
 
-Row = tuple[list[int], list[float]]  # token ids, and what each counts in the loss
+Row = tuple[list[int], list[float]]  # token ids, and each token's weight in the loss
 
 
 # ---------------------------------------------------------------------- tokenizer and models
 
 def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer of `vocabulary` tokens on the training tasks."""
+    # No other step takes examples of seed -1.
     text = [e.prompt + e.answer for task in tasks.TASKS
             for e in tasks.take(task, "train", 20000, seed=-1)]
     tokenizer = Tokenizer(models.BPE())
+    # A piece is a newline, a word, a digit, other signs, or blanks. No token spans two pieces, so a
+    # prompt that ends at a newline ends at a token boundary.
     pieces = Regex(r"\n| ?[A-Za-z_]+| ?\d|\d| ?[^\sA-Za-z_\d]+| +(?=[^\s])| +|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(pieces, "isolated"),
@@ -83,7 +91,7 @@ def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
 
 
 def make_model(name: str, tokenizer, device: str) -> LlamaForCausalLM:
-    """Make a random model of the size that SIZES has under this name."""
+    """Make a model with random weights, of the size that SIZES has under this name."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, tie_word_embeddings=True,
@@ -94,8 +102,13 @@ def make_model(name: str, tokenizer, device: str) -> LlamaForCausalLM:
 # ------------------------------------------------------------------------------------- batches
 
 def mix_examples(split: str, seed: int, mix: dict[str, float] = MIX):
-    """Yield examples of all tasks without end; `mix` says how large each task's share is."""
-    sources = {task: tasks.examples(task, split, seed) for task in tasks.TASKS}
+    """Yield examples of all tasks without end.
+
+    split  train or test
+    seed   another seed gives other examples
+    mix    each task's share of the examples
+    """
+    sources = {task: tasks.make_examples(task, split, seed) for task in tasks.TASKS}
     rng = random.Random(seed)
     while True:
         yield next(sources[rng.choices(list(mix), mix.values())[0]])
@@ -104,8 +117,8 @@ def mix_examples(split: str, seed: int, mix: dict[str, float] = MIX):
 def pad_rows(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """Put rows into one batch; return ids [B, T] and weights [B, T], both on the CPU.
 
-    Rows are filled up on the right with token 0, whose weight is 0. Nothing before it sees it, for
-    the models are causal.
+    Rows are filled up on the right with token 0, whose weight is 0. No token of a row attends to
+    what fills it up, since the models are causal.
     """
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
@@ -129,7 +142,8 @@ def sample_batch(tokenizer, split: str, size: int, mix: dict[str, float], rng: r
     """Sample a batch of about `size` tokens; its examples are alike in length.
 
     split    train or test
-    mix      how large each task's share is
+    mix      each task's share of the examples
+    rng      the generator
     returns  ids and weights, as `pad_rows` does
     """
     pool = list(itertools.islice(mix_examples(split, rng.getrandbits(60), mix), POOL))
@@ -140,12 +154,13 @@ def sample_batch(tokenizer, split: str, size: int, mix: dict[str, float], rng: r
             groups.append(group)
             group = []
         group.append(row)
-    return pad_rows(rng.choice(groups or [group]))  # not the last group, which is incomplete
+    # The last group is incomplete. It counts only if there is no other.
+    return pad_rows(rng.choice(groups or [group]))
 
 
 @torch.inference_mode()
 def answer_prompts(model, tokenizer, prompts: list[str], temperature: float,
-               limit: int = 200) -> list[list[int]]:
+                   limit: int = 200) -> list[list[int]]:
     """Let a model answer prompts.
 
     temperature  0 for greedy answers
@@ -161,14 +176,15 @@ def answer_prompts(model, tokenizer, prompts: list[str], temperature: float,
 
 
 def sample_answers(source, tokenizer, size: int, rng: random.Random):
-    """Sample answers to prompts that are alike in length: a batch of about `size` tokens.
+    """Sample answers to training prompts that are alike in length, about `size` tokens in all.
 
-    source   the model that answers, which is the one that is trained or its teacher
+    source   the model that answers, which is the draft that is trained or its teacher
+    rng      the generator
     returns  ids and weights, as `pad_rows` does
     """
     pool = sorted(itertools.islice(mix_examples("train", rng.getrandbits(60)), size // 24),
                   key=lambda e: len(e.prompt))
-    few = size // 96  # a prompt with its answer has about 96 tokens
+    few = size // 96  # A prompt with its answer has about 96 tokens.
     first = rng.randrange(0, len(pool) - few + 1)
     prompts = [e.prompt for e in pool[first:first + few]]
     torch.manual_seed(rng.getrandbits(60))
@@ -179,7 +195,10 @@ def sample_answers(source, tokenizer, size: int, rng: random.Random):
 # -------------------------------------------------------------------------------------- losses
 
 def next_token_loss(model, ids, weights):
-    """Return the weighted mean cross-entropy (nats) of token t + 1 given tokens up to t."""
+    """Return the weighted mean cross-entropy, in nats, of each token given the tokens before it.
+
+    ids, weights  [B, T], as `pad_rows` returns them
+    """
     ids, weights = ids.to(model.device), weights.to(model.device)
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -187,8 +206,12 @@ def next_token_loss(model, ids, weights):
 
 
 def score_tokens(model, ids, weights):
-    """Return the LM head's outputs [N, V] before each of the tokens ids[:, 1:] with a weight."""
+    """Return the LM head's outputs [N, V] that predict the N tokens with a weight.
+
+    ids, weights  [B, T], as `pad_rows` returns them
+    """
     ids, weights = ids.to(model.device), weights.to(model.device)
+    # The LM head reads only rows that the loss needs: logits of all rows may not fit in memory.
     hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
     return model.get_output_embeddings()(hidden[weights[:, 1:] > 0])
 
@@ -208,24 +231,32 @@ def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, s
         work: Path) -> None:
     """Train all weights that are not frozen; the rate falls linearly to 0 after a warm-up.
 
-    loss_of      a function of a random generator that gives a loss of what it samples
-    held_out     the same for held-out examples
+    name         the name of the run and of its checkpoints
+    loss_of      a function of a random generator that samples examples and gives their loss
+    held_out     a function like `loss_of` that samples held-out examples
     fingerprint  what the losses depend on besides the weights that are trained
-    work         folder of checkpoints
+    lr, steps    the learning rate and the number of updates
+    work         the folder of checkpoints
     """
     @torch.no_grad()
     def evaluate():
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
             loss = sum(held_out(random.Random(i)).item() for i in range(4)) / 4
         return {"loss": loss}, f"held-out loss {loss:.4f}"
-    part = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    Training(part, fingerprint, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    Training(trained, fingerprint, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
              optimizers=make_optimizers(model, lr), folder=work).train(loss_of, evaluate)
 
 
 def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int, *, lr: float,
                    tokens: int, work: Path) -> None:
-    """Train a model on tasks for so many tokens, in batches of about `size` tokens."""
+    """Train a model on examples of the tasks.
+
+    mix         each task's share of the examples
+    size        about the number of tokens of a batch
+    lr, tokens  the learning rate, and the number of tokens of all batches
+    work        the folder of checkpoints
+    """
     def loss_on(split: str):
         return lambda rng: next_token_loss(model, *sample_batch(tokenizer, split, size, mix, rng))
     fit(name, model, loss_on("train"), loss_on("test"), (mix, size), lr=lr, steps=tokens // size,
@@ -236,9 +267,11 @@ def distill(name: str, target, draft, kind: str, source, tokenizer, *, tokens: i
             size: int = 4096) -> None:
     """Move the draft towards the target on answers that `source` samples (DistillSpec).
 
-    kind    which divergence
-    source  the target or the draft
-    tokens  of all batches; a batch has about `size`
+    kind    which divergence is made small
+    source  the target or the draft, which samples answers
+    tokens  the number of tokens of all batches
+    work    the folder of checkpoints
+    size    about the number of tokens of a batch
     """
     def loss_of(rng):
         batch = sample_answers(source, tokenizer, size, rng)
@@ -261,14 +294,18 @@ def make_parser(name: str, doc: str) -> argparse.ArgumentParser:
 
 
 def make_prompts(argv: list[str]) -> None:
-    """Let a chat model write prompts itself: it goes on with its template from where the user would
-    speak (Magpie: Xu et al., arXiv 2406.08464)."""
+    """Let a chat model write prompts itself.
+
+    It continues its chat template from where the user would speak (Magpie: Xu et al., arXiv
+    2406.08464).
+    """
     parser = make_parser("prompts", make_prompts.__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="file of JSON lines to make")
-    add("--count", type=int, default=1000, help="of prompts")
-    add("--batch", type=int, default=64, help="written at once")
-    add("--max-new-tokens", type=int, default=200, help="of a prompt; longer ones are dropped")
+    add("--count", type=int, default=1000, help="how many prompts")
+    add("--batch", type=int, default=64, help="how many prompts are written at once")
+    add("--max-new-tokens", type=int, default=200,
+        help="the most tokens of a prompt; longer prompts are dropped")
     add("--temperature", type=float, default=0.8)
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -295,7 +332,7 @@ def make_prompts(argv: list[str]) -> None:
 
 
 def write_prompts(model, tokenizer, before: list[int], args: argparse.Namespace) -> list[str]:
-    """Let the model go on from the tokens `before`, in a batch; return the texts that it ends."""
+    """Let the model continue the tokens `before` many times; return the texts that it ends."""
     eos = common.eos_ids(model, tokenizer)
     [rows] = generate_answers(model, eos, [before] * args.batch, args.max_new_tokens,
                               args.temperature, size=args.batch)
@@ -305,8 +342,10 @@ def write_prompts(model, tokenizer, before: list[int], args: argparse.Namespace)
 
 
 def make_draft_of_layers(target, layers: list[int]):
-    """Make a draft of some layers of the target, in float32; its embeddings and its LM head are
-    the target's, and frozen."""
+    """Make a draft of some layers of the target, in float32.
+
+    The draft's embeddings and LM head are the target's, and frozen.
+    """
     draft = take_layers(target, layers).float().requires_grad_(False)
     draft.get_decoder().requires_grad_(True)
     for embedding in draft.get_input_embeddings(), draft.get_output_embeddings():
@@ -315,16 +354,19 @@ def make_draft_of_layers(target, layers: list[int]):
 
 
 def distil_layers(argv: list[str]) -> None:
-    """Make a draft for any model of some of its layers, which learn its distribution on its own
-    greedy answers. A stopped run goes on."""
+    """Make a draft for any model out of some of its layers.
+
+    They learn the model's distribution on its own greedy answers. A stopped run goes on.
+    """
     parser = make_parser("distil", distil_layers.__doc__)
     add = parser.add_argument
-    add("--layers", type=int, nargs="+", required=True, help="of the target, from 0, ascending")
+    add("--layers", type=int, nargs="+", required=True,
+        help="which layers of the target, from 0, in ascending order")
     add("--prompts", type=tasks.read_prompts, required=True, metavar="FILE")
     add("--chat", action="store_true", help="put prompts into the model's chat template")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the target")
     add("--out", type=Path, required=True, help="directory of the draft")
-    add("--work", type=Path, default=HERE / "work", help="answers and checkpoints")
+    add("--work", type=Path, default=HERE / "work", help="folder of answers and checkpoints")
     add("--max-new-tokens", type=int, default=200, help="of an answer")
     add("--steps", type=int, default=4000)
     add("--batch", type=int, default=2, help="answers a step")
@@ -360,9 +402,10 @@ def distil_layers(argv: list[str]) -> None:
 
 @torch.inference_mode()
 def measure_agreement(target, draft, rows: list[Row], to_logits) -> tuple[float, float]:
-    """Compare two models on the tokens that count.
+    """Compare two models on the tokens that have a weight.
 
-    to_logits  makes logits of what the LM head gives (scaled for Granite and Cohere)
+    rows       token ids and weights
+    to_logits  a function that makes logits of what the LM head gives; Granite and Cohere scale it
     returns    the share of tokens that both choose, and the mean of 1 - TVD
     """
     right = accepted = total = 0
@@ -405,8 +448,8 @@ def measure_acceptance(target, draft, tokenizer, prompts: list[str]) -> dict[str
 def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
     """Measure a model on n held-out prompts of each task.
 
-    returns  for each task its loss (nats per answer token), the accuracy of greedy answers, how
-             many of these loop, and their mean length in tokens
+    returns  for each task its loss in nats for each token of an answer, the accuracy of greedy
+             answers, how many greedy answers loop, and their mean length in tokens
     """
     figures = {}
     for task in tasks.TASKS:
@@ -454,7 +497,7 @@ def make_target(tokenizer, args: argparse.Namespace) -> None:
 
 
 def make_plain_draft(tokenizer, args: argparse.Namespace):
-    """Train a draft on tasks, as the target is."""
+    """Train a draft on tasks, as the target is trained."""
     draft = make_model("draft", tokenizer, args.device)
     train_on_tasks("draft", draft, tokenizer, MIX, 4096, lr=4e-3, tokens=args.draft_tokens,
                    work=args.work)
@@ -518,8 +561,8 @@ def main() -> None:
                         help="for each divergence and source of text that --stage compare tries")
     parser.add_argument("--divergence", default="forward-kl", choices=DIVERGENCES)
     parser.add_argument("--source", default="target", choices=["draft", "target"],
-                        help="whose samples the draft is distilled on")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="checkpoints")
+                        help="which model samples the answers that the draft is distilled on")
+    parser.add_argument("--work", type=Path, default=HERE / "work", help="folder of checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)

@@ -1,11 +1,19 @@
-"""How anything here is trained: on a model's own greedy answers, by one loop that can be stopped.
+"""Everything here is trained on a model's own greedy answers, by one loop that can be stopped.
 
-A method brings its part (parameters by name), `loss_of(rng)` and `evaluate()`. `Training` does the
-rest: it sets the rate, accumulates and clips gradients, writes checkpoints and keeps the curve.
+A method brings the parameters that it trains, `loss_of(rng)` and `evaluate()`. `Training` does the
+rest. It sets the rate, accumulates and clips gradients, writes checkpoints and keeps the curve.
 
-A checkpoint is written only between updates. Its file name holds a hash of the part as it begins,
-the frozen model, the data and all settings, so a run goes on only from a checkpoint of exactly the
-same run."""
+    prompts ── the model answers ──> answers-<hash>.jsonl ── split ──> data, held-out examples
+                                                                         │           │
+              ┌── update: loss_of(rng) x accumulate, clip, step <────────┘           │
+    Training ─┤                                                                      │
+              └── now and then: evaluate() <─────────────────────────────────────────┘
+                       └──> a point of the curve, and a checkpoint <name>-<hash>.pt
+
+A checkpoint is written only between updates. The hash in its name is of the parameters as they
+begin, the frozen model, the data and all settings. So a run goes on only from a checkpoint of
+exactly the same run.
+"""
 import hashlib
 import json
 import math
@@ -24,7 +32,7 @@ from transformers import GenerationConfig
 
 from common import InputError, context_length, eos_ids
 
-PAUSE = 120  # seconds between two checkpoints, or more:
+PAUSE = 120  # the fewest seconds between two checkpoints
 SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
 
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
@@ -46,7 +54,13 @@ def digest(weights: dict[str, torch.Tensor], *settings) -> str:
 
 
 def require(fits: bool, option: str, expected: str, got) -> None:
-    """Raise an InputError that names one option, unless its value fits."""
+    """Raise an InputError that names one option, unless its value fits.
+
+    fits      whether the value fits
+    option    the option, as its keyword argument is written
+    expected  what the value must be, in words
+    got       the value
+    """
     if not fits:
         raise InputError(f"--{option.replace('_', '-')} must be {expected}, got {got}")
 
@@ -66,23 +80,27 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
     """Let the model answer prompts, without any of its generation settings (such as penalties).
 
     eos          token ids that end an answer
+    prompts      token ids of each prompt
     limit        the most tokens of an answer
     temperature  0 for greedy answers; above 0 for samples at this temperature
-    size         prompts that are answered at once
-    yields       lists of `size` answers, token ids; an EOS that ended an answer stays
+    size         how many prompts are answered at once
+    yields       lists of `size` answers, token ids. An EOS that ended an answer stays.
     """
     how = {}
     if temperature > 0:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0}
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) or None,
-                              pad_token_id=0, **how)  # padding is masked, or cut off below
+                              pad_token_id=0, **how)  # padding is masked before, cut off after
     for i in range(0, len(prompts), size):
+        # Prompts are filled up on the left, so that all answers begin at the same place.
         batch = prompts[i:i + size]
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in batch], device=model.device)
         padding = torch.tensor([[width - len(p)] for p in batch], device=model.device)
         real = torch.arange(width, device=model.device) >= padding
-        settings, model.generation_config = model.generation_config, config
+        # `generate` adds the model's own settings to those it is given, so they are taken away.
+        settings = model.generation_config
+        model.generation_config = config
         rows = model.generate(ids, attention_mask=real.long())[:, width:].tolist()
         model.generation_config = settings
         ends = [next((n + 1 for n, x in enumerate(row) if x in eos), limit) for row in rows]
@@ -104,10 +122,13 @@ def read_whole_lines(file) -> list[bytes]:
 
 def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
                     size: int = 64) -> list[list[int]]:
-    """Return the model's own greedy answer to each prompt; a file in `work` keeps all answers.
+    """Collect the model's own greedy answer to each prompt; a file in `work` keeps all answers.
 
-    limit  the most tokens of an answer
-    size   prompts that are answered at once
+    prompts  token ids of each prompt
+    limit    the most tokens of an answer
+    work     the folder of the file, whose name holds a hash of the model and the limit
+    size     how many prompts are answered at once
+    returns  token ids of each answer, in the prompts' order
     """
     eos = eos_ids(model, tokenizer)
     work.mkdir(parents=True, exist_ok=True)
@@ -115,6 +136,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work
     with open(path, "a+b") as file:
         rows = map(json.loads, read_whole_lines(file))
         answer_of = {tuple(row["prompt"]): row["answer"] for row in rows}
+        # Prompts of like length stand side by side, since a batch is as wide as its longest one.
         todo = sorted({tuple(p) for p in prompts} - answer_of.keys(), key=lambda p: (len(p), p))
         with tqdm(total=len(todo), desc="answers") as bar:
             left = iter(todo)
@@ -133,10 +155,13 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     """Collect the model's own answers and split them at random; each prompt counts once.
 
     limit    the most tokens of an answer
-    work     folder of the answers
+    work     the folder of the answers
+    seed     another seed holds out other examples
     most     a tenth of the examples is held out, but no more than this number
-    size     prompts that are answered at once
+    size     how many prompts are answered at once
     returns  pairs of a prompt and its answer to train on, and held-out pairs
+    raises   InputError if fewer than two prompts leave room for an answer, or are answered with
+             two tokens or more
     """
     longest = context_length(model) - limit
     usable = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
@@ -158,6 +183,9 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
 def sample_alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:
     """Sample `batch` items at random but alike in length, so that little is padding.
 
+    data    all items
+    batch   how many are sampled, or all where there are fewer
+    rng     the generator
     length  a function that gives an item's length
     """
     pool = sorted(rng.sample(data, min(4 * batch, len(data))), key=length)
@@ -183,8 +211,11 @@ def pad_pairs(pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def score_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the model over pairs; return logits [N, V] for all tokens of answers, and these tokens
-    [N], one answer after the other."""
+    """Run the model over pairs of a prompt and its answer.
+
+    returns  logits [N, V] that predict the tokens of all answers, one answer after the other, and
+             these N tokens
+    """
     ids, learns = (x.to(model.device) for x in pad_pairs(pairs))
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return logits[learns].float(), ids[:, 1:][learns]
@@ -201,12 +232,13 @@ def find_frequent(data: list[Pair], n: int) -> list[int]:
 def divergence(kind: str, target_logits, draft_logits):
     """Compute D(target, draft) in nats at each position (DistillSpec, Table 1).
 
-    kind                         forward-kl, reverse-kl, jsd or tvd, which is 1 - acceptance rate
+    kind                         forward-kl, reverse-kl, jsd or tvd. The acceptance rate of
+                                 speculative sampling is 1 - tvd (Leviathan et al., Cor. 3.6)
     target_logits, draft_logits  [..., V]
     returns                      [...]
     """
     log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
-    if kind == "forward-kl":  # first, for it needs no q: V may be large
+    if kind == "forward-kl":  # It needs no q, which saves memory where V is large.
         return (log_p.exp() * (log_p - log_q)).sum(-1)
     p, q = log_p.exp(), log_q.exp()
     if kind == "reverse-kl":
@@ -230,26 +262,29 @@ def warm_linear(done: int, steps: int) -> float:
 
 
 class Training:
-    """Train a part for `steps` updates; a run that was stopped goes on where it was.
+    """Train parameters for `steps` updates; a run that was stopped goes on where it was.
 
-    part         the parameters that are trained, by name; a checkpoint keeps them
+    parameters   what is trained, tensors by name; a checkpoint keeps them
     fingerprint  everything else that the loss depends on: frozen weights, data, settings
-    name         of the run: of its checkpoints and of its progress bar
-    lr, rate     the learning rate, and a function of (done, steps) that it is multiplied with
-    accumulate   losses of an update, of which the mean counts
+    name         the name of the run, of its checkpoints and of its progress bar
+    steps        the number of updates
+    lr           the learning rate
+    rate         a function of (done, steps) by which the learning rate is multiplied
+    accumulate   the number of losses of an update, of which the mean counts
     max_norm     a longer gradient is scaled down to this length
     max_value    larger values of the gradient are then cut to this size
-    optimizers   what to use in place of AdamW without weight decay; all have the same rate
+    optimizers   they take the place of AdamW without weight decay; all have the same rate
+    seed         another seed samples other data
     reports      how often `evaluate` is called, besides before the first and after the last update
-    folder       of checkpoints; None keeps none
+    folder       the folder of checkpoints; None keeps none
     """
 
-    def __init__(self, part: dict[str, torch.nn.Parameter], fingerprint: tuple, *, name: str,
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], fingerprint: tuple, *, name: str,
                  steps: int, lr: float, rate: Callable = cosine, accumulate: int = 1,
                  max_norm: float = 1.0, max_value: float = math.inf,
                  optimizers: list | None = None, seed: int = 0, reports: int = 10,
                  folder: Path | None = None):
-        self.part = part
+        self.parameters = parameters
         self.name = name
         self.steps = steps
         self.lr = lr
@@ -257,28 +292,29 @@ class Training:
         self.accumulate = accumulate
         self.max_norm = max_norm
         self.max_value = max_value
-        self.optimizers = optimizers or [torch.optim.AdamW(part.values(), lr=lr, weight_decay=0.0)]
+        self.optimizers = optimizers or [torch.optim.AdamW(parameters.values(), lr=lr,
+                                                           weight_decay=0.0)]
         self.seed = seed
         self.steps_between_reports = max(1, steps // reports)
-        self.device = next(iter(part.values())).device
-        self.done = 0  # updates
-        self.curve = {}  # step: figures
+        self.device = next(iter(parameters.values())).device
+        self.done = 0  # the number of updates that are made
+        self.curve = {}  # for a number of updates, the figures after them
         self.inside_update = False
         settings = (fingerprint, name, steps, lr, rate.__name__, accumulate, max_norm, max_value,
                     seed, [type(x).__name__ for x in self.optimizers])
-        self.file = folder and folder / f"{name}-{digest(part, settings)}.pt"
+        self.file = folder and folder / f"{name}-{digest(parameters, settings)}.pt"
         self.saved_at = time.monotonic()
         self.save_seconds = 0.0
         if self.file and self.file.exists():
             self.load()
 
     def load(self) -> None:
-        """Go on from the checkpoint."""
+        """Read the checkpoint, so that the run goes on from there."""
         try:
             state = torch.load(self.file, weights_only=True, map_location="cpu")
             with torch.no_grad():
-                for name, p in self.part.items():
-                    p.copy_(state["part"][name])
+                for name, p in self.parameters.items():
+                    p.copy_(state["parameters"][name])
             for optimizer, saved in zip(self.optimizers, state["optimizers"]):
                 optimizer.load_state_dict(saved)
             self.done = state["done"]
@@ -292,7 +328,7 @@ class Training:
         if self.file is None or self.inside_update:
             return
         began = time.monotonic()
-        torch.save({"part": self.part, "done": self.done, "curve": self.curve,
+        torch.save({"parameters": self.parameters, "done": self.done, "curve": self.curve,
                     "optimizers": [x.state_dict() for x in self.optimizers]},
                    self.file.with_suffix(".new"))
         os.replace(self.file.with_suffix(".new"), self.file)
@@ -314,8 +350,8 @@ class Training:
 
         loss_of   a function of a random generator that gives a loss, under bfloat16 autocast;
                   whatever is random in it comes from the generator
-        evaluate  a function that gives figures, of held-out data, and a line that says them
-        returns   {step: figures} of about ten steps, the last one among them
+        evaluate  a function that gives figures of held-out data, and a line to print
+        returns   the curve, {step: figures} of about ten steps, the last one among them
         """
         with tqdm(total=self.steps, initial=self.done, desc=self.name) as bar:
             try:
@@ -331,7 +367,7 @@ class Training:
                 self.save()
 
     def evaluate_when_due(self, evaluate: Callable) -> None:
-        """Add a point to the curve after every tenth or so of the steps, and after the last."""
+        """Add a point to the curve at the steps of a report, and after the last step."""
         due = self.done % self.steps_between_reports == 0 or self.done == self.steps
         if due and self.done not in self.curve:
             figures, line = evaluate()
@@ -341,6 +377,8 @@ class Training:
 
     def update(self, loss_of: Callable) -> float:
         """Make one update; return the loss before it."""
+        # Each update has a generator of its own. Otherwise a run that goes on from a checkpoint
+        # would sample other data than one that was never stopped.
         rng = random.Random(f"{self.name} {self.seed} {self.done}")
         total = 0.0
         for optimizer in self.optimizers:
@@ -354,8 +392,10 @@ class Training:
                 raise InputError(f"--lr must be below {self.lr}: the loss is {loss}")
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(self.part.values(), self.max_norm)
-        torch.nn.utils.clip_grad_value_(self.part.values(), self.max_value)
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_norm)
+        torch.nn.utils.clip_grad_value_(self.parameters.values(), self.max_value)
+        # Ctrl-C may come at any line. A checkpoint of the lines below would hold an update that is
+        # half made, or one that is made and not counted.
         self.inside_update = True
         for optimizer in self.optimizers:
             optimizer.step()

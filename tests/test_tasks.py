@@ -23,23 +23,23 @@ def test_right_answers_pass_and_other_answers_fail(task):
 
 
 def test_graders_see_small_mistakes():
-    sql = next(e for e in tasks.examples("sql", "train", 1) if "ORDER BY" in e.answer
+    sql = next(e for e in tasks.make_examples("sql", "train", 1) if "ORDER BY" in e.answer
                and "DESC" in e.answer and "LIMIT" not in e.answer)
     for old, new in (" DESC", ""), ("SELECT ", "SELECT id, "):
         assert not tasks.grade(sql, sql.answer.replace(old, new))
     same = sql.answer.replace("SELECT", "select").replace(" FROM", "\nFROM")
     assert tasks.grade(sql, same)  # another form of the same query
-    math = next(tasks.examples("math", "train", 1))
+    math = next(tasks.make_examples("math", "train", 1))
     for wrong in math.answer + "1", math.answer.replace("####", "Answer:"):
         assert not tasks.grade(math, wrong)
-    code = next(e for e in tasks.examples("code", "train", 1) if " % 2 == 0" in e.answer)
+    code = next(e for e in tasks.make_examples("code", "train", 1) if " % 2 == 0" in e.answer)
     for wrong in (code.answer.replace(" % 2 == 0", " % 2 == 1"), "\n    import sys; sys.exit(0)",
                   "\n    return [1", "\n    while True: pass"):
         assert not tasks.grade(code, wrong)
 
 
 def test_a_runaway_query_ends():
-    example = next(e for e in tasks.examples("sql", "train", 1) if len(e.check["schema"]) == 2)
+    example = next(e for e in tasks.make_examples("sql", "train", 1) if len(e.check["schema"]) == 2)
     table = next(iter(example.check["schema"]))
     product = ", ".join(f"{table} AS t{i}" for i in range(6))
     assert not tasks.grade(example, f"SELECT count(*) FROM {product}")
@@ -66,7 +66,7 @@ def test_loops():
 
 def test_unknown_tasks_are_refused():
     with pytest.raises(ValueError, match="got 'poems'"):
-        next(tasks.examples("poems", "test"))
+        next(tasks.make_examples("poems", "test"))
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
