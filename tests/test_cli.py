@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -607,128 +608,112 @@ def odd(tmp_path_factory):
     return top
 
 
-MODEL = "model directory or hub id that"
-TEMPERATURE = "--temperature must be 0 or 1e-6 to 1e6, got"
-WRONG = [
-    (["--target", "no/such/model"], (MODEL, "got 'no/such/model'")),
-    (["--target", "nope/model"], (MODEL, "got 'nope/model'")),
-    (["--target", "/no/such/model"], (MODEL, "got '/no/such/model'")),
-    (["--draft", "no such model"], (MODEL, "got 'no such model'")),
-    (["--target", "{odd}/empty"], (MODEL, "got '{odd}/empty'")),
-    (["--target", "{odd}/file"], (MODEL, "got '{odd}/file'")),
-    (["--draft", "{odd}/broken"], ("'{odd}/broken': model.safetensors is cut off or damaged",)),
-    (["--target", "{odd}/unknown"], (MODEL, "got '{odd}/unknown'")),
-    (["--draft", "{odd}/tokenizer"], ("a draft with the target's tokenizer, got another",)),
-    (["--prompt", ""], ("a prompt with some text, got ''",)),
-    (["--prompt", "<s></s>"], ("a prompt with some text, got '<s></s>'",)),
-    (["--prompt", "caf\udce9"], ("--prompt must be UTF-8 text, got 'caf\\udce9'",)),
-    (["--prompt", LONG], ("shorter than the context of 2048 tokens, got 30",)),
-    (["--prompt", SHORT, "--prompt", LONG], ("shorter than the context of 2048 tokens",)),
-    (["--prompt", SHORT, "--prompt", ""], ("a prompt with some text, got ''",)),
-    (["--prompts", "{odd}/latin"], ("a file of prompts", "'{odd}/latin'")),
-    (["--prompts", "{odd}/empty"], ("a file of prompts", "'{odd}/empty'")),
-    (["--prompts", "{odd}/none"], ("a file of prompts", "'{odd}/none'")),
-    (["--gamma", "0"], ("--gamma must be 1 or more, got 0",)),
-    (["--gamma", "-3"], ("--gamma must be 1 or more, got -3",)),
-    (["--gamma", "many"], ("argument --gamma: invalid int value: 'many'",)),
-    (["--gamma", "1" + 12 * "0"], ("--gamma must be at most the context of 2048 tokens",)),
-    (["--temperature", "-0.1"], (f"{TEMPERATURE} -0.1",)),
-    (["--temperature", "1e-9"], (f"{TEMPERATURE} 1e-09",)),
-    (["--temperature", "nan"], (f"{TEMPERATURE} nan",)),
-    (["--temperature", "inf"], (f"{TEMPERATURE} inf",)),
-    (["--top-p", "0"], ("--top-p must be above 0 and at most 1, got 0.0",)),
-    (["--top-p", "1.5"], ("--top-p must be above 0 and at most 1, got 1.5",)),
-    (["--top-k", "-1"], ("--top-k must be 0 or more, got -1",)),
-    (["--max-new-tokens", "0"], ("--max-new-tokens must be 1 or more, got 0",)),
-    (["--dtype", "int3"], (MODEL, " can load as int3")),
-    (["--device", "tpu"], (MODEL, " tpu can load as")),
-    (["--chat"], ("a chat template for --chat",)),
-    (["--beams", "3"], ("unrecognized arguments: --beams 3",)),
-    (["--gam", "3"], ("unrecognized arguments: --gam 3",)),
-    (["tune"], ("unrecognized arguments: tune",)),
-    (["--show", "sometimes"], ("invalid choice: 'sometimes'",)),
-    (["--method", "bild"], ("invalid choice: 'bild'",)),
-]
-
-
-@pytest.mark.parametrize("argv, said", WRONG, ids=[" ".join(a)[:30] for a, _ in WRONG])
-def test_wrong_input_is_one_line_and_status_2(argv, said, odd, capsys):
-    """With two prompts, for then prompts are printed before their answers: not here."""
-    argv = [a.replace("{odd}", str(odd)) for a in argv]
-    if not {"--prompt", "--prompts"} & {*argv}:
-        argv = ["--prompt", PROMPT, "--prompt", SHORT, *argv]
-    err = wrong_line(capsys, run(*argv))
-    assert all(words.replace("{odd}", str(odd)) in err for words in said), err
-
-
-WRONG_OPTIONS = [
-    ("speculative", "--gamma 0", "--gamma must be 1 or more, got 0"),
-    ("speculative", "--fallback 0.5", "unrecognized arguments: --fallback"),
-    ("speculative", "--method spectr", "invalid choice: 'spectr'"),
-    ("survey.several_drafts", "--K 0", "--K must be 1 or more, got 0"),
-    ("survey.several_drafts", "--method spectr --gamma 0", "--gamma must be 1 or more, got 0"),
-    ("survey.lossy", "--gamma 0", "--gamma must be 1 or more, got 0"),
-    ("survey.lossy", "--fallback -1", "--fallback must be 0 or more, got -1.0"),
-    ("survey.lossy", "--rollback -1", "--rollback must be 0 or more, got -1.0"),
-    ("survey.lossy", "--rollback nan", "--rollback must be 0 or more, got nan"),
-    ("survey.lossy", "--method specdec --gamma 0", "--gamma must be 1 or more, got 0"),
-    ("survey.lossy", "--method specdec --beta 0", "--beta must be 1 or more, got 0"),
-    ("survey.lossy", "--method specdec --tau -1", "--tau must be 0 or more, got -1.0"),
-    ("survey.lossy", "--method specdec --fallback 1", "--fallback is no option of specdec"),
-    ("speculative", "--draft a --draft b", "--draft must be given once for speculative, got 2"),
-    ("survey.several_drafts", "--method spectr --draft a --draft b",
+# A command line of a method file, and what its one line on stderr says: both sides of a " … ".
+# {odd} is the folder above, {long} a prompt that is longer than the context.
+REFUSED = [
+    ("speculative --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("speculative --gamma -3", "--gamma must be 1 or more, got -3"),
+    ("speculative --gamma many", "argument --gamma: invalid int value: 'many'"),
+    ("speculative --gamma 1000000000000", "--gamma must be at most the context of 2048 tokens"),
+    ("speculative --gam 3", "unrecognized arguments: --gam 3"),
+    ("speculative --fallback 0.5", "unrecognized arguments: --fallback"),
+    ("speculative tune", "unrecognized arguments: tune"),
+    ("speculative --method spectr", "invalid choice: 'spectr'"),
+    ("speculative --show sometimes", "invalid choice: 'sometimes'"),
+    ("speculative --max-new-tokens 0", "--max-new-tokens must be 1 or more, got 0"),
+    ("speculative --temperature -0.1", "--temperature must be 0 or 1e-6 to 1e6, got -0.1"),
+    ("speculative --temperature 1e-9", "--temperature must be 0 or 1e-6 to 1e6, got 1e-09"),
+    ("speculative --temperature nan", "--temperature must be 0 or 1e-6 to 1e6, got nan"),
+    ("speculative --temperature inf", "--temperature must be 0 or 1e-6 to 1e6, got inf"),
+    ("speculative --top-k -1", "--top-k must be 0 or more, got -1"),
+    ("speculative --top-p 0", "--top-p must be above 0 and at most 1, got 0.0"),
+    ("speculative --top-p 1.5", "--top-p must be above 0 and at most 1, got 1.5"),
+    ("speculative --dtype int3", "model directory or hub id that … can load as int3"),
+    ("speculative --device tpu", "model directory or hub id that tpu can load"),
+    ("speculative --target no/such/model", "hub id that can be reached, got 'no/such/model'"),
+    ("speculative --target /no/such", "hub id that can be reached, got '/no/such'"),
+    ("speculative --draft 'no such model'", "model directory or hub id … got 'no such model'"),
+    ("speculative --target {odd}/empty", "model directory or hub id … got '{odd}/empty'"),
+    ("speculative --target {odd}/file", "model directory or hub id … got '{odd}/file'"),
+    ("speculative --target {odd}/unknown", "model directory or hub id … got '{odd}/unknown'"),
+    ("speculative --draft {odd}/broken", "model.safetensors is cut off or damaged"),
+    ("speculative --draft {odd}/tokenizer", "a draft with the target's tokenizer, got another"),
+    ("speculative --draft a --draft b", "--draft must be given once for speculative, got 2"),
+    ("speculative --chat", "a chat template for --chat"),
+    ("speculative --prompt ''", "a prompt with some text, got ''"),
+    ("speculative --prompt '<s></s>'", "a prompt with some text, got '<s></s>'"),
+    ("speculative --prompt Tom --prompt ''", "a prompt with some text, got ''"),
+    ("speculative --prompt caf\udce9", "--prompt must be UTF-8 text, got 'caf\\udce9'"),
+    ("speculative --prompt '{long}'", "--prompt must be shorter than the context of 2048 tokens"),
+    ("speculative --prompt Tom --prompt '{long}'", "--prompt must be shorter than the context"),
+    ("speculative --prompts {odd}/latin", "a file of prompts … '{odd}/latin'"),
+    ("speculative --prompts {odd}/empty", "a file of prompts … '{odd}/empty'"),
+    ("speculative --prompts {odd}/none", "a file of prompts … '{odd}/none'"),
+    ("jacobi --n 1", "--n must be 2 or more, got 1"),
+    ("jacobi --W 4", "--W is no option of jacobi"),
+    ("jacobi --draft a --draft b --draft c", "--draft is no option of jacobi, got 'a'"),
+    ("jacobi --method lookahead --n 4", "--n is no option of lookahead"),
+    ("jacobi --method lookahead --W -1", "--W must be 0 or more, got -1"),
+    ("jacobi --method lookahead --N 1", "--N must be 2 or more, got 1"),
+    ("jacobi --method lookahead --G 0", "--G must be 1 or more, got 0"),
+    ("jacobi --method lookahead --W 0 --no-prompt-ngrams", "nothing is left to guess from"),
+    ("ouroboros --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("ouroboros --W 0", "--W must be 1 or more, got 0"),
+    ("ouroboros --beta 1", "--beta must be 2 or more, got 1"),
+    ("ouroboros --K 0", "--K must be 1 or more, got 0"),
+    ("ouroboros --G 0", "--G must be 1 or more, got 0"),
+    ("ouroboros --history maybe", "unrecognized arguments: maybe"),
+    ("ouroboros --draft a --draft b", "--draft must be given once for ouroboros, got 2"),
+    ("mjsd --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("mjsd --beams 0", "--beams must be 1 or more, got 0"),
+    ("mjsd --width 9", "--width must be 1 to the 8 of --beams, got 9"),
+    ("mjsd --tau -1", "--tau must be 0 or more, got -1.0"),
+    ("mjsd --tau nan", "--tau must be 0 or more, got nan"),
+    ("mjsd --K 3", "--K is no option of mjsd"),
+    ("mjsd --method mjgd --K 0", "--K must be 1 or more, got 0"),
+    ("mjsd --method mjgd --beams 0", "--beams must be 1 or more, got 0"),
+    ("mjsd --method mjgd --temperature 1", "--temperature must be 0 for joint greedy"),
+    ("bita --tree oak", "--tree must be best, efficient, full, chain, got oak"),
+    ("bita --k -1", "--k must be 0 or more, got -1"),
+    ("bita --k 3", "--k must be left out with --tree best, got 3"),
+    ("bita --adapter /no/such", "a file made by `python bita.py train`, got '/no/such'"),
+    ("bita --P 3", "unrecognized arguments: --P 3"),
+    ("bita train", "the following arguments are required: --out"),
+    ("bita train --out /no/such/x --k 3", "unrecognized arguments: --k 3"),
+    ("bita train --out /no/such/x --prompt x", "unrecognized arguments: --prompt x"),
+    ("bita train --out /no/such/x --steps 0", "--steps must be 1 or more, got 0"),
+    ("bita --tree full train", "unrecognized arguments: train"),
+    ("cllm --n 1", "--n must be 2 or more, got 1"),
+    ("cllm collect", "the following arguments are required: --out"),
+    ("cllm collect --out /no/such/x --n 1", "--n must be 2 or more, got 1"),
+    ("cllm train --out /no/such/x", "the following arguments are required: --data, --lr"),
+    ("cllm train --data x --out x --lr 1 --prompts x", "unrecognized arguments: --prompts x"),
+    ("cllm train --data /no/such --out x --lr 1", "a file made by `python cllm.py collect`"),
+    ("cllm profile --after /no/such/model", "got '/no/such/model'"),
+    ("cllm profile --n 1", "--n must be 2 or more, got 1"),
+    ("survey.several_drafts --K 0", "--K must be 1 or more, got 0"),
+    ("survey.several_drafts --method spectr --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("survey.several_drafts --method spectr --draft a --draft b",
      "--draft must be given once for spectr, got 2"),
-    ("survey.lossy", "--method specdec --draft a --draft a", "given once for specdec, got 2"),
-    ("jacobi", "--draft a --draft b --draft c", "--draft is no option of jacobi, got 'a'"),
-    ("ouroboros", "--draft a --draft b", "--draft must be given once for ouroboros, got 2"),
-    ("jacobi", "--n 1", "--n must be 2 or more, got 1"),
-    ("jacobi", "--W 4", "--W is no option of jacobi"),
-    ("jacobi", "--method lookahead --n 4", "--n is no option of lookahead"),
-    ("jacobi", "--method lookahead --W -1", "--W must be 0 or more, got -1"),
-    ("jacobi", "--method lookahead --N 1", "--N must be 2 or more, got 1"),
-    ("jacobi", "--method lookahead --G 0", "--G must be 1 or more, got 0"),
-    ("jacobi", "--method lookahead --W 0 --no-prompt-ngrams", "nothing is left to guess from"),
-    ("ouroboros", "--gamma 0", "--gamma must be 1 or more, got 0"),
-    ("ouroboros", "--W 0", "--W must be 1 or more, got 0"),
-    ("ouroboros", "--beta 1", "--beta must be 2 or more, got 1"),
-    ("ouroboros", "--K 0", "--K must be 1 or more, got 0"),
-    ("ouroboros", "--G 0", "--G must be 1 or more, got 0"),
-    ("ouroboros", "--history maybe", "unrecognized arguments: maybe"),
-    ("mjsd", "--gamma 0", "--gamma must be 1 or more, got 0"),
-    ("mjsd", "--beams 0", "--beams must be 1 or more, got 0"),
-    ("mjsd", "--width 9", "--width must be 1 to the 8 of --beams, got 9"),
-    ("mjsd", "--tau -1", "--tau must be 0 or more, got -1.0"),
-    ("mjsd", "--tau nan --max-new-tokens 2", "--tau must be 0 or more, got nan"),
-    ("mjsd", "--K 3", "--K is no option of mjsd"),
-    ("mjsd", "--method mjgd --K 0", "--K must be 1 or more, got 0"),
-    ("mjsd", "--method mjgd --beams 0", "--beams must be 1 or more, got 0"),
-    ("mjsd", "--method mjgd --temperature 1", "--temperature must be 0 for joint greedy"),
-    ("bita", "--tree oak", "--tree must be best, efficient, full, chain, got oak"),
-    ("bita", "--k -1", "--k must be 0 or more, got -1"),
-    ("bita", "--k 3", "--k must be left out with --tree best, got 3"),
-    ("bita", "--adapter /no/such", "a file made by `python bita.py train`, got '/no/such'"),
-    ("bita", "--P 3", "unrecognized arguments: --P 3"),
-    ("bita", "train", "the following arguments are required: --out"),
-    ("bita", "train --out /no/such/x --k 3", "unrecognized arguments: --k 3"),
-    ("bita", "train --out /no/such/x --prompt x", "unrecognized arguments: --prompt x"),
-    ("bita", "train --out /no/such/x --steps 0", "--steps must be 1 or more, got 0"),
-    ("bita", "--tree full train", "unrecognized arguments: train"),
-    ("cllm", "--n 1", "--n must be 2 or more, got 1"),
-    ("cllm", "collect", "the following arguments are required: --out"),
-    ("cllm", "collect --out /no/such/x --n 1", "--n must be 2 or more, got 1"),
-    ("cllm", "train --out /no/such/x", "the following arguments are required: --data, --lr"),
-    ("cllm", "train --data x --out x --lr 1 --prompts x", "unrecognized arguments: --prompts x"),
-    ("cllm", "train --data /no/such/x --out x --lr 1", "a file made by `python cllm.py collect`"),
-    ("cllm", "profile --after /no/such/model", "got '/no/such/model'"),
-    ("cllm", "profile --n 1", "--n must be 2 or more, got 1"),
+    ("survey.lossy --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("survey.lossy --fallback -1", "--fallback must be 0 or more, got -1.0"),
+    ("survey.lossy --rollback -1", "--rollback must be 0 or more, got -1.0"),
+    ("survey.lossy --rollback nan", "--rollback must be 0 or more, got nan"),
+    ("survey.lossy --method specdec --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("survey.lossy --method specdec --beta 0", "--beta must be 1 or more, got 0"),
+    ("survey.lossy --method specdec --tau -1", "--tau must be 0 or more, got -1.0"),
+    ("survey.lossy --method specdec --fallback 1", "--fallback is no option of specdec"),
+    ("survey.lossy --method specdec --draft a --draft a", "given once for specdec, got 2"),
 ]
 
 
-@pytest.mark.parametrize("name, argv, said", WRONG_OPTIONS, ids=[" ".join(x[:2])
-                                                                for x in WRONG_OPTIONS])
-def test_wrong_options_of_each_file(name, argv, said, capsys):
-    """All before anything is printed, the three example prompts included."""
-    assert said in wrong_line(capsys, script(name, *argv.split()))
+@pytest.mark.parametrize("line, said", REFUSED, ids=[line[:60] for line, _ in REFUSED])
+def test_wrong_input_is_one_line_and_status_2(line, said, odd, capsys):
+    """Before anything is printed, the three example prompts included."""
+    names = {"odd": odd, "long": LONG}
+    name, *argv = [word.format(**names) for word in shlex.split(line)]
+    err = wrong_line(capsys, script(name, *argv))
+    assert all(words in err for words in said.format(**names).split(" … ")), err
 
 
 DRAFTLESS = [(name, method) for name, method in METHODS if "draft" not in
