@@ -1033,7 +1033,7 @@ MUTANTS = {
 GUARDS = {
     "common.py": ["tests/test_loading.py",
                   "tests/test_lossless.py -k autoregressive_text_is_that_of_transformers",
-                  "tests/test_lossless.py -k speculative"],
+                  "tests/test_lossless.py -k speculative", "tests/test_lossless.py -k bita"],
     "speculative.py": ["tests/test_lossless.py -k speculative", "tests/test_lossless.py -k online"],
     "jacobi.py": ["tests/test_lossless.py -k jacobi or lookahead"],
     "ouroboros.py": ["tests/test_lossless.py -k ouroboros"],
