@@ -1,5 +1,5 @@
-"""Fixtures of all test files. What a test imports is in families.py (tiny random models),
-fake_models.py (scripted ones), laws.py (distributions) and helpers.py."""
+"""This file has the fixtures of all tests. What a test imports is in families.py (tiny random
+models), fake_models.py (scripted ones), laws.py (distributions) and helpers.py."""
 import os
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """`make test` runs two halves at once, PART=0 and PART=1: a core for each."""
+    """Keep the half PART=0 or PART=1 of the tests, which `make test` runs on a core each."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
@@ -38,14 +38,14 @@ def family(request):
 
 @pytest.fixture(scope="session")
 def embedded():
-    """(target, draft, tokenizer) of models/, in float32 on the CPU."""
+    """Load (target, draft, tokenizer) of models/, in float32 on the CPU."""
     target, tokenizer = load(ROOT / "models/target", "cpu", "float32")
     return target, load(ROOT / "models/draft", "cpu", "float32")[0], tokenizer
 
 
 @pytest.fixture(scope="module")
 def worked(request, tmp_path_factory):
-    """A folder that a training of two steps has worked in: the test module's `fitted`."""
+    """Make a folder that a training of two steps has worked in: the test module's `fitted`."""
     folder = tmp_path_factory.mktemp("work")
     request.module.fitted(folder, steps=2)
     return folder
@@ -53,7 +53,7 @@ def worked(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def held_out(embedded) -> list[tuple[list[int], list[int]]]:
-    """Held-out prompts of each task for the embedded target, and its first 100 greedy tokens."""
+    """Take held-out prompts of each task, and the embedded target's first 100 greedy tokens."""
     import tasks
     model, _, tokenizer = embedded
     prompts = [encode(tokenizer, example.prompt) for task in tasks.TASKS
@@ -64,7 +64,7 @@ def held_out(embedded) -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture
 def waits(monkeypatch) -> list[str]:
-    """A list of the calls that make the CPU wait for a GPU: those that ask a tensor for its
+    """Record the calls that would make the CPU wait for a GPU: those that ask a tensor for its
     numbers."""
     calls = []
 

@@ -26,7 +26,7 @@ Variants:
     Decoder    the inside of a fake transformers model, for code that reads features with a hook
 
 A method that needs weights (heads on features, a layer of its own) gets a tiny random model of
-families.py instead, and a draft that is often right is `near(model, noise)` there."""
+families.py instead. There `near(model, noise)` is a draft that is often right."""
 import functools
 
 import torch
@@ -76,7 +76,8 @@ class ScriptedLM:
 
 
 class Recorder(ScriptedLM):
-    """Keep the token tree of each call in `trees`, as (ids, parents); parents None: a chain."""
+    """Keep the token tree of each call in `trees`, as (ids, parents). For a chain parents are None.
+    """
 
     def __init__(self, logits_of):
         super().__init__(logits_of)

@@ -4,7 +4,7 @@
     counts_of(chunks_of, sample, n, …)   how often a method gave each continuation
     chi_square_ok(counts, law)           whether these counts may come from this law
     outcomes(experiment)                 every way in which an experiment of choices can end, with
-                                         its probability: exact, without any draw"""
+                                         its probability, which is exact: nothing is drawn"""
 import copy
 import functools
 import itertools

@@ -1,6 +1,5 @@
-"""Drafts whose numbers overflow: output is the target's all the same, whatever a method makes of
-guesses, chances and features that are not finite."""
-
+"""A draft may overflow: its guesses, chances and features are then no finite numbers. Output is the
+target's all the same."""
 import pytest
 import torch
 from safetensors import safe_open
@@ -21,11 +20,12 @@ from survey.sequoia import sequoia
 from survey.several_drafts import specinfer, spectr
 
 PROMPT = [3, 14, 15, 9]
-NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass: all others are wrong
+NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass, so it alone is right
 
 
 class Broken(CachedLM):
-    """A draft that is often right, and whose logits are not finite in some rows or in all."""
+    """Make some logits of a draft infinite or no number: in all rows, in every second one, or now
+    and then."""
 
     def __init__(self, model, kind: str):
         super().__init__(model)
@@ -48,8 +48,7 @@ class Broken(CachedLM):
         return logits
 
 
-KINDS = ("nan", "all nan", "one nan", "overflow", "all overflow", "nothing", "all nothing",
-         "now and then")
+KINDS = ("nan", "all nan", "one nan", "all overflow", "nothing", "now and then")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,7 +68,7 @@ def test_a_draft_model_that_overflows(method, options, sample, kind, tmp_path):
     assert tokens_of(method(target, draft, PROMPT, sample=sample, **options), 30) == expected
 
 
-def test_several_draft_models_one_of_which_overflows():
+def test_of_two_draft_models_the_one_that_overflows_loses_nothing_of_the_other():
     model = tiny("llama")
     drafts = [CachedLM(near(model, 0.01)), Broken(near(model, 0.01), "all nan")]
     for sample in greedy, NEARLY_GREEDY:
@@ -78,7 +77,7 @@ def test_several_draft_models_one_of_which_overflows():
             chunks = specinfer(CachedLM(model), first, PROMPT, more_drafts=[more], sample=sample,
                                log=log)
             assert tokens_of(chunks, 30) == expected
-        assert sum(r["accepted"] for r in log) > 10  # of the other's guesses
+        assert sum(r["accepted"] for r in log) > 10
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
@@ -103,14 +102,14 @@ def test_heads_and_layers_that_overflow(value, some):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_layer_some_of_whose_passes_overflow(dynamic, kind):
-    """Chances that are no numbers have no order, and a node would come without its parent."""
+    """Chances that are no numbers have no order, so a node could come before its parent."""
     model = tiny("llama", vocab_size=12)
-    expected = tokens_of(autoregressive(CachedLM(model), PROMPT[:1]), 150)
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT[:1]), 80)
     draft, target = Draft(model, begin="last"), CachedLM(model)
     draft.accept = [[0.5, 0.4, 0.3, 0.2]] * 5
     target.memo[draft, "cached"] = Broken(draft.lm, kind)
     chunks = eagle(target, PROMPT[:1], nodes=12, dynamic=dynamic, trained=draft)
-    assert tokens_of(chunks, 150) == expected
+    assert tokens_of(chunks, 80) == expected
 
 
 def test_files_of_numbers_that_are_not_finite_are_refused(tmp_path, embedded):

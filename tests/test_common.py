@@ -1,4 +1,4 @@
-"""Trees, a model with its cache, masks, sampling and loading: common.py, function by function."""
+"""These tests take common.py function by function: trees, passes, sampling, loading, the clock."""
 import itertools
 import math
 import random
@@ -78,8 +78,9 @@ def test_walk_follows_what_the_target_chose():
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_tree_of_two_branches_equals_its_paths(name):
-    """
-        3   4   5 ──── 7 ─┬─ 8 ─── 9      in one call: 7, then 8 and 10 as rivals, then 9 after 8
+    """One call runs this tree:
+
+        3   4   5 ──── 7 ─┬─ 8 ─── 9
          context     root └─ 10
     """
     model = tiny(name)
@@ -150,7 +151,7 @@ def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
 
 @ALL_AND_FEW
 def test_features_are_what_the_head_reads(name, run_as):
-    """For all tokens of a prompt of two parts, and for each node of a tree as on its path alone."""
+    """That holds for a prompt of two parts, and for each node of a tree as on its path alone."""
     model, read = tiny(name), []
     lm, context = run_as(model), random.Random(2).choices(range(VOCAB), k=135)
     ids, parents = [4, 2, 0, 3, 1], [-1, 0, 0, 1, 2]
@@ -471,8 +472,8 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotary_embeddings_that_change_with_the_length(kind):
-    """LongRoPE turns all keys another way beyond its first length, also those that are cached: the
-    context ends there. The others do so beyond the context, or never."""
+    """Beyond its first length LongRoPE turns all keys another way, cached ones too, so the context
+    ends there. The others do so beyond the context, or never."""
     rope = dict(rope_type=kind, rope_theta=10000.0, factor=2.0, **ROPES[kind])
     if kind != "dynamic":
         rope["original_max_position_embeddings"] = 64
@@ -595,8 +596,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
 # ----------------------------------------------------------------------------------- the clock
 
 def test_the_best_tree_is_the_best_of_all():
-    """Of all trees of n nodes in which any node may have any child, the sum of its chances is the
-    largest; the first m nodes are the best tree of m."""
+    """No tree of n nodes has a larger sum of chances. The first m nodes are the best tree of m."""
     rng = random.Random(0)
     for _ in range(8):
         accept = [[rng.random() for _ in range(2)] for _ in range(3)]

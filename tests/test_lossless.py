@@ -2,9 +2,8 @@
 sampling with the same probability for each text. This is the page to open first if you doubt it.
 
 METHODS is the one table. A line says how a method is run on a tiny random model: with which drafts,
-options and trained part, where random numbers stand in for training, since guesses may be as bad as
-they like. The tests take each line through each family of models (families.py), in float32 on a
-CPU:
+options and trained part. Random numbers stand in for training, since guesses may be as bad as they
+like. The tests take each line through each family of models (families.py), in float32 on a CPU:
 
     greedy text          equals autoregressive text to the last token of the context, past which
                          the last guesses reach; cut at every length and at every token, so inside
@@ -15,8 +14,8 @@ CPU:
     sampled text         by enumeration of every draw and every coin that a method can meet, not by
                          statistics: the probability of every text of three tokens is the target's
 
-A new method joins by one line. Lossy methods are not here: MJSD and MJGD, BiLD and SpecDec but for
-the limits in which they are exact, Medusa's typical acceptance."""
+A new method joins by one line. MJSD, MJGD and Medusa's typical acceptance are not here, since they
+are lossy. BiLD and SpecDec are here with the options that make them exact."""
 import copy
 import functools
 from typing import Callable, NamedTuple
@@ -53,10 +52,10 @@ class Line(NamedTuple):
     method: Callable
     options: dict
     drafts: list = []  # models that draft, the first one as `draft`, the others as `more_drafts`
-    few: dict | None = None  # options with which few draws end a round; None: it does not sample
+    few: dict | None = None  # options with which few draws end a round. None: it does not sample
     vocab: int = 3  # tokens that are sampled from
     memo: Callable = lambda target: {}  # what the method would read from files: the target's memo
-    text_of: torch.nn.Module | None = None  # the model whose text it writes; None: the target
+    text_of: torch.nn.Module | None = None  # the model whose text it writes. None: the target
 
 
 def rand(part: torch.nn.Module, accept: list[list[float]] = (), scale: float = 0.5):
@@ -81,7 +80,7 @@ def store_of(texts: list[list[int]]) -> rest.Datastore:
 
 
 def pool_of(texts: list[list[int]]) -> ouroboros.PhrasePool:
-    """Fill a pool with all phrases of three tokens."""
+    """Put all phrases of three tokens into a pool."""
     pool = ouroboros.PhrasePool()
     for text in texts:
         for phrase in zip(text, text[1:], text[2:]):
@@ -205,7 +204,7 @@ def model_of(family: str, context: int = END):
 
 
 def check_greedy(name: str, model, prompt: list[int], n: int) -> None:
-    """Compare n greedy tokens with autoregressive ones: all, the first so many, and up to each."""
+    """Check n greedy tokens against autoregressive ones, cut at every limit and at every EOS."""
     line = METHODS[name](model)
     expected = autoregressive_text(line.text_of or model, tuple(prompt), n)
     chunks, found = chunks_of(line, CachedLM(model), prompt), []
@@ -221,8 +220,8 @@ def check_greedy(name: str, model, prompt: list[int], n: int) -> None:
 @pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("name", METHODS)
 def test_greedy_text_is_autoregressive_text(name, family):
-    """To the last token of the context, from a prompt of three tokens and from one that nearly
-    fills it; and the first tokens after a prompt of one."""
+    """The text goes to the last token of the context. Prompts have three tokens, one token, or as
+    many as nearly fill the context."""
     model = model_of(family)
     if family in REFUSED.get(name, []):
         with pytest.raises(InputError):
@@ -263,7 +262,7 @@ PERFECT = {  # where the draft is the target itself: (options, tokens that each 
 @pytest.mark.parametrize("sample", [Sampler(0), Sampler(1.3, seed=1)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", PERFECT)
 def test_perfect_drafts_are_accepted_whole(name, sample):
-    """A guess that the target would choose too is never lost: so no cache misses a row."""
+    """A guess that the target would choose too is never lost, so no cache misses a row."""
     if name == "ouroboros" and sample.temperature > 0:
         pytest.skip("its guesses are the draft's likeliest tokens at any temperature")
     options, whole = PERFECT[name]
@@ -339,7 +338,7 @@ def test_sampled_text_has_the_targets_law(name, monkeypatch):
 
     @functools.cache
     def true_law(text: tuple, n: int) -> torch.Tensor:
-        """[V ** n]: of the n tokens after a text."""
+        """Compute the law [V ** n] of the n tokens after a text."""
         def logits_of(tokens):
             return reference(input_ids=torch.tensor([tokens])).logits[0, -1, :V].detach()
         return law(logits_of, Sampler(WARM), [*text], n, V)

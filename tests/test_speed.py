@@ -1,8 +1,8 @@
-"""What costs time or memory and changes no output: copies that must not be made, logits that
-nobody asked for, tensors that must not be kept.
+"""Tests of what costs time or memory and changes no output: copies that must not be made, logits
+that nobody asked for, tensors that must not be kept.
 
-These tests say HOW something is computed. If the output is right and one of them fails, the code
-may be better than the test: measure it with results/bench.py, and then change the test."""
+These tests say HOW something is computed. Where one of them fails and the output is right, the code
+may be better than the test. Measure it with results/bench.py, and then change the test."""
 import collections
 import gc
 import random
@@ -21,8 +21,8 @@ from test_common import buffers_of
 
 
 def test_the_head_reads_rows_that_lie_together():
-    """And no row of a prompt: nobody asks for its logits. For a slice of more rows, a CPU in
-    bfloat16 copies the whole LM head."""
+    """It reads no row of a prompt, whose logits nobody asks for. Where rows lie apart, a CPU in
+    bfloat16 would copy the whole LM head."""
     model, seen = tiny("llama"), []
     lm = CachedLM(model)
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, x: seen.append(x[0]))
@@ -53,20 +53,20 @@ def test_attention_reads_the_buffers_themselves(monkeypatch):
 
 @pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])
 def test_buffers_double_and_nothing_else_grows(run_as):
-    """2,000 tokens in 500 calls: buffers are renewed a few times, and never have more than twice
-    the slots that were used; tensors, lists and whatever else do not become more."""
-    lm = run_as(tiny("llama", max_position_embeddings=2100))
+    """1,000 tokens in 250 calls renew the buffers a few times. They never have more than twice the
+    slots that were used, and the number of tensors, lists and other objects stays."""
+    lm = run_as(tiny("llama", max_position_embeddings=1100))
     lm.start([3, 4])
     sizes, before = [], None
-    while lm.length < 1998:
+    while lm.length < 998:
         lm.forward([5, 6, 7, 8, 9, 10], [-1, 0, 0, 2, 3, 1])
         used = lm.length + 6
-        for buffer in buffers_of(lm):  # of the first slot on; key heads, head size, float32
+        for buffer in buffers_of(lm):  # two key heads, a head size of 8, float32
             assert buffer.untyped_storage().nbytes() == buffer.shape[2] * 2 * 8 * 4
         sizes.append(buffers_of(lm)[0].shape[2])
         assert used <= sizes[-1] <= (2 * used if run_as is CachedLM else 3 * used + 300)
         lm.commit([0, 2, 3, 4])
-        if lm.length == 1602:
+        if lm.length == 802:
             before = collections.Counter(map(type, gc.get_objects()))
     gc.collect()
     grown = collections.Counter(map(type, gc.get_objects())) - before
@@ -75,9 +75,8 @@ def test_buffers_double_and_nothing_else_grows(run_as):
 
 
 def test_the_argmax_is_taken_once_and_of_the_rows_that_need_it(monkeypatch):
-    """Of the target's rows once, when greedy; of the draft's its root, its guesses and the last
-    level of its window: here 8 columns, first one level of 9 (the root among them), then two of
-    8."""
+    """The target's rows need it once. Of the draft's rows the root, the guesses and the last level
+    of the window need it. The window has 8 columns here: one level of 9, then two of 8."""
     rows, models = [], [counting(), counting()]
 
     def choose(self, logits):
@@ -95,9 +94,8 @@ def test_the_argmax_is_taken_once_and_of_the_rows_that_need_it(monkeypatch):
 
 
 def test_nothing_is_kept_of_the_context(monkeypatch):
-    """Of a longer prompt the backward pass keeps no more than the keys, the values and the mask
-    that the mask tokens' own attention is made of, even where the model's weights want gradients;
-    and no gradient reaches those keys and values."""
+    """Of a longer prompt the backward pass of BiTA's training keeps only what the mask tokens' own
+    attention reads: keys, values and a mask. The model's weights may want gradients or not."""
     model, kept, passes = tiny("llama"), [], []
     forward, tuning = bita.run_model, bita.Tuning(bita.shape_of(model), "deep", 4, 3)
 
