@@ -1,7 +1,14 @@
 """What many test files use: the first tokens of a method, a command line, a call that Ctrl-C stops.
 
 Tiny models are in families.py, scripted ones in fake_models.py, distributions in laws.py."""
+import ast
+import importlib
+import inspect
 import itertools
+import os
+import signal
+import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -48,6 +55,47 @@ def main(*args, **special) -> int:
         return run_command_line(*args, **special)
     except SystemExit as end:
         return end.code
+
+
+def script(name: str, *argv) -> int:
+    """Run the last block of a method file, as `python NAME.py ARGV` does; return the exit
+    status."""
+    module = importlib.import_module(name)
+    block = ast.Module(ast.parse(inspect.getsource(module)).body[-1].body, [])
+    before, sys.argv = sys.argv, [f"{name}.py", *argv]
+    try:
+        exec(compile(block, name, "exec"), dict(vars(module)))
+    except SystemExit as end:
+        return end.code
+    finally:
+        sys.argv = before
+
+
+def fork(act, *args) -> tuple:
+    """Start a process that ends with the status act(*args). As a fork of this one it need not
+    import torch again, which takes seconds.
+
+    returns  the process, and files for its standard input, its output and its errors
+    """
+    pipes = [os.pipe() for _ in range(3)]
+    theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
+    ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
+    process = get_context("fork").Process(target=be_process, args=(theirs, ours, act, args))
+    process.start()
+    for number in theirs:
+        os.close(number)
+    return process, *(open(number, mode) for number, mode in zip(ours, "wrr"))
+
+
+def be_process(streams: list[int], others: list[int], act, args: tuple) -> None:
+    """Be a process with these three streams; `others` are the ends that its parent holds."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    for number in [*streams, *others]:
+        os.close(number)
+    sys.stdin, sys.stdout, sys.stderr = (open(i, mode) for i, mode in enumerate("rww"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores Ctrl-C
+    sys.exit(act(*args))
 
 
 def check_without_caches(method, model, draft, prompt: list[int], **options) -> None:
