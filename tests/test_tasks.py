@@ -1,5 +1,4 @@
-"""The generated tasks: what the graders accept, and that held-out prompts are new. Files of
-prompts."""
+"""Graders accept what is right, held-out prompts are new, and files of prompts are read."""
 import argparse
 import json
 import subprocess
@@ -15,53 +14,58 @@ WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSE
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_right_answers_pass_and_other_answers_fail(task):
-    some = tasks.take(task, "test", 10, seed=3)
+    some = tasks.take(task, "test", 5, seed=3)
     assert all(tasks.grade(e, e.answer) for e in some)
     others = [tasks.grade(e, other.answer) for e, other in zip(some, some[1:])]
     assert sum(others) <= 1  # two examples may happen to agree
-    assert not any(tasks.grade(e, wrong) for e in some for wrong in WRONG)
+    assert not any(tasks.grade(some[0], wrong) for wrong in WRONG)
 
 
-def test_graders_see_small_mistakes():
-    sql = next(e for e in tasks.make_examples("sql", "train", 1) if "ORDER BY" in e.answer
-               and "DESC" in e.answer and "LIMIT" not in e.answer)
-    for old, new in (" DESC", ""), ("SELECT ", "SELECT id, "):
-        assert not tasks.grade(sql, sql.answer.replace(old, new))
-    same = sql.answer.replace("SELECT", "select").replace(" FROM", "\nFROM")
-    assert tasks.grade(sql, same)  # another form of the same query
-    math = next(tasks.make_examples("math", "train", 1))
-    for wrong in math.answer + "1", math.answer.replace("####", "Answer:"):
-        assert not tasks.grade(math, wrong)
-    code = next(e for e in tasks.make_examples("code", "train", 1) if " % 2 == 0" in e.answer)
-    for wrong in (code.answer.replace(" % 2 == 0", " % 2 == 1"), "\n    import sys; sys.exit(0)",
-                  "\n    return [1", "\n    while True: pass"):
-        assert not tasks.grade(code, wrong)
+def first(task: str, fits) -> tasks.Example:
+    return next(e for e in tasks.make_examples(task, "train", 1) if fits(e.answer))
+
+
+SQL = first("sql", lambda x: "ORDER BY" in x and "DESC" in x and "LIMIT" not in x)
+MATH = first("math", bool)
+CODE = first("code", lambda x: " % 2 == 0" in x)
+
+
+@pytest.mark.parametrize("example, wrong", [
+    (SQL, SQL.answer.replace(" DESC", "")), (SQL, SQL.answer.replace("SELECT ", "SELECT id, ")),
+    (MATH, MATH.answer + "1"), (MATH, MATH.answer.replace("####", "Answer:")),
+    (MATH, MATH.answer.rpartition(" ")[2]), (CODE, CODE.answer.replace("2 == 0", "2 == 1")),
+    (CODE, "\n    import sys; sys.exit(0)"), (CODE, "\n    return [1"),
+    (CODE, "\n    while True: pass")])
+def test_graders_see_small_mistakes(example, wrong):
+    assert not tasks.grade(example, wrong)
+
+
+def test_another_form_of_the_same_query_is_right():
+    assert tasks.grade(SQL, SQL.answer.replace("SELECT", "select").replace(" FROM", "\nFROM"))
 
 
 def test_a_runaway_query_ends():
-    example = next(e for e in tasks.make_examples("sql", "train", 1) if len(e.check["schema"]) == 2)
-    table = next(iter(example.check["schema"]))
+    table = next(iter(SQL.check["schema"]))
     product = ", ".join(f"{table} AS t{i}" for i in range(6))
-    assert not tasks.grade(example, f"SELECT count(*) FROM {product}")
+    assert not tasks.grade(SQL, f"SELECT count(*) FROM {product}")
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_held_out_prompts_are_new(task):
-    train, test = tasks.take(task, "train", 5000), tasks.take(task, "test", 500)
+    train, test = tasks.take(task, "train", 2000), tasks.take(task, "test", 200)
     assert not {e.template for e in train} & {e.template for e in test}
     assert not {e.prompt for e in train} & {e.prompt for e in test}
-    assert len({e.template for e in test}) > 100 and len({e.prompt for e in test}) > 480
+    assert len({e.template for e in test}) > 60 and len({e.prompt for e in test}) > 190
     again, others = tasks.take(task, "test", 5), tasks.take(task, "test", 5, seed=1)
     assert [e.prompt for e in again] == [e.prompt for e in test[:5]] != [e.prompt for e in others]
 
 
-def test_loops():
-    for tokens in [5, 1, 2, 1, 2, 1, 2, 1, 2], [9] * 8, list(range(10)) * 4:
-        assert tasks.loops(tokens)
-    for tokens in [9] * 7, list(range(40)), [1, 2, 1, 2, 1, 2, 1, 2, 3], []:
-        assert not tasks.loops(tokens)
-    for task in tasks.TASKS:
-        assert not any(tasks.loops(e.answer.split()) for e in tasks.take(task, "train", 200))
+@pytest.mark.parametrize("tokens, loops", [
+    ([5, 1, 2, 1, 2, 1, 2, 1, 2], True), ([9] * 8, True), (list(range(10)) * 4, True),
+    ([9] * 7, False), ([1] + [9] * 7, False), (list(range(40)), False),
+    ([1, 2, 1, 2, 1, 2, 1, 2, 3], False), ([], False)])
+def test_loops(tokens, loops):
+    assert tasks.loops(tokens) == loops
 
 
 def test_unknown_tasks_are_refused():
@@ -71,14 +75,13 @@ def test_unknown_tasks_are_refused():
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_embedded_target_knows_its_tasks(task, embedded):
-    """15 held-out prompts in batches; at a true accuracy of 80% fewer than 6 right ones have a
-    probability of 1.1e-4."""
+    """At a true accuracy of 80%, fewer than 4 of 10 are right with a probability of 9e-4."""
     from train import answer_prompts
     target, _, tokenizer = embedded
-    held_out = tasks.take(task, "test", 15, seed=30)
+    held_out = tasks.take(task, "test", 10, seed=30)
     answers = answer_prompts(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    assert sum(map(tasks.grade, held_out, texts)) >= 6
+    assert sum(map(tasks.grade, held_out, texts)) >= 4
     assert not any(map(tasks.loops, answers))
 
 
@@ -106,22 +109,19 @@ MARK = b"\xef\xbb\xbf"  # the byte order mark, with which some editors begin a f
     (MARK + rows({"prompt": "a"}, {"prompt": "b"}), ["a", "b"]),
     (b"\n \t" + rows({"prompt": "a"}) + "\u00a0{\"turns\": [\"b\"]} \r\n".encode(), ["a", "b"])])
 def test_prompts_of_a_file(tmp_path, data, texts):
-    """Plain lines, JSON lines of three kinds, and both in one file."""
     file = tmp_path / "prompts"
     file.write_bytes(data)
     assert tasks.read_prompts(file) == tasks.read_prompts(str(file)) == texts
 
 
-@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.JSONL"])
-def test_a_file_of_json_lines_by_its_name(tmp_path, name):
-    """A line in it that is no JSON is a mistake, not a prompt, whatever its first character."""
-    file = tmp_path / name
+@pytest.mark.parametrize("line", [b"x", b"[1, 2]", b'"a"', b'x {"prompt": "c"}', b"7", b"null"])
+def test_all_lines_of_a_jsonl_file_are_json(line, tmp_path):
+    file = tmp_path / "prompts.JSONL"
     file.write_bytes(MARK + b"\n  " + rows({"prompt": "a"}) + MARK + rows({"question": "b"}))
     assert tasks.read_prompts(file) == ["a", "b"]
-    for line in b"x", b"[1, 2]", b'"a"', b'x {"prompt": "c"}', b"7", b"null":
-        file.write_bytes(rows({"prompt": "a"}) + line)
-        with pytest.raises(argparse.ArgumentTypeError, match=r"prompts.(?i:jsonl)': line 2: no "):
-            tasks.read_prompts(file)
+    file.write_bytes(rows({"prompt": "a"}) + line)
+    with pytest.raises(argparse.ArgumentTypeError, match="prompts.JSONL': line 2: no "):
+        tasks.read_prompts(file)
 
 
 def test_what_tasks_prints_can_be_read_back(tmp_path):
@@ -138,14 +138,13 @@ def test_what_tasks_prints_can_be_read_back(tmp_path):
     b'{"prompt": ["x"]}\n', b'{"question": null}\n', b'{"answer": "x"}\n', b'{"turns": [7]}\n',
     b'{"turns": 7}\n', b'{"turns": []}\n', b'{"turns": [""]}\n', b'{}\n', b'x\n{"prompt": 1.5}\n',
     b'{"a": ' * 9999, b'{"prompt": "x"} {\n', b"caf\xe9 \n" * 100_000, b"\xff\xfea\0\n\0"])
-def test_files_without_prompts_are_refused(tmp_path, data):
-    """By one line that names the file: argparse prints it."""
+def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data):
     file = tmp_path / "prompts"
     file.write_bytes(data)
     with pytest.raises(argparse.ArgumentTypeError) as error:
         tasks.read_prompts(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
-    assert len(str(error.value)) < 300 + len(str(file))  # and it does not say the whole file
+    assert len(str(error.value)) < 300 + len(str(file))
 
 
 def test_what_is_no_file_is_refused(tmp_path):
@@ -155,15 +154,17 @@ def test_what_is_no_file_is_refused(tmp_path):
         assert repr(str(path)) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_command_prints_prompts(capsys):
-    """Of every task or of those named; what is no number or no task is refused in a line."""
+def test_the_command_prints_prompts_of_every_task_or_of_those_named(capsys):
     tasks.main(["2"])
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["category"] for row in rows] == [task for task in tasks.TASKS for _ in range(2)]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["category"] for row in printed] == [x for x in tasks.TASKS for _ in range(2)]
     tasks.main(["1", "-5", "math"])
     [row] = capsys.readouterr().out.splitlines()
     assert json.loads(row)["prompt"] == tasks.take("math", "train", 1, -5)[0].prompt
-    for argv in ["x"], ["2", "y"], ["2", "1", "poems"]:
-        with pytest.raises(SystemExit) as end:
-            tasks.main(argv)
-        assert end.value.code == 2
+
+
+@pytest.mark.parametrize("argv", [["x"], ["2", "y"], ["2", "1", "poems"]])
+def test_what_is_no_number_or_no_task_is_refused(argv):
+    with pytest.raises(SystemExit) as end:
+        tasks.main(argv)
+    assert end.value.code == 2

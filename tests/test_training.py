@@ -1,168 +1,170 @@
-"""The one training loop, the answers that drafters learn from, and how they are split."""
+"""The one training loop, each training that uses it, and the answers that drafts learn from."""
 import itertools
 import json
 import math
 import random
-import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 from transformers import GenerationConfig
 
-from common import CachedLM, InputError, autoregressive, encode
-from families import tiny
+import bita
+import cllm
+import train as recipe
+from common import CachedLM, InputError, autoregressive
+from families import deep, near, tiny
 from helpers import interrupting, tokens_of
 from models import training
 from models.training import (Training, collect_answers, collect_examples, cosine, digest,
                              find_frequent, generate_answers, sample_alike, warm_linear)
+from survey import eagle, early_exit, layerskip, masks, medusa, online
 
 
 class WORDLESS:
     """A tokenizer, as far as needed."""
     eos_token_id = None
+    save_pretrained = str
 
 
 # ------------------------------------------------------------------------------------ the loop
 
 class Toy:
-    """Weights that move towards random points; all that the loop asks of it."""
+    """Weights that move towards random points: all that the loop needs."""
 
-    def __init__(self, folder=None, of=(), scale=1.0, **options):
-        self.part = {"w": torch.nn.Parameter(torch.tensor([3.0, -2.0, 0.5])),
-                     "b": torch.nn.Parameter(torch.tensor([[0.1]]))}
-        self.scale, self.drawn, self.evaluated = scale, [], 0
+    def __init__(self, folder=None, fingerprint=(), scale=1.0, begin=3.0, **options):
+        self.parameters = {"w": torch.nn.Parameter(torch.tensor([begin, -2.0, 0.5])),
+                           "b": torch.nn.Parameter(torch.tensor([[0.1]]))}
+        self.scale, self.sampled, self.evaluated = scale, [], 0
         options = dict(name="toy", steps=4, lr=0.1, accumulate=2, reports=2) | options
-        self.training = Training(self.part, of, folder=folder, **options)
+        self.training = Training(self.parameters, fingerprint, folder=folder, **options)
 
     def loss_of(self, rng: random.Random) -> torch.Tensor:
-        self.drawn.append([rng.random() for _ in range(3)])
-        apart = self.part["w"] - torch.tensor(self.drawn[-1])
-        return self.scale * (apart.square().sum() + self.part["b"].square())[0, 0]
+        self.sampled.append([rng.random() for _ in range(3)])
+        apart = self.parameters["w"] - torch.tensor(self.sampled[-1])
+        return self.scale * (apart.square().sum() + self.parameters["b"].square())[0, 0]
 
     def evaluate(self) -> tuple[dict, str]:
         self.evaluated += 1
-        total = sum(p.sum().item() for p in self.part.values())
+        total = sum(p.sum().item() for p in self.parameters.values())
         return {"total": total, "list": [[total]]}, f"in all {total:.3f}"
 
-    def run(self) -> dict:
+    def train(self) -> dict:
         return self.training.train(self.loss_of, self.evaluate)
 
     def weights(self) -> list[float]:
-        return torch.nn.utils.parameters_to_vector(self.part.values()).tolist()
+        return parameters_to_vector(self.parameters.values()).tolist()
 
 
-def result(*args, **options) -> tuple:
+def train_toy(*args, **options) -> tuple:
+    """Return the curve and the weights of a whole run."""
     toy = Toy(*args, **options)
-    return toy.run(), toy.weights()
+    return toy.train(), toy.weights()
 
 
-def test_updates_are_adamws_on_the_mean_loss_cut_to_length_1():
-    """By hand, with the rate of each step; a value instead of a length where it is asked for."""
-    for scale, norm, value in ((1.0, 1.0, math.inf), (100.0, 1.0, math.inf),
-                               (1.0, math.inf, 0.5), (1e-3, 1.0, math.inf)):
-        toy = Toy(scale=scale, max_norm=norm, max_value=value, steps=6)
-        plain = Toy(scale=scale).part
-        adam = torch.optim.AdamW(plain.values(), lr=0.1, weight_decay=0.0)
-        toy.run()
-        drawn = iter(toy.drawn)
-        for step in range(6):
-            for points in (next(drawn), next(drawn)):
-                loss = (plain["w"] - torch.tensor(points)).square().sum() + plain["b"].square()
-                (scale * loss / 2).sum().backward()
-            grads = torch.cat([p.grad.flatten() for p in plain.values()])
-            for p in plain.values():
-                p.grad /= max(1, grads.norm() / norm)
-                p.grad.clamp_(-value, value)
-            adam.param_groups[0]["lr"] = 0.1 * 0.5 * (1 + math.cos(math.pi * step / 6))
-            adam.step()
-            adam.zero_grad()
-        expected = torch.nn.utils.parameters_to_vector(plain.values()).tolist()
-        assert toy.weights() == pytest.approx(expected, abs=1e-5)
+@pytest.mark.parametrize("scale, norm, value", [
+    (1.0, 1.0, math.inf), (100.0, 1.0, math.inf), (1.0, math.inf, 0.5), (1e-3, 1.0, math.inf)])
+def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, value):
+    toy, plain = (Toy(scale=scale, max_norm=norm, max_value=value, steps=6) for _ in range(2))
+    adam = torch.optim.AdamW(plain.parameters.values(), lr=0.1, weight_decay=0.0)
+    toy.train()
+    for step in range(6):
+        for w in toy.sampled[2 * step:2 * step + 2]:
+            loss = (plain.parameters["w"] - torch.tensor(w)).square().sum()
+            (scale * (loss + plain.parameters["b"].square()) / 2).sum().backward()
+        length = torch.cat([p.grad.flatten() for p in plain.parameters.values()]).norm()
+        for p in plain.parameters.values():
+            p.grad /= max(1, length / norm)
+            p.grad.clamp_(-value, value)
+        adam.param_groups[0]["lr"] = 0.1 * 0.5 * (1 + math.cos(math.pi * step / 6))
+        adam.step()
+        adam.zero_grad()
+    assert toy.weights() == pytest.approx(plain.weights(), abs=1e-5)
 
 
 def test_rates():
-    """A cosine from the first step on; a warm-up over a twentieth of the steps, and down to 0."""
+    """A cosine falls from the first step on; a warm-up takes a twentieth of the steps."""
     assert [cosine(n, 4) for n in range(4)] == pytest.approx([1, 0.5 + 0.5 ** 1.5, 0.5,
                                                               0.5 - 0.5 ** 1.5])
     expected = [0.5, *(1 - n / 40 for n in range(1, 40))]
     assert [warm_linear(n, 40) for n in range(40)] == pytest.approx(expected)
-    assert warm_linear(0, 3) == 1  # no step is a warm-up's
+    assert warm_linear(0, 3) == 1  # three steps have no warm-up
+
+
+def test_all_optimizers_have_the_rate_of_the_step():
     rates = []
 
     class Spy(torch.optim.SGD):
         def step(self):
             rates.append(self.param_groups[0]["lr"])
-    part = {"w": torch.nn.Parameter(torch.ones(1))}
-    for rate in cosine, warm_linear:
-        spies = [Spy(part.values(), lr=1.0), Spy(part.values(), lr=1.0)]
-        Training(part, (), name="x", steps=5, lr=0.3, rate=rate, optimizers=spies).train(
-            lambda rng: part["w"].sum(), lambda: ({}, ""))
-        assert rates == pytest.approx([0.3 * rate(n, 5) for n in range(5) for _ in spies])
-        rates.clear()
+    spies = [Spy(Toy().parameters.values(), lr=1.0) for _ in range(2)]
+    Toy(optimizers=spies, lr=0.3, steps=5, rate=warm_linear).train()
+    assert rates == pytest.approx([0.3 * warm_linear(n, 5) for n in range(5) for _ in spies])
 
 
 def test_a_weight_without_a_gradient_stays():
     toy = Toy(scale=0.0)
-    toy.run()
+    toy.train()
     assert toy.weights() == Toy().weights()
 
 
-def test_what_is_drawn_depends_on_the_seed_and_the_step_alone():
-    runs = []
-    for seed in (0, 1, 0):
-        toy = Toy(seed=seed)
-        toy.run()
-        runs.append(toy.drawn)
-    assert runs[0] == runs[2] and len({*map(tuple, runs[0] + runs[1])}) == 16
+def test_what_is_sampled_depends_on_the_name_the_seed_and_the_step_alone():
+    toys = [Toy(seed=0), Toy(seed=1), Toy(name="another"), Toy(seed=0, lr=0.2)]
+    for toy in toys:
+        toy.train()
+    one, two, three, again = (toy.sampled for toy in toys)
+    assert one == again and len({*map(tuple, one + two + three)}) == 24
 
 
 def test_reports(capsys):
-    """Before the first step, so often as was asked, and at the end; each is made once."""
+    """Figures are made before the first step, as often as was asked, and at the end."""
     toy = Toy(steps=7, reports=3)
-    curve = toy.run()
+    curve = toy.train()
     assert list(curve) == [0, 2, 4, 6, 7] and toy.evaluated == 5
     assert curve[0] == {"total": pytest.approx(1.6), "list": [[pytest.approx(1.6)]]}
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert [line.split(":")[0] for line in lines] == [f"step {n}" for n in curve]
     assert lines[0] == "step 0: in all 1.600"
-    assert list(Toy(steps=1).run()) == [0, 1]
+    assert list(Toy(steps=1).train()) == [0, 1]
 
 
-def test_a_loss_that_is_not_finite_is_one_line(tmp_path):
-    for scale in (math.inf, math.nan):
-        with pytest.raises(InputError, match="--lr must be below 0.1: the loss is"):
-            Toy(tmp_path, scale=scale).run()
+@pytest.mark.parametrize("scale", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_is_refused(scale):
+    with pytest.raises(InputError, match="--lr must be below 0.1: the loss is"):
+        Toy(scale=scale).train()
 
+
+# ------------------------------------------------------------------------------ what is kept
 
 @pytest.mark.parametrize("change", [
-    dict(of=("model", 1)), dict(of=([([1, 2], [3])],)), dict(steps=5), dict(lr=0.2), dict(seed=1),
-    dict(accumulate=1), dict(max_norm=2.0), dict(max_value=0.5), dict(rate=warm_linear)],
-    ids=lambda change: next(iter(change)))
-def test_another_training_in_the_same_folder_starts_over(change, tmp_path):
-    """And the same one is only loaded."""
-    result(tmp_path)
-    assert result(tmp_path, **change) == result(**change)
+    dict(fingerprint=("model", 1)), dict(fingerprint=([([1, 2], [3])],)), dict(steps=5),
+    dict(lr=0.2), dict(seed=1), dict(accumulate=1), dict(max_norm=2.0), dict(max_value=0.5),
+    dict(rate=warm_linear), dict(begin=3.5)], ids=lambda change: next(iter(change)))
+def test_another_run_in_the_same_folder_starts_over_and_the_same_run_is_loaded(change, tmp_path):
+    train_toy(tmp_path)
+    assert train_toy(tmp_path, **change) == train_toy(**change)
     again = Toy(tmp_path, **change)
-    assert (again.run(), again.weights()) == result(**change)
-    assert not again.drawn and not again.evaluated
+    assert (again.train(), again.weights()) == train_toy(**change)
+    assert not again.sampled and not again.evaluated
 
 
-def test_another_beginning_is_another_training(tmp_path):
-    """As its seed, or what it begins with, made it."""
-    result(tmp_path)
-    toy = Toy()
-    with torch.no_grad():
-        toy.part["w"][1] += 0.5
-    training = Training(toy.part, (), name="toy", steps=4, lr=0.1, accumulate=2, reports=2,
-                        folder=tmp_path)
-    assert training.done == 0
+@pytest.mark.parametrize("damage", [lambda data: data[:500], lambda data: b"", lambda data: b"x"])
+def test_a_damaged_checkpoint_is_refused(damage, tmp_path):
+    train_toy(tmp_path)
+    [file] = tmp_path.glob("*.pt")
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(InputError, match="expected a checkpoint, got a damaged one"):
+        Toy(tmp_path)
 
 
 def interrupted_at(number: int, act) -> None:
-    """act(), with Ctrl-C at this line of those that run in models/training.py. In a thread of its
-    own: an interrupted `with torch.autocast` would leave the type of this one's passes changed."""
+    """Call act(), with Ctrl-C at the line of this number that runs in models/training.py.
+
+    It runs in a thread of its own: an interrupted `with torch.autocast` would leave the type of
+    this thread's passes changed.
+    """
     count = itertools.count(1)
 
     def trace(frame, event, _):
@@ -180,81 +182,67 @@ def interrupted_at(number: int, act) -> None:
 
 
 def test_ctrl_c_at_any_line(tmp_path):
-    """What goes on from there ends with the weights and the curve of an uninterrupted run; no step
-    and no report is made twice where it was kept."""
-    expected, stopped = result(), 0
+    """The run that goes on ends like one that was never stopped, and repeats no kept update."""
+    expected, stopped = train_toy(steps=2), 0
     for number in itertools.count(1):
         folder = tmp_path / str(number)
         folder.mkdir()
-        toy = Toy(folder)
+        toy = Toy(folder, steps=2)
         try:
-            interrupted_at(number, toy.run)
+            interrupted_at(number, toy.train)
             break
         except KeyboardInterrupt:
             stopped += 1
         kept = [torch.load(file)["done"] for file in folder.glob("*.pt")]
-        again = Toy(folder)
+        again = Toy(folder, steps=2)
         assert again.training.done == sum(kept)
-        assert (again.run(), again.weights()) == expected, number
-        assert len(again.drawn) == 2 * (4 - sum(kept))
-    assert stopped > 100
+        assert (again.train(), again.weights()) == expected, number
+        assert len(again.sampled) == 2 * (2 - sum(kept))
+    assert stopped > 50
 
 
 def test_an_update_is_never_half_made(tmp_path, monkeypatch):
-    """Stopped between the optimizer's step and its count: the checkpoint before it stays."""
+    """Ctrl-C between the optimizer's step and its count leaves the checkpoint before it."""
     step = torch.optim.AdamW.step
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch.optim.AdamW, "step", interrupting(step, 4, after=True))
-        Toy(tmp_path).run()
+        Toy(tmp_path).train()
     [file] = tmp_path.glob("*.pt")
     assert torch.load(file)["done"] == 2  # the last report
-    assert result(tmp_path) == result()
+    assert train_toy(tmp_path) == train_toy()
 
 
-def test_a_killed_training_goes_on_from_the_last_checkpoint(tmp_path, monkeypatch):
-    """One is written every two minutes: here after every step."""
-    now = [0]
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
-    for minutes, kept in ((1, [0, 0, 0]), (3, [0, 1, 2])):  # after each step, of a minute or three
-        toy = Toy(tmp_path, of=(minutes,), reports=1, steps=3)
-        files = []
-
-        def loss_of(rng):
-            if len(toy.drawn) % 2 == 0:
-                files.append(shutil.copy(toy.training.file, tmp_path / f"{minutes} {len(files)}"))
-                now[0] += 60 * minutes
-            return toy.loss_of(rng)
-        curve = toy.training.train(loss_of, toy.evaluate)
-        assert [torch.load(file)["done"] for file in files] == kept
-        for file in files:
-            shutil.copy(file, toy.training.file)
-            again = result(tmp_path, of=(minutes,), reports=1, steps=3)
-            assert again == (curve, toy.weights())
-
-
-@pytest.mark.parametrize("cost, kept", [(1, [0, 2, 4, 6]), (11, [0, 4, 6])])
-def test_checkpoints_are_rarer_where_they_take_long(cost, kept, tmp_path, monkeypatch):
-    """Steps of 70 seconds: after 120 seconds where writing takes 1, but after 220 where it takes
-    11. The first and the last checkpoint are those of the two reports."""
-    now, made, save = [0.0], [], torch.save
+@pytest.mark.parametrize("step, cost, kept", [
+    (60, 1, [0, 3, 6]),  # two minutes have passed after every second step, or a little more
+    (180, 1, [0, 1, 2, 3, 4, 5, 6]),
+    (70, 11, [0, 4, 6])])  # a checkpoint that takes 11 seconds is written after 220 or later
+def test_checkpoints_are_written_every_two_minutes_or_rarer(step, cost, kept, tmp_path,
+                                                            monkeypatch):
+    """A run that is killed goes on from the last one."""
+    now, copies, save = [0.0], {}, torch.save
     monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
     toy = Toy(tmp_path, steps=6, reports=1, accumulate=1)
 
     def slow_save(state, file):
         now[0] += cost
-        made.append(state["done"])
         save(state, file)
+        copies[state["done"]] = file.read_bytes()
     monkeypatch.setattr(torch, "save", slow_save)
 
     def slow_loss(rng):
-        now[0] += 70
+        now[0] += step
         return toy.loss_of(rng)
-    toy.training.train(slow_loss, toy.evaluate)
-    assert list(dict.fromkeys(made)) == kept
+    curve = toy.training.train(slow_loss, toy.evaluate)
+    assert list(copies) == kept
+    for done in kept:
+        toy.training.file.write_bytes(copies[done])
+        again = Toy(tmp_path, steps=6, reports=1, accumulate=1)
+        assert again.training.done == done
+        assert (again.train(), again.weights()) == (curve, toy.weights())
 
 
 def test_a_checkpoint_is_whole_at_any_time(tmp_path, monkeypatch):
-    """Where writing one fails, the one before it stays."""
+    """If writing a checkpoint fails, the one before it stays."""
     save, calls = torch.save, itertools.count(1)
 
     def cut(state, file):
@@ -264,8 +252,184 @@ def test_a_checkpoint_is_whole_at_any_time(tmp_path, monkeypatch):
         save(state, file)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch, "save", cut)
-        Toy(tmp_path).run()
-    assert result(tmp_path) == result()
+        Toy(tmp_path).train()
+    assert train_toy(tmp_path) == train_toy()
+
+
+# ------------------------------------------------------------------------------ every training
+
+PAIRS = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
+HELD_OUT = [([50, 51], [52, 53, 54])]
+PROMPTS = [[x, 3, 7] for x in range(4, 12)]
+ROWS = [dict(prompt=p, answer=a[:4], blocks=[(len(p) - 1, [[p[-1], x, x] for x in a[:2]])])
+        for p, a in PAIRS]
+FIT = dict(steps=4, batch=2, lr=1e-2)
+
+
+def make_llama(noise: float = 0.0):
+    """Make a model; noise in its last layer makes another one that begins alike."""
+    model = deep("llama", 2)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.add_(noise)
+    return model
+
+
+def train_tuning(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, design="deep", P=3, M=2,
+                 **options):
+    model = make_llama(noise)
+    tuning = bita.Tuning(bita.shape_of(model), design, P, M)
+    bita.fit(model, tuning, data, held_out, work=work, **FIT | dict(anchors=2) | options)
+
+
+def train_cllm(work, noise=0.0, rows=ROWS[1:], held_out=ROWS[:1], eos=frozenset({1}), n=6,
+               **options):
+    cllm.fit(make_llama(noise), rows, held_out, {*eos}, n, work=work,
+             **FIT | dict(w=10.0) | options)
+
+
+def train_heads(work, kind="hydra", noise=0.0, data=PAIRS, held_out=HELD_OUT, K=2,
+                vocab=range(61), **options):
+    model = make_llama(noise)
+    heads = medusa.Heads(model, kind, K)
+    heads.keep([*vocab])
+    medusa.fit(model, heads, data, held_out, work=work, **FIT | options)
+
+
+def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, inputs="shifted", begin="random",
+                mlp=0, vocab=range(61), **options):
+    model = make_llama(noise)
+    draft = eagle.Draft(model, inputs, begin, mlp)
+    draft.keep([*vocab])
+    eagle.fit(model, draft, data, held_out, work=work, **FIT | options)
+
+
+def train_exit(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, E=1, **options):
+    model = tiny("llama", num_hidden_layers=3)
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.add_(noise)
+    torch.manual_seed(0)
+    early_exit.fit(model, early_exit.Exit(model, E, 8), data, held_out, work=work, **FIT | options)
+
+
+def train_by(command, **own):
+    """Return a function that trains by a command, on the answers of a model to prompts."""
+    def train(work, noise=0.0, prompts=PROMPTS, **options):
+        model = make_llama(noise)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(online, "draft_for", lambda *_: near(make_llama(), 0.1))
+            command(model, WORDLESS, prompts, out=work / "out", work=work,
+                    **FIT | dict(max_new_tokens=6) | own | options)
+    return train
+
+
+def train_on_tasks(work, mix=recipe.MIX, size=50, lr=1e-2, tokens=200):
+    def sample_batch(tokenizer, split, size, mix, rng):
+        return torch.tensor([[rng.randrange(61) for _ in range(4)]]), torch.ones(1, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "sample_batch", sample_batch)
+        recipe.train_on_tasks("x", make_llama(), "words", mix, size, lr=lr, tokens=tokens,
+                              work=work)
+
+
+def distill(work, kind="tvd", own=False, noise=0.0, size=50, tokens=200, draft=1):
+    target, draft = make_llama(noise), tiny("llama", seed=draft)
+
+    def sample_answers(source, tokenizer, size, rng):
+        return torch.tensor([[rng.randrange(61) for _ in range(4)]]), torch.ones(1, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "sample_answers", sample_answers)
+        recipe.distill("x", target, draft, kind, draft if own else target, "words", tokens=tokens,
+                       work=work, size=size)
+
+
+def distil_layers(work, noise=0.0, prompts=PROMPTS, layer=0, steps=4, batch=2, lr=1e-2, limit=6):
+    file = work / "prompts"
+    file.write_text("".join(json.dumps({"prompt": str(p)}) + "\n" for p in prompts))
+    options = {"target": "x", "layers": layer, "prompts": file, "out": work / "out", "work": work,
+               "steps": steps, "batch": batch, "lr": lr, "max-new-tokens": limit}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "load_checked", lambda *_: (make_llama(noise), WORDLESS))
+        patch.setattr(recipe, "encode_prompts", lambda models, tokenizer, texts, chat: [
+            *map(json.loads, texts)])
+        recipe.distil_layers([x for option in options.items()
+                              for x in (f"--{option[0]}", str(option[1]))])
+
+
+def changes(**values) -> list[dict]:
+    """Return changes of one option each; an option may have several values in a list."""
+    return [{name: x} for name, value in values.items()
+            for x in (value if isinstance(value, tuple) else [value])]
+
+
+ALWAYS = changes(noise=0.1, steps=5, batch=1, lr=2e-2, seed=1)
+SPLIT = ALWAYS + changes(data=PAIRS[:2], held_out=PAIRS)
+ANSWERS = ALWAYS + changes(prompts=PROMPTS[::-1], max_new_tokens=5)
+TASKS = changes(lr=2e-2, size=40, tokens=250)
+TRAININGS = {  # name: a function of a folder and of changes, and changes that begin another run
+    "bita": (train_tuning, SPLIT + changes(P=4, M=3, anchors=1, accumulate=2,
+                                           design=("none", "shallow"))),
+    "cllm": (train_cllm, ALWAYS + changes(
+        rows=ROWS[:0:-1], held_out=ROWS[1:], eos=frozenset({2}), n=3, states=2, w=3.0,
+        divergence="jsd", local=True, accumulate=2)),
+    "medusa": (lambda work, **change: train_heads(work, "medusa", **change), SPLIT + changes(K=1)),
+    "hydra": (train_heads, SPLIT + changes(kind="medusa", K=1, vocab=range(60))),
+    "eagle": (train_eagle, SPLIT + changes(inputs="unshifted", begin="last", mlp=24,
+                                           vocab=range(60))),
+    "early exit": (train_exit, SPLIT + changes(E=2)),
+    "layerskip": (train_by(layerskip.tune, E=1, rank=2), ANSWERS + changes(rank=3)),
+    "space": (train_by(masks.tune, k=2, rank=2), ANSWERS + changes(k=3, rank=3, anchors=1)),
+    "pass": (train_by(masks.train, L=2), ANSWERS + changes(L=3, anchors=1)),
+    "boost": (train_by(online.boost), ANSWERS),
+    "tasks": (train_on_tasks, TASKS + changes(mix=recipe.LATER)),
+    "distill": (distill, changes(kind="jsd", own=True, noise=0.1, size=40, tokens=250, draft=2)),
+    "distil": (distil_layers, changes(noise=0.1, prompts=PROMPTS[::-1], layer=1, steps=5, batch=1,
+                                      lr=2e-2, limit=5)),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_that_ctrl_c_stopped_goes_on(name, tmp_path, monkeypatch):
+    """It ends like one that was never stopped; a third run only loads what is there."""
+    ends, train = [], Training.train
+
+    def note_end(self, *given):
+        begin = self.done
+        curve = train(self, *given)
+        ends.append((curve, parameters_to_vector(self.parameters.values()).tolist()))
+        made.append(self.done - begin)
+        return curve
+    monkeypatch.setattr(Training, "train", note_end)
+    made, backward = [], torch.Tensor.backward
+    run, _ = TRAININGS[name]
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    whole.mkdir()
+    half.mkdir()
+    run(whole)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.Tensor, "backward", interrupting(backward, 3))
+        run(half)
+    run(half)
+    run(half)
+    assert made == [4, 2, 0] and ends[0] == ends[1] == ends[2]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_another_training_never_goes_on_from_what_is_there(name, tmp_path, monkeypatch):
+    """Its checkpoint has another name for another model, other data and each other setting."""
+    files = []
+
+    def note_file(self, *_):
+        files.append(self.file.name)
+        return {self.steps: {"accept": [], "right": []}}
+    monkeypatch.setattr(Training, "train", note_file)
+    run, other = TRAININGS[name]
+    for i, change in enumerate([{}, {}, *other]):
+        (tmp_path / str(i)).mkdir()
+        run(tmp_path / str(i), **change)
+    same, *others = files[1:]
+    assert files[0] == same
+    assert [change for change, file in zip(other, others) if file == same] == []
+    assert len({*files}) == len(other) + 1
 
 
 def test_digests_tell_weights_and_settings_apart():
@@ -277,48 +441,36 @@ def test_digests_tell_weights_and_settings_apart():
 
 # ------------------------------------------------------------------------------------ the data
 
-def test_answers_are_greedy_whatever_the_generation_settings_say(tmp_path):
-    """Also where prompts of different lengths stand side by side; an answer ends with its EOS."""
-    for family in ("llama", "mistral", "gpt2"):
-        model, prompts = tiny(family), [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25], [7]]
-        lm = CachedLM(model)
-        free = [tokens_of(autoregressive(lm, p), 20) for p in prompts]
-        eos = [free[0][7], free[2][12]]
-        model.generation_config = before = GenerationConfig(
-            repetition_penalty=5.0, temperature=0.3, do_sample=True, top_k=3, num_beams=2,
-            no_repeat_ngram_size=1, suppress_tokens=free[1][:1], max_new_tokens=3,
-            min_new_tokens=18, eos_token_id=eos)
-        expected = [tokens_of(autoregressive(lm, p), 20, eos) for p in prompts]
-        (tmp_path / family).mkdir()  # of llama and mistral the weights are the same
-        answers = collect_answers(model, WORDLESS, prompts, 20, tmp_path / family, size=2)
-        assert answers == expected and model.generation_config is before, family
-        assert len(set(map(len, expected))) > 1
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_path):
+    """Prompts of different lengths stand side by side; an answer ends with its EOS."""
+    model, prompts = tiny(family), [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25], [7]]
+    lm = CachedLM(model)
+    free = [tokens_of(autoregressive(lm, p), 20) for p in prompts]
+    eos = [free[0][7], free[2][12]]
+    model.generation_config = before = GenerationConfig(
+        repetition_penalty=5.0, temperature=0.3, do_sample=True, top_k=3, num_beams=2,
+        no_repeat_ngram_size=1, suppress_tokens=free[1][:1], max_new_tokens=3,
+        min_new_tokens=18, eos_token_id=eos)
+    expected = [tokens_of(autoregressive(lm, p), 20, eos) for p in prompts]
+    answers = collect_answers(model, WORDLESS, prompts, 20, tmp_path, size=2)
+    assert answers == expected and model.generation_config is before
+    assert len({*map(len, expected)}) > 1
 
 
-def test_sampled_answers():
-    """At a high temperature they differ, and end with an EOS or at the limit."""
+def test_sampled_answers_differ_and_end_with_an_eos_or_at_the_limit():
     torch.manual_seed(0)
     eos, prompts = {*range(0, 60, 9)}, [[5, 9, 3], [7]] * 20
     batches = [*generate_answers(tiny("llama"), eos, prompts, 12, temperature=3.0, size=16)]
-    assert [len(some) for some in batches] == [16, 16, 8]
-    answers = [tuple(answer) for some in batches for answer in some]
+    assert [len(batch) for batch in batches] == [16, 16, 8]
+    answers = [tuple(answer) for batch in batches for answer in batch]
     assert len({*answers}) > 30
     for answer in answers:
         ends = [i for i, token in enumerate(answer) if token in eos]
         assert ends == ([len(answer) - 1] if len(answer) < 12 else ends) and len(answer) <= 12
 
 
-def test_the_embedded_models_answers(tmp_path, embedded):
-    import tasks
-    model, _, tokenizer = embedded
-    prompts = [encode(tokenizer, e.prompt) for e in tasks.take("sql", "test", 3, seed=3)]
-    answers, lm = collect_answers(model, tokenizer, prompts, 30, tmp_path, size=2), CachedLM(model)
-    for prompt, answer in zip(prompts, answers):
-        assert answer == tokens_of(autoregressive(lm, prompt), 30, {tokenizer.eos_token_id})
-
-
-def test_answers_are_kept(tmp_path):
-    """What is done is not done again; a last line that was cut off is."""
+def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
     model, prompts = tiny("llama"), [[5, 9, 3], [7], [4, 4, 17], [8, 2]]
     work = tmp_path / "made" / "here"
     first = collect_answers(model, WORDLESS, prompts[:3], 8, work, size=2)
@@ -337,12 +489,10 @@ def test_answers_are_kept(tmp_path):
 
 
 def test_answers_of_another_model_or_length_are_not_taken(tmp_path):
-    prompts = [[5, 9, 3], [7]]
     for seed, limit in ((0, 8), (1, 8), (0, 6), (0, 12)):
         model = tiny("llama", seed=seed)
-        lm = CachedLM(model)
-        expected = [tokens_of(autoregressive(lm, p), limit, {1}) for p in prompts]
-        assert collect_answers(model, WORDLESS, prompts, limit, tmp_path) == expected
+        expected = [tokens_of(autoregressive(CachedLM(model), [7]), limit, {1})]
+        assert collect_answers(model, WORDLESS, [[7]], limit, tmp_path) == expected
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -350,53 +500,46 @@ LLAMA = tiny("llama")
 
 
 @pytest.fixture
-def answers(monkeypatch):
-    """What the model answers: {prompt: answer}, else a few tokens."""
-    known = {}
+def split(monkeypatch, tmp_path):
+    """A function that splits prompts; the model answers each with its first token, four times."""
+    def answer(model, tokenizer, prompts, limit, work, size):
+        return [p[:1] if p == [7] else p[:1] * 4 for p in prompts]
+    monkeypatch.setattr(training, "collect_answers", answer)
+    return lambda prompts, **options: collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path,
+                                                       **dict(seed=0) | options)
 
-    def own(model, tokenizer, prompts, limit, work, size):
-        return [known.get(tuple(p), p[:1] * min(limit, 4)) for p in prompts]
-    monkeypatch.setattr(training, "collect_answers", own)
-    return known
 
-
-def test_held_out_answers_are_drawn_from_the_whole_file(tmp_path, answers, capsys):
-    """One in ten, of each half alike, and none of them is trained on."""
+def test_held_out_answers_are_drawn_from_the_whole_file(split, capsys):
+    """One in ten is held out, from each half alike, and never trained on."""
     prompts, early, splits = [[n, 5] for n in range(50)], 0, set()
     for seed in range(30):
-        data, held_out = collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=seed)
+        data, held_out = split(prompts, seed=seed)
         numbers = [p[0] for p, _ in held_out]
         splits.add(tuple(sorted(numbers)))
         assert len(numbers) == 5 and sorted(p[0] for p, _ in data + held_out) == list(range(50))
         assert [p[0] for p, _ in data] != sorted(p[0] for p, _ in data)  # shuffled
         early += sum(n < 25 for n in numbers)
-    assert len(splits) == 30  # each seed has its own
+    assert len(splits) == 30
     assert 50 < early < 100  # of 150: a standard deviation is 6
     assert "45 answers of 180 tokens, 5 held out, 0 prompts too long" in capsys.readouterr().out
-    for most, few in ((3, 3), (100, 5)):
-        data, held_out = collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0,
-                                          most=most)
-        assert len(held_out) == few and len(data) == 50 - few
+    assert [len(split(prompts, most=most)[1]) for most in (3, 100)] == [3, 5]
 
 
-def test_a_prompt_counts_once(tmp_path, answers):
-    """It never stands on both sides."""
-    prompts = [[n % 7, 5] for n in range(60)]
-    data, held_out = collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0)
+def test_a_repeated_prompt_counts_once(split):
+    data, held_out = split([[n % 7, 5] for n in range(60)])
     assert sorted(p[0] for p, _ in data + held_out) == list(range(7))
 
 
-def test_prompts_without_room_for_an_answer_are_skipped(tmp_path, answers, capsys):
-    """Of 160 tokens an answer may take 20; too short an answer has nothing to predict."""
+def test_prompts_without_room_for_an_answer_are_skipped(split, capsys):
+    """Of 160 tokens an answer may take 20; an answer of one token has nothing to predict."""
     prompts = [[3] * 140, [4] * 141, [5] * 2, [6] * 500, [7]]
-    answers[7,] = [7]
-    data, held_out = collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path, seed=0)
+    data, held_out = split(prompts)
     assert sorted(len(p) for p, _ in data + held_out) == [2, 140]
     assert "1 answers of 4 tokens, 1 held out, 2 prompts too long" in capsys.readouterr().out
     with pytest.raises(InputError, match="2 prompts or more of at most 140 tokens, got 1"):
-        collect_examples(LLAMA, WORDLESS, prompts[:2], 20, tmp_path, seed=0)
+        split(prompts[:2])
     with pytest.raises(InputError, match="that the model answers with 2 tokens or more, got 1"):
-        collect_examples(LLAMA, WORDLESS, prompts[2::2], 20, tmp_path, seed=0)
+        split(prompts[2::2])
 
 
 def test_a_batch_is_alike_in_length():
