@@ -249,8 +249,7 @@ def table_sequoia(bench: Bench) -> None:
 def table_rest(bench: Bench) -> None:
     """Print REST by the size of the datastore, the longest suffix and the guesses of a call.
 
-    These rows have the datastore alone. The last two rows have the text beside it, and the text
-    alone.
+    Rows have the datastore alone, where they do not say otherwise.
     """
     whole, nodes = load_datastore(bench.args.adapters / "rest.safetensors", bench.target), 15
     texts = [text + BOUNDARY for text in whole.text.split(BOUNDARY)[:-1]]
@@ -265,6 +264,8 @@ def table_rest(bench: Bench) -> None:
     runs["as many as pay"] = alone(store=whole)
     runs["with the text itself"] = bench.ours(rest, store=whole, nodes=nodes)
     runs["the text alone"] = bench.ours(rest, store=Datastore(), nodes=nodes)
+    runs |= {f"with the text itself, SuffixDecoding's score, alpha {alpha}":
+             bench.ours(rest, store=whole, nodes=nodes, alpha=alpha) for alpha in (1, 2, 4, 16)}
     results = bench.measure(runs)
     print(table([[f"REST, {nodes} guesses a call", "tokens per target call", *bench.prompts,
                   "guesses a call", "x AR", "output as AR's"],

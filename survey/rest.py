@@ -1,36 +1,53 @@
-"""REST: guesses are looked up in a datastore of earlier text. No draft model, no training.
+"""REST looks guesses up in a datastore of earlier text: it has no draft model and trains nothing.
 
-He et al., "REST: Retrieval-Based Speculative Decoding", arXiv 2311.08252. The text itself is
-searched as well (not with --no-grow), after an idea of Oliaro et al., "SuffixDecoding", arXiv
-2411.04975.
+REST             He et al., "REST: Retrieval-Based Speculative Decoding", arXiv 2311.08252
+SuffixDecoding   Oliaro et al., arXiv 2411.04975: search the text itself as well (here always, but
+                 with --no-grow), and choose among trees by a score (here with --alpha)
 
-    python -m survey.rest build --prompts FILE --out my.safetensors    # a datastore
-    python -m survey.rest --datastore my.safetensors --prompt "..."    # decode
+    python -m survey.rest build --prompts FILE --out my.safetensors    # make a datastore
+    python -m survey.rest --datastore my.safetensors --prompt "..."    # decode with it
 
-    s      the longest suffix of the text, of at most 16 tokens, that occurs elsewhere
-    tree   of what follows s there, 10 tokens each time, the n prefixes that occur most often
+The last tokens of a text often occur elsewhere, and what follows them there is guessed:
 
-A prefix occurs at least as often as what extends it, so with the root the n prefixes are a tree.
-Where they are fewer than n, a shorter s brings the others.
+    text        … the cat sat │ ?       its longest suffix s that occurs elsewhere is "cat sat"
+    elsewhere   … cat sat on the mat    three places where s occurs
+                … cat sat on a …
+                … cat sat in …
+    prefixes    on 2, in 1, on the 1, on a 1, on the mat 1         how often each follows s
+
+    tree of the         sat ─┬─ on ─┬─ the
+    best n = 4 of            │      └─ a
+    these prefixes           └─ in
+
+A prefix occurs at least as often as what extends it, so the n most frequent prefixes are a tree
+below the root. s has at most 16 tokens, and 10 tokens are read behind it. Where s gives fewer than
+n prefixes, the next shorter suffix brings the others.
+
+SuffixDecoding instead makes a tree for each suffix s and for each of datastore and text. A tree has
+at most alpha · |s| guesses, because a longer match says more. The tree with the best score is
+verified, where C counts occurrences and the product along a path leaves its two ends:
+
+    D(node) = Π C(child) / C(parent) = C(s + node) / C(s),     score = Σ D(node)
 
 Lossless, because the tree depends on the datastore and on final text alone, and the target is
 sampled once at each node (`walk`).
 
-Departures (paper or released code / here / why):
-- the longest s alone, of 2 tokens or more / shorter ones fill the tree, down to one token / rows
-  that are paid for should all have a guess.
-- the first 5,000 matches in sorted order count / of 100 matches or more an even sample / the first
-  in that order are those that low token ids follow.
+Departures of REST (paper or released code / here / why):
+- s alone, of 2 tokens or more / shorter suffixes fill the tree, down to 1 token / rows that are
+  paid for should all have a guess.
+- the first 5,000 matches in sorted order count / of more than 100 matches an even sample counts /
+  the first matches in that order are those before tokens with low ids.
 - matches run on into the next text / nothing follows the end of an answer / it is another text.
-- a datastore has whole texts / answers with two tokens of their prompts / an answer's first tokens
-  are found by the prompt's end.
-- n is 64 / the clock chooses n / on a CPU rows are not free.
-- a datastore serves all models of a tokenizer / the model that it was made for / it has that
-  model's own answers.
+- a datastore has whole texts / it has answers, with two tokens of their prompts / the first tokens
+  of an answer are found by the end of its prompt.
+- n is 64 / the clock chooses n / rows are not free on a CPU.
+- a datastore serves all models of a tokenizer / it serves one model / it has that model's answers.
 
-SuffixDecoding scores a tree by the counts along its paths, takes the better of two trees and limits
-the guesses by the length of s. Of this there is nothing here, except that the text is searched: for
-each s the text's matches come before the datastore's.
+Departures of SuffixDecoding (paper or released code / here / why):
+- two suffix trees / two suffix arrays / they find the same counts.
+- finished answers join the datastore / a datastore stays as it was built / each run is repeatable.
+- the released code leaves out guesses with D below 0.1 and adds an offset to the limit / neither /
+  the score does not need them.
 """
 import math
 import random
@@ -39,7 +56,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from itertools import islice, product
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterable, Iterator, NamedTuple
 
 from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, fastest, greedy,
                     row_costs, trie, walk)
@@ -50,7 +67,7 @@ import torch
 DATASTORE = f"{MODELS}/rest.safetensors"
 LONGEST = 16  # tokens of s, at most
 AFTER = 10  # tokens that are looked up behind s
-MATCHES = 100  # places that are counted, at most; where there are more, at least half of this
+MATCHES = 100  # the most places that are counted. Of more places an even sample counts
 BEGIN = 2  # tokens of its prompt that a datastore keeps before an answer
 CALLS = WIDTHS[:7]  # rows of a call, 1 to 64, for which tokens per call are measured
 BOUNDARY = "\0"  # between texts
@@ -67,17 +84,17 @@ def as_tokens(text: str) -> list[int]:
 
 
 class TokensPerCall(NamedTuple):
-    """What trees of one size brought on held-out texts, in tokens per target call."""
+    """Hold what trees of one size brought on held-out texts, in tokens per target call."""
     alone: float  # from the datastore alone
     with_text: float  # with the text itself searched as well
 
 
 class Datastore:
-    """Texts as one string of tokens, and their suffix array.
+    """Hold texts as one string of tokens, and find what follows a suffix in them.
 
     text             the texts, each with a BOUNDARY behind it
-    tokens_per_call  {rows of a call: what this datastore brought on held-out texts}, or None
-    order            all positions of the text, sorted by what stands there
+    tokens_per_call  {rows of a call: TokensPerCall, measured on held-out texts}, or None
+    order            the suffix array: all positions of `text`, sorted by what stands there
     """
 
     def __init__(self, text: str = "", tokens_per_call: dict[int, TokensPerCall] | None = None):
@@ -92,8 +109,8 @@ class Datastore:
     def add(self, text: str) -> None:
         """Append tokens.
 
-        This changes the sort keys of the last LONGEST + AFTER - 1 positions and of no other, so
-        these are taken out of the order, and put in again behind the change.
+        This changes the sort keys of the last LONGEST + AFTER - 1 positions and of no other. They
+        are taken out of the order, and put in again after the change.
         """
         old = len(self.text)
         first = max(0, old - LONGEST - AFTER + 1)
@@ -104,7 +121,10 @@ class Datastore:
             insort(self.order, i, key=self.sort_key)
 
     def find_places(self, s: str) -> list[int]:
-        """Find where s ends; an even sample of the places where there are more than MATCHES."""
+        """Find the places where a suffix s ends, or an even sample if there are more than MATCHES.
+
+        returns  positions in `text`
+        """
         def begin(i: int) -> str:
             return self.text[i:i + len(s)]
         first = bisect_left(self.order, s, key=begin)
@@ -122,31 +142,61 @@ class Datastore:
 
 # ---------------------------------------------------------------------------------- decoding
 
+def rank_prefixes(following: list[str]) -> dict[str, int]:
+    """Count the prefixes of texts.
+
+    returns  {prefix: how many of the texts begin with it}, the most frequent prefix first, and of
+             equally frequent ones the shorter. So a prefix comes before all that extend it.
+    """
+    counts = Counter(found[:end] for found in following for end in range(1, len(found) + 1))
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], len(item[0]))))
+
+
+def make_tree(text: str, guesses: Iterable[str]) -> tuple[list[int], list[int]]:
+    """Hang guesses below the last token of a text; return ids and parents, the root first."""
+    [root] = as_tokens(text[-1])
+    ids, parents, _ = trie(root, map(as_tokens, guesses))
+    return ids, parents
+
+
 def retrieve(stores: list[Datastore], text: str, n: int,
              longest: int = LONGEST) -> tuple[list[int], list[int]]:
-    """Look up the tree of guesses below the last token of a text.
+    """Look up REST's tree of guesses below the last token of a text.
 
-    stores   where to look; for each suffix the first store comes first
+    stores   where to look. For each suffix the first store comes first
     text     the text, as `as_text` writes it
-    n        the most guesses: the most frequent prefixes of what follows the longest suffix, then
-             those of shorter suffixes
+    n        the most guesses
     longest  tokens of the longest suffix that is looked up
     returns  ids and parents of the tree, the root first
     """
     best = {}  # the prefixes as keys, the best first
+    # A longer suffix says more than a shorter one, so its prefixes come first.
     for size, store in product(range(min(longest, len(text)), 0, -1), stores):
         if len(best) >= n:
             break
-        counts = Counter(found[:end] for found in store.find_following(text[-size:])
-                         for end in range(1, len(found) + 1))
-        # The most frequent first, and of equals the shorter: a parent comes before its children.
-        prefixes = sorted(counts, key=len)
-        prefixes.sort(key=counts.get, reverse=True)  # keeps the order of equals
-        for prefix in prefixes:
+        for prefix in rank_prefixes(store.find_following(text[-size:])):
             best.setdefault(prefix)
-    [root] = as_tokens(text[-1])
-    ids, parents, _ = trie(root, map(as_tokens, islice(best, n)))
-    return ids, parents
+    return make_tree(text, islice(best, n))
+
+
+def retrieve_by_score(stores: list[Datastore], text: str, n: int, longest: int,
+                      alpha: float) -> tuple[list[int], list[int]]:
+    """Look up SuffixDecoding's tree: of all suffixes and stores the tree with the best score.
+
+    alpha    the most guesses for each token of the suffix
+    stores, text, n, longest   as for `retrieve`
+    returns  ids and parents of the tree, the root first
+    """
+    best, highest = [], 0.0
+    for size, store in product(range(min(longest, len(text)), 0, -1), stores):
+        following = store.find_following(text[-size:])
+        counts = rank_prefixes(following)
+        limit = int(min(n, alpha * size))  # MAX_SPEC of the paper
+        guesses = [*islice(counts, limit)]  # the nodes with the largest D
+        score = sum(counts[guess] for guess in guesses) / max(1, len(following))
+        if score > highest:
+            best, highest = guesses, score
+    return make_tree(text, best)
 
 
 def list_plans(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple]:
@@ -155,19 +205,24 @@ def list_plans(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple
     grow  whether the text itself is searched as well
     """
     costs = row_costs(target, CALLS[-1])
+    # The root is a row too, so a call of n rows has n - 1 guesses.
     for rows, found in store.tokens_per_call.items():
         yield rows - 1, found.with_text if grow else found.alone, costs[rows]
 
 
 def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
-         grow: bool = True, datastore: str = DATASTORE, store: Datastore | None = None,
-         sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+         grow: bool = True, alpha: float = 0.0, datastore: str = DATASTORE,
+         store: Datastore | None = None, sample: Sampler = greedy,
+         log: list | None = None) -> Iterator[list[int]]:
     """Verify what followed the end of the text elsewhere, all in one call.
 
-    nodes:     guesses a call, at most; 0: as many as pay on this machine
-    longest:   tokens of the suffix that is looked up, at most; from 1 to 16
+    nodes:     the most guesses of a call. With 0, as many as pay on this machine
+    longest:   the most tokens of the suffix that is looked up, from 1 to 16
     grow:      look it up in the prompt and in the text as it is written, too
+    alpha:     choose the tree by SuffixDecoding's score, with at most alpha guesses for each token
+               of the suffix. With 0, the tree is REST's
     datastore: a file made by `python -m survey.rest build`
+
     Yields chunks of 1 to 11 tokens; logs {"guessed", "accepted"} a call.
 
     `store` is used instead of the file. If it has no `tokens_per_call`, `nodes` must be given.
@@ -176,6 +231,8 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
         raise InputError(f"--nodes must be 0 or more, got {nodes}")
     if not 1 <= longest <= LONGEST:
         raise InputError(f"--longest must be 1 to {LONGEST}, got {longest}")
+    if not alpha >= 0:
+        raise InputError(f"--alpha must be 0 or more, got {alpha}")
     store = store or target.once(("rest", datastore),
                                  lambda: load_datastore(datastore, target.model))
     if nodes == 0 and store.tokens_per_call is None:
@@ -183,11 +240,16 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     target.start(prompt[:-1])
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
+    stores = [text_store, store]
     while True:
         n = nodes or fastest(target, (store, grow), lambda: list_plans(store, grow, target))
-        ids, parents = retrieve([text_store, store], text, n, longest)
+        if alpha > 0:
+            ids, parents = retrieve_by_score(stores, text, n, longest, alpha)
+        else:
+            ids, parents = retrieve(stores, text, n, longest)
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
+        # What became final is looked up from now on.
         text += as_text(chunk)
         if grow:
             text_store.add(as_text(chunk))
@@ -199,7 +261,10 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
 # ----------------------------------------------------------------------------- the datastore
 
 def load_datastore(path: str | Path, model) -> Datastore:
-    """Read a datastore that `build` made; InputError if it is damaged or for another model."""
+    """Read a datastore that `build` made for this model.
+
+    returns  the datastore. InputError if the file is damaged, or for another model
+    """
     header, tensors = load_part(path, "a REST datastore", model)
     try:
         text = "".join(map(chr, tensors["tokens"].tolist()))  # as `as_text` writes it
@@ -208,6 +273,7 @@ def load_datastore(path: str | Path, model) -> Datastore:
             measured[rows] = TokensPerCall(*map(float, header["tokens_per_call"][i]))
     except (LookupError, TypeError, ValueError) as error:
         raise InputError(f"expected a REST datastore, got {str(path)!r}: {error!r}") from error
+    # `as_text` adds 1 to a token. So the largest character stands for the last row of embeddings.
     last = chr(len(model.get_input_embeddings().weight))
     if not BOUNDARY < max(text, default=BOUNDARY) <= last:
         raise InputError(f"expected tokens that the model has, got {str(path)!r} with others")
@@ -218,10 +284,11 @@ def measure_tokens_per_call(store: Datastore, data: list[tuple[list[int], list[i
                             grow: bool) -> float:
     """Measure the tokens per target call on answers, without asking the target.
 
-    data  pairs of a prompt and an answer, which counts as what the target chooses. That is true of
-          the target's own answers, and not of other texts.
-    n     guesses a call, at most
-    grow  whether the text itself is searched as well
+    data     pairs of a prompt and an answer. The answer counts as what the target chooses, which is
+             true of the target's own answers and not of other texts.
+    n        the most guesses of a call
+    grow     whether the text itself is searched as well
+    returns  tokens of all answers over the calls that they take
     """
     calls = 0
     for prompt, answer in data:
@@ -231,6 +298,8 @@ def measure_tokens_per_call(store: Datastore, data: list[tuple[list[int], list[i
         while final < len(answer):
             ids, parents = retrieve([text_store, store], text[:len(prompt) + final], n)
             node_of = {edge: node for node, edge in enumerate(zip(parents, ids))}
+            # Walk the tree along the answer. The step that leaves the tree is a token, too: the one
+            # that the target chose itself.
             node = 0
             before = final
             while node is not None and final < len(answer):
@@ -246,12 +315,13 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
           text: bool = False, max_new_tokens: int = 200) -> None:
     """Make a datastore of the model's own greedy answers to prompts, and measure what it brings.
 
-    A tenth of the answers, 50 at most, is held out. On these it measures what the others bring.
+    A tenth of the answers, 50 at most, is held out. The tokens per call on these are measured with
+    a datastore of the others. The file has all of them.
 
     out:  the safetensors file to make
-    work: folder of answers (default: OUT.work)
-    text: of the file's texts themselves, not of answers to them
-    max_new_tokens: of an answer
+    work: folder of answers, by default OUT.work
+    text: keep the texts of the file of prompts themselves, and no answers
+    max_new_tokens: the most tokens of an answer
     """
     from models.training import collect_answers
     if max_new_tokens < 1:
@@ -269,6 +339,7 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     texts = [as_text(p[-BEGIN:] + a) + BOUNDARY for p, a in data]
     held_out = random.Random(0).sample(range(len(data)), max(1, min(50, len(data) // 10)))
     store = Datastore("".join(x for i, x in enumerate(texts) if i not in held_out))
+    # Of a long text the beginning is replayed, since all of a document could take hours.
     replayed = [(data[i][0], data[i][1][:max_new_tokens]) for i in held_out]
     measured = []
     for rows in CALLS:

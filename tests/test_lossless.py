@@ -174,6 +174,8 @@ METHODS = {
         online.online, dict(gamma=4, every=1, lr=1e-3), [near(model, 0.05)], dict(gamma=2)),
     "rest": lambda model: Line(
         rest.rest, dict(nodes=12, store=store_of(own_texts(model))), few=dict(nodes=2)),
+    "suffixdecoding": lambda model: Line(
+        rest.rest, dict(nodes=12, alpha=2.0, store=store_of(own_texts(model))), few=dict(nodes=2)),
     "sequoia": lambda model: Line(
         sequoia.sequoia, dict(nodes=9, depth=4, rates="own"), [near(model, 0.05)],
         dict(nodes=3, depth=1), vocab=4,
