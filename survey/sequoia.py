@@ -1,36 +1,50 @@
-"""Sequoia: the tree that a pair of models and a machine call for, sampled without replacement.
+"""Sequoia drafts the tree that suits a pair of models and a machine, drawn without replacement.
 
 Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", arXiv 2402.12374
 
     python -m survey.sequoia calibrate --draft DIR --prompts FILE --out rates.json
     python -m survey.sequoia --draft DIR --rates rates.json --prompt "..." --temperature 0.6
 
-P_b, measured beforehand, is how often the b-th child of a node is the accepted one. A dynamic
-program finds G(n, d), the most tokens a call that n nodes in d levels give (Section 3.1 of version
-3). The measured times of calls choose n and d (Section 4.1):
+The draft guesses a tree, level by level, with one call for each level. Its shape is fixed before a
+token is drawn. P_b, measured beforehand, is how often the b-th child of a node is the accepted one.
+With P = .6, .2, .1 this is the best tree of n = 7 nodes in at most d = 3 levels:
 
-    G(n, d) = max_b T(n, b),  T(n, b) = max_m T(n - m, b - 1) + P_b G(m, d - 1),  T(n, 0) = 1
-    n, d    = argmax G(n, d) / (t_target(n) + Σ_levels t_draft(rows of the level))
+    root ─┬─ 1  .60 ─┬─ 3  .36 ─── 6  .216    A node's chance is its parent's times P of its rank.
+          │          └─ 4  .12                The target call brings 1 + .60 + .20 + .36 + .12
+          └─ 2  .20 ─── 5  .12                + .12 + .216 = 2.616 tokens on average.
 
-So the shape is fixed before a token is drawn. Exactness needs that, because the children of a tree
-that was pruned by what was drawn are no sample of q any more. It also makes a level one draft call.
+    draft calls: {root}, {1, 2}, {3}          Leaves are not fed to the draft.
 
-A node's children are drawn from the draft's q without replacement, and tried in that order:
+A dynamic program finds G(n, d), the most tokens a call that n nodes in d levels give (Section 3.1
+of version 3). T(n, b) is the same with b branches below the root. The last branch has m nodes, and
+the other branches share the rest:
+
+    G(n, d) = max_b T(n, b),    T(n, b) = max_m T(n - m, b - 1) + P_b G(m, d - 1),    T(n, 0) = 1
+
+Above, the second branch has m = 2 nodes: T(7, 2) = T(5, 1) + P_2 G(2, 2) = 2.296 + .2 · 1.6. The
+measured times of calls choose n and d (Section 4.1):
+
+    n, d = argmax G(n, d) / (t_target(n) + Σ_levels t_draft(rows of the level))
+
+The children of a node are drawn from the draft's q without replacement, and tried in that order:
 
     accept x with probability min(1, p(x) / q(x));                                        Alg. 2
     else p <- norm(max(0, p - q)), q(x) <- 0, q <- norm(q); after the last child draw from p
 
-Lossless. The output has the target's own distribution. At temperature 0 the children are the
-draft's likeliest tokens and the output is the target's greedy one. The temperature is for p and q,
-top-k and top-p are for p alone.
+Lossless: the output has the target's own distribution. This needs a fixed shape, because the
+children of a tree that was pruned by what was drawn are no sample of q any more. At temperature 0
+the children are the draft's likeliest tokens, and the output is the target's greedy one. The
+temperature is for p and q. Top-k and top-p are for p alone.
 
-Departures (paper / here / why):
-- all draft levels cost the same / a level costs what its rows cost / on a CPU, rows are not free.
-- trees of 64 to 128 nodes on an A100, 768 with offloading / the clock tries 2 to 64 nodes, and
-  --nodes takes 128 at most / more nodes never paid here, and no wider call is timed.
-- rates are measured at the temperature of decoding / at four, and the nearest one counts / one file
-  serves all temperatures.
+Departures (paper or released code / here / why):
+- all draft levels cost the same / a level costs what its rows cost / rows are not free on a CPU.
+- 64 to 128 nodes on an A100, 768 with offloading / the clock tries 2 to 64 nodes, and --nodes takes
+  at most 128 / no call of more rows is timed. On a GPU this limit costs tokens.
+- rates are measured at the temperature of decoding / they are measured at four temperatures, and
+  the nearest one counts / one file serves all temperatures.
 - the released code draws its noise once a text / in every round / rounds must be independent.
+
+Left out: offloading, where the target's weights lie in main memory.
 """
 import functools
 import sys
@@ -55,10 +69,13 @@ RANGES = {"nodes": WIDTHS[1:7], "depth": tuple(range(1, 17))}  # 2 to 64 nodes, 
 # ---------------------------------------------------------------------------------- the tree
 
 class Best(NamedTuple):
-    """The best trees of up to n nodes, the root among them, with at most d levels below it."""
-    G: list[float]  # [n]: tokens a call
-    branches: list[int]  # [n]: children of the root
-    size_of_last: list[list[int]]  # [b][n]: nodes of the last of b branches
+    """Hold the best trees of at most d levels, for one d and for every number of nodes n.
+
+    The nodes include the root, and the levels lie below it.
+    """
+    G: list[float]  # [n]: the tokens of a call
+    branches: list[int]  # [n]: how many children the root has
+    size_of_last: list[list[int]]  # [b][n]: nodes of the last branch, where the root has b
 
 
 @functools.cache
@@ -66,18 +83,20 @@ def tabulate(P: tuple[float, ...], N: int, D: int) -> list[Best]:
     """Find the best trees of all sizes by a dynamic program (Alg. 1 and 4).
 
     P        P_1, P_2, …, how often each child of a node is the accepted one
-    N, D     the most nodes, and the most levels below the root
+    N        the most nodes
+    D        the most levels below the root
     returns  [d]: the best trees of at most d levels, for d = 0 … D
     """
     n = torch.arange(N + 1)[:, None]
     m = torch.arange(1, N + 1)
     # Where a last branch of m nodes leaves nothing, n - m points at entry 0, which is no tree.
     nodes_before = (n - m).clamp(min=0)  # [n, m]
-    alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)  # one token, if n > 0
+    # A root alone gives one token. There is no tree without it, so that n = 0 is never chosen.
+    alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)
     found = [Best(alone.tolist(), [0] * (N + 1), [])]
-    G = alone  # G(., d - 1)
+    G = alone  # [n]: G(n, d - 1)
     for _ in range(D):
-        T = [alone]  # T[b][n], b branches
+        T = [alone]  # [b][n]: T(n, b)
         size_of_last = [[]]
         for P_b in P:
             tokens = T[-1][nodes_before] + P_b * G[1:]  # [n, m]: Alg. 1, line 9
@@ -90,10 +109,12 @@ def tabulate(P: tuple[float, ...], N: int, D: int) -> list[Best]:
 
 
 def parents_of(best: list[Best], n: int, d: int) -> list[int]:
-    """Return the parents of a best tree's nodes, level by level.
+    """Build a best tree from what the dynamic program noted.
 
-    best  what `tabulate` found
-    n, d  nodes of the tree with the root, and levels below it
+    best     what `tabulate` found
+    n        the most nodes, with the root
+    d        the most levels below the root
+    returns  the parent of each node, the nodes being numbered level by level
     """
     parents = [-1]
     waiting = deque([(0, n, d)])  # (node, nodes of its subtree, levels below it)
@@ -111,15 +132,15 @@ def parents_of(best: list[Best], n: int, d: int) -> list[int]:
 
 
 class Shape(NamedTuple):
-    """A tree's parents and what follows from them."""
+    """Hold the parents of a tree and what follows from them."""
     parents: list[int]
     children: list[list[int]]
-    levels: list[list[int]]  # the nodes that have children: the rows of each draft call
-    row: dict[int, int]  # of each of these nodes: its row, counted through all levels
+    levels: list[list[int]]  # the nodes with children by level: the rows of each draft call
+    row: dict[int, int]  # {node with children: its row, counted through all draft calls}
 
 
 def shape_of(parents: list[int]) -> Shape:
-    """Work out the shape of a tree from the parents of its nodes."""
+    """Compute the shape of a tree from the parents of its nodes."""
     nodes = range(len(parents))
     children = [[child for child in nodes if parents[child] == node] for node in nodes]
     levels = []
@@ -135,7 +156,9 @@ def list_plans(P: tuple[float, ...], sizes: Iterable[int], depths: Iterable[int]
                draft: CachedLM) -> Iterator[tuple]:
     """Yield what `fastest` chooses from: (shape, expected tokens, seconds) of trees (Section 4.1).
 
-    sizes, depths  the numbers of nodes and of levels to combine
+    P        the rates, as for `tabulate`
+    sizes    numbers of nodes to try
+    depths   numbers of levels to try, each with each size
     """
     best = tabulate(P, max(sizes), max(depths))
     target_costs = row_costs(target, max(sizes))
@@ -150,10 +173,14 @@ def list_plans(P: tuple[float, ...], sizes: Iterable[int], depths: Iterable[int]
 # ---------------------------------------------------------------------------------- decoding
 
 def draw_children(q_logits: torch.Tensor, k: int, sample: Sampler) -> list[list[int]]:
-    """Draw k different tokens for each row of logits [n, V], in draw order.
+    """Draw k different tokens from the draft's q for each of n nodes.
 
     With Gumbel noise the largest logit is a draw from q, the next one a draw from the rest of q,
     and so on. At temperature 0 there is no noise, and the tokens are the k likeliest.
+
+    q_logits  [n, V]: logits of q
+    k         how many tokens a node gets
+    returns   [n][k]: the tokens in draw order
     """
     if sample.temperature > 0:
         noise = sample.uniform(q_logits.shape, q_logits.device).clamp(min=1e-30)
@@ -165,10 +192,9 @@ def grow(draft: CachedLM, unseen: list[int], shape: Shape,
          sample: Sampler) -> tuple[list[int], dict[int, torch.Tensor]]:
     """Draw the tokens of a tree, with a draft call for each level.
 
-    unseen   the final tokens that the draft has not been fed; the last one is the root
+    unseen   the final tokens that the draft has not been fed, the root last
     shape    the tree
-    returns  the ids of the tree's nodes, and {node: logits [V] of the q that its children were
-             drawn from}
+    returns  ids, the token of each node, and q_logits_of, {node: logits [V] of its children's q}
     """
     root = unseen[-1]
     ids = [root] + [0] * (len(shape.parents) - 1)
@@ -177,11 +203,12 @@ def grow(draft: CachedLM, unseen: list[int], shape: Shape,
 
     def draw(level: list[int], logits: torch.Tensor) -> None:
         logits = logits.double() / temperature
-        # Not -inf, because q is even once all tokens with mass are drawn (Alg. 2, line 14).
+        # Where q has no mass left, the next children are drawn evenly (Alg. 2, line 14). With
+        # logits of -inf that q would be no number.
         logits = logits.clamp(min=-1e9)
         k = max(len(shape.children[node]) for node in level)
         for node, draws in zip(level, draw_children(logits, k, sample)):
-            for child, token in zip(shape.children[node], draws):  # a node takes the first of them
+            for child, token in zip(shape.children[node], draws):  # which may be fewer than k
                 ids[child] = token
         q_logits_of.update(zip(level, logits))
     first = len(unseen) - 1  # the root's row in the draft's pending tree
@@ -196,21 +223,27 @@ def verify(p: torch.Tensor, q_logits: torch.Tensor, draws: list[int],
            sample: Sampler) -> tuple[int | None, torch.Tensor]:
     """Try the children of a node in draw order (Alg. 2).
 
+    The order matters, because each child was drawn from the q that is left when its turn comes.
+
     p         [V]: the target's distribution after the node
-    q_logits  [V]: logits of the draft's, which are used up
-    draws     the children's tokens in draw order, because each one was drawn from the q that is
-              left when its turn comes
-    returns   which draw is accepted, or None, and what is then left of p [V]
+    q_logits  [V]: logits of the draft's distribution. They are changed in place
+    draws     the children's tokens in draw order
+    returns   the index of the accepted draw, or None, and what is left of p [V]
     """
     coins = sample.uniform(len(draws), p.device)
     for i, r in enumerate(coins):
-        q = q_logits.softmax(-1)  # line 16, at the head of the loop here
-        if r < p[draws[i]] / q[draws[i]]:  # line 6
+        # Line 16: normalise what is left of q. (Here it stands at the head of the loop.)
+        q = q_logits.softmax(-1)
+        # Line 6: accept with probability p(x) / q(x).
+        if r < p[draws[i]] / q[draws[i]]:
             return i, p
-        left = (p - q).clamp(min=0)  # line 9
-        if left.sum() > 0:  # else only rounding rejected, and p stays
+        # Line 9: p keeps what q did not offer. Where nothing is left, p and q are equal and only
+        # rounding rejected the draw, so that p stays.
+        left = (p - q).clamp(min=0)
+        if left.sum() > 0:
             p = left / left.sum()
-        q_logits[draws[i]] = -torch.inf  # line 10
+        # Line 10: a token is drawn once.
+        q_logits[draws[i]] = -torch.inf
     return None, p
 
 
@@ -218,8 +251,9 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
                 sample: Sampler) -> tuple[list[int], list[int]]:
     """Go from node to node as long as a child is accepted, then draw one more token.
 
-    logits       [n, V]: the target's, after each node
-    q_logits_of  {node: logits [V] of the q that its children were drawn from}
+    ids          the token of each node
+    logits       [n, V]: the target's logits after each node
+    q_logits_of  what `grow` returned
     returns      path, the accepted nodes with the root first, and chunk, the tokens that are final
     """
     path = [0]
@@ -238,12 +272,14 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
 
 def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Shape],
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
-    """Run rounds without end, each with a tree; yield their chunks.
+    """Run rounds without end, each with a tree, and yield their chunks.
 
-    target, draft  models that have cached the text before the root
-    choose         choose() returns the shape of the next tree
-    log            gets {"drafted", "accepted", "ranks"} a round. The ranks say which child of its
-                   parent each accepted node was, from 0.
+    target   a model that has cached the text before the root
+    draft    a model that has cached the same text
+    root     the last token of the text
+    choose   choose() returns the shape of the next tree
+    log      gets {"drafted", "accepted", "ranks"} a round. The ranks say which child of its parent
+             each accepted node was, from 0.
     """
     unseen = [root]  # final tokens that the draft has not been fed
     while True:
@@ -272,9 +308,10 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
             log: list | None = None) -> Iterator[list[int]]:
     """Draft the best tree for this pair of models and this machine; verify it in one target call.
 
-    nodes: rows of a target call, the root among them; 0: as many as are fastest by the clock
-    depth: levels below the root, at most; 0: as many as are fastest by the clock
+    nodes: rows of a target call, the root among them. With 0, as many as are fastest by the clock
+    depth: the most levels below the root. With 0, as many as are fastest by the clock
     rates: the acceptance rates of this pair, a file that `calibrate` made
+
     Yields chunks of 1 to depth + 1 tokens; logs {"drafted", "accepted", "ranks"} a round.
 
     The same seed draws the same tokens only if nodes and depth are given.
@@ -286,11 +323,11 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
     measured = target.once((rates, draft.model),
                            lambda: load_rates(rates, target.model, draft.model))
     nearest = min(measured, key=lambda t: abs(t - sample.temperature))
-    P = measured[nearest][:draft.vocab]  # no more children than tokens
+    P = measured[nearest][:draft.vocab]  # a node cannot have more children than there are tokens
     for lm in (target, draft):
         lm.start(prompt[:-1])
 
-    settings = P, nodes, depth  # under this key the shape is kept, so that it is made once
+    settings = P, nodes, depth  # the key under which `once` and `fastest` keep the shape
     sizes = [nodes] if nodes else RANGES["nodes"]
     depths = [depth] if depth else RANGES["depth"]
 
@@ -306,7 +343,9 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
 
 def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
               draft: str = f"{MODELS}/draft") -> None:
-    """Measure P_b at several temperatures: decode with one level, count which child is accepted.
+    """Decode with trees of one level, and measure how often each child is accepted.
+
+    These rates are P_b at several temperatures.
 
     out:   the JSON file to make
     draft: the small model
@@ -329,16 +368,18 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
                 lm.start(prompt[:-1])
             chunks = decode(*lms, prompt[-1], lambda: one_level, sample, log)
             for _ in until(chunks, TOKENS, eos_ids(model, tokenizer)):
-                pass  # what counts is the log
+                pass  # only the log is read
         counts = [sum(record["ranks"] == [b] for record in log) for b in range(branches)]
         P[temperature] = [round(count / len(log), 4) for count in counts]
     save_facts(out, {"target": model, "draft": small}, rates=P)
 
 
 def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
-    """Read the rates of a pair of models, {temperature: (P_1, P_2, …)}.
+    """Read the rates of a pair of models.
 
     A rate of 0 becomes 1e-9, so that trees still get as many nodes as they may have.
+
+    returns  {temperature: (P_1, P_2, …)}. InputError if the file is damaged, or for other models
     """
     def parse(facts: dict) -> dict[float, tuple[float, ...]]:
         rates = {float(t): tuple(max(x, 1e-9) for x in P) for t, P in facts["rates"].items()}

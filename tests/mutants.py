@@ -751,7 +751,7 @@ MUTANTS = {
         ("if r < p[draws[i]] / q[draws[i]]:", "if r <= p[draws[i]] / q[draws[i]]:",
          "a coin of 0 accepts p = 0"),
         ("left = (p - q).clamp(min=0)", "left = (p - q).abs()", "the residual takes |p - q|"),
-        ("        q_logits[draws[i]] = -torch.inf  # line 10\n", "", "a rejected token stays in q"),
+        ("        q_logits[draws[i]] = -torch.inf\n", "", "a rejected token stays in q"),
         ("p = sample.probs(logits[node])", "p = sample.probs(logits[path[0]])",
          "p of the root at every node"),
         ("p = sample.probs(logits[node])",
