@@ -7,9 +7,14 @@ hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained gu
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
     python -m survey.hybrid --prompt "..."
 
-    … the cat ── sat 1.00 ─┬─ on .71 ─┬─ the .52 ── mat .30          a child's chance is its
-                           ├─ in .12  └─ a .11                       parent's times its own
-                           └─ there .06
+    … the cat ── sat 1.00 ─┬─ on .71 ─┬─ the .52 ── mat .30     A child's chance is its parent's
+                           │          └─ a .11                  times its own.
+                           ├─ in .12
+                           ╎                                    The price of a row is .10 here, so
+                           ╎  there .06                         "there" is not grown.
+
+    on, the, mat, in, a: this is the order in which they are added. The call is expected to give
+    1 + .71 + .52 + .30 + .12 + .11 = 2.76 tokens.
 
 The children of a node come from n-grams of the text and of a datastore (ngrams.py), looked up after
 the text and the node's path. At the root, where the n-grams are not sure, a trained guess is mixed
@@ -19,7 +24,18 @@ The tree grows best first. It ends where a node's chance is below the price of a
 
     price = seconds that one more row takes · final tokens a second, by the latest calls
 
-So the number of rows to verify is chosen by chances and measured costs in each round.
+So the number of rows to verify is chosen by chances and measured costs in each round. This is the
+small readable form of a rule that others found for batches of texts and for other guesses:
+
+    adaptive verification in vLLM   ranks guesses by their chance to survive, a product of
+                                    confidences along a draft, and verifies as many as give the
+                                    most expected tokens a millisecond, by profiled costs
+    the scheduler of DSpark         arXiv 2607.05147: the same for drafts whose confidences come
+                                    from a trained head
+    CaDDTree                        arXiv 2606.01813: chooses a tree and its number of nodes in
+                                    each round, by expected tokens and modelled latencies
+
+Here the chances come from counts, there is one text, and guesses are nodes of a tree.
 
 Lossless, because the tree depends on final text, features and measured costs alone (`walk`).
 """
@@ -42,11 +58,11 @@ from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_token
 import torch
 from tqdm import tqdm
 
-MOST = 64  # nodes of a tree
-LEAST = 0.01  # chance of a node
-RANKS = 10  # guesses of a trained part
-SURE = 0.5  # with an n-gram's chance of this or more, no trained part is asked
-RECENT = 64  # calls that prices are estimated from
+MOST = 64  # the most nodes of a tree
+LEAST = 0.01  # the least chance of a node
+RANKS = 10  # guesses that a trained part gives
+SURE = 0.5  # where n-grams give a token this chance or more, no trained part is asked
+RECENT = 64  # the latest calls, from which prices are estimated
 GUESSES = ("none", "medusa", "hydra", "eagle")
 
 
@@ -55,18 +71,20 @@ GUESSES = ("none", "medusa", "hydra", "eagle")
 class Trained:
     """A trained part that guesses what comes after the text.
 
-    A first head of Medusa or Hydra reads the last one of the `pairs` that are waiting. EAGLE's
-    layer reads all of them, because its cache has the earlier ones.
+    The part reads pairs of a token and the target's feature before it. Pairs wait until the part is
+    asked. A first head of Medusa or Hydra reads the last pair alone. EAGLE's layer reads all that
+    are waiting, because its cache has the earlier ones.
 
-    kind  medusa, hydra or eagle
-    path  its file
+    target   the model whose features it reads
+    kind     medusa, hydra or eagle
+    path     the file of the heads or of the layer
     """
 
     def __init__(self, target: CachedLM, kind: str, path: str):
         model = target.model
         self.embed = model.get_input_embeddings()
         self.vocab = target.vocab
-        self.layer = None  # EAGLE's, cached
+        self.layer = None  # EAGLE's layer with its cache
         if kind == "eagle":
             self.part = target.once((kind, path), lambda: load_draft(path, model))
             self.layer = target.once((self.part, "cached"),
@@ -87,7 +105,7 @@ class Trained:
 
     @torch.inference_mode()
     def predict(self) -> dict[str, float]:
-        """Return {next token: its chance} of the likeliest tokens; nothing without a pair."""
+        """Return {next token: its chance} for the likeliest tokens, and {} where no pair waits."""
         if not self.waiting:
             return {}
         before, features, tokens = zip(*self.waiting)
@@ -100,7 +118,7 @@ class Trained:
             between = self.embed(torch.tensor(tokens[-1][-1:], device=feature.device))[:, None]
             logits = self.to_logits(self.part.lm_head(self.part(1, feature, between)))
         p = logits[0, :self.vocab].float().softmax(-1)
-        p = p.nan_to_num(0.0)  # a part that overflows guesses nothing
+        p = p.nan_to_num(0.0)  # so that a part that overflows guesses nothing
         best = p.topk(min(RANKS, len(p)))
         guessed = as_text(self.part.vocab[best.indices].tolist())
         return dict(zip(guessed, best.values.tolist()))
@@ -109,18 +127,18 @@ class Trained:
 # ---------------------------------------------------------------------------------- the tree
 
 def predict_children(ngrams: NGrams, path: str, ask: Callable | None, w: float) -> dict[str, float]:
-    """Return {token: its chance} for the children of a node.
+    """Return {token: its chance} for the children of a node, where the node itself is accepted.
 
-    path  the tokens from below the root down to the node, "" for the root
-    ask   ask() gives a trained part's chances of the root's children; None without a part
-    w     the weight of these chances
+    path   the tokens from below the root down to the node, "" for the root
+    ask    ask() gives a trained part's {token: its chance} after the root. None: there is no part
+    w      the weight of the part's chances
     """
     chances = ngrams.predict(path)
     sure = max(chances.values(), default=0.0) >= SURE
     if path or ask is None or sure:
         return chances
     guessed = ask()
-    if not any(guessed.values()):
+    if not any(guessed.values()):  # a part without a guess takes no weight
         return chances
     return {x: w * guessed.get(x, 0.0) + (1 - w) * chances.get(x, 0.0) for x in chances | guessed}
 
@@ -129,14 +147,16 @@ def grow(ngrams: NGrams, ask: Callable[[], dict[str, float]] | None, w: float, m
          least: float) -> tuple[list[int], list[int], list[float]]:
     """Grow the tree of the likeliest nodes, best first.
 
-    ask, w   a trained part and its weight, as in `predict_children`
+    ngrams   the n-gram model with the text so far
+    ask      a trained part, as for `predict_children`
+    w        the weight of the part
     most     the most nodes, the root among them
     least    the least chance of a node
-    returns  ids, parents and chances of the nodes; node 0 is the root, the last token of the text
+    returns  ids, parents and chances of the nodes, the root first
     """
     nodes, parents, chances = [], [], []  # nodes: the path of each
     heap = [(-1.0, 0, -1, "")]  # (minus the chance, number, parent, path)
-    pushed = 0  # the number decides among equals: what was pushed first comes first
+    pushed = 0  # a node's number: of equally likely nodes the one that was pushed first comes first
     while heap:
         negative, _, parent, path = heapq.heappop(heap)
         chance = -negative
@@ -156,13 +176,16 @@ def grow(ngrams: NGrams, ask: Callable[[], dict[str, float]] | None, w: float, m
 def estimate_prices(costs: list[float], recent: Iterable[tuple]) -> tuple[float, float]:
     """Estimate what a row costs and how fast tokens become final.
 
+    row  = the slope of a line through the (rows, seconds) of calls
+    rate = final tokens of all calls / their seconds
+
+    Calls of 1 and of 16 rows, as the clock measured them, count for the slope besides the latest
+    ones. Otherwise a text whose calls all have one row would give no slope. For the rate the call
+    of one row counts as autoregressive, with one token, and that of 16 rows does not count.
+
     costs    [n]: seconds of a call of n rows, as the clock measured them
     recent   (rows, seconds, final tokens) of the latest calls
-    returns  the seconds of one more row, which is the slope of seconds over rows, and the final
-             tokens a second of the latest calls and of one autoregressive call
-
-    Two calls that the clock measured, of 1 and of 16 rows, are added for the slope. Otherwise a
-    text whose calls all have one row would give none.
+    returns  row, the seconds of one more row, and rate, the final tokens a second
     """
     one, sixteen = costs[1], costs[16]
     calls = [(1, one, 1), (16, sixteen, 0), *recent]
@@ -174,10 +197,15 @@ def estimate_prices(costs: list[float], recent: Iterable[tuple]) -> tuple[float,
 def choose_width(chances: list[float], costs: list[float], rate: float) -> int:
     """Choose how many of the best nodes to verify.
 
-    chances  of the nodes, the best first
-    costs    [n]: seconds of a call of n rows, which rise in steps
-    rate     final tokens a second: what a second is worth
-    returns  the number for which expected tokens less the worth of the call's seconds are the most
+    Costs rise in steps, so the last of these nodes may be one that pays for a step. The chosen n
+    has the largest worth:
+
+    worth(n) = Σ chances of the first n nodes - rate · costs[n]
+
+    chances  the chances of the nodes, the best first
+    costs    [n]: seconds of a call of n rows
+    rate     how many tokens a second is worth, the final tokens a second
+    returns  n
     """
     worth = [tokens - rate * cost for tokens, cost in zip(accumulate(chances), costs[1:])]
     return worth.index(max(worth)) + 1
@@ -188,11 +216,12 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Verify the likeliest continuations by n-grams and a trained guess, as many as pay.
 
-    guess:     none, medusa, hydra or eagle: what guesses the root's next token
-    nodes:     of a tree, the root among them; 0: as many as pay at each call
-    adapter:   file of the heads or the layer; default: models/GUESS.safetensors
+    guess:     what guesses the root's next token: none, medusa, hydra or eagle
+    nodes:     nodes of a tree, the root among them. With 0, as many as pay in each call
+    adapter:   the file of the heads or the layer, by default models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
     trust:     a file made by `python -m survey.hybrid fit`
+
     Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path"} a call.
 
     "chances" are those of the guesses. "path" says which guesses, from 0, were accepted.
@@ -214,7 +243,8 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
     ngrams = NGrams(as_text(prompt), store, facts["trust"])
     recent = deque(maxlen=RECENT)  # calls
     while True:
-        # Grow, as far as a node's chance is worth a row
+        # Grow the tree as far as a node's chance is worth a row. The costs of rows are measured
+        # again whenever the context has doubled.
         power = max(target.length, 255).bit_length()
         costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
         began = time.perf_counter()
@@ -223,10 +253,10 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
         ids, parents, chances = grow(ngrams, ask, facts["w"][guess], nodes or MOST, least)
         m = nodes or choose_width(chances, costs, rate)
         ids, parents, chances = ids[:m], parents[:m], chances[:m]
-        # Verify
+        # Verify.
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
-        # Learn what became final
+        # Tell all that guesses what became final.
         ngrams.add(as_text(chunk))
         if trained:
             trained.add(Pairs([ids[x] for x in path], target.features[path], chunk))
@@ -246,15 +276,16 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     The training of the parts should not have seen the prompts.
 
     out:       the JSON file to make
-    work:      folder of answers (default: OUT.work)
+    work:      the folder of answers, by default OUT.work
     datastore: a file made by `python -m survey.rest build`, from which these answers are left out
-    adapters:  folder of medusa.safetensors, hydra.safetensors, eagle.safetensors or some of them
-    max_new_tokens: of an answer
+    adapters:  the folder of medusa.safetensors, hydra.safetensors and eagle.safetensors, or of some
+    max_new_tokens: the most tokens of an answer
     """
     from models.training import collect_examples
     work = work or Path(f"{out}.work")
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=0), [])
-    # The datastore without these answers, which it tells by their first tokens
+    # Leave these answers out of the datastore, which would know them all by heart. They are
+    # recognised by their first tokens.
     few = min(32, max_new_tokens)
     begins = {as_text(answer[:few]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)
@@ -270,7 +301,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     for token, found in zip(tokens, entries):
         chains.append([(place, counts[token] / counts.total()) for place, counts in found])
     trust = fit_trust(chains)
-    # The weight of a part, where the n-grams are not sure
+    # The weight of a part is fitted to the tokens before which it would be asked.
     by_ngrams = [mix_entries(found, trust) for found in entries]
     asked = [i for i, chances in enumerate(by_ngrams) if max(chances.values(), default=0.0) < SURE]
     q = [by_ngrams[i].get(tokens[i], 0.0) for i in asked]
@@ -284,9 +315,12 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
                    parts: dict[str, Trained]) -> tuple[str, list[list], dict[str, list[float]]]:
     """Ask n-grams and trained parts before each token of answers, as decoding would.
 
+    lm       the target
     data     pairs of a prompt and an answer
-    returns  tokens, those of all answers as a text; entries, for each token what `list_entries` of
-             the n-grams yields before it; and {kind of part: its chance of each token}
+    store    the datastore of the n-grams
+    parts    {kind of part: the part}
+    returns  tokens, those of all answers as one text; entries, what `list_entries` yields before
+             each token; and {kind of part: its chance of each token}
     """
     tokens = ""
     entries = []
@@ -311,7 +345,8 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
 def load_trust(path: str, model) -> dict:
     """Read a file that `fit` made for this model.
 
-    returns  {"trust": [source][often][variety], "w": {guess: its weight}} and other facts
+    returns  {"trust": the trust of `NGrams`, "w": {guess: its weight}} and other facts. InputError
+             if the file is damaged, or for another model
     """
     def parse(facts: dict) -> dict:
         numbers = torch.tensor(facts["trust"])

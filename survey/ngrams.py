@@ -1,17 +1,20 @@
-"""An interpolated n-gram model with measured chances tells what follows the last tokens of a text.
+"""An n-gram model tells with which chance each token follows the last tokens of a text.
 
     python -m survey.hybrid fit        # measures the trust; hybrid.py decodes with it
 
-    text     … the cat sat on the │ ?      the last 8, 4, 2 and 1 tokens are looked up,
-    entries  "on the": mat 2, hat 1        each in the text itself, then in a datastore (rest.py)
-             "the":    cat 1, mat 2, …
+The last 8, 4, 2 and 1 tokens are looked up, each in the text itself, then in a datastore (rest.py).
+What followed them there is an entry. The longest entry comes first. Each entry takes a part of the
+belief that is left, its trust, and splits it among its followers by their shares. What it leaves
+goes to the next entry. After "… sat on the":
 
-The longest entry comes first. Each entry takes a part of the belief that is left, its trust, and
-splits it among its followers by their shares. What it leaves goes to the next entry.
+    entry       followers             trust    takes           and gives
+    "on the"    mat 2, hat 1           .6      .6 of 1         mat .40, hat .20
+    "the"       mat 2, hat 1, cat 2    .5      .2 of the .4    mat .08, hat .04, cat .08
+                                               in all          mat .48, hat .24, cat .08
 
-Trust depends on the source, on how often the entry was seen and on how many different tokens
-followed it. These are 30 numbers, fitted by EM. So the model is smoothed like that of Jelinek and
-Mercer, 1980, with weights by counts.
+Trust depends on the source of an entry (the text or the datastore), on how often the entry was seen
+and on how many different tokens followed it. These are 2 x 5 x 3 numbers, fitted by EM. So the
+model is smoothed like that of Jelinek and Mercer, 1980, with weights by counts.
 
 A place in the trust is a triple (source, often, variety), as `list_entries` makes it.
 """
@@ -25,16 +28,16 @@ import torch
 
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
 SOURCES = TEXT, STORE = (0, 1)
-SEEN = (1, 2, 5, 15)  # classes by how often an entry was seen: up to each of these, or more
-LEAST = 0.01  # of the belief: a smaller rest is given to no token
+SEEN = (1, 2, 5, 15)  # five classes: an entry was seen once, twice, up to 5 times, up to 15, more
+LEAST = 0.01  # a smaller rest of the belief is given to no token
 
 
 class NGrams:
-    """What followed the last tokens of a text earlier, in the text itself and in a datastore.
+    """Predict what follows a text, by what followed its last tokens earlier.
 
-    text   the text so far, as rest.as_text writes it
-    store  the datastore
-    trust  [source][often][variety]: which part of the belief that is left an entry takes
+    text    the text so far, as rest.as_text writes it
+    store   the datastore that is searched beside the text
+    trust   [source][often][variety]: which part of the belief that is left an entry takes
     """
 
     def __init__(self, text: str, store: Datastore, trust: list):
@@ -56,7 +59,7 @@ class NGrams:
             self.text += token
 
     def count_followers(self, source: int, s: str) -> Counter:
-        """Count the tokens that followed a suffix s in the TEXT or in the STORE."""
+        """Count the tokens that followed a suffix s in a source, the TEXT or the STORE."""
         if source == TEXT:
             return Counter(self.text_followers.get(s, ""))
         if s not in self.store_followers:
@@ -68,9 +71,10 @@ class NGrams:
     def list_entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
         """Yield the entries for the text and a path of guesses below it.
 
+        The longest entry comes first, and of two equally long ones the text's.
+
         path    the guesses, "" for none
-        yields  (place in the trust, Counter of the followers) of each entry that was seen, the
-                longest first, and of two equally long ones the text's first
+        yields  (place in the trust, Counter of the followers) for each entry that was seen
         """
         end = self.text[-LENGTHS[0]:] + path
         found = {}
@@ -87,7 +91,7 @@ class NGrams:
                 yield (source, often, class_of_variety(counts)), counts
 
     def predict(self, path: str) -> dict[str, float]:
-        """Return {next token: its chance} after the text and a path; the sum is below 1."""
+        """Return {next token: its chance} after the text and a path. Their sum is below 1."""
         return mix_entries(self.list_entries(path), self.trust)
 
 
@@ -99,7 +103,11 @@ def class_of_variety(counts: Counter) -> int:
 
 
 def mix_entries(entries: Iterable[tuple], trust: list) -> dict[str, float]:
-    """Return {next token: its chance} by entries, as `list_entries` yields them."""
+    """Mix entries into {next token: its chance}.
+
+    entries   what `list_entries` yields
+    trust     as for `NGrams`
+    """
     left = 1.0  # of the belief
     chances = {}
     for (source, often, variety), counts in entries:
@@ -118,8 +126,9 @@ def mix_entries(entries: Iterable[tuple], trust: list) -> dict[str, float]:
 def split_chance(chain: list, trust: list) -> tuple[list[float], float]:
     """Split the chance of a token into what each entry gave to it.
 
-    chain    (place in the trust, the token's share of the followers) for each entry, in order
-    returns  the part of each entry, and the belief that is left in the end
+    chain     for each entry, in order, its place in the trust and the token's share of followers
+    trust     as for `NGrams`
+    returns   the part of each entry, and the belief that is left in the end
     """
     left = 1.0
     parts = []
@@ -133,26 +142,28 @@ def split_chance(chain: list, trust: list) -> tuple[list[float], float]:
 def fit_trust(chains: list, rounds: int = 15) -> list:
     """Find the trust that makes tokens likeliest, by EM.
 
-    chains   a chain for each token, as `split_chance` has it
-    rounds   steps of EM
-    returns  [source][often][variety], numbers from 0 to 0.99
+    chains    for each token a chain, as `split_chance` takes it
+    rounds    steps of EM
+    returns   [source][often][variety], numbers from 0 to 0.99
     """
     trust = torch.full((len(SOURCES), len(SEEN) + 1, 3), 0.5)
     for _ in range(rounds):
-        # How often the belief of a token reached an entry, and how often the entry took it. Each
-        # entry begins with one imagined token, half of which it took. Without that token, a place
-        # that never occurred would have no trust at all.
+        # Count how often the belief of a token reached an entry of each place, and how often the
+        # entry took it. Each place begins with one imagined token, half of which was taken. Without
+        # that token, a place that never occurred would have no trust at all.
         reached = torch.ones_like(trust)
         took = reached / 2
         table = trust.tolist()
         for chain in chains:
+            # E step: which entry did this token come from? Any token can come from none of them.
             parts, left = split_chance(chain, table)
-            total = sum(parts) + left * 1e-4  # any token can come from no entry
-            remaining = total  # of the token's chance, not explained by the entries so far
+            total = sum(parts) + left * 1e-4
+            remaining = total  # the chance that no entry so far gave the token
             for (place, _), part in zip(chain, parts):
                 reached[place] += remaining / total
                 took[place] += part / total
                 remaining -= part
+        # M step. An entry that took everything would leave nothing to those after it.
         trust = (took / reached).clamp(max=0.99)
     return trust.tolist()
 
@@ -160,8 +171,11 @@ def fit_trust(chains: list, rounds: int = 15) -> list:
 def fit_weight(p: list[float], q: list[float]) -> float:
     """Find the w for which the mixture w p + (1 - w) q makes tokens likeliest, by EM.
 
-    p, q     the chance of each token, by a trained part and by n-grams
-    returns  w; tokens with no chance by either have no influence on it
+    Tokens with no chance by either have no influence on it.
+
+    p         the chance of each token by a trained part
+    q         the chance of each token by n-grams
+    returns   w
     """
     p, q = torch.tensor(p), torch.tensor(q)
     w = 0.5
