@@ -1,6 +1,15 @@
-# make demo: watch tokens being guessed and verified;  make test: check that it is exact;
-# make bench: how fast it is here. Whichever comes first makes .venv, with python3 or with another:
-# make demo PYTHON=python3.12
+# The first of these commands that you run makes .venv and installs what the project needs:
+#
+#   make demo       watch tokens being guessed and verified, on the embedded models
+#   make test       check that every method is exact
+#   make bench      measure every method on this machine, beside transformers' generate
+#   make mutants    check that the tests notice mistakes in the code
+#   make picture    draw README's picture of a run on this machine
+#   make models     train the embedded models anew; the commands from `bita` on train the parts of
+#                   single methods (models/README.md says how long each takes)
+#   make clean      remove .venv and all that trainings have kept
+#
+# Another Python than python3: make demo PYTHON=python3.12
 PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
@@ -11,12 +20,13 @@ WORK := models/work
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
 
-test: .venv/ready  # two halves at once, a core for each
+# Two halves of the tests run at once, one on each of two cores.
+test: .venv/ready
 	@PART=0 $(RUN) -m pytest -q tests > .half.log 2>&1 & half=$$!; \
 	PART=1 $(RUN) -m pytest -q tests; second=$$?; \
 	wait $$half; first=$$?; cat .half.log; rm .half.log; exit $$((first + second))
 
-# Do the tests notice mistakes? Hours for all; make mutants ONLY="survey/rest.py 12" for some
+# All mutants take hours. Some of them: make mutants ONLY="survey/rest.py 12"
 mutants: .venv/ready
 	$(RUN) tests/mutants.py $(ONLY)
 
@@ -26,7 +36,7 @@ bench: .venv/ready
 models: .venv/ready
 	$(RUN) models/train.py
 
-# .github/decode.svg, the README's picture: a run on this machine
+# Makes .github/decode.svg.
 picture: .venv/ready
 	$(RUN) results/picture.py
 
@@ -35,15 +45,17 @@ picture: .venv/ready
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-# models/bita.safetensors: the target's own answers to generated prompts, then tuning.
-# A stopped run goes on; so does one of `make cllm`
+# Each command below first lets the target answer generated prompts, then trains or counts a part.
+# If a training is stopped, the same command goes on from there.
+
+# models/bita.safetensors: prompt and mask tokens
 bita: .venv/ready
 	mkdir -p $(WORK)
 	$(RUN) models/tasks.py 2000 > $(WORK)/prompts.jsonl
 	$(RUN) bita.py train --prompts $(WORK)/prompts.jsonl --work $(WORK)/bita --steps 300 \
 		--out models/bita.safetensors
 
-# models/medusa.safetensors and models/hydra.safetensors: heads, on the same kind of answers
+# models/medusa.safetensors and models/hydra.safetensors: heads
 medusa: .venv/ready
 	mkdir -p $(WORK)
 	$(RUN) models/tasks.py 700 > $(WORK)/prompts_medusa.jsonl
@@ -51,7 +63,7 @@ medusa: .venv/ready
 		--prompts $(WORK)/prompts_medusa.jsonl --work $(WORK)/medusa \
 		--out models/$$heads.safetensors || exit; done
 
-# models/eagle.safetensors: the target's own answers to generated prompts, then a draft layer
+# models/eagle.safetensors: a draft layer
 eagle: .venv/ready
 	mkdir -p $(WORK)
 	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
@@ -80,7 +92,8 @@ layerskip: .venv/ready
 	$(RUN) -m survey.draft_verify search --prompts $(WORK)/prompts_blocks.jsonl \
 		--out models/blocks.json
 
-# models/hybrid.json: how far n-grams and trained parts are to be trusted, on answers new to both
+# models/hybrid.json: how far n-grams and trained parts are to be trusted, on answers that neither
+# has seen
 hybrid: .venv/ready
 	mkdir -p $(WORK)
 	$(RUN) models/tasks.py 30 -5 > $(WORK)/prompts_hybrid.jsonl
@@ -102,7 +115,7 @@ cllm: .venv/ready
 	$(RUN) cllm.py train --target $(WORK)/cllm --data $(WORK)/trajectories_2.jsonl --steps 700 \
 		--w 50 --lr 1e-4 --work $(WORK)/cllm.work2 --out models/cllm
 
-# models/rest.safetensors: the target's own answers to generated prompts
+# models/rest.safetensors: a datastore of the target's answers
 rest: .venv/ready
 	mkdir -p $(WORK)
 	$(RUN) models/tasks.py 2000 > $(WORK)/prompts.jsonl

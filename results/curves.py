@@ -261,16 +261,16 @@ def pooled(runs: list[list]) -> float:
 
 
 def spread(runs: list[list]) -> str:
-    """Format the least and the largest perplexity of the seeds."""
+    """Make a text of the least and the largest perplexity of the seeds."""
     each = [pooled([some]) for some in runs]
     return f"[{min(each):.2f}, {max(each):.2f}]"
 
 
 def beside(runs: list[list], ar: list[list]) -> str:
-    """Format a perplexity over AR's on the same prompts and seeds.
+    """Make a text of a perplexity over AR's on the same prompts and seeds.
 
-    The brackets hold the middle 90% of 1,000 draws of prompts and of seeds. What a seed draws is
-    alike for all methods.
+    The brackets hold the middle 90% of 1,000 resamples of the prompts and of the seeds. A resample
+    takes the same prompts and seeds for the method and for AR.
     """
     rng, ratios = random.Random(0), []
     for _ in range(1000):

@@ -39,9 +39,9 @@ GRADED = 100  # held-out prompts of each task that a model's accuracy and loss a
 # ------------------------------------------------------------------------- where the time goes
 
 class Stopwatch:
-    """Time functions while the context lasts.
+    """Measure the time that functions take while the context lasts.
 
-    parts    {part: (owner, name) pairs}, the names of functions in a class, an object or a module
+    parts    for each part (owner, name) pairs: functions of a class, an object or a module
     now      the clock
     seconds  the time spent in each part, without what its functions call of another part
     """
@@ -303,9 +303,9 @@ class EnergyMeter:
 
 
 def integral(readings: list[tuple[float, float]], began: float, ended: float) -> float | None:
-    """Integrate power over time by the trapezoid rule.
+    """Compute the energy in joules from readings of the power, by the trapezoid rule.
 
-    readings  (seconds, watts), of which the first and the last are held outwards
+    readings  (seconds, watts); before the first and after the last reading the power stays the same
     began     the first second
     ended     the last second
     returns   joules, or None without any reading
@@ -347,9 +347,10 @@ def quality(bench: Bench, run: Ours, lm: CachedLM) -> dict[str, float | None]:
 def quality_table(bench: Bench, title: str, runs: dict[str, Ours]) -> str:
     """Make a table with a row for each method, medians over the rounds.
 
-    runs  {name: method}; speed-ups are over the first one
+    runs  methods by name, of which the first is the one that speed-ups are over
 
-    In a round one method after the other has all prompts, since energy can only be read so.
+    In a round each method gets all prompts before the next method does, since the energy of a
+    method can only be read over a longer time.
     """
     lm, first, rows = bench.cached(bench.target), next(iter(runs)), [[title, *HEAD]]
     rounds = [{name: quality(bench, run, lm) for name, run in runs.items()}

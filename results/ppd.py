@@ -1,12 +1,21 @@
-"""Predictive Pipelined Decoding, a table and no decoding: Yang et al., arXiv 2307.05908.
+"""This script prints a table of Predictive Pipelined Decoding (Yang et al., arXiv 2307.05908).
 
     python results/ppd.py --prompts FILE
 
-While a model goes on above layer d of L, k workers begin the next token, one from each of the k
-likeliest tokens of an exit at layer d. A worker that began from the right token is L - d layers
-ahead, so with p_correct, how often one is right, a token takes 1 - p_correct (L - d) / L of the L
-layers. With one worker nothing is faster, so nothing is decoded here. (SPEED, Hooper et al., arXiv
-2310.12072, pipelines early exits likewise.)
+    model      layers 1 .. d ──┬── layers d + 1 .. L ──> the token
+                               │
+    worker 1   likeliest token └── layers 1 .. d, … of the next token
+    worker k   k-th token      └── layers 1 .. d, … of the next token
+
+An exit after layer d of L layers names the k likeliest tokens. While the model goes on, k workers
+begin the next token, each from one of these tokens. A worker that began from the right token is
+L - d layers ahead when the model has chosen it. Let p_correct say how often one of them is right.
+Then a token takes this share of the time of all L layers:
+
+    latency = 1 - p_correct (L - d) / L
+
+Nothing is decoded here, since one machine has no workers that compute at the same time. SPEED
+(Hooper et al., arXiv 2310.12072) pipelines early exits in a similar way.
 """
 import itertools
 import sys
@@ -24,7 +33,7 @@ from survey.views import depth_of  # noqa: E402
 def ppd(model, tokenizer, prompts: list[list[int]], *, max_new_tokens: int = 60) -> None:
     """Print p_correct and the latency of a token, by d and k, on a model's own answers.
 
-    max_new_tokens: of an answer
+    max_new_tokens: the most tokens of an answer
     """
     batches = generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
     answers = [answer for batch in batches for answer in batch]
