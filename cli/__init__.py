@@ -1,11 +1,11 @@
-"""The command line of the method files, which no method knows of: begin with main.py.
+"""This is the command line of the method files. No method needs it; a reader begins with main.py.
 
-main.py        what a command line does: load, decode, print, compare, tune
-options.py     a method's keyword arguments as options
-run.py         one method at work: its outputs, calls and seconds
-loading.py     which file of a model is at fault; chat templates
-text.py        encodings, messages, tokens that become text one by one
-trace.py       --trace, with trace.html
-trajectory.py  --show of a Jacobi decoding
-graphs.py      --graphs
+main.py        loads models, decodes, prints, compares and tunes, as a command line says
+options.py     makes options of a method's keyword arguments, and --help of its docstring
+run.py         runs one method on prompts and counts its tokens, calls and seconds
+loading.py     says which file of a model is at fault, and fills chat templates
+text.py        sets encodings, shortens messages, and prints tokens as text while they come
+trace.py       records every call for --trace; trace.html shows them
+trajectory.py  draws a Jacobi decoding for --show
+graphs.py      replays CUDA graphs for --graphs
 """

@@ -1,10 +1,23 @@
-"""Passes of few shapes, on a GPU captured as CUDA graphs and replayed (`--graphs`).
+"""`--graphs` runs a model in passes of few shapes, which a GPU captures as CUDA graphs and replays.
 
-A step of a small model on a fast GPU waits for its hundreds of launches; a graph is one launch. It
-needs shapes and places that never change: a pass has the next of WIDTHS rows, the last one repeated
-(nobody sees the repeats), looks at all slots of the buffers, and writes where a tensor says. When
-the buffers have grown, graphs are captured again. No GPU has run this yet, so it is the plain thing
-and off by default; nothing else in the project knows of it."""
+A pass of a small model on a fast GPU waits for its hundreds of launches, and a replay is one
+launch. A graph needs shapes and places that never change, so a pass is made to fit a captured one:
+
+    a pass of 3 rows a, b and c after a context of 10, in buffers of 18 slots
+
+    slot     0 … 9     10  11  12    13    14 … 17
+    holds    context   a   b   c     c     nothing       4 is the next of WIDTHS: c is there twice
+    mask     x         .   .   .     -     -             - is unseen; x and . as in CachedLM
+
+* The number of rows is rounded up to the next of WIDTHS. The last row is repeated, and no row sees
+  the repeats.
+* All slots of the buffers are attended to, and the mask hides those that hold nothing.
+* New keys and values are written where a tensor says, since a Python number would be baked in.
+* When the buffers have grown, graphs are captured again.
+
+No GPU has run this yet. So it is written in the plainest way, it is off by default, and nothing
+else in the project depends on it.
+"""
 import functools
 
 import torch
@@ -16,15 +29,23 @@ graph_memory = functools.cache(torch.cuda.graph_pool_handle)  # one pool for all
 
 
 def capture(function, inputs: tuple[torch.Tensor, ...]):
-    """`function` as a CUDA graph: the same for inputs of these shapes, at the cost of one launch.
-    The next replay overwrites its result. On a CPU it is the function itself."""
+    """Capture a function as a CUDA graph, which does the same at the cost of one launch.
+
+    inputs   tensors to capture it with; later ones have the same shapes
+    returns  the graph, a function whose next call overwrites what the last one returned. On a CPU:
+             the function itself
+    """
     if not inputs[0].is_cuda:
         return function
     return torch.cuda.make_graphed_callables(function, inputs, pool=graph_memory())
 
 
 class StaticCache(KVCache):
-    """Rows are written at the slots `written`, a tensor, and all slots are attended to."""
+    """Keep rows in buffers whose every slot is attended to.
+
+    slots    the length of the buffers
+    written  a tensor with the slots that the next pass writes to; None while a prefix is cached
+    """
 
     def __init__(self):
         super().__init__()
@@ -32,7 +53,7 @@ class StaticCache(KVCache):
         self.written = None
 
     def reserve(self, slots: int) -> bool:
-        """Make room for so many; were the buffers renewed for it?"""
+        """Make room for this many slots; return whether the buffers were renewed for it."""
         if slots <= self.slots:
             return False
         self.slots = slots + self.slots
@@ -46,16 +67,19 @@ class StaticCache(KVCache):
             self.layers[layer] = [x.new_zeros(*x.shape[:2], self.slots, x.shape[3])
                                   for x in (keys, values)]
         written = self.written
-        if written is None:  # the prefix
+        if written is None:  # a prefix stands in front of everything
             written = torch.arange(keys.shape[2], device=keys.device)
         for buffer, new in zip(self.layers[layer], (keys, values)):
-            # Unseen rows are multiplied by 0: they must be finite
+            # Attention multiplies unseen rows by 0, which makes nan of an infinity.
             buffer.index_copy_(2, written, new.nan_to_num(0, 0, 0))
         return self.layers[layer]
 
 
 class GraphedLM(CachedLM):
-    """A CachedLM that captures each shape of a pass once: {(shape of the inputs): graph}."""
+    """Be a CachedLM whose passes are captured, once for each shape, and then replayed.
+
+    captured  the graphs, by the shape of their inputs: [1, rows], of embeddings [1, rows, d]
+    """
 
     def __init__(self, model, vocab: int | None = None):
         super().__init__(model, vocab)
@@ -72,7 +96,7 @@ class GraphedLM(CachedLM):
     def run_model(self, inputs, positions, mask, keep: int | None):
         first, n = self.cache.start, inputs.shape[1]
         width = next((width for width in WIDTHS if width >= n), n)
-        if self.cache.reserve(first + 2 * width):  # the last ones are for captures
+        if self.cache.reserve(first + 2 * width):  # `graph_of` writes into the last ones
             self.captured = {}
         repeated = torch.arange(width, device=inputs.device).clamp(max=n - 1)
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
@@ -87,12 +111,15 @@ class GraphedLM(CachedLM):
                 self.captured[shape] = self.graph_of(tensors)
             run = self.captured[shape]
         logits, features = run(*tensors)
-        read = 0 if keep is None else max(0, n - keep)  # the first row whose logits are wanted
+        read = 0 if keep is None else max(0, n - keep)  # the first row whose logits are asked for
         return logits[:, read:n].clone(), features[:, :n].clone()
 
     def graph_of(self, tensors: tuple):
-        """Captured on other inputs than it is first used with, in the last slots: the check on
-        loading sees what a replay gives, not what the captured pass gave."""
+        """Capture a pass of the shapes of these tensors.
+
+        The captured pass runs on zeros and in the last slots. If it ran on the tensors themselves,
+        the check on loading would see what this pass gave, and not what a replay gives.
+        """
         written, inputs, *others = tensors
         spare = self.cache.slots - len(written)
         first, self.cache.start = self.cache.start, spare
@@ -103,7 +130,10 @@ class GraphedLM(CachedLM):
         return graph
 
     def whole_pass(self, written, inputs, positions, *masks):
-        """Logits and features of all rows."""
+        """Run the model as CachedLM does, with the buffers' slots to write to in a tensor.
+
+        returns  logits and features of all rows
+        """
         self.cache.written = written
         mask = dict(zip(self.windows, masks)) if len(masks) > 1 else masks[0]
         return super().run_model(inputs, positions, mask, None)

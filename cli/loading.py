@@ -28,7 +28,7 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     try:
         if not (folder.exists() or try_to_load_from_cache(path, "config.json")):
             get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
-    except Exception as error:  # of names that are none, of the network, …
+    except Exception as error:  # the name is no hub id, or the network fails in one of many ways
         raise InputError("expected a model directory or hub id that can be reached, got "
                          f"{path!r}: {shorten(error)}") from error
     try:
@@ -99,10 +99,10 @@ def read_json(file: Path) -> dict:
 def encode_prompts(models: list, tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     """Turn prompts into token ids that all models have embeddings for.
 
-    models   every model that reads the prompts
+    models   all models that read the prompts
     texts    the prompts
-    chat     put each into the model's chat template
-    returns  token ids, a list for each prompt; InputError for a prompt that cannot be used
+    chat     whether each is put into the model's chat template
+    returns  token ids, a list for each prompt. InputError for a prompt that cannot be used
     """
     rows = min(len(model.get_input_embeddings().weight) for model in models)
     found = []
@@ -130,7 +130,7 @@ def encode_chat(tokenizer, text: str) -> list[int]:
 
 
 def open_chat(tokenizer) -> list[int]:
-    """Encode what the chat template says before the first words of a user."""
+    """Return the tokens that the chat template puts before the words of a user."""
     before, _, _ = fill_template(tokenizer, "HERE").partition("HERE")
     return tokenizer.encode(before, add_special_tokens=False)
 

@@ -1,6 +1,6 @@
-"""The command line of the method files: load models, decode prompts, print, compare, tune.
+"""Does what the command line of a method file says: load, decode, print, compare, tune.
 
-A method file ends in `main([its methods], report, …)`. Text goes to stdout. Figures and mistakes go
+A method file ends in `main([its methods], report, …)`. Text goes to stdout. Figures and messages go
 to stderr."""
 import itertools
 import signal
@@ -27,11 +27,10 @@ from common import (CachedLM, InputError, Sampler, autoregressive, context_lengt
 class Extras:
     """What a method file may add to its methods.
 
-    lossy     methods whose output may differ from token by token: --compare does not check it
-    viewers   {method: viewer}; `--show` calls viewer(chunks, tokenizer, colour, log) to print
-    shared    {name: function}; the function makes an object that all prompts of a run share, and
-              that methods with an argument of this name get
-    ranges    {option: values} that --tune tries
+    lossy     methods whose output may differ from autoregressive text, so --compare only warns
+    viewers   for a method, what `--show` calls to print: viewer(chunks, tokenizer, colour, log)
+    shared    for an argument of methods, the function that makes what all prompts of a run share
+    ranges    for an option, the values that --tune tries
     target    the default target, a folder of models/
     commands  functions that train, collect or measure: `python FILE.py NAME …` calls one of them
     """
@@ -57,8 +56,8 @@ def load_model(path: str, args: Namespace) -> tuple:
 def load_models(args: Namespace, method) -> dict[str, tuple]:
     """Load the target and as many drafts as the method takes.
 
-    returns  {"target", "draft", "draft 2", …: (model, tokenizer)}; InputError for drafts that the
-             method or the target cannot use
+    returns  a model and its tokenizer for each of the names "target", "draft", "draft 2", ….
+             InputError for drafts that the method or the target cannot use
     """
     takes = signature(method).parameters
     if args.draft and "draft" not in takes:
@@ -87,9 +86,9 @@ class Session:
     """Holds what a command line decodes: loaded models and prompts, and runs methods on them.
 
     args    the parsed command line
-    method  the method that is asked for, which says how many drafts are loaded
-    report  report(run) says in a line what the method did
-    shared  as in Extras
+    method  the method that is asked for, which decides how many drafts are loaded
+    report  a function that says in a line what a run did
+    shared  the field of Extras with this name
     """
 
     def __init__(self, args: Namespace, method, report: Callable, shared: dict):
@@ -143,10 +142,10 @@ class Session:
         return Run(method, lms, filled | options, self.eos)
 
     def decode(self, method, options: dict, show: Callable | None = None) -> Run:
-        """Answer all prompts.
+        """Answer all prompts with a method.
 
         options  the method's own options
-        show     show(chunks, tokenizer, colour, log) prints an answer; None prints nothing
+        show     prints an answer: show(chunks, tokenizer, colour, log). None prints nothing
         returns  the run, which has the outputs
         """
         args = self.args
@@ -194,8 +193,10 @@ def compare(session: Session, run: Run, lossy: Container) -> int:
 def tune(session: Session, method, options: dict, ranges: dict) -> None:
     """Search the fastest value of one option after the other, and print them (Ouroboros, App. B).
 
-    options  the options to begin with, which get the values found
-    ranges   {option: values to try}; of three runs with a value the fastest counts
+    The fastest of three runs with a value counts, since a slow one may be chance.
+
+    options  the options to begin with, which get the values that are found
+    ranges   for an option, the values to try
     """
     session.decode(method, options)  # refuses wrong options, and warms up
     for name in [name for name in ranges if name in read_options(method)]:
@@ -246,7 +247,7 @@ def perform_command(command, argv: list[str]) -> int:
 
 def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> int:
     """Decode with one of the methods, or tune its options; return the exit status."""
-    args = parse_decoding(methods, extras.target, argv)
+    args = parse_decoding(methods, extras.commands, extras.target, argv)
     method = next(f for f in methods if f.__name__ == args.method)
     if args.trace:
         args.trace.open("ab").close()  # it can be written, before anything is decoded
@@ -276,11 +277,11 @@ def main(methods: list, report, argv: list[str] | None = None, **extras) -> int:
     """Be the command line of a method file.
 
     methods  the file's methods, of which the first is the default
-    report   report(run) says in a line what the method did
-    argv     the command line; None: the one of this process
+    report   a function that says in a line what a run did
+    argv     the command line. Default: the one of this process
     extras   fields of Extras
-    returns  the exit status: 0, 1 (--compare found a difference), 2 (wrong input: one line on
-             stderr) or 130 (interrupted)
+    returns  the exit status. It is 1 if --compare found a difference, 2 for wrong input, of which
+             one line on stderr says what is wrong, 130 after Ctrl-C, and else 0
     """
     set_encodings()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""The options of a command line, read from the signatures of methods: one place to declare them.
+"""Makes the options of a command line from the signatures of methods, which alone declare them.
 
     def lookahead(target, prompt, *, W: int = 5, exact: bool = True, sample=greedy, log=None):
         \"\"\"Guess by n-grams. …
@@ -12,8 +12,9 @@ other kinds (`sample`, `log`, objects) are filled in by the command line itself 
 import sys
 from argparse import (SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace,
                       RawDescriptionHelpFormatter)
-from inspect import Parameter, getdoc, signature
+from inspect import Parameter, getdoc, getfile, signature
 from pathlib import Path
+from typing import Iterable
 
 from cli.text import Parser
 from common import InputError
@@ -21,6 +22,7 @@ from models.tasks import read_prompts
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 KINDS = (bool, int, float, str, Path)  # annotations of keyword arguments that are options
+METAVARS = {int: "N", float: "X", Path: "FILE"}  # what --help writes for a value; else the name
 
 
 def read_options(function) -> dict[str, tuple[type, object]]:
@@ -37,68 +39,101 @@ def write_option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def make_parser(functions: list) -> ArgumentParser:
-    """Make a parser without options; the docstring of the functions' file is its help.
+def write_usage(functions: list, commands: Iterable) -> str:
+    """Return how the file of these functions is called, a line for it and for each command."""
+    file = Path(getfile(functions[0]))
+    name = f"-m survey.{file.stem}" if file.parent.name == "survey" else file.name
+    lines = [f"usage: python {name} [options]"]
+    lines += [f"       python {name} {command.__name__} --help" for command in commands]
+    return "\n".join(lines)
+
+
+def make_parser(functions: list, usage: str) -> ArgumentParser:
+    """Make a parser without options; the usage and the docstring of the functions' file are its
+    help.
 
     Methods of a file may share an option, so a later one takes the place of an earlier one. The
-    usage line is left out, since it would repeat a hundred lines of options.
+    usage line of argparse is left out, since it would repeat a hundred lines of options.
     """
-    return Parser(description=sys.modules[functions[0].__module__].__doc__,
-                  formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
-                  usage=SUPPRESS, conflict_handler="resolve")
+    doc = sys.modules[functions[0].__module__].__doc__ or ""  # none under `python -OO`
+    return Parser(description=f"{usage}\n\n{doc}", formatter_class=RawDescriptionHelpFormatter,
+                  allow_abbrev=False, usage=SUPPRESS, conflict_handler="resolve")
 
 
 def add_model_options(parser: ArgumentParser, target: str, dtype: str | None) -> None:
     """Add the options of loading a model; target and dtype are defaults."""
     add = parser.add_argument
-    add("--target", default=str(MODELS / target), help="model directory or hub id")
+    add("--target", default=str(MODELS / target), metavar="MODEL",
+        help=f"the model: a directory or hub id (default: models/{target})")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    add("--dtype", default=dtype, help="float32, bfloat16 or float16")
+    standard = dtype or "float32 on a CPU, else the model's own"
+    add("--dtype", default=dtype, help=f"float32, bfloat16 or float16 (default: {standard})")
 
 
 def add_prompt_options(parser: ArgumentParser) -> None:
     """Add the options of prompts in a file."""
     add = parser.add_argument
-    add("--prompts", type=read_prompts, default=f"{MODELS}/examples.jsonl", help="a file")
-    add("--chat", action="store_true", help="put prompts into the model's chat template")
+    add("--prompts", type=read_prompts, default=f"{MODELS}/examples.jsonl", metavar="FILE",
+        help='prompts, a line each, plain or {"prompt": "..."} (default: three examples)')
+    add("--chat", action="store_true", help="put each prompt into the model's chat template")
 
 
 def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     """Add the options that all methods have in common."""
     add = parser.add_argument
-    add("--draft", action="append", help="a small model with its tokenizer; repeatable")
-    add("--prompt", action="append", help="a text, or - for standard input; repeatable")
-    add("--max-new-tokens", type=int, default=256, help="at most; 256 (default)")
-    add("--temperature", type=float, default=0.0, help="0 (default): greedy")
-    add("--top-k", type=int, default=0, help="draw from the k likeliest; 0 (default): from all")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest of this mass")
-    add("--seed", type=int, default=0)
-    add("--graphs", action="store_true", help="passes of few widths, on a GPU as CUDA graphs")
+    takes = {name for method in methods for name in signature(method).parameters}
+    several = ", repeatable" if "more_drafts" in takes else ""
+    add("--draft", action="append", metavar="MODEL",
+        help=f"the small model that guesses{several} (default: models/draft)"
+        if "draft" in takes else SUPPRESS)  # it is parsed, so that its refusal can say why
+    add("--prompt", action="append", metavar="TEXT",
+        help="a prompt, or - for standard input, repeatable")
+    add("--max-new-tokens", type=int, default=256, metavar="N",
+        help="the most tokens of an answer (default: 256)")
+    add("--temperature", type=float, default=0.0, metavar="T",
+        help="0 takes the likeliest token, more samples (default: 0)")
+    add("--top-k", type=int, default=0, metavar="K",
+        help="sample from the K likeliest tokens, 0: from all (default: 0)")
+    add("--top-p", type=float, default=1.0, metavar="P",
+        help="sample from the likeliest tokens, which have probability P together (default: 1)")
+    add("--seed", type=int, default=0, metavar="N", help="another seed, other samples (default: 0)")
+    add("--graphs", action="store_true", help="replay CUDA graphs; no GPU has run this yet")
     add("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"],
-        help="colour guessed tokens (auto: on a terminal)")
-    add("--compare", action="store_true", help="also decode token by token, and compare")
-    add("--trace", type=Path, metavar="FILE.html", help="a page that steps through every call")
-    add("--tune", action="store_true", help="search the fastest options for these prompts")
-    add("--method", default=methods[0].__name__, choices=[f.__name__ for f in methods])
+        help="print right guesses in green; auto, the default: on a terminal")
+    add("--compare", action="store_true",
+        help="also decode token by token; print the speed-up, and whether the text is the same")
+    add("--trace", type=Path, metavar="FILE.html",
+        help="write a page for a browser that steps through every call")
+    add("--tune", action="store_true",
+        help="search the fastest options for these prompts, instead of printing answers")
+    names = [method.__name__ for method in methods]
+    add("--method", default=names[0], choices=names,
+        help=f"a method of those below (default: {names[0]})" if names[1:] else SUPPRESS)
 
 
 def add_own_options(parser: ArgumentParser, function) -> None:
-    """Add the options of one method or command. An option that is not given is left out of what is
-    parsed, so that the function's own default counts."""
+    """Add the options of one method or command.
+
+    An option that is not given is left out of what is parsed, so that the function's own default
+    counts.
+    """
     options = read_options(function)
     shown = []
     for name, (_, default) in options.items():
         shown.append(name if default is Parameter.empty else f"{name}={default!r}")
     group = parser.add_argument_group(f"{function.__name__}({', '.join(shown)})", getdoc(function))
     for name, (kind, default) in options.items():
-        how = {"action": BooleanOptionalAction} if kind is bool else {"type": kind}
+        how = {"type": kind, "metavar": METAVARS.get(kind)}
+        if kind is bool:
+            how = {"action": BooleanOptionalAction}
         group.add_argument(write_option(name), default=SUPPRESS,
                            required=default is Parameter.empty, **how)
 
 
 def parse_command(command, argv: list[str]) -> Namespace:
     """Parse the command line of a command, such as `train`, which may take prompts or not."""
-    parser = make_parser([command])
+    usage = write_usage([command], []).replace(" [", f" {command.__name__} [")
+    parser = make_parser([command], usage)
     add_model_options(parser, "target", "float32")
     if "prompts" in signature(command).parameters:
         add_prompt_options(parser)
@@ -106,9 +141,13 @@ def parse_command(command, argv: list[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def parse_decoding(methods: list, target: str, argv: list[str]) -> Namespace:
-    """Parse the command line of a decoding, which may have options of any of the methods."""
-    parser = make_parser(methods)
+def parse_decoding(methods: list, commands: Iterable, target: str, argv: list[str]) -> Namespace:
+    """Parse the command line of a decoding, which may have options of any of the methods.
+
+    commands  functions that --help names
+    target    the default target, a folder of models/
+    """
+    parser = make_parser(methods, write_usage(methods, commands))
     add_model_options(parser, target, None)
     add_prompt_options(parser)
     add_decoding_options(parser, methods)
@@ -120,9 +159,9 @@ def parse_decoding(methods: list, target: str, argv: list[str]) -> Namespace:
 def select_options(args: Namespace, function, others: list) -> dict:
     """Return the function's own options that were given.
 
-    args    what was parsed
-    others  functions of the same file, whose options are parsed too. InputError for an option of
-            theirs that the function does not have
+    args     what was parsed
+    others   functions of the same file, whose options are parsed too
+    returns  a value for each of these options. InputError for an option of another function
     """
     own = read_options(function)
     for other in others:

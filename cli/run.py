@@ -1,4 +1,4 @@
-"""One method at work on one prompt after another: what it wrote, and what that took."""
+"""Runs one method on one prompt after another, and keeps what it wrote and what that took."""
 import time
 from typing import Iterator
 
@@ -8,15 +8,19 @@ from common import CachedLM, Sampler, until
 class Run:
     """Runs a method and keeps what it did.
 
-    method   a generator of chunks, as every method file has
-    models   {"target": …, "draft": …, "draft 2": …}, as many as the method takes
-    options  the method's other keyword arguments
+    method   a function that yields chunks, as each method file has one
+    models   the models that it takes, by the names "target", "draft", "draft 2", …
+    options  its other keyword arguments
     eos      the tokens that end an answer
 
-    outputs  token ids of each answer; prompts: of each prompt
-    log      the method's records, one a round
-    seconds  the time of decoding. What is prepared once, for all prompts, is `setup` and no part of
-             the seconds
+    After decoding, a run has these:
+
+    prompts  token ids of each prompt
+    outputs  token ids of each answer
+    tokens   the number of tokens of all answers
+    log      the method's records, one of each round
+    seconds  the time of decoding
+    setup    the seconds of what is prepared once for all prompts, which is no part of `seconds`
     """
 
     def __init__(self, method, models: dict[str, CachedLM], options: dict, eos: set[int]):
@@ -67,7 +71,8 @@ class Run:
     def find_difference(self, ar: "Run") -> str:
         """Compare all outputs with those of a token-by-token run of the same prompts.
 
-        returns  where the first output differs, with the target's two largest logits there: if they
+        ar       the token-by-token run
+        returns  where the first output differs, with the target's two largest logits there. If they
                  are nearly equal, rounding chose. An empty text if no output differs
         """
         for prompt, ours, theirs in zip(self.prompts, self.outputs, ar.outputs):

@@ -1,5 +1,6 @@
-"""Text that comes in and goes out: standard input and output, and tokens that become text one by
-one. Everything is UTF-8, whatever the locale of the machine says."""
+"""Reads prompts, shortens messages, and turns tokens into text while they come.
+
+Text that comes in and goes out is UTF-8, whatever the locale of the machine says."""
 import io
 import os
 import re
@@ -77,7 +78,7 @@ class Parser(ArgumentParser):
     """An argument parser whose messages are short, whatever the argument that they quote."""
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
-        """End the process; every message of argparse comes here last."""
+        """End the process with a message; all messages of argparse come here last."""
         super().exit(status, f"{cut_message(message)}\n" if message else None)
 
 
@@ -92,10 +93,10 @@ UNSETTLED = re.compile(r"(?: (?:n'?|'?[vr]|')?)+\Z")
 class TokenTexts:
     """Splits the text of tokens that come one after another among these tokens.
 
-    Tokens cannot be decoded one by one: a character may be two tokens, a blank at the beginning
-    of a text is left out, and some tokenizers take blanks back. Here the pieces of all tokens are,
-    put together, the decoding of all tokens. A piece is given away when no later token can change
-    it. An example, a tokenizer that cleans up blanks:
+    Tokens cannot be decoded one by one. A character may be two tokens, a blank at the beginning of
+    a text is left out, and some tokenizers take blanks back. Here the pieces of all tokens, put
+    together, are the decoding of all tokens. A piece is given away when no later token can change
+    it. This is an example of a tokenizer that cleans up blanks:
 
         add("it")   "it"
         add("'")    nothing, since the text is now "it '", and what comes decides about the blank
@@ -199,7 +200,7 @@ class TokenTexts:
 
 
 def split_text(tokenizer, ids: Iterable[int], skip_special_tokens: bool = True) -> list[str]:
-    """Return a piece of text for each token, of which some are empty; together: the decoding."""
+    """Return a piece of text for each token. Some are empty, and all together are the decoding."""
     texts = TokenTexts(tokenizer, skip_special_tokens)
     pieces = [piece for token in ids for piece in texts.add(token)]
     if texts.number:
@@ -211,10 +212,12 @@ def split_text(tokenizer, ids: Iterable[int], skip_special_tokens: bool = True) 
 
 
 def stream(chunks: Iterator[list[int]], tokenizer, colour: bool, log: list) -> None:
-    """Print the text of chunks while they come, and the whole text in the end.
+    """Print the text of chunks as soon as it is settled, and the rest in the end.
 
-    colour  print guessed tokens, all of a chunk but the last, in green
-    log     the method's records, which other viewers show
+    chunks     the chunks of a decoding
+    tokenizer  turns tokens into text
+    colour     whether guessed tokens, all of a chunk but the last, are printed in green
+    log        unused: the method's records, which other viewers show
     """
     texts, guessed = TokenTexts(tokenizer), []
 

@@ -10,8 +10,8 @@ def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
 
     chunks     the chunks of a Jacobi decoding that has begun already
     tokenizer  turns tokens into text
-    colour     unused: whether stdout is a terminal decides
-    log        the log of the decoding, one record a block
+    colour     unused, since whether stdout is a terminal decides
+    log        the log of the decoding, which has one record for each block
     """
     text = []
     shown = len(log) - 1  # the last block of the log has begun, those before are of other prompts

@@ -914,8 +914,11 @@ def test_commands(capsys, tmp_path):
     assert command("learn --help") == 0
     out = capsys.readouterr().out
     assert "out: what to make" in out and "--no-local" in out and "--gamma" in out
+    assert out.startswith("usage: python test_cli.py learn [options]\n")
     assert "--compare" not in out and "tokens drafted a round" not in out
     assert command("count --help") == 0 and "--prompts" not in capsys.readouterr().out
+    assert command("--help") == 0
+    assert "python speculative.py count --help\n" in capsys.readouterr().out
     assert command("--prompt Tom --gamma 2 --max-new-tokens 2") == 0
 
 
