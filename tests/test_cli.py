@@ -436,8 +436,9 @@ def test_chat(capsys, tmp_path):
 def test_methods_and_their_options(capsys):
     given = []
 
-    def other(target, draft, prompt, *, width: int = 3, name: str = "x", share: float = 0.5,
-              local: bool = True, file: Path = None, eos: set = frozenset(), sample=None, log=None):
+    def other(target, draft, prompt, room: int = 0, *, width: int = 3, name: str = "x",
+              share: float = 0.5, local: bool = True, file: Path = None, eos: set = frozenset(),
+              sample=None, log=None):
         """width: a number"""
         given.append((width, name, share, local, file))
         yield from autoregressive(target, prompt)
@@ -972,19 +973,23 @@ def test_interrupted_while_loading_comparing_and_tuning(capsys, monkeypatch):
 
 SCRIPTS = """
 import runpy, sys
-for argv in ["speculative.py", "--help"], ["bita.py", "--help"], ["speculative.py", "--show"]:
-    sys.argv, name = argv, argv[0]
+prompt, folder = sys.argv[1], sys.path[0]
+for argv in (["speculative.py", "--help"], ["bita.py", "--help"], ["speculative.py", "--show"],
+             ["speculative.py", "--prompt", prompt, "--prompt", "-", "--max-new-tokens", "8",
+              "--trace", "page.html"]):
+    sys.argv = argv
     try:
-        runpy.run_path(sys.path[0] + "/" + name, run_name="__main__")
+        runpy.run_path(folder + "/" + argv[0], run_name="__main__")
     except SystemExit as end:
         print(f"status {end.code}", flush=True)
 """
 
 
-def test_scripts_in_a_folder_with_an_odd_name(tmp_path):
-    """Its path has signs that formats might read. --help prints the module's docstring and the
-    methods'; `python speculative.py` alone decodes the examples."""
-    top = tmp_path / "100% %s %(prog)s {x}"
+def test_scripts_in_a_folder_with_an_odd_name_and_a_locale_of_ascii(tmp_path):
+    """The folder's name has signs that formats might read. --help prints the module's docstring and
+    the methods'; `python speculative.py` alone decodes the examples; a prompt with any characters
+    is the same as an argument and on standard input."""
+    top, prompt = tmp_path / "100% %s %(prog)s {x}", "Zoë counts 漢字 🙂"
     (top / "models").mkdir(parents=True)
     shutil.copytree(ROOT / "cli", top / "cli")
     for name in ("common.py", "speculative.py", "bita.py", "models/tasks.py",
@@ -993,14 +998,21 @@ def test_scripts_in_a_folder_with_an_odd_name(tmp_path):
     for name in ("target", "draft"):
         (top / "models" / name).symlink_to(ROOT / "models" / name)
     (top / "scripts.py").write_text(SCRIPTS)
-    done = subprocess.run([sys.executable, top / "scripts.py"], capture_output=True, text=True,
-                          timeout=240)
-    first, second, text, end = done.stdout.split("status 0\n")
-    assert end == "" and done.returncode == 0 and "tokens per call" in done.stderr, done.stderr
+    ascii = dict(LC_ALL="C", LANG="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    done = subprocess.run([sys.executable, top / "scripts.py", os.fsencode(prompt)], cwd=tmp_path,
+                          input=prompt.encode(), capture_output=True, env=os.environ | ascii)
+    errors = done.stderr.decode()
+    assert done.returncode == 0 and "tokens per call" in errors, errors
+    first, second, text, answers, end = done.stdout.decode().split("status 0\n")
     for doc in sys.modules["speculative"].__doc__, speculative.__doc__:
         assert all(line.strip() in first for line in doc.splitlines())
     assert "prompt and mask tokens" in second and str(top) in second and "--adapter" in second
     assert "SELECT" in text and "####" in text and "return" in text and "\033[32m" in text
+    one, other = answers[:len(answers) // 2], answers[len(answers) // 2:]
+    assert one == other != "" and errors.count(prompt) == 2 and end == ""
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    said = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"][0]["said"]
+    assert "".join(said).removeprefix("<s>").startswith(prompt)
 
 
 @pytest.mark.parametrize("name, option", [("speculative", "--gamma"), ("survey.lossy", "--tau")])

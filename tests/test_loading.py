@@ -2,8 +2,6 @@
 runs, no weight stays random, no key of a config counts that the model ignores."""
 import json
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ from cli.main import load_model
 from common import (CachedLM, InputError, autoregressive, context_length, encode, load, prepare,
                     vocab_size)
 from families import SHAPE, tiny
-from helpers import ROOT, tokens_of
+from helpers import ROOT, fork, script, tokens_of
 
 EMBEDDED = ROOT / "models/target"
 
@@ -87,17 +85,15 @@ def test_code_of_a_checkpoint_never_runs(folder, monkeypatch, which):
 def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder):
     """A yes, nothing, and a terminal that says nothing: one line, and no mark."""
     bring_code(folder, "model")
-    argv = [sys.executable, "jacobi.py", "--target", str(folder), "--prompt", "-"]
-    started = [subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    open_one, yes, empty = started  # the first one's stdin stays open
-    yes.stdin.write("y\nmore text")
-    for process in yes, empty:
-        process.stdin.close()
-    for process in started:
-        assert process.wait(timeout=120) == 2
-        assert process.stdout.read() == "" and process.stderr.read().count("\n") == 1
-    open_one.stdin.close()
+    for said in "y\nmore text", "", None:
+        process, stdin, out, err = fork(script, "jacobi", "--target", str(folder), "--prompt", "-")
+        if said is not None:  # else it stays open
+            stdin.write(said)
+            stdin.close()
+        assert out.read() == "" and err.read().count("\n") == 1
+        process.join()
+        stdin.close()
+        assert process.exitcode == 2
     assert marks_of(folder) == []
 
 

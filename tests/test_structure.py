@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from cli.options import read_options
 from common import CachedLM, autoregressive, encode, eos_ids
-from helpers import ROOT, main, tokens_of
+from helpers import ROOT, fork, main, tokens_of
 from models.tasks import read_prompts
 from mutants import commands_of, list_mutants
 from survey.low_rank import add_low_rank
@@ -105,48 +105,56 @@ def test_a_method_file_needs_common_alone(name):
         assert "from cli.main import main" in ast.unparse(last)  # `cli.main` by itself is a module
 
 
-ALONE = """
-import importlib, json, sys, torch
-from pathlib import Path
-torch.set_num_threads(1)
-here, root, packages, texts = Path(sys.argv[1]), sys.argv[2], sys.path[1:], json.loads(sys.argv[3])
-exact = {"bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd": {"K": 1},
-         "bita": {"adapter": root + "/bita.safetensors", "tree": "chain"},
-         "medusa": {"adapter": root + "/medusa.safetensors", "nodes": 4},
-         "eagle": {"adapter": root + "/eagle.safetensors", "nodes": 8}, "specdec": {"beta": 1},
-         "sequoia": {"rates": root + "/sequoia.json", "nodes": 8, "depth": 4},
-         "rest": {"datastore": root + "/rest.safetensors", "nodes": 4},
-         "early_exit": {"exit": root + "/exit.safetensors"},
-         "layerskip": {"tuning": "", "E": 3}, "cascade": {"grams": root + "/rest.safetensors"},
-         "hybrid": {"datastore": root + "/rest.safetensors", "trust": root + "/hybrid.json",
-                    "adapter": root + "/eagle.safetensors", "nodes": 8},
-         "pass_sampling": {"tokens": root + "/pass.safetensors"}, "space": {"tuning": sys.argv[5]},
-         "draft_verify": {"skipped": {"attention": [5], "mlp": [6]}}}
-own = {"common", *(name for name, _ in json.loads(sys.argv[4]))}
-loaded = {}  # by the first common.py: all are the same
-for name, method in json.loads(sys.argv[4]):
-    sys.path = [str(here / name), *packages]
-    for module in [x for x in sys.modules if x in own or x.split(".")[0] == "survey"]:
-        del sys.modules[module]
-    module, common = importlib.import_module(name), importlib.import_module("common")
-    assert module.__file__.startswith(str(here / name)) and module.Sampler is common.Sampler
-    assert common.__file__.startswith(str(here / name))
-    function = getattr(module, method)
-    names = [x for x in ("target", "draft") if x in function.__annotations__]
-    for x in names:
-        loaded[x] = loaded.get(x) or common.load(f"{root}/{x}", "cpu", "float32")
-    models, (tokenizer, *_) = zip(*(loaded[x] for x in names))
-    outputs, model = [], models[0]
-    for text in texts:
+EXACT = {  # options with which a method's greedy text is the target's; {} is the folder models/
+    "bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd": {"K": 1},
+    "specdec": {"beta": 1}, "bita": {"adapter": "{}/bita.safetensors", "tree": "chain"},
+    "medusa": {"adapter": "{}/medusa.safetensors", "nodes": 4},
+    "eagle": {"adapter": "{}/eagle.safetensors", "nodes": 8},
+    "sequoia": {"rates": "{}/sequoia.json", "nodes": 8, "depth": 4},
+    "rest": {"datastore": "{}/rest.safetensors", "nodes": 4},
+    "early_exit": {"exit": "{}/exit.safetensors"}, "layerskip": {"tuning": "", "E": 3},
+    "cascade": {"grams": "{}/rest.safetensors"},
+    "hybrid": {"datastore": "{}/rest.safetensors", "trust": "{}/hybrid.json",
+               "adapter": "{}/eagle.safetensors", "nodes": 8},
+    "pass_sampling": {"tokens": "{}/pass.safetensors"},
+    "draft_verify": {"skipped": {"attention": [5], "mlp": [6]}}}
+
+
+def decode_alone(top, text: str, space: str) -> int:
+    """Decode by every method, each in its file's folder, and print the tokens: in a process that
+    forgets where the project is. Returns the exit status.
+
+    top    the folder of the folders
+    space  a tuning for SPACE
+    """
+    owned = [name for name, module in sys.modules.items()
+             if str(getattr(module, "__file__", None)).startswith(str(ROOT) + os.sep)
+             and ".venv" not in module.__file__]
+    for name in owned:
+        del sys.modules[name]
+    packages = [x for x in sys.path if not os.path.abspath(x).startswith(str(ROOT))
+                or ".venv" in x]
+    own, loaded = {"common", *FILES}, {}
+    for name, method in METHODS:
+        sys.path = [str(top / name), *packages]
+        for module in [x for x in sys.modules if x in own or x.split(".")[0] == "survey"]:
+            del sys.modules[module]
+        module, common = importlib.import_module(name), importlib.import_module("common")
+        assert module.__file__.startswith(str(top / name)) and module.Sampler is common.Sampler
+        function = getattr(module, method)
+        names = [x for x in ("target", "draft") if x in function.__annotations__]
+        for x in names:
+            loaded[x] = loaded.get(x) or common.load(f"{ROOT}/models/{x}", "cpu", "float32")
+        models, (tokenizer, *_) = zip(*(loaded[x] for x in names))
+        options = {"tuning": space} if method == "space" else EXACT.get(method, {})
+        options = {name: value.replace("{}", f"{ROOT}/models") if isinstance(value, str) else value
+                   for name, value in options.items()}
         prompt = common.encode(tokenizer, text)
-        lms = [common.CachedLM(x) for x in models]
-        chunks = function(*lms, prompt, **exact.get(method, {}))
-        chunks = common.until(chunks, 24, common.eos_ids(model, tokenizer))
-        outputs.append([token for chunk in chunks for token in chunk])
-    print(json.dumps([method, outputs]))
-files = [getattr(x, "__file__", None) or "" for x in sys.modules.values()]
-assert not {Path(root), Path(root).parent} & {Path(x).parent for x in files}
-"""
+        chunks = function(*map(common.CachedLM, models), prompt, **options)
+        chunks = common.until(chunks, 24, common.eos_ids(models[0], tokenizer))
+        print(json.dumps([method, [token for chunk in chunks for token in chunk]]))
+    files = [getattr(x, "__file__", None) or "" for x in sys.modules.values()]
+    return int(any(os.path.dirname(x) in (str(ROOT), f"{ROOT}/models") for x in files))
 
 
 def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
@@ -158,21 +166,19 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
         (folder / "models").mkdir()
         for file in {"common", *copied_with(name)}:
             (folder / path_of(file).relative_to(ROOT)).write_text(path_of(file).read_text())
-    texts = read_prompts(ROOT / "models/examples.jsonl")[:1]
+    text = read_prompts(ROOT / "models/examples.jsonl")[0]
     target, _, tokenizer = embedded
     own = add_low_rank(copy.deepcopy(target), 1)
     own["mask"] = target.get_input_embeddings().weight[:1]
     none = {name: torch.zeros_like(p) for name, p in own.items()}
     save_part(tmp_path / "none", "a SPACE tuning", target, none, rank=1, right=[0.5])
-    argv = [tmp_path, ROOT / "models", json.dumps(texts), json.dumps(METHODS), tmp_path / "none"]
-    (tmp_path / "empty").mkdir()
-    done = subprocess.run([sys.executable, "-c", ALONE, *argv], capture_output=True, text=True,
-                          timeout=240, cwd=tmp_path / "empty")
-    assert done.returncode == 0, done.stderr
-    prompts, eos = [encode(tokenizer, text) for text in texts], eos_ids(target, tokenizer)
-    expected = [tokens_of(autoregressive(CachedLM(target), prompt), 24, eos) for prompt in prompts]
-    found = dict(map(json.loads, done.stdout.splitlines()))
-    assert found == {method: expected for _, method in METHODS} and len(found) == len(METHODS)
+    process, _, out, err = fork(decode_alone, tmp_path, text, str(tmp_path / "none"))
+    found, errors = dict(map(json.loads, out)), err.read()
+    process.join()
+    assert process.exitcode == 0, errors
+    eos = eos_ids(target, tokenizer)
+    expected = tokens_of(autoregressive(CachedLM(target), encode(tokenizer, text)), 24, eos)
+    assert found == {method: expected for _, method in METHODS}
 
 
 # -------------------------------------------------------------------------------- short, narrow
