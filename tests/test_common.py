@@ -518,6 +518,13 @@ def test_a_model_that_raises_is_refused_in_one_line():
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
 
 
+def test_a_model_whose_logits_are_no_numbers_is_refused():
+    model = tiny("llama")
+    model.model.norm.weight.data[0] = math.nan
+    with pytest.raises(InputError, match="trees equal their paths.* off by nan"):
+        prepare(model)
+
+
 @BOTH
 @pytest.mark.parametrize("given, said", [
     ("position_ids", "trees equal their paths"), ("attention_mask", "trees equal their paths"),

@@ -10,6 +10,7 @@ like. The tests take each line through each family of models (families.py), in f
                          drafts
     long greedy text     the same after a prompt of 140 tokens, which is cached in two parts
     autoregressive text  equals that of transformers' own generate
+    a simulated GPU      (fake_cuda.py) writes the CPU's text, and so do its captured graphs
     perfect drafts       are accepted whole: a guess that is right is never lost
     sampled text         by enumeration of every draw and every coin that a method can meet, not by
                          statistics: the probability of every text of three tokens is the target's
@@ -29,7 +30,9 @@ import families
 import jacobi
 import ouroboros
 import speculative
+from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive
+from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import tokens_of
 from laws import law, outcomes
@@ -63,7 +66,7 @@ def rand(part: torch.nn.Module, accept: list[list[float]] = (), scale: float = 0
     rng = torch.Generator().manual_seed(0)
     for p in part.parameters():
         if p.requires_grad:
-            p.data = scale * torch.randn(p.shape, generator=rng)
+            p.data = (scale * torch.randn(p.shape, generator=rng)).to(p.device)
     part.accept = [*accept]
     return part.requires_grad_(False)
 
@@ -97,6 +100,11 @@ def trusting(model, part=None, kind: str = "none") -> Callable:
                            (kind, "part"): part} | costs
 
 
+def tuning_of(model, design: str, M: int) -> bita.Tuning:
+    """Make M mask tokens and some prompt tokens for a model."""
+    return rand(bita.Tuning(bita.shape_of(model), design, 4, M), RATES[:M]).to(model.device)
+
+
 RATES = [[0.5, 0.3, 0.1]] * 3
 FILES = dict(datastore="store", trust="trust", adapter="part")
 
@@ -124,11 +132,10 @@ METHODS = {
         ouroboros.ouroboros, dict(gamma=4, W=3, pool=pool_of(own_texts(model))),
         [near(model, 0.02)]),  # its draft draws too often to enumerate: see test_ouroboros.py
     "bita": lambda model: Line(
-        bita.bita, dict(tree="efficient", k=3, tuning=rand(bita.Tuning(
-            bita.shape_of(model), "deep", 4, 3), RATES)), few=dict(k=1)),
+        bita.bita, dict(tree="efficient", k=3, tuning=tuning_of(model, "deep", 3)),
+        few=dict(k=1)),
     "bita, full tree": lambda model: Line(
-        bita.bita, dict(tree="full", k=2, tuning=rand(bita.Tuning(
-            bita.shape_of(model), "shallow", 2, 2), RATES[:2]))),
+        bita.bita, dict(tree="full", k=2, tuning=tuning_of(model, "shallow", 2))),
     "cascade": lambda model: Line(
         cascade.cascade, dict(gamma=4, inner=2, tail=2, grams=""),
         [near(model, 0.02), near(model, 0.05)], dict(gamma=1, inner=1, tail=0), vocab=2),
@@ -162,9 +169,7 @@ METHODS = {
     "layerskip": lambda model: Line(
         layerskip.layerskip, dict(gamma=4, E=1, tuning=""), few=dict(gamma=2)),
     "pass": lambda model: Line(
-        masks.pass_sampling,
-        dict(L=3, trained=rand(bita.Tuning(bita.shape_of(model), "none", 4, 3))),
-        few=dict(L=1)),
+        masks.pass_sampling, dict(L=3, trained=tuning_of(model, "none", 3)), few=dict(L=1)),
     "space": lambda model: Line(
         masks.space, dict(k=3, tuning="own"), few=dict(k=2), text_of=near(model, 0.1),
         memo=lambda target: {("space", "own"): (
@@ -249,6 +254,32 @@ def test_autoregressive_text_is_that_of_transformers(family):
                               do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
     assert tokens_of(autoregressive(CachedLM(model), PROMPT), END - 3) == expected
     assert len(set(expected)) > 3
+
+
+def texts_on(device: str, name: str, run_as=CachedLM) -> list[list[int]]:
+    """Write a short greedy text and a short sampled one with all models on a device."""
+    model = copy.deepcopy(model_of("llama")).to(device)
+    line = METHODS[name](model)
+    return [tokens_of(chunks_of(line, run_as(model), PROMPT, sample=sample), 5)
+            for sample in (Sampler(0), Sampler(0.7, seed=1))]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_simulated_gpu_writes_the_text_of_the_cpu(name):
+    """It refuses what a GPU would: a mask or an index that was left on the CPU, and so on."""
+    expected = texts_on("cpu", name)
+    with FakeCuda() as gpu:
+        assert texts_on("cuda", name) == expected
+    assert gpu.counts["launches"] > 100
+
+
+@pytest.mark.parametrize("name", ["speculative", "lookahead", "bita", "eagle"])
+def test_captured_graphs_of_a_simulated_gpu_write_the_text_of_the_cpu(name):
+    """All that changes from call to call must be an input of a graph, since a replay is blind."""
+    expected = texts_on("cpu", name)
+    with FakeCuda() as gpu:
+        assert texts_on("cuda", name, GraphedLM) == expected
+    assert gpu.counts["replays"] > 4
 
 
 # --------------------------------------------------------------------------------- perfect drafts

@@ -1,0 +1,296 @@
+"""Simulate a GPU, so that a machine without one finds what a GPU would refuse.
+
+Within `with FakeCuda() as gpu:` a tensor on "cuda" is a plain tensor of the CPU with a mark on its
+storage. It says that it is on cuda:0, and what CUDA refuses raises CUDA's error:
+
+    with FakeCuda() as gpu:
+        x = torch.rand(3, device="cuda")     x.device is cuda:0
+        x + torch.rand(3)                    RuntimeError: … found at least two devices
+        x.numpy()                            TypeError: can't convert cuda:0 …
+        gpu.counts                           {"launches": 1}
+
+A view shares its tensor's storage, and autograd sees plain tensors. So views, in-place operations,
+parameters and gradients need no care. Two modes of torch see everything else:
+
+    Functions    what Python asks for: device=…, x.to(), x.device, x.tolist(), generators
+    Operations   what torch makes of it: devices are checked, results marked, launches counted
+
+    launches     kernels: one for each operation that is no view, though a few need several
+    waits        how often Python waited for numbers: item, tolist, bool, nonzero, a mask as index
+    copies       how often numbers of Python or of the CPU were copied to the GPU
+    syncs        calls of torch.cuda.synchronize
+    replays      replays of captured graphs, one launch each
+
+Left out: several GPUs, streams, memory, speed, and errors that a kernel finds (an index out of
+range). What C++ asks of a tensor it is told as of a CPU: foreach kernels and fused optimizers are
+not seen.
+"""
+import functools
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FROM_LISTS = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
+# Operations without a kernel, by their names in ATen
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh",
+        "_unsafe_view", "_reshape_alias", "set_", "detach_", "_local_scalar_dense"}
+# Operations whose result, or its size, Python has to know before it goes on
+WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount",
+           "unique_dim", "unique_consecutive", "repeat_interleave", "is_nonzero"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+def on_gpu(x: Tensor) -> bool:
+    try:
+        return getattr(x.untyped_storage(), "on_gpu", False)
+    except (RuntimeError, NotImplementedError):  # x has no storage
+        return False
+
+
+def mark(x: Tensor, gpu: bool) -> Tensor:
+    x.untyped_storage().on_gpu = gpu
+    return x
+
+
+def is_gpu(device) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def tensors_in(*values) -> list[Tensor]:
+    """Find the tensors among arguments, lists of them, and keyword arguments."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
+@functools.cache
+def is_composite(operation: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation, "CompositeImplicitAutograd")
+
+
+class FakeGenerator(torch.Generator):
+    """Generate a CPU's numbers on any device; `device` is what was asked for."""
+
+    def __new__(cls, device="cpu"):
+        self = super().__new__(cls, "cpu")
+        self.asked = CUDA if is_gpu(device) else CPU
+        return self
+
+    device = property(lambda self: self.asked)
+
+
+class FakeCuda:
+    """Stand in for a GPU as long as its `with` lasts.
+
+    counts   launches, waits, copies and syncs so far
+    inside   whether the function that Python called last makes tensors of the GPU. None: there is
+             no such function
+    quiet    whether operations are this file's own, which are neither checked nor counted
+    tape     the operations of a CUDA graph while it is captured, else None
+    """
+
+    def __init__(self):
+        self.counts, self.inside, self.quiet, self.tape = Counter(), None, False, None
+
+    def __enter__(self):
+        autocast = torch.autocast
+        patches = [
+            (torch, dict(Generator=FakeGenerator, autocast=lambda device_type, *args, **options:
+                         autocast("cpu", *args, **options))),
+            (torch.cuda, dict(is_available=lambda: True, device_count=lambda: 1,
+                              synchronize=lambda *_: self.wait("syncs"),
+                              get_rng_state=lambda *_: torch.get_rng_state(),
+                              set_rng_state=lambda *_: None,
+                              make_graphed_callables=self.capture)),
+            (torch.cuda.graphs, dict(_graph_pool_handle=lambda: (0, 0)))]
+        self.stack = ExitStack()
+        for module, names in patches:
+            self.stack.enter_context(patch.multiple(module, **names))
+        self.stack.enter_context(Operations(self))
+        self.stack.enter_context(Functions(self))
+        return self
+
+    def __exit__(self, *error):
+        self.stack.close()
+
+    @contextmanager
+    def set(self, **state):
+        """Set attributes for a while."""
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def wait(self, kind: str) -> None:
+        """Count what makes Python wait. A capture has nothing to wait for: nothing runs in it."""
+        if self.tape is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        self.counts[kind] += 1
+
+    def move(self, x: Tensor, gpu: bool) -> Tensor:
+        """Return x where it is wanted, or a copy of it there."""
+        if on_gpu(x) == gpu:
+            return x
+        self.wait("copies" if gpu else "waits")
+        with self.set(quiet=True):
+            return mark(x.clone(), gpu)
+
+    def capture(self, function, inputs: tuple, pool=None):
+        """Stand in for torch.cuda.make_graphed_callables.
+
+        A replay does the captured operations again, on the tensors that were captured. Whatever
+        else the function would do differs from the first time on.
+        """
+        function(*inputs)  # the warm-up, in which memory may be reserved
+        with self.set(tape=[]):
+            out = function(*inputs)
+            tape = self.tape
+
+        def replay(*new):
+            for old, x in zip(inputs, new):
+                old.copy_(x)
+            self.counts["launches"] += 1
+            self.counts["replays"] += 1
+            with self.set(quiet=True):
+                for operation, args, options, results in tape:
+                    again = operation(*args, **options)
+                    for old, x in zip(tensors_in(results), tensors_in(again)):
+                        if old.data_ptr() != x.data_ptr():
+                            old.copy_(x)
+            return out
+        return replay
+
+
+class Functions(TorchFunctionMode):
+    """Answer for tensors of the GPU, where Python calls a function or asks for an attribute."""
+
+    def __init__(self, gpu: FakeCuda):
+        super().__init__()
+        self.gpu = gpu
+        self.own = {Tensor.device.__get__: lambda x: CUDA if on_gpu(x) else x.device,
+                    Tensor.is_cuda.__get__: on_gpu, Tensor.to: self.to, Tensor.tolist: self.tolist,
+                    Tensor.cpu: lambda x: gpu.move(x, False), Tensor.numpy: self.numpy,
+                    Tensor.__array__: self.numpy, torch._C._nn.one_hot: self.one_hot}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in self.own:
+            return self.own[function](*args, **kwargs)
+        device, generator = kwargs.get("device"), kwargs.get("generator")
+        gpu = any(map(on_gpu, tensors_in(args, kwargs))) if device is None else is_gpu(device)
+        if generator is not None and is_gpu(generator.device) != gpu:
+            raise RuntimeError(f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator "
+                               f"but found '{generator.device.type}'")
+        if device is not None and is_gpu(device):
+            kwargs["device"] = CPU
+        if function in FROM_LISTS and device is not None:
+            return self.gpu.move(function(*args, **kwargs), gpu)
+        with self.gpu.set(inside=gpu):
+            out = function(*args, **kwargs)
+        return mark(out, gpu) if function is Tensor.__deepcopy__ else out
+
+    def to(self, x, *args, copy=False, **kwargs):
+        if args and isinstance(args[0], Tensor):  # to where another tensor is
+            args = (CUDA if on_gpu(args[0]) else CPU, args[0].dtype, *args[1:])
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type == "meta":
+            return x.to(device, dtype)
+        out = x if device is None else self.gpu.move(x, is_gpu(device))
+        with self.gpu.set(inside=on_gpu(out)):
+            return out.to(dtype or out.dtype, copy=copy and out is x)
+
+    def tolist(self, x):
+        if on_gpu(x):
+            self.gpu.wait("waits")
+        return x.tolist()
+
+    def numpy(self, x, *args, **kwargs):
+        if on_gpu(x):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+        return x.numpy(*args, **kwargs)
+
+    def one_hot(self, x, classes=-1):
+        """Do what CUDA does: a CPU would look at the largest index first."""
+        self.gpu.counts["launches"] += 2 * on_gpu(x)
+        with self.gpu.set(quiet=True):
+            return mark(torch.nn.functional.one_hot(x, classes), on_gpu(x))
+
+
+class Operations(TorchDispatchMode):
+    """Check, count and record the operations that functions are made of; mark their results."""
+
+    def __init__(self, gpu: FakeCuda):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        gpu, kwargs = self.gpu, kwargs or {}
+        if gpu.quiet:
+            return operation(*args, **kwargs)
+        if is_composite(operation.name()):  # inference mode hands these over whole
+            with self:
+                return operation.decompose(*args, **kwargs)
+        name, given = operation._schema.name.removeprefix("aten::"), tensors_in(args, kwargs)
+        there = [x for x in given if on_gpu(x)]
+        if there:
+            self.check(operation, name, args, given)
+            self.count_waits(name, args)
+        out = operation(*args, **kwargs)
+        made_there = bool(there)
+        if gpu.inside is not None and ("device" in kwargs or not given):
+            made_there = gpu.inside
+        if made_there or there:
+            gpu.counts["launches"] += not operation.is_view and name not in FREE
+            if not operation.is_view and not operation._schema.is_mutable:
+                for x in tensors_in(out):
+                    mark(x, made_there)
+            if gpu.tape is not None:
+                gpu.tape.append((operation, args, kwargs, out))
+        return out
+
+    def check(self, operation, name: str, args, given: list[Tensor]) -> None:
+        """Refuse an operation on tensors of both devices, but for what CUDA takes from the CPU.
+
+        These are what is copied, indices, and single numbers in operations of one number at a time.
+        """
+        here = [x for x in given if not on_gpu(x)]
+        if name in INDEXING and not on_gpu(args[0]):
+            raise RuntimeError("indices should be either on cpu or on the same device as the "
+                               "indexed tensor (cpu)")
+        if name in INDEXING:
+            here = [x for x in tensors_in(args[2:]) if not on_gpu(x)]
+        elif name in ("copy_", "_foreach_copy_", "_has_compatible_shallow_copy_type"):
+            here = []
+        single = name in INDEXING or name == "fill_" or name.startswith("_foreach") or (
+            torch.Tag.pointwise in operation.tags)
+        if any(x.ndim > 0 or not single for x in here):
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least "
+                               f"two devices, cuda:0 and cpu! (in {name})")
+
+    def count_waits(self, name: str, args) -> None:
+        """Count where Python waits for the GPU, or for a copy to it."""
+        if name in WAITING:
+            self.gpu.wait("waits")
+        elif name == "copy_" and on_gpu(args[0]) != on_gpu(args[1]):
+            self.gpu.wait("copies" if on_gpu(args[0]) else "waits")
+        elif name in INDEXING:
+            indices = tensors_in(args[1])
+            fills = name != "index" and args[2].numel() == 1 and not on_gpu(args[2])
+            if any(on_gpu(x) and x.dtype == torch.bool for x in indices) and not fills:
+                self.gpu.wait("waits")
+            for _ in (x for x in indices if not on_gpu(x)):
+                self.gpu.wait("copies")
