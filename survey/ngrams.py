@@ -9,7 +9,7 @@ goes to the next entry. After "… sat on the":
 
     entry       followers             trust    takes           and gives
     "on the"    mat 2, hat 1           .6      .6 of 1         mat .40, hat .20
-    "the"       mat 2, hat 1, cat 2    .5      .2 of the .4    mat .08, hat .04, cat .08
+    "the"       mat 4, hat 2, cat 4    .5      .2 of the .4    mat .08, hat .04, cat .08
                                                in all          mat .48, hat .24, cat .08
 
 Trust depends on the source of an entry (the text or the datastore), on how often the entry was seen

@@ -241,6 +241,16 @@ def test_noise_is_fresh_in_every_round():
     assert set(firsts) == set(range(5)) and max(map(firsts.count, range(5))) < 45
 
 
+def test_where_q_has_no_mass_left_children_are_drawn_evenly():
+    """A draft that knows one token of five: the other child is any of the rest, 300 rounds."""
+    log, sure = [], torch.tensor([0.0] + [-torch.inf] * 4)
+    lms = ScriptedLM(lambda tokens: torch.zeros(5)), ScriptedLM(lambda tokens: sure)
+    chunks = decoding(*lms, [0], parents=[-1, 0, 0], sample=Sampler(1.0, seed=2), log=log)
+    firsts = [next(chunks)[0] for _ in range(300)]
+    assert all(r["ranks"] == [token > 0] for r, token in zip(log, firsts))
+    assert chi_square_ok(torch.tensor([firsts.count(x) for x in range(5)]), torch.ones(5) / 5)
+
+
 @pytest.mark.parametrize("missing", [[], [1, 2]])
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 1, 1], [-1, 0, 0, 2, 2, 2], [-1, 0, 1]])
 def test_a_round_is_exact_by_enumeration(monkeypatch, parents, missing):
