@@ -1,34 +1,54 @@
-"""A model drafts for itself through mask tokens behind its text: no second model, no more layers.
+"""A model drafts for itself through mask tokens after its text: no second model, no more layers.
 
-pass_sampling  Monea et al., "PaSS: Parallel Speculative Sampling", arXiv 2311.13581: the model is
-               frozen, L look-ahead tokens are trained; one call drafts, the next one validates
+pass_sampling  Monea et al., "PaSS: Parallel Speculative Sampling", arXiv 2311.13581. The model is
+               frozen, and L look-ahead tokens are trained. One call drafts, the next validates
 space          Yi et al., "Generation Meets Verification: Accelerating Large Language Model
-               Inference with Smart Parallel Auto-Correct Decoding", arXiv 2402.11809: the model
-               itself is tuned to fill in one mask token; every call verifies AND drafts
+               Inference with Smart Parallel Auto-Correct Decoding", arXiv 2402.11809. The model
+               itself is tuned to fill in one mask token. Every call verifies and drafts
 
     python -m survey.masks train --prompts FILE --out my.safetensors            # PaSS's tokens
     python -m survey.masks --tokens my.safetensors --prompt "..."
     python -m survey.masks tune --prompts FILE --out tuned.safetensors          # SPACE's model
     python -m survey.masks --method space --tuning tuned.safetensors --prompt "..."
 
-    PaSS     root [LA] [LA] [LA]  ->  x  ŷ ŷ ŷ     x is the model's own next token, no guess
-             x  ŷ  ŷ  ŷ           ->  accepted ŷ, and one token more: 2 to L + 2 in two calls
-    SPACE    root M M M   ŷ M M M   ŷ M M M   ŷ M M M     each candidate before masks of its own:
-             the group behind the last accepted one holds the next candidates
+PaSS drafts with a chain of look-ahead tokens LA. Each row stands for the token after it:
+
+    draft          sees: context  root  LA1  LA2  LA3
+        root                x      x                     x, the model's own next token: no guess
+        LA1                 x      x     x               ŷ1, a guess
+        LA2                 x      x     x    x          ŷ2
+        LA3                 x      x     x    x    x     ŷ3
+    validate       the chain x ŷ1 ŷ2 ŷ3: accepted guesses, and one token more. So two calls give
+                   2 to L + 2 tokens.
+
+SPACE feeds the candidates of the last call, and k masks M behind the root and behind each of them.
+With two candidates and k = 2:
+
+                            context  root  ŷ1  ŷ2    M M    M M    M M
+        root                   x      x                                     verified: a chain
+        ŷ1                     x      x    x
+        ŷ2                     x      x    x   x
+        M M behind the root    x      x              x x                    the next candidates,
+        M M behind ŷ1          x      x    x                x x             one group for each way
+        M M behind ŷ2          x      x    x   x                   x x      the chain can end
+
+Within a group the second M sees the first. If ŷ1 is accepted and ŷ2 is not, the group behind ŷ1 has
+guesses of the tokens after the next root.
 
 Both are BiTA (../bita.py) with parts left out, and use its training. PaSS has no prompt tokens and
 one group of masks, so it needs a call for drafting. SPACE has one mask token and tunes the model.
 PaSS is lossless. SPACE is lossless for the TUNED model, whose output it equals.
 
 Departures (paper / here / why):
-- one place of an answer is trained on at a time / many places at once, as in BiTA / one pass over
-  an answer teaches more.
-- PaSS and SPACE train on data / on the model's own answers / these are what decoding meets.
-- SPACE tunes all weights / changes of low rank / they are a small file beside the model.
-- a step of SPACE has masks or plain text, by chance / both, and the loss of plain text is the
-  divergence from the untuned model / the tuned model should write what the model wrote.
-- the gradient of SPACE's masks also flows through the text before them / it stops at the text's
-  keys and values / `bita.mask_logits` computes these once for many places, without a gradient.
+- PaSS and SPACE train on given data / on the model's own answers / decoding meets these.
+- PaSS's settings of training, of which we know no code / our own / small models need others.
+- SPACE trains at one random place of an answer / both train at many places, as BiTA does / a pass
+  over an answer teaches more.
+- SPACE tunes all weights / it learns changes of low rank / they are a small file beside the model.
+- a step of SPACE has masks or plain text, by chance / it has both, and the loss of plain text is
+  the divergence from the untuned model / the tuned model should write what the untuned one wrote.
+- the loss of SPACE's masks has a gradient through the text before them / the gradient stops at the
+  keys and values of the text / `bita.mask_logits` computes these once for many places.
 """
 import copy
 import random
@@ -55,10 +75,11 @@ TUNED = f"{MODELS}/space.safetensors"
 def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
                   trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
                   log: list | None = None) -> Iterator[list[int]]:
-    """Draft in a call with look-ahead tokens, validate in the next one (PaSS).
+    """Draft in a call with look-ahead tokens, and validate in the next one (PaSS).
 
-    L:      look-ahead tokens; 0: all that were trained
+    L:      look-ahead tokens. With 0, all that were trained
     tokens: their file, made by `python -m survey.masks train`
+
     Yields chunks of 2 to L + 2 tokens; logs {"drafted", "accepted"} a round.
 
     `trained` is used instead of the file.
@@ -75,14 +96,14 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
     target.start(prompt[:-1])
     root = prompt[-1]
     while True:
-        # Draft: the token after the root is sampled from the model itself. Behind it are guesses.
+        # Draft. The token after the root is sampled from the model itself, so it is final.
         with torch.inference_mode():
             token = embed(torch.tensor([root], device=lookahead.device))
             inputs = torch.cat([token, lookahead])  # [1+L, d]
         probs = sample.probs(target.forward(inputs))  # [1+L, V]
         first, *guesses = sample.draw(probs)
-        target.commit([0])  # the rows of look-ahead tokens are dropped
-        # Validate: all of these tokens, and one more from the residual or behind the last guess
+        target.commit([0])  # the rows of look-ahead tokens are no text, so they are dropped
+        # Validate. One token more comes from the residual, or from the row of the last guess.
         target_probs = sample.probs(target.forward([first, *guesses]))  # [1+L, V]
         accepted, root = verify(target_probs, probs[1:], guesses, sample)
         target.commit(range(1 + accepted))
@@ -93,11 +114,13 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
 
 def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNED,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Verify the last call's candidates and make the next ones in the same call, with the tuned
-    model (SPACE). Each row is sampled once, so that sampling is exact, too.
+    """Verify candidates and make the next ones in the same call, with the tuned model (SPACE).
 
-    k:      masks behind each candidate; 0: as many as pay on this machine
-    tuning: file of the model's changes, made by `python -m survey.masks tune`
+    Each row is sampled once, so that sampling is exact, too.
+
+    k:      masks behind each candidate. With 0, as many as pay on this machine
+    tuning: the file of the model's changes, made by `python -m survey.masks tune`
+
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
     """
     if k < 0:
@@ -108,7 +131,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     if k == 0:
         k = fastest(lm, ("space", tuning), lambda: list_plans(lm, all_right))
     root = prompt[-1]
-    candidates = []
+    candidates = []  # guesses of the tokens after the root
     while True:
         ids = [root, *candidates]
         n = len(ids)
@@ -118,12 +141,12 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
             real = embed(torch.tensor(ids, device=mask.device))
             inputs = torch.cat([real, mask.expand(n * k, -1)])  # [n + n k, d]
         logits = lm.forward(inputs, parents)
-        move_counts(lm, target)
+        move_counts(lm, target)  # the tuned model's calls are the target's in all figures
         path, chunk = walk(ids, chain, sample(logits[:n]))
         lm.commit(path)
         root = chunk[-1]
         groups = logits[n:].view(n, k, logits.shape[1])
-        candidates = greedy(groups[path[-1]])  # of the masks behind the last accepted one
+        candidates = greedy(groups[path[-1]])  # the masks behind the last accepted one
         if log is not None:
             log.append({"drafted": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
         yield chunk
@@ -132,9 +155,11 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
 def list_plans(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
     """Yield what `fastest` chooses from: (k, expected tokens, seconds of a call) of SPACE.
 
+    A call has k + 1 tokens with k masks behind each, which are (1 + k)² rows.
+
     all_right  how often the first 1, 2, … guesses are all right
     """
-    measured = WIDTHS[-1]  # the clock measures no wider call, and no k beyond it is chosen here
+    measured = WIDTHS[-1]  # the clock measures no wider call, so no larger k is tried
     choices = [k for k in range(1, 1 + len(all_right)) if (1 + k) ** 2 <= measured]
     costs = row_costs(lm, (1 + choices[-1]) ** 2)
     for k in choices:
@@ -151,12 +176,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     This is BiTA's tuning without prompt tokens. A stopped run goes on.
 
     out:     the safetensors file to make
-    work:    folder of answers and checkpoints (default: OUT.work)
-    L:       look-ahead tokens
-    max_new_tokens: of an answer
-    batch:   answers a step
-    anchors: places of an answer behind which they stand, at most
-    lr:      where the cosine begins
+    work:    the folder of answers and checkpoints, by default OUT.work
+    L:       how many look-ahead tokens to train
+    max_new_tokens: the most tokens of an answer
+    batch:   answers of a step
+    anchors: the most places of an answer behind which look-ahead tokens stand
+    lr:      the learning rate at which the cosine begins
     """
     bita.train(model, tokenizer, prompts, out=out, work=work, design="none", M=L,
                max_new_tokens=max_new_tokens, steps=steps, batch=batch, anchors=anchors, lr=lr,
@@ -169,8 +194,9 @@ def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64)
 
     masks    [k, d]
     data     pairs of a prompt and an answer
-    anchors  places of an answer behind which masks stand, at most. A place counts if the answer
-             goes on for k + 1 tokens.
+    anchors  the most places of an answer behind which masks stand. A place counts if the answer
+             goes on for k + 1 tokens
+    returns  k shares of places
     """
     rng = random.Random(0)
     hits, total = 0, 0
@@ -191,13 +217,13 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     This is the paper's semi-autoregressive fine-tuning, SAR-SFT. A stopped run goes on.
 
     out:     the safetensors file to make
-    work:    folder of answers and checkpoints (default: OUT.work)
+    work:    the folder of answers and checkpoints, by default OUT.work
     k:       masks behind a token
-    rank:    rank of each matrix's change
-    max_new_tokens: of an answer
-    batch:   answers a step
-    anchors: tokens of an answer that have masks behind them, at most
-    lr:      the highest rate, after a warm-up
+    rank:    the rank of each matrix's change
+    max_new_tokens: the most tokens of an answer
+    batch:   answers of a step
+    anchors: the most tokens of an answer that have masks behind them
+    lr:      the highest learning rate, after a warm-up
     """
     from models.training import (Training, collect_examples, count_tokens, digest, divergence,
                                  require_training_options, sample_alike, score_answers, warm_linear)
@@ -210,7 +236,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         torch.manual_seed(seed)
         part = add_low_rank(tuned, rank)
     table = model.get_input_embeddings().weight
-    # In bfloat16 a step of AdamW would round to nothing.
+    # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
     part["mask"] = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
     print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
@@ -218,6 +244,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
         masked = mask_logits(tuned, part["mask"].expand(k, -1), [], ids, at)
+        # Plain text: the tuned model should say what the untuned one, its teacher, says.
         with torch.no_grad():
             teacher, _ = score_answers(model, pairs)
         student, _ = score_answers(tuned, pairs)
@@ -242,7 +269,7 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
     """Read a file that `tune` made for this model.
 
     returns  the tuned model, the mask token [1, d], and how often the first 1, 2, … guesses are all
-             right
+             right. InputError if the file is damaged, or for another model
     """
     header, tensors = load_part(path, "a SPACE tuning", target.model)
     tuned = copy.deepcopy(target.model)

@@ -26,9 +26,11 @@ MODELS = Path(__file__).resolve().parent.parent / "models"
 # ------------------------------------------------------------------- which model a file is for
 
 def some_embeddings(model) -> torch.Tensor:
-    """Take a model's fingerprint, [64, 64] or fewer of its embeddings in float32, less their mean.
+    """Take a model's fingerprint: some of its embeddings, less their mean.
 
     The mean is taken off because the embeddings of two models can be alike in their mean alone.
+
+    returns  [64, 64] or fewer numbers, float32
     """
     some = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
     return some - some.mean(0)
@@ -38,6 +40,7 @@ def belongs(fingerprint: torch.Tensor, model) -> bool:
     """Tell whether a fingerprint is of this model, or of one that was tuned or quantised from it.
 
     fingerprint  the first rows and columns of `some_embeddings` of the model that a file is for
+    model        the model that the file is to be used with
     """
     here = some_embeddings(model)[:fingerprint.shape[0], :fingerprint.shape[1]]
     if fingerprint.shape != here.shape:
@@ -51,7 +54,9 @@ def belongs(fingerprint: torch.Tensor, model) -> bool:
 def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **header) -> None:
     """Write trained tensors for a model to a safetensors file, floating-point ones in bfloat16.
 
+    path     the file to make, in a folder that may be new
     kind     what the part is, in words that an error message can use
+    model    the model that the part is for
     tensors  the tensors, by name
     header   other facts about the part, which JSON can hold
     """
@@ -64,10 +69,13 @@ def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **
 
 
 def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Read a file that `save_part` made; InputError if it is damaged or for another model.
+    """Read a file that `save_part` made.
 
+    path     the file
     kind     what the part must be
-    returns  the header without its kind, and the tensors by name
+    model    the model that the part must be for
+    returns  the header without its kind, and the tensors by name. InputError if the file is
+             damaged, of another kind, or for another model
     """
     try:
         with safe_open(path, "pt") as file:
@@ -143,10 +151,12 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
 # ----------------------------------------------------------- what parts ask of a model and its kin
 
 def draft_for(model, tokenizer, path: str):
-    """Load a draft with the type and the device of a model; InputError for another tokenizer.
+    """Load a draft with the type and the device of a model.
 
-    tokenizer  the model's, whose vocabulary the draft must share
+    model      the model that the draft is for
+    tokenizer  the model's tokenizer, whose vocabulary the draft must share
     path       a directory or hub id
+    returns    the draft's model. InputError if its tokenizer has another vocabulary
     """
     draft, its_tokenizer = load(path, str(model.device), model.dtype)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -156,20 +166,23 @@ def draft_for(model, tokenizer, path: str):
 
 @torch.inference_mode()
 def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Find out how a model turns the output x of its LM head into logits, and return that function.
+    """Find out how a model turns the output x of its LM head into logits.
 
     logits = cap · tanh(c x / cap)
 
-    Most models have c = 1 and no cap. Granite and Cohere scale by c, and Gemma 2 has a cap. One
-    pass over four tokens shows c, by least squares; InputError if the formula does not fit.
+    Most models have c = 1 and no cap. Granite and Cohere scale by c, and Gemma 2 has a cap. A cap
+    stands in the config. One pass over four tokens shows c: it is the slope of logits over x, once
+    the cap is undone.
+
+    returns  a function from x to logits. InputError if the formula does not fit the model
     """
     lm = CachedLM(model)
     lm.start([])
     logits = lm.forward(range(4)).float()
     x = model.get_output_embeddings()(lm.features).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 1e9
-    before = cap * (logits / cap).clamp(-0.999, 0.999).atanh()  # c x
-    c = ((before * x).sum() / x.square().sum()).item()
+    before = cap * (logits / cap).clamp(-0.999, 0.999).atanh()  # logits before the cap: c x
+    c = ((before * x).sum() / x.square().sum()).item()  # by least squares
 
     def to_logits(x: torch.Tensor) -> torch.Tensor:
         return cap * (c * x / cap).tanh() if cap < 1e9 else c * x
@@ -183,7 +196,9 @@ def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:
 
     FR-Spec, Zhao et al., arXiv 2502.14856.
 
-    vocab  the tokens that the new head's rows stand for, in this order
+    head     the LM head
+    vocab    the tokens that the new head's rows stand for, in this order
+    returns  the new head, which is not trained
     """
     few = torch.nn.Linear(head.weight.shape[1], len(vocab), head.bias is not None)
     rows = {name: x[vocab] for name, x in head.state_dict().items()}

@@ -214,6 +214,25 @@ def test_heads_of_models_that_scale_or_cap_their_logits(name, config, monkeypatc
     assert part.predict() == pytest.approx(guesses_of(logits), rel=0.01)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_reads_all_pairs_that_wait(kind):
+    """Asked after every token, after some, or told most in a prompt: the same chances."""
+    model, text, found = tiny("llama"), [3, 14, 15, 9, 2, 6, 5, 35, 8], []
+    target = prepared(model)
+    target.start(text)
+    for ends in (range(1, 9), [1, 3, 4, 8], [7, 8]):
+        part, first = Trained(target, kind, "part"), 0
+        part.start(Pairs([], target.features[:0], []))
+        for end in ends:
+            part.add(Pairs(text[first:end], target.features[first:end], text[first + 1:end + 1]))
+            first = end
+            if end != 3:
+                chances = part.predict()
+        found.append(chances)
+    for chances in found[1:]:
+        assert found[0] == pytest.approx(chances, rel=1e-4)
+
+
 @pytest.mark.parametrize("kind, reads", [(kind, "shifted") for kind in KINDS]
                          + [("eagle", "unshifted")])
 def test_a_part_knows_the_text_in_a_run(kind, reads, monkeypatch):
