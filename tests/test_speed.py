@@ -17,6 +17,8 @@ from fake_models import counting
 from families import tiny
 from helpers import prefill
 from ouroboros import PhrasePool, ouroboros
+from speculative import verify
+from survey.several_drafts import k_seq, multi_step
 from test_common import buffers_of
 
 
@@ -120,3 +122,15 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
         assert all(x.requires_grad for pair in masks[1] for x in pair)
     per_layer = 2 * 2 * 8 + 2 * 6  # keys and values of 2 heads of 8; a mask for 2 x 2 groups of 3
     assert 0 < kept[1] - kept[0] <= 100 * 2 * per_layer * 4
+
+
+def test_acceptance_waits_for_the_device_as_seldom_as_it_can(waits):
+    """Plain speculation waits for the number of accepted guesses and for the token; a rule of
+    several drafts waits for the chances of all draws together."""
+    p, q = (torch.rand(9, 9).softmax(-1) for _ in "pq")
+    verify(p[:6], q[:5], [1, 2, 3, 4, 5], Sampler(seed=1))
+    assert len(waits) == 2
+    for rule in multi_step, k_seq:
+        waits.clear()
+        rule(p[0], q[:1].expand(8, -1), [*range(8)])
+        assert len(waits) <= 1
