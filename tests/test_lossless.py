@@ -130,7 +130,7 @@ METHODS = {
         lossy.specdec, dict(gamma=4, beta=1), [near(model, 0.02)]),
     "ouroboros": lambda model: Line(
         ouroboros.ouroboros, dict(gamma=4, W=3, pool=pool_of(own_texts(model))),
-        [near(model, 0.02)]),  # its draft draws too often to enumerate: see test_ouroboros.py
+        [near(model, 0.02)], dict(gamma=1, K=2, phrases=False), vocab=2),
     "bita": lambda model: Line(
         bita.bita, dict(tree="efficient", k=3, tuning=tuning_of(model, "deep", 3)),
         few=dict(k=1)),

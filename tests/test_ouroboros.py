@@ -1,4 +1,5 @@
-"""Ouroboros: the target's own output whatever the phrases are, and each of the four mechanisms."""
+"""Ouroboros: each of its four mechanisms, by hand. That whole texts have the target's law is in
+test_lossless.py."""
 import inspect
 import itertools
 import random
@@ -9,80 +10,20 @@ import torch
 
 import jacobi
 import ouroboros as module
-from common import CachedLM, Sampler, autoregressive
-from fake_models import Recorder, ScriptedLM, counting, markov
-from helpers import main, tokens_of
-from laws import chi_square_ok, law
+from common import Sampler
+from fake_models import Recorder, counting
 from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 
-APPLES = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
-MORE_APPLES = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
-SQUARES = ("def sum_even_squares(nums):\n"
-           '    """Return the sum of the squares of the even numbers in nums."""')
-NAMES = ("phrases", "lengthen", "verification", "history")
 OFF = dict(phrases=False, lengthen=False, verification=False)
 
 
 def pool_of(*phrases: tuple[int, ...], **limits: int) -> PhrasePool:
-    """A pool with these phrases, the newest last."""
+    """Make a pool of these phrases, the newest last."""
     pool = PhrasePool(**limits)
     for phrase in phrases:
         pool.add(phrase)
     return pool
 
-
-# ------------------------------------------------------------------------------------- sampling
-
-def test_sampled_text_has_the_targets_law():
-    """4,000 seeded runs with suffixes, from one pool: chi-square test of the first four tokens
-    (256 cells) at a false-failure probability of 1e-6; every mechanism is at work."""
-    models = [ScriptedLM(markov(seed)) for seed in (1, 2)]
-    sample, pool, log = Sampler(0.9, seed=4), PhrasePool(), []
-    counts = torch.zeros(4, 4, 4, 4)
-    for _ in range(4000):
-        chunks = ouroboros(*models, [0, 1], gamma=1, beta=3, W=2, pool=pool, sample=sample, log=log)
-        counts[tuple(tokens_of(chunks, 4))] += 1
-    expected = law(markov(1), sample, [0, 1], 4, 4)
-    assert chi_square_ok(counts.flatten(), expected.flatten())
-    assert sum(max(0, r["accepted"] - r["drafted"]) for r in log) > 1000
-    assert any(r["phrases"] for r in log)
-
-
-# --------------------------------------------------------------------- the target's own output
-
-def test_eos_and_limits_inside_drafts_and_suffixes(embedded):
-    """The same prompt three times with each draft: chunks that begin at many places, cut at every
-    length and at every token. The target as its own draft is accepted up to the suffixes."""
-    model, draft, tokenizer = embedded
-    prompt = tokenizer(APPLES)["input_ids"]
-    target, pool, log = CachedLM(model), PhrasePool(), []
-    expected = tokens_of(autoregressive(target, prompt), 50)
-    for helper in (CachedLM(draft), CachedLM(model)) * 3:
-        chunks, source = [], ouroboros(target, helper, prompt, pool=pool, log=log)
-        while sum(map(len, chunks)) < 50:
-            chunks.append(next(source))
-        for limit in range(1, 51):
-            assert tokens_of(iter(chunks), limit) == expected[:limit]
-        for eos in set(expected):
-            assert tokens_of(iter(chunks), 50, {eos}) == expected[:expected.index(eos) + 1]
-    assert any(r["accepted"] > r["drafted"] for r in log)  # suffixes were accepted in all this
-
-
-def test_phrases_save_draft_calls(embedded):
-    """On text with repeated phrases, once they are in the pool; token by token each takes one."""
-    model, draft, tokenizer = embedded
-    prompt = tokenizer(SQUARES)["input_ids"]
-    for phrases in (True, False):
-        log, pool = [], PhrasePool()
-        for _ in range(3):
-            chunks = ouroboros(CachedLM(model), CachedLM(draft), prompt, pool=pool,
-                               phrases=phrases, log=log)
-            tokens_of(chunks, 60, {tokenizer.eos_token_id})
-        calls = sum(r["calls"] for r in log) / sum(r["drafted"] for r in log)
-        assert calls < 0.75 if phrases else calls == 1
-
-
-# -------------------------------------------------------------------------------- the mechanisms
 
 def first(chunks, n: int) -> list[list[int]]:
     return list(itertools.islice(chunks, n))
@@ -178,6 +119,12 @@ def test_the_draft_decodes_by_lookahead():
     assert all((r["drafted"], r["calls"]) == (5, 1) for r in log[-10:])
 
 
+def test_the_window_is_that_of_lookahead_decoding():
+    """Word for word: who compares the two files has nothing to compare."""
+    for name in ("add_window", "move_window"):
+        assert inspect.getsource(getattr(module, name)) == inspect.getsource(getattr(jacobi, name))
+
+
 def test_the_drafts_trees_by_hand(monkeypatch):
     """The window of the survey's figure, W = 5 and N = 4: the colours as hundreds, the position as
     units: blue 0, orange 1, green 2, red 3, grey 4. After blue p comes blue p + 1, after orange p
@@ -220,21 +167,6 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     assert draft.tokens[-2:] == [6, 7]
 
 
-def test_the_widest_trees():
-    """W = 1, phrases of 7, 12 guesses and 9 suffixes that share no node, 6 of a suffix accepted: 8
-    tokens are unseen, and the window is at its widest of 12 nodes in the third and fourth call."""
-    def wide_pool():
-        wrong = ((x, *([15 + i] * 6)) for x in range(15) for i in range(11))
-        right = ((x, *((x + i) % 15 for i in range(1, 7))) for x in range(15))
-        return pool_of(*wrong, *right)
-    target, draft, log = counting(30, {14: 0}), counting(30, {14: 0}), []
-    options = dict(gamma=1, beta=7, W=1, K=9, G=12, verification=False, pool=wide_pool())
-    first(ouroboros(target, draft, [2, 3], log=log, **options), 12)
-    assert all((r["drafted"], r["accepted"], r["calls"]) == (7, 13, 1) for r in log[:4])
-    assert max(len(ids) for ids, _ in target.trees) == 1 + 7 + 9 * 6
-    assert max(len(ids) for ids, _ in draft.trees) == 8 + 12 * 6 + 11
-
-
 def test_the_pool_is_bounded_and_keeps_the_newest():
     pool = pool_of((1, 2), (1, 3), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), most=2, size=4)
     assert list(pool.phrases) == [(1, 4), (2, 1), (3, 1), (4, 1)]
@@ -265,31 +197,6 @@ def test_more_phrases_than_the_pool_keeps_raise_its_limit(name):
     options["pool"].most = 50
     next(ouroboros(*models, [2, 3], **options))
     assert options["pool"].most == 50
-
-
-def test_the_window_is_that_of_lookahead_decoding():
-    """Word for word: who compares the two files has nothing to compare."""
-    for name in ("add_window", "move_window"):
-        assert inspect.getsource(getattr(module, name)) == inspect.getsource(getattr(jacobi, name))
-
-
-def test_command_line(capfd):
-    """--no-history prints no count of phrases, for no pool is kept."""
-    def run(*argv):
-        ranges = {"gamma": (2, 3, 4, 6, 8, 10, 12, 14), "W": (1, 2, 4, 8, 12, 16, 20),
-                  "beta": (3, 4, 5, 6, 7)}
-        status = main([ouroboros], module.report, ["--device", "cpu", "--prompt", APPLES, *argv],
-                      shared={"pool": PhrasePool}, ranges=ranges)
-        return status, *capfd.readouterr()
-    status, out, err = run("--prompt", MORE_APPLES, "--compare")
-    assert status == 0 and "output equals autoregressive output" in err and out.count("####") == 2
-    assert " of them from suffixes; " in err and " phrases kept\npredicted, a draft call" in err
-    status, out, err = run(*(f"--no-{name}" for name in NAMES), "--compare")
-    assert status == 0 and "output equals autoregressive output" in err
-    assert " of them from suffixes\npredicted, a draft call" in err and "kept" not in err
-    status, out, err = run("--tune", "--max-new-tokens", "3")
-    assert status == 0 and out.count(" tokens/s\n") == 20 and "fastest: --gamma" in out
-    assert run("--beta", "1")[0] == 2
 
 
 def test_the_draft_is_fed_what_it_has_not_seen_and_no_more():
