@@ -7,33 +7,34 @@ lookahead   Fu et al., "Break the Sequential Dependency of LLM Inference Using L
             arXiv 2402.02057
 
     Jacobi:     y_i <- argmax p(. | y_<i, x) for all i of a block at once, until nothing changes
-    lookahead:  W columns run such an iteration ahead of the text; the n-grams that they pass
+    lookahead:  W columns run such an iteration ahead of the text, and the n-grams that they pass
                 through become guesses
 
 Both are lossless. A guess becomes final only where it equals the token that the target chooses
 there, by the argmax or by one sample a node.
 
-The lookahead window with W = 3 columns and N = 4, so N - 1 = 3 levels. A letter is a level, a
-number is the position after the root that the token guesses:
+The lookahead window with W = 3 columns and N = 4, so N - 1 = 3 levels. A letter is a level, and
+a number is the position after the root that the token guesses:
 
     column       0      1      2            the same window as a token tree
     level 0    root    a1     a2
-    level 1     b1     b2     b3            root ─┬─ a1 ─┬─ a2 ─── b3 ─── c4   then d5
-    level 2     c2     c3     c4                  │      └─ b2 ─── c3          then d4
-    new         d3     d4     d5                  └─ b1 ─── c2                 then d3
+    level 1     b1     b2     b3            root ─┬─ a1 ─┬─ a2 ─── b3 ─── c4 ─> d5
+    level 2     c2     c3     c4                  │      └─ b2 ─── c3 ─> d4
+    new         d3     d4     d5                  └─ b1 ─── c2 ─> d3
 
-One call gives the new level d: the argmax after every token of level 2. Each column, read
+One call gives the new level d, the argmax (─>) after every token of level 2. Each column, read
 downwards, is now an n-gram: (root, b1, c2, d3), (a1, b2, c3, d4), (a2, b3, c4, d5). Then level 0
-is dropped, and the next root takes the place of b1.
-
+is dropped, and the next root takes the place of b1. 
 Departures (paper / here / why):
-    first root: CLLM's Alg. 3 computes it from the prompt / the prompt's last token / a call less
-    block's end: CLLM's Alg. 3 as printed never ends, its i* is at most len - 1 / the block's last
-        token is the next block's root / no call is needed for it
+    first root: CLLM's Alg. 3 computes it from the prompt / it is the prompt's last token / that
+        saves a call
+    block's end: CLLM's Alg. 3 as printed never ends, as its i* is at most len - 1 / the block's
+        last token is the next block's root / that token needs no call of its own
     sampling: Santilli and CLLM are greedy / at a temperature too / one sample a node is exact
-    n-grams of the text: Fu's pool has those of the window, the released code may add the prompt's /
-        those of the growing text enter too / answers copy. With W = 0 the pool has no others, and
-        the method is prompt lookup with several candidates in one call
+    n-grams of the text: Fu's pool has those of the window, and the released code may add the
+        prompt's / those of the growing text enter too / answers copy. With W = 0 the pool has no
+        others, and the method is prompt lookup with several candidates in one call
+
 Left out: several GPUs.
 """
 import random
@@ -51,6 +52,7 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
     until none changes. CLLM, Alg. 3 and Eq. 3.
 
     n: tokens of a block, its root included, 2 or more
+
     Yields chunks of 1 to n tokens; logs {"states", "final"} a block, extended by every call.
     states[j] is y(j) of the Jacobi trajectory, a list of n tokens whose first is the root. final[j]
     is how many leading tokens of states[j] are final. It is n + 1 if the token after the block, the
@@ -64,7 +66,7 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
     while True:
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
-        final = 1  # so many leading tokens of y are final
+        final = 1  # how many leading tokens of y are final
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
@@ -83,8 +85,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become argmaxes, also with sampling, where a call
-            # draws every token anew: the argmax is the likeliest to be drawn
+            # Lines 10 and 14: the other guesses become argmaxes, also with sampling. The next call
+            # draws every token anew, and the argmax is the likeliest to be drawn
             y = (y[:final] + chunk + guesses[agreed + 1:])[:n]
             final += agreed + 1  # line 11
             trajectory["states"].append(y)  # line 12
@@ -96,11 +98,13 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
 # --------------------------------------------------------------------------------- lookahead
 
 def remember(pool: dict[int, dict[tuple, None]], ngram: tuple[int, ...], G: int) -> None:
-    """Put an n-gram into the pool as its newest one, and drop the oldest one of the same first
-    token if there are more than G of them.
+    """Put an n-gram into the pool, and drop the oldest one of the same first token if there are
+    more than G of them.
 
-    pool   for each first token the other N - 1 tokens of its n-grams; the keys of a dictionary
-           serve as a set with an order, the oldest first
+    pool    for each first token the other N - 1 tokens of its n-grams, the oldest first. The keys
+            of a dictionary serve as a set with an order
+    ngram   N tokens
+    G       how many n-grams of one first token are kept
     """
     rests = pool.setdefault(ngram[0], {})
     rests.pop(ngram[1:], None)  # an n-gram that is known already becomes the newest again
@@ -111,14 +115,14 @@ def remember(pool: dict[int, dict[tuple, None]], ngram: tuple[int, ...], G: int)
 
 
 def list_ngrams(text: list[int], N: int, first: int = 0) -> list[tuple[int, ...]]:
-    """List the n-grams of a text that begin at token number `first` or later."""
+    """Return the n-grams of a text that begin at token number `first` or later."""
     return [tuple(text[i:i + N]) for i in range(max(first, 0), len(text) - N + 1)]
 
 
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 
-    levels        the tokens of each level, the top level first; none while the window is off
+    levels        the tokens of each level, the top level first. An empty list adds nothing
     ids, parents  the tree's tokens and parents, changed in place
     returns       the nodes of the last level, whose argmaxes are the window's new level
 
@@ -150,7 +154,7 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
     levels   the tokens of each level in this call
     root     the root of this call, which stood for the first token of the first level
     new      the argmaxes after the last level's tokens
-    N        tokens of an n-gram; the grown window has N - 1 levels
+    N        tokens of an n-gram. The grown window has N - 1 levels
     returns  the levels of the next call, and the n-grams that this call completed
     """
     if len(levels) < N - 1:  # still growing: one level more, one column less
@@ -180,20 +184,22 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     """Run W columns of Jacobi iteration and verify up to G n-grams of their past, all in one call.
     Fu et al., Sections 3.1 to 3.3.
 
-    W: columns of the lookahead branch; 0 switches it off
-    N: tokens of an n-gram, 2 or more: the window has N - 1 levels, a guess N - 1 tokens
+    W: columns of the lookahead branch, or 0 for none
+    N: tokens of an n-gram, 2 or more. The window has N - 1 levels, and a guess N - 1 tokens
     G: n-grams verified a call, at most, and kept for each first token
     prompt_ngrams: the n-grams of the prompt and of the text as it grows enter the pool too
-    Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows", "ngrams"} a call: tokens
-    verified, those of them that became final, rows of the call, n-grams that it found.
+
+    Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows", "ngrams"} a call. These are
+    the tokens verified, those of them that became final, the rows of the call, and the n-grams that
+    it found.
     """
     check_lookahead(W, N, G, prompt_ngrams)
     target.start(prompt[:-1])
     root = prompt[-1]
     text = list(prompt)
     pool = {}
-    # levels[l][i] guesses the token at position i + l after the root. That is exact only while no
-    # guess is accepted, for the window moves by one position whatever the number of accepted tokens
+    # levels[l][i] guesses the token at position i + l after the root. After a call that accepts
+    # guesses that is only roughly so, for the window always moves by one position
     levels = []
     if W > 0:
         # The window starts as one level of random tokens, wide enough to lose a column N - 2 times
@@ -216,7 +222,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
             levels, found = move_window(levels, root, greedy(logits[last_level]), N)
         root = chunk[-1]
         text += chunk
-        if prompt_ngrams:  # those that end in the chunk
+        if prompt_ngrams:  # the n-grams of the text that end in the chunk
             found += list_ngrams(text, N, len(text) - len(chunk) - N + 1)
         for ngram in found:
             remember(pool, ngram, G)

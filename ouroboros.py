@@ -9,38 +9,43 @@ arXiv 2402.13720
 A phrase is β tokens, and its first token is its key. A round with γ = 3 and β = 3, where the pool
 holds the phrases "sat on the", "mat and then" and "mat by me", and the text ends in "sat":
 
-    draft (3.1)      sat ── on ── the                   one draft call on the root and a phrase: "on
-                                                        the" is right, and "mat" comes after it
-    lengthen (3.2)   sat ── on ── the ── mat ─┬─ and ── then    one target call on the draft, which
-                                              └─ by ─── me      is "on the mat", and two suffixes
-    verify           the target chooses on, the, mat, and, slept: they are the chunk
-    learn (3.3)      "mat and slept" takes the place of "mat and then" in the pool, and "mat and"
-                     with what the target chose after "by" that of "mat by me"
+    draft (3.1)      sat ── on ── the                           one call of the draft on the root
+                                                                and a phrase. It would say "on",
+                                                                "the" and "mat" too: d is on the mat
+    lengthen (3.2)   sat ── on ── the ── mat ─┬─ and ── then    one call of the target on the root,
+                                              └─ by ─── me      on d and on two suffixes
+    verify           on     the   mat    and     slept          what the target chooses after each
+                                                                node of the upper path: the chunk
+    learn (3.3)      mat and then ─> mat and slept              the target's choices replace the
+                     mat by me    ─> mat and …                  suffixes' tokens in the pool
 
 Four mechanisms, each with a switch (Table 4 is their ablation):
-    phrases       Section 3.1: the draft model decodes by lookahead, with phrases as guesses
+    phrases       Section 3.1: the draft decodes by lookahead, with phrases as guesses
     lengthen      Section 3.2: phrases that begin with the last draft token are verified below it
     verification  Section 3.3: discarded draft tokens and corrected suffixes become phrases
     history       Section 3.4: phrases outlive the prompt that they come from
-Without any of them this is speculative decoding with a greedy draft. Lossless: drafts are only
-guesses, and a guess becomes final only where it equals the token that the target chooses there, by
-the argmax or by one sample a node.
+Without any of them this is speculative decoding with a greedy draft. Lossless: a guess becomes
+final only where it equals the token that the target chooses there, by the argmax or by one sample a
+node.
 
-Where the paper's text and the released code differ, two rules here are the released code's:
-    phrases of a discarded draft: the paper keeps segments that match the target's choices / a
-        phrase begins at every discarded token, also at the rejected one, and ends with the target's
-        choice (add_extra_ngram)
-    corrected suffixes: the paper corrects the unused ones after a full acceptance / all that were
-        tried are corrected, also after a rejection (update_in_place)
 Departures (paper / here / why):
-    length of a draft: the released code cuts it to γ / the last phrase is kept whole / it is free
-    window after a rejection: not said / the draft's window runs on, with positions that are
-        approximate / its tokens are only guesses
-    which phrases: not said / the newest K and G / recent text is the likeliest to come again
-    size of the pool: not said / 16 phrases a key, more where K or G is more, and 100,000 in all
-    sampling: the paper's drafts and phrases are greedy too / phrases are made of the target's
-        argmax, which is the likeliest to be drawn
+    phrases of a discarded draft: segments that match the target's choices / one from every
+        discarded token on, the rejected one too, ending in a choice of the target / this is the
+        rule of the released code (github.com/thunlp/Ouroboros, add_extra_ngram)
+    corrected suffixes: the unused ones, after a full acceptance / all that were tried, after a
+        rejection too / this is the rule of the released code (update_in_place)
+    length of a draft: the released code cuts it to γ / the last phrase is kept whole / its tokens
+        are guessed already, and may be right
+    window after a rejection: not said / the draft's window moves on as if nothing had happened /
+        its tokens are only guesses, and the released code does the same (continue_ctx)
+    which phrases: not said / the newest K as suffixes, as in the released code, and the newest G in
+        a draft call / recent text is the likeliest to come again
+    size of the pool: not said / 16 phrases a key, more where K or G is more, and 100,000 in all /
+        memory stays bounded
+    sampling: drafts are greedy / so are phrases, made of the target's argmaxes / the argmax is the
+        likeliest to be drawn
     W and β: W 15 to 20, β 5 to 7 / 2 and 3 / they suit a CPU, where every row of a call costs
+
 Left out: batches.
 """
 import itertools
@@ -54,19 +59,21 @@ from common import CachedLM, InputError, Sampler, greedy, trie, walk
 # -------------------------------------------------------------------------- the pool of phrases
 
 class PhrasePool:
-    """Keeps phrases, which are tuples of tokens, by their first token.
+    """Keeps phrases, which are tuples of tokens, and finds them by their first token.
 
-    most     phrases of one first token that are kept; beyond that the oldest of them is dropped
-    size     phrases that are kept in all; beyond that the oldest is dropped
-    phrases  all phrases, the oldest first; the keys of a dictionary serve as a set with an order
+    most     how many phrases with the same first token are kept
+    size     how many phrases are kept in all. Beyond `most` or `size` the oldest is dropped
+    phrases  all phrases, the oldest first
     rests    for each first token the other tokens of its phrases, the oldest first
+
+    The keys of a dictionary serve as a set with an order.
     """
 
     def __init__(self, most: int = 16, size: int = 100_000):
         self.most = most
         self.size = size
         self.phrases = {}  # {phrase: None}
-        self.rests = {}  # {first token: {the rest of a phrase: None}}
+        self.rests = {}  # {first token: {rest of a phrase: None}}
 
     def add(self, phrase: tuple[int, ...]) -> None:
         """Add a phrase as the newest one, also if it is known already."""
@@ -89,7 +96,7 @@ class PhrasePool:
             del self.rests[phrase[0]][phrase[1:]]
 
     def newest(self, token: int, n: int) -> list[tuple[int, ...]]:
-        """List what follows `token` in the n newest phrases that begin with it, newest first."""
+        """Return what follows `token` in the n newest phrases that begin with it, newest first."""
         rests = reversed(self.rests.get(token, {}))
         return list(itertools.islice(rests, n))
 
@@ -99,7 +106,7 @@ class PhrasePool:
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 
-    levels        the tokens of each level, the top level first; none while the window is off
+    levels        the tokens of each level, the top level first. An empty list adds nothing
     ids, parents  the tree's tokens and parents, changed in place
     returns       the nodes of the last level, whose argmaxes are the window's new level
 
@@ -131,7 +138,7 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
     levels   the tokens of each level in this call
     root     the root of this call, which stood for the first token of the first level
     new      the argmaxes after the last level's tokens
-    N        tokens of an n-gram; the grown window has N - 1 levels
+    N        tokens of an n-gram. The grown window has N - 1 levels
     returns  the levels of the next call, and the n-grams that this call completed
     """
     if len(levels) < N - 1:  # still growing: one level more, one column less
@@ -143,16 +150,16 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
 
 
 class Drafter:
-    """Decodes greedily with the draft model, several tokens a call: lookahead decoding (Fu et al.,
-    arXiv 2402.02057) with the pool's phrases as guesses.
+    """Decodes greedily with the draft, several tokens a call. This is lookahead decoding (Fu et
+    al., arXiv 2402.02057) with the pool's phrases as guesses; jacobi.py has a picture of its window.
 
-    draft   the draft model
-    prompt  the window starts with random tokens of it
-    pool    the phrases that are tried, and where the window's phrases go
-    W       columns of the window; 0 switches phrases off, so that a call drafts one token
-    beta    tokens of a phrase (β); it is the N of lookahead decoding
-    G       phrases tried in one call, at most
-    seed    of the window's first tokens
+    draft   the model that drafts
+    prompt  the text whose tokens the window starts with, at random
+    pool    holds the phrases that are tried. The window's phrases enter it
+    W       columns of the window. 0 switches phrases off, and a call drafts one token
+    beta    tokens of a phrase (β), which is the N of lookahead decoding
+    G       how many phrases are tried in one call, at most
+    seed    chooses the window's first tokens
     """
 
     def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, W: int, beta: int,
@@ -161,27 +168,27 @@ class Drafter:
         self.pool = pool
         self.beta = beta
         self.G = G
-        # levels[l][i] guesses the token at position i + l after the root. That is exact only while
-        # every call drafts one token and none is rejected, for the window moves by one position
+        # levels[l][i] guesses the token at position i + l after the root. After a call that drafts
+        # several tokens that is only roughly so, for the window always moves by one position
         self.levels = []
         if W > 0:
-            # One level of random tokens, wide enough to lose a column β - 2 times
+            # The window starts as one level of random tokens, wide enough to lose a column β - 2
+            # times
             first = random.Random(seed).choices(prompt, k=W + beta - 3)
             self.levels = [[prompt[-1], *first]]
 
     def step(self, unseen: list[int]) -> list[int]:
-        """Draft the next tokens in one call of the draft model.
+        """Draft the next tokens in one call.
 
-        unseen   the tokens at the end of the text and draft that the draft model has not cached,
-                 the root last
-        returns  the tokens that follow, 1 or more; all of them but the last are now cached
+        unseen   the last tokens of text and draft, which are not cached yet, the root last
+        returns  the tokens that follow, 1 or more. All of them but the last are now cached
         """
         root = unseen[-1]
         guesses = []
         if self.levels:
             guesses = [rest[:self.beta - 1] for rest in self.pool.newest(root, self.G)]
         ids, parents, _ = trie(root, guesses)
-        size = len(ids)  # nodes of the root and of the guesses; the window's come after them
+        size = len(ids)  # nodes of the root and of the guesses. The window's come after them
         last_level = add_window(self.levels, ids, parents)
         # What is unseen before the root is a chain of `base` nodes, and the tree hangs below it
         base = len(unseen) - 1
@@ -206,14 +213,17 @@ def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int,
     rule.
 
     d        the draft
-    v        the target's choices: v[i] after d[:i], so that d[i] is right if it equals v[i]
-    A        accepted tokens of the draft
+    v        v[i] is the target's choice after d[:i], so that d[i] is right if it equals v[i]
+    A        how many tokens of the draft were accepted
     beta     tokens of a phrase
-    returns  a phrase for each discarded token that begins one of β tokens: first that token, then
-             the target's choices, up to the first choice that the draft does not agree with
+    returns  the phrases
 
-    For example d = 5 6 7 8 9 and v = 5 1 7 8 2 4: the draft's 5 is accepted, its 7 and 8 agree
-    again. With β = 3 the phrases are 6 7 8 and 7 8 2; from 8 on there is 8 2, which is too short.
+    A phrase begins with a discarded token. The target's choices follow, up to the first one that
+    the draft does not agree with. A phrase of fewer than β tokens is dropped.
+
+        d   5  6  7  8  9         A = 1: the target chose 1 in place of 6
+        v   5  1  7  8  2  4      β = 3: the phrases are 6 7 8 and 7 8 2. After 8 comes 2, which
+                                  the draft does not agree with, so 8 2 is too short
     """
     found = []
     for i in range(A, len(d)):
@@ -231,22 +241,25 @@ def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int,
 
 def learn(pool: PhrasePool, d: list[int], v: list[int], rests: list[tuple], tried: list[list[int]],
           A: int, beta: int) -> list[tuple[int, ...]]:
-    """Put corrected suffixes and phrases of discarded tokens into the pool: Section 3.3.
+    """Put corrected suffixes and phrases of discarded tokens into the pool (Section 3.3).
 
-    d, A     the draft and how many of its tokens were accepted
-    v        the target's choice after every node: nodes 0 … γ are the root and d, so that v[i] is
-             also the choice after d[:i]; the suffixes' nodes come after those
-    rests    the suffixes that were tried, without their first token, which is d's last
-    tried    for each of them the nodes of root, d and suffix, as far as it was tried
+    d        the draft
+    v        the target's choice after every node of the tree
+    rests    what follows d's last token in the phrases that were tried as suffixes
+    tried    for each suffix the nodes of its path, which are the root, d and the suffix
+    A        how many tokens of the draft were accepted
+    beta     tokens of a phrase
     returns  the phrases that were put into the pool, the newest last
+
+    The nodes of the root and of d come first, so that v[i] is also the choice after d[:i].
     """
     key = d[-1]
     for rest in rests:
         pool.remove((key, *rest))
     found = []
-    # In reverse, for `rests` has the newest first, and the newest is to stay the newest
+    # In reverse, since `rests` has the newest first, and the newest is to stay the newest
     for nodes in reversed(tried):
-        # p_1 v_2 … v_β replaces p_1 p_2 … p_β: v_i is the choice after p_(i-1)
+        # p_1 v_2 … v_β replaces p_1 p_2 … p_β, where v_i is the target's choice after p_(i-1)
         choosing = nodes[len(d):-1]
         found.append((key, *(v[node] for node in choosing)))
     found += phrases_of(d, v, A, beta)
@@ -258,7 +271,7 @@ def learn(pool: PhrasePool, d: list[int], v: list[int], rests: list[tuple], trie
 # ------------------------------------------------------------------------------------ the method
 
 def check_options(**options: int) -> None:
-    """Raise InputError if a number is too small; beta is 2 or more, all others are 1 or more."""
+    """Raise InputError if a number is too small. beta is 2 or more, all others are 1 or more."""
     for name, value in options.items():
         least = 2 if name == "beta" else 1
         if value < least:
@@ -270,21 +283,23 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
               lengthen: bool = True, verification: bool = True, history: bool = True,
               pool: PhrasePool | None = None, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
-    """Draft at least gamma tokens phrase by phrase; verify them, and the suffixes that may follow,
+    """Draft at least gamma tokens phrase by phrase. Verify them, and the suffixes that may follow,
     in one target call.
 
     gamma:   tokens drafted a round, at least (γ)
     W:       columns of the draft's lookahead window
-    beta:    tokens of a phrase (β), 2 or more; the first one is its key
+    beta:    tokens of a phrase (β), 2 or more, of which the first one is its key
     K:       phrases tried as suffixes of a draft
     G:       phrases tried in one draft call
     phrases: draft by lookahead, with phrases (Section 3.1), or token by token
     lengthen: hang phrases below the last draft token (3.2)
     verification: make phrases of what the target discards (3.3)
     history: keep the phrases of earlier prompts (3.4)
-    Yields chunks of 1 to gamma + 2 beta - 1 tokens; logs a record a round: {"drafted", "calls" of
-    the draft model, "accepted", of suffixes too, "matched" (Eq. 10), "phrases" made by
-    verification}. `pool` is changed in place: its phrases, and its `most` where K or G is more.
+
+    Yields chunks of 1 to gamma + 2 beta - 1 tokens; logs {"drafted", "calls", "accepted",
+    "matched", "phrases"} a round. These are the tokens drafted, the draft's calls, the tokens
+    accepted of draft and suffix, #Match of Eq. 10, and the phrases that verification made.
+    `pool` is changed in place. Its `most` rises to K or G where one of them is more.
     """
     check_options(gamma=gamma, W=W, beta=beta, K=K, G=G)
     if pool is None or not history:
@@ -296,7 +311,8 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     root = prompt[-1]
     text = list(prompt)
     while True:
-        # Section 3.1: draft d_1 … d_γ, or a few more; the draft goes on from what it has cached
+        # Section 3.1: draft d_1 … d_γ, or a few more where the last phrase is longer. The draft
+        # is fed what it has not cached yet
         d = []
         calls_before = draft.calls
         while len(d) < gamma:
@@ -310,15 +326,15 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         logits = target.forward(ids, parents)  # [nodes, V]
         v = greedy(logits)
         chosen = v if sample.temperature == 0 else sample(logits)
-        # Eq. 3 and 9: the longest path that the target chooses
+        # Eq. 3 and 9: the longest path that the target chooses, through d and one suffix at most
         path, chunk = walk(ids, parents, chosen)
         target.commit(path)
         accepted = len(path) - 1
         text += chunk
         root = chunk[-1]
-        # Drop rejected tokens from the draft's cache, which may end before them: it lacks d_γ
+        # Drop rejected tokens from the draft's cache. It lacks d_γ, so it may end before them
         draft.truncate(min(draft.length, len(text) - 1))
-        # Section 3.3
+        # Section 3.3: what was discarded becomes phrases, which the next rounds may draft with
         found = []
         if verification:
             found = learn(pool, d, v, rests, paths[1:], accepted, beta)

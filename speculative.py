@@ -8,16 +8,19 @@ arXiv 2302.01318
     at the first rejection draw from norm(max(0, p - q)) instead
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. Chen
-swaps the letters; in the code they are `target_probs` and `draft_probs`. Lossless: what comes out
+swaps the letters. In the code they are `target_probs` and `draft_probs`. Lossless: what comes out
 has exactly the target's distribution. At temperature 0 p and q are one-hot, and what comes out is
-the target's greedy output. Left out: batches.
+the target's greedy output.
 
 A round with γ = 3 after "… the cat sat", where "my" is rejected:
 
-    draft calls     sat -> on     on -> my    my -> hat        x_i ~ q_i
-    target call     sat  on  my  hat                           p_1 p_2 p_3 p_4 after each
-    accept          on yes, my no                              the rest is not looked at
-    chunk           on, and a token from norm(max(0, p_2 - q_2)): on the
+    draft, 3 calls    sat ─> on       on ─> my       my ─> hat              x_i drawn from q_i
+    target, 1 call    sat ─> p_1      on ─> p_2      my ─> p_3    hat ─> p_4
+    verify            on: accepted    my: rejected   hat: not looked at
+    chunk             on, the         "the" is drawn from norm(max(0, p_2 - q_2))
+
+Departures: none.
+Left out: batches.
 """
 import sys
 from typing import Iterator
@@ -28,13 +31,15 @@ import torch
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Compute norm(max(0, p - q)), what is left of p [V] after a draw from q [V] was rejected.
+    """Compute norm(max(0, p - q)), which is what a token is drawn from after a rejection.
 
-    Where p equals q nothing is left. There only rounding can have rejected, and p itself is right.
-    The choice between the two is made on the device, which so is not waited for.
+    p        [V], the target's distribution
+    q        [V], what the rejected guess was drawn from
+    returns  [V]. It is p itself where p equals q: only rounding can have rejected the guess there
     """
     left = (p - q).clamp(min=0)
     total = left.sum()
+    # An `if` would make the CPU wait for a GPU, to know `total`
     return torch.where(total > 0, left / total, p)
 
 
@@ -42,14 +47,15 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
            sample: Sampler) -> tuple[int, int]:
     """Accept leading guesses, and draw the token after them. Leviathan, Alg. 1; Chen, Theorem 1.
 
-    target_probs  [γ+1, V], the target's distribution at each guess, and after the last one
-    draft_probs   [γ, V], what each guess was drawn from
-    guesses       the γ guesses
+    target_probs  [γ+1, V], the target's distributions p_1 … p_{γ+1}
+    draft_probs   [γ, V], the draft's q_1 … q_γ
+    guesses       x_1 … x_γ, drawn from them
     sample        flips the coins and draws the token
-    returns       how many guesses are accepted, and the token after the last accepted one
+    returns       how many guesses are accepted, and the token that follows them
     """
     at = torch.arange(len(guesses)), torch.tensor(guesses, dtype=torch.long)
     ratio = target_probs[at] / draft_probs[at]  # [γ], p(x) / q(x)
+    # A coin u ~ U[0, 1) is below the ratio with probability min(1, p(x) / q(x))
     passed = sample.uniform(len(guesses), ratio.device) < ratio
     accepted = int(passed.cumprod(0).sum())  # guesses before the first that does not pass
     probs = target_probs[accepted]  # [V]
@@ -65,6 +71,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     one more of the target's.
 
     gamma: tokens drafted a round (γ), 1 or more
+
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
     if gamma < 1:
@@ -88,10 +95,11 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         # Step 2: p_1 … p_{γ+1} in one target call
         logits = target.forward([root, *guesses])
         target_probs = sample.probs(logits)  # [γ+1, V]
-        # Steps 3 and 4: accept or reject; one more token from the residual or from p_{γ+1}
+        # Steps 3 and 4: accept or reject each guess, and draw one more token. Without it a round
+        # whose first guess is rejected would add nothing to the text
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
-        # Step 5: cache what became final. The target was fed the root and all guesses, the draft
-        # what it had not seen and all guesses but the last
+        # Step 5: keep the rows of what became final. The target was fed the root and all guesses,
+        # the draft what it had not seen and all guesses but the last
         target.commit(range(1 + accepted))
         draft.commit(range(len(unseen) + min(accepted, gamma - 1)))
         root = token
@@ -116,16 +124,21 @@ def report_acceptance(run) -> str:
 
 
 def count_tried(record: dict) -> int:
-    """Count the guesses of a round that were tried: up to the first rejected one, or to where EOS
-    or the limit cut the chunk."""
+    """Count the guesses of a round that were tried.
+
+    A round tries every guess up to the first rejected one. EOS or the limit may end it earlier.
+    """
     if "cut" in record:
         return record["accepted"]
     return min(record["accepted"] + 1, record["drafted"])
 
 
 def report(run) -> str:
-    """Report the acceptance rate α of a run and the speed-up that Leviathan's Theorem 3.8 predicts
-    from it, where a draft call costs a share c of a target call, as in this run."""
+    """Report the acceptance rate α of a run, and the speed-up that it predicts.
+
+    The prediction is Leviathan's Theorem 3.8. Its c, the cost of a draft call as a share of a
+    target call, is that of this run.
+    """
     target = run.models["target"]
     draft = run.models["draft"]
     tried = sum(map(count_tried, run.log))

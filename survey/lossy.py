@@ -10,15 +10,26 @@ specdec   Xia et al., "Speculative Decoding: Exploiting Speculative Execution fo
               log p(best) - log p(guess) <= τ
 
 p is the target's distribution at temperature 1. The first guess that does not pass is replaced by
-the target's own choice. Both are lossy: what comes out may be what the draft would rather say. Each
-has limits in which greedy output is the target's, which its docstring names.
+the target's own choice. Both are lossy: what comes out may be what the draft would rather say. The
+docstring of each names the limits in which greedy output is the target's.
+
+A round with γ = 3 after "… the cat sat", where the target's own choice would be on, the, mat:
+
+    draft     on      a       mat
+    p         0.9     0.3     0.6       of the guess
+    best      on 0.9  the 0.5 mat 0.6   the target's likeliest token there and its p
+    lossless  on      the               "a" is rejected, as it is not the target's choice
+    bild      on      a       mat       -log 0.3 = 1.2 passes with rollback 2, and so do the others
+    specdec   on      a       mat       log 0.5 - log 0.3 = 0.5 passes with τ = 3
 
 Departures (paper / here / why):
     sampling: SpecDec is greedy / guesses and replacements are drawn at a temperature, and the test
         stays that of temperature 1 / every method here takes a temperature
-    SpecDec's drafter: an encoder-decoder that writes a block of 25 tokens in one pass / the small
-        model of all methods here, token by token / what is compared is the test
-Left out: BiLD's training of the draft on what the target writes (models/train.py distil does it).
+    SpecDec's drafter: an encoder-decoder that writes a block of 25 tokens in one pass / a small
+        model that writes token by token / what is compared is the test
+
+Left out: batches, and BiLD's training of the draft on what the target writes, which models/train.py
+does (distil).
 """
 import sys
 from typing import Callable, Iterator
@@ -34,9 +45,11 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
                    log: list | None) -> Iterator[list[int]]:
     """Draft up to gamma tokens, and replace the first that does not pass by the target's choice.
 
-    passes    a function of the target's logits [n, V] at n guesses and of the guesses [n, 1]; it
-              returns a bool [n, 1]
-    fallback  drafting stops where the draft's largest probability (at temperature 1) is below this
+    passes     says which of n guesses pass: passes(logits [n, V], guesses [n, 1]) is a bool [n, 1]
+    gamma      tokens drafted a round, at most
+    fallback   drafting stops where the draft's largest probability (at temperature 1) is below this
+
+    The other arguments and what is yielded are those of `bild`.
     """
     target.start(prompt[:-1])
     draft.start(prompt[:-1])
@@ -58,8 +71,8 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
         accepted = int(passed.cumprod(0).sum())  # guesses before the first that does not pass
         [root] = sample(logits[accepted:accepted + 1])
         target.commit(range(1 + accepted))
-        # What the draft was fed becomes final. It was not fed the last guess, unless it was asked
-        # for one more and was not sure of it
+        # Keep the draft's rows of what became final. The draft was fed the last guess only where
+        # it was asked for one more and was too unsure to give it
         known = unseen + guesses[:accepted]
         fed = min(len(known), len(draft.parents))
         draft.commit(range(fed))
@@ -72,14 +85,15 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
 def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5,
          fallback: float = 0.5, rollback: float = 2.0, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
-    """Draft while the draft model is confident; the target replaces the first guess that it finds
-    too unlikely. Kim et al., Section 3. Lossy: greedy output is the target's with rollback 0, or
-    with fallback above 1, where nothing is drafted.
+    """Draft while the draft is confident, and replace the first guess that the target finds too
+    unlikely. Kim et al., Section 3. Lossy: greedy output is the target's with rollback 0, or with
+    fallback above 1, where nothing is drafted.
 
     gamma:    tokens drafted a round, at most
     fallback: stop before a token where the draft's largest probability (at temperature 1) is below
               this
     rollback: reject a guess whose -log p under the target (nats, at temperature 1) is above this
+
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
     if gamma < 1:
@@ -98,13 +112,14 @@ def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5
 def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, beta: int = 5,
             tau: float = 3.0, sample: Sampler = greedy, log: list | None = None):
     """Accept a guess if it is among the target's beta likeliest tokens and nearly as likely as the
-    best of them; the target replaces the first that does not pass. Xia et al., "Spec-Verification".
-    An end of the text is a token like any other. Lossy: greedy output is the target's with beta 1
-    or tau 0, where the argmax alone passes, and no other token that is as likely.
+    best of them. The target replaces the first guess that does not pass. Xia et al.,
+    "Spec-Verification". An end of the text is a token like any other. Lossy: greedy output is the
+    target's with beta 1 or tau 0. Then the argmax alone passes, and no token that ties with it.
 
     gamma: tokens drafted a round (the paper's block)
     beta:  a guess must be among so many tokens (β)
     tau:   log p of a guess may lie so far below that of the best (τ, nats, at temperature 1)
+
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
     if gamma < 1:
@@ -117,7 +132,8 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
         if beta == 1 or tau == 0:
             return guesses == logits.argmax(-1, keepdim=True)
-        guessed = logits.gather(-1, guesses)  # log p, but for a number that a row has in common
+        # A row's logits are log p plus a number, which differences do not depend on
+        guessed = logits.gather(-1, guesses)
         best = logits.amax(-1, keepdim=True)
         better = (logits > guessed).sum(-1, keepdim=True)
         return (better < beta) & (best - guessed <= tau)

@@ -1,8 +1,13 @@
 """Several drafts a round, verified as one tree: SpecInfer and SpecTr.
 
-specinfer   Miao et al., "SpecInfer", arXiv 2305.09781: several drafts, of one draft model or of
-            several
-spectr      Sun et al., "SpecTr", arXiv 2310.15141: the same tree, accepted by k-SEQ
+specinfer   Miao et al., "SpecInfer", arXiv 2305.09781. The drafts come from one model or from
+            several, and the draws at a node are tried one after the other
+spectr      Sun et al., "SpecTr", arXiv 2310.15141. The drafts come from one model, and all draws at
+            a node are judged alike (k-SEQ)
+
+    sat ─┬─ on ─┬─ the ─── mat      three drafts of one model, drawn independently:
+         │      └─ my ──── hat      "on the mat", "on my hat" and "in a box". The target verifies
+         └─ in ─── a ───── box      all in one call. The draws at the root are on, on and in
 
     specinfer, at a node with draws x_1 … x_K, each from its own q_k:
         accept x_1 with probability min(1, p(x_1) / q_1(x_1));
@@ -12,15 +17,17 @@ spectr      Sun et al., "SpecTr", arXiv 2310.15141: the same tree, accepted by k
         if none is accepted draw from what p has beyond what the accepted ones took
         ρ in [1, K] solves 1 - (1 - β(ρ))^K = ρ β(ρ), where β(ρ) = Σ_x min(q(x), p(x) / ρ)
 
-Both are lossless, by the same argument as speculative sampling (../speculative.py), which they are
-for K = 1. At temperature 0 all drafts of one model are the same.
+Both are lossless. For K = 1 they are speculative sampling (../speculative.py). At temperature 0 all
+drafts of one model are the same.
 
 Departures (paper / here / why):
-    order of the draws: Miao's Alg. 2 picks the next one at random / they are tried in the order in
-        which they were drawn / the law is the same, for that order depends on no draw's value
-    shape of the tree: Miao expands it by a fixed number of children a level / K whole drafts are
-        merged / one number, and SpecTr's tree
-    ρ: Sun has a binary search / a grid that is refined eight times / a GPU is not waited for
+    order of the draws: SpecInfer's Alg. 2 picks the next one at random / they are tried in the
+        order in which they were drawn / the law is the same, as that order depends on no draw's
+        value
+    shape of the tree: SpecInfer expands it by a fixed number of children a level / K whole drafts
+        are merged / one number is enough, and SpecTr has the same tree
+    ρ: SpecTr has a binary search / a grid that is refined eight times / no step waits for a GPU
+
 Left out: batches, the training of several drafts that complement each other (survey/online.py).
 """
 import sys
@@ -39,14 +46,16 @@ STEPS = 8  # ρ is off by (K - 1) / 8^8 at most
 
 def multi_step(p: torch.Tensor, q: torch.Tensor,
                draws: list[int]) -> tuple[list[float], torch.Tensor]:
-    """Judge the draws at a node by SpecInfer's rule: one after the other, each against what the
-    rejected ones before it left of p. Miao et al., Alg. 2.
+    """Judge the draws at a node by SpecInfer's rule (Miao et al., Alg. 2).
+
+    A draw x_k is accepted with probability min(1, p(x_k) / q_k(x_k)). If it is rejected, the
+    residual norm(max(0, p - q_k)) takes the place of p, and the next draw is tried.
 
     p        [V], the target's distribution at the node
     q        [K, V], what each draw was drawn from
     draws    x_1 … x_K, equal ones too
-    returns  for each draw the probability that it is accepted if those before it were rejected, and
-             the distribution [V] of the token if all were rejected
+    returns  accept, for each draw the probability that it is accepted once those before it were
+             rejected; and rest [V], the distribution of the token if all were rejected
     """
     ratios = []
     for x, q_x in zip(draws, q):
@@ -59,14 +68,15 @@ def multi_step(p: torch.Tensor, q: torch.Tensor,
 def find_rho(p: torch.Tensor, q: torch.Tensor, K: int) -> torch.Tensor:
     """Find SpecTr's ρ, which is the smallest that keeps the rule exact.
 
-    p, q     [V], float64
-    K        draws
-    returns  a number on the device of p: it lies above the root by (K - 1) / 8^8 at most, never
-             below, where the residual would have negative entries
+    p        [V], the target's distribution, float64
+    q        [V], the draft's, float64
+    K        how many draws there are
+    returns  ρ on the device of p. It lies above the exact root by (K - 1) / 8^8 at most. Below the
+             root the residual would have negative entries
 
     ρ β(ρ) grows with ρ, and 1 - (1 - β(ρ))^K falls. So the root lies behind all points of a grid
     at which the first is still smaller. Each step computes β at all inner points of the grid at
-    once, and goes on with the part between two points. No step asks the device for a number.
+    once, and goes on with the part between two points.
     """
     low = torch.ones((), dtype=p.dtype, device=p.device)
     width = float(K - 1)
@@ -83,17 +93,17 @@ def find_rho(p: torch.Tensor, q: torch.Tensor, K: int) -> torch.Tensor:
 
 
 def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[float], torch.Tensor]:
-    """Judge the draws at a node by SpecTr's rule, k-SEQ: each is accepted with probability
-    min(1, p / (ρ q)). Sun et al., Alg. 2 and 3.
+    """Judge the draws at a node by SpecTr's rule, k-SEQ (Sun et al., Alg. 2 and 3).
 
-    Arguments and returned values are those of `multi_step`, but all rows of q are the same.
+    A draw x is accepted with probability min(1, p(x) / (ρ q(x))). Arguments and returned values are
+    those of `multi_step`, but all rows of q are the same.
     """
     K = len(draws)
     p = p.double()
     q = q[0].double()
     rho = find_rho(p, q, K)
     accept = (p[draws] / (rho * q[draws])).clamp(max=1)
-    # One draw is x and accepted with probability `each`, and some draw is accepted with p_acc
+    # A draw is x and is accepted with probability `each`. Some draw is accepted with p_acc
     each = torch.minimum(q, p / rho)  # [V]
     beta = each.sum()
     p_acc = 1 - (1 - beta) ** K
@@ -109,7 +119,7 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
 # ---------------------------------------------------------------------- drafting and verifying
 
 class Drawn(NamedTuple):
-    """The drafts of one model; those that begin alike share what belongs to a prefix of them."""
+    """The drafts of one model. Drafts that begin alike share what belongs to their common prefix."""
     texts: list[tuple[int, ...]]
     probs: dict[tuple[int, ...], torch.Tensor]  # what the token after a prefix was drawn from [V]
     nodes: dict[tuple[int, ...], int]  # a prefix' node in the model's pending tree
@@ -125,8 +135,12 @@ class Draft(NamedTuple):
 def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler) -> Drawn:
     """Draw K drafts of gamma tokens independently, with a draft call for each level of their tree.
 
-    draft   the model that drafts
-    unseen  the final tokens that it has not been fed, the root last
+    draft    the model that drafts
+    unseen   the final tokens that the model has not been fed, the root last
+    gamma    tokens of a draft
+    K        how many drafts there are
+    sample   draws the tokens
+    returns  the drafts, with what the verification needs to know of each
     """
     root_node = len(unseen) - 1
     logits = draft.forward(unseen)
@@ -166,8 +180,8 @@ def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[Draft],
         sat 0 ─── on 1 ─┬─ the 2 ─── mat 3
                         └─ my 4 ──── hat 5
 
-    At node 0 both drafts have a draw, [on, on]. Each gets its own coin, for a rule that saw equal
-    draws once would make another distribution than the target's. Say that one is accepted. At node
+    At node 0 both drafts have a draw, [on, on]. Each draw gets a coin of its own. With one coin for
+    both the output would not have the target's distribution. Say that one is accepted. At node
     1 both drafts begin with "on", and the draws are [the, my]. Say that "the" is rejected and "my"
     accepted. At node 4 the first draft does not begin with "on my", and the only draw is [hat]. If
     it is rejected, the accepted guesses are (on, my) and the nodes [0, 1, 4].
@@ -200,8 +214,15 @@ def check_options(gamma: int, K: int, models: int) -> None:
 
 def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], prompt: list[int],
                    gamma: int, K: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
-    """Draw K drafts, the models taking turns; merge equal prefixes into one tree; verify it in one
-    target call."""
+    """Draw K drafts, for which the models take turns, and verify all as one tree in a target call.
+
+    rule     multi_step or k_seq
+    models   the models that draft
+    gamma    tokens of a draft
+    K        drafts a round
+
+    The other arguments and what is yielded are those of `specinfer`.
+    """
     n = len(models)
     check_options(gamma, K, n)
     for lm in (target, *models):
@@ -219,15 +240,15 @@ def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], pro
         guesses, path, rest = verify_tree(rule, target_probs, drafts, sample)
         [root] = sample.draw(rest[None])
         target.commit(path)
-        # Of the accepted guesses a model caches those that it was fed: all if they are its own
-        # draft, but for the last token of a whole draft; else those that its drafts begin with too
+        # Of the accepted guesses a model keeps the rows of those that it was fed. These are the
+        # ones with which a draft of its own begins, but for the last token of a whole draft
         prefixes = [guesses[:length] for length in range(len(guesses) + 1)]
         for m, lm in enumerate(models):
             nodes = drawn[m].nodes
             fed = [nodes[prefix] for prefix in prefixes if prefix in nodes]
             before_root = range(len(unseen[m]) - 1)
             lm.commit([*before_root, *fed])
-            known = len(fed) - 1  # guesses that are cached: the first of `fed` is the root
+            known = len(fed) - 1  # how many guesses are cached. The first of `fed` is the root
             unseen[m] = [*guesses[known:], root]
         if log is not None:
             log.append({"drafted": len(ids) - 1, "accepted": len(guesses)})
@@ -240,12 +261,14 @@ def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
               more_drafts: Sequence[CachedLM] = (), sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
     """Draw several drafts and try each node's draws one after the other. Miao et al., Section 4.3.
-    More models that draft (`more_drafts`; --draft again) take turns with the first. A draw is
+    More models that draft (`more_drafts`, or --draft again) take turns with the first. A draw is
     judged by the q of its own model.
 
     gamma: tokens of a draft
     K:     drafts a round, drawn independently (at temperature 0 those of a model are the same)
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted": nodes, "accepted"} a round.
+
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round, where
+    "drafted" counts the nodes of the tree below the root.
     """
     models = [draft, *more_drafts]
     return decode_by_rule(multi_step, target, models, prompt, gamma, K, sample, log)
@@ -257,7 +280,9 @@ def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int =
 
     gamma: tokens of a draft
     K:     drafts a round, drawn independently (at temperature 0 all are the same)
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted": nodes, "accepted"} a round.
+
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round, where
+    "drafted" counts the nodes of the tree below the root.
     """
     return decode_by_rule(k_seq, target, [draft], prompt, gamma, K, sample, log)
 

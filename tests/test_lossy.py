@@ -85,6 +85,12 @@ def test_specdec_follows_its_two_limits():
             assert log == [{"drafted": 2, "accepted": len(expected) - 1}]
 
 
+def test_specdec_drafts_however_unsure_it_is():
+    flat, log = lambda tokens: torch.zeros(20), []
+    next(specdec(ScriptedLM(flat), ScriptedLM(flat), [0], gamma=2, log=log))
+    assert log == [{"drafted": 2, "accepted": 2}]
+
+
 def test_specdec_draws_at_a_temperature():
     """Guesses and replacements; the test is that of temperature 1."""
     target, draft = [[0.5, 0.3, 0.2]] * 3, [[0.0, 0.0, 1.0]] * 3
