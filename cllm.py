@@ -90,7 +90,7 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     while True:
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
-        final = 1  # so many leading tokens of y are final
+        final = 1  # how many leading tokens of y are final
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
@@ -109,8 +109,8 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become argmaxes, also with sampling, where a call
-            # draws every token anew: the argmax is the likeliest to be drawn
+            # Lines 10 and 14: the other guesses become argmaxes, also with sampling. The next call
+            # draws every token anew, and the argmax is the likeliest to be drawn
             y = (y[:final] + chunk + guesses[agreed + 1:])[:n]
             final += agreed + 1  # line 11
             trajectory["states"].append(y)  # line 12

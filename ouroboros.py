@@ -150,8 +150,10 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
 
 
 class Drafter:
-    """Decodes greedily with the draft, several tokens a call. This is lookahead decoding (Fu et
-    al., arXiv 2402.02057) with the pool's phrases as guesses; jacobi.py has a picture of its window.
+    """Decodes greedily with the draft, several tokens a call.
+
+    This is lookahead decoding (Fu et al., arXiv 2402.02057) with the pool's phrases as guesses.
+    jacobi.py has a picture of the window.
 
     draft   the model that drafts
     prompt  the text whose tokens the window starts with, at random

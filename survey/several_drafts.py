@@ -119,7 +119,7 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
 # ---------------------------------------------------------------------- drafting and verifying
 
 class Drawn(NamedTuple):
-    """The drafts of one model. Drafts that begin alike share what belongs to their common prefix."""
+    """The drafts of one model. Those that begin alike share what belongs to a prefix of them."""
     texts: list[tuple[int, ...]]
     probs: dict[tuple[int, ...], torch.Tensor]  # what the token after a prefix was drawn from [V]
     nodes: dict[tuple[int, ...], int]  # a prefix' node in the model's pending tree
