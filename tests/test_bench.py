@@ -1,12 +1,10 @@
-"""What guards the numbers of results/: what the benchmark counts, its ratios and medians, and its
-tables, each of which runs on tiny models."""
+"""The benchmark's counts, ratios, medians and energy are right, and all its tables run."""
 import functools
 import itertools
 import json
 import shlex
 import sys
 import time
-from argparse import ArgumentTypeError
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +27,7 @@ TINY = ["--device", "cpu", "-n", "1", "--rounds", "1"]
 
 
 def tables_of(text: str) -> list[list[list[str]]]:
-    """The tables of a text, each as rows of cells without the line under the head."""
+    """Return the tables of a text, each as rows of cells without the line under the head."""
     blocks = ([line for line in block.split("\n") if line.startswith("| ")]
               for block in text.split("\n\n"))
     rows = [[[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
@@ -40,14 +38,13 @@ def tables_of(text: str) -> list[list[list[str]]]:
 
 
 def column(rows: list[list[str]], head: str) -> dict[str, str]:
-    """{first cell: the cell under this head} of a table."""
+    """Return for each row of a table its first cell and its cell under this head."""
     return {row[0]: row[rows[0].index(head)] for row in rows[1:]}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, embedded):
-    """Random models with the embedded tokenizer, a tuning and a model for cllm: the command line's
-    arguments for them."""
+    """The command line's arguments for random models with the embedded tokenizer."""
     *_, tokenizer = embedded
     path = tmp_path_factory.mktemp("models")
     target = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=400)
@@ -74,21 +71,22 @@ def ours(method, limit: int, eos=(), noise=0.0, **own) -> Ours:
     return Ours(method, lms, limit, set(eos), own.pop("sample", Sampler(0)), **own)
 
 
-def test_only_tokens_that_were_kept_count_as_accepted():
-    """The draft is the target itself: every guess is right, but not every one is given out."""
-    for limit, accepted in ((16, [3, 3, 3, 3]), (12, [3, 3, 3]), (11, [3, 3, 3]), (10, [3, 3, 2]),
-                            (9, [3, 3, 1])):
-        count = ours(speculative, limit, gamma=3)(PROMPT)
-        assert [r["accepted"] for r in count.log] == accepted
-        assert all(r["drafted"] == 3 for r in count.log)
-        assert count.tokens == len(count.output) == limit and count.calls == len(accepted)
-    text = count.output
-    for eos in (text[5], text[7]):  # the second and the last token of a chunk
-        count, end = ours(speculative, 20, [eos], gamma=3)(PROMPT), text.index(eos) + 1
-        assert count.output == text[:end]
-        last = end - 4 * (count.calls - 1)
-        assert count.log[-1]["accepted"] == min(3, last)
-        assert [r["accepted"] for r in count.log[:-1]] == [3] * (count.calls - 1)
+@pytest.mark.parametrize("limit, accepted", [
+    (16, [3, 3, 3, 3]), (12, [3, 3, 3]), (11, [3, 3, 3]), (10, [3, 3, 2]), (9, [3, 3, 1])])
+def test_guesses_that_a_limit_cuts_off_do_not_count_as_accepted(limit, accepted):
+    count = ours(speculative, limit, gamma=3)(PROMPT)  # the draft is the target itself
+    assert [r["accepted"] for r in count.log] == accepted
+    assert count.tokens == len(count.output) == limit and count.calls == len(accepted)
+
+
+@pytest.mark.parametrize("place", [5, 7])  # the second and the last token of a chunk
+def test_guesses_that_an_eos_cuts_off_do_not_count_as_accepted(place):
+    text = ours(speculative, 9, gamma=3)(PROMPT).output
+    end = text.index(text[place]) + 1
+    count = ours(speculative, 20, [text[place]], gamma=3)(PROMPT)
+    assert count.output == text[:end]
+    *before, last = [r["accepted"] for r in count.log]
+    assert before == [3] * (count.calls - 1) and last == min(3, end - 4 * (count.calls - 1))
 
 
 def test_a_count_is_of_one_prompt_and_its_seconds_hold_the_prompts_own_pass():
@@ -109,7 +107,7 @@ def test_a_count_is_of_one_prompt_and_its_seconds_hold_the_prompts_own_pass():
 
 
 def test_the_seconds_of_a_count_are_those_of_decoding(monkeypatch):
-    """What is prepared once is not in them, and is still there in the next round."""
+    """What is prepared once is not counted, and is still there in the next round."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -139,8 +137,7 @@ def test_methods_get_what_they_share_and_a_round_begins_without_it():
 
 
 def test_transformers_own_passes_are_counted_and_its_models_left_as_they_were(models):
-    """Its prompt gives a token, so that AR has as many calls as tokens there too; drafts are
-    those of ours: as many target calls, and the same text."""
+    """With the same drafts it takes as many target calls as ours, for the same text."""
     bench = made(*models, "--max-new-tokens", "24", "--gamma", "4")
     (_, prompt), *_ = bench.pairs()
     ar, ours, runs = bench.ours(autoregressive)(prompt), bench.ours(speculative, gamma=4)(prompt), {
@@ -166,7 +163,7 @@ def test_transformers_own_passes_are_counted_and_its_models_left_as_they_were(mo
 # ------------------------------------------------------------------------- rounds and their ratios
 
 class Made:
-    """Stands in for a method: notes when it is called, and for a round begins a new list."""
+    """Stand in for a method, and note its calls and rounds."""
 
     def __init__(self, name, seen):
         self.name, self.seen = name, seen
@@ -217,17 +214,18 @@ def test_ratios_are_taken_within_a_round_and_medians_over_the_rounds():
     assert results.same("x", "y") == "1 of 2" and results.same("x", "x") == "2 of 2"
 
 
-def test_prompts_come_by_category_and_those_in_a_loop_are_left_out(tmp_path, monkeypatch, models):
+@pytest.mark.parametrize("text, prompts", [
+    ('{"question": "one", "category": "qa"}\n\n  plain text\n{"prompt": "four"}\n'
+     '{"turns": ["two", "three"], "category": "qa"}\n{"prompt": "five", "category": 7}\n',
+     {"qa": ["one", "two"], "prompts": ["  plain text", "four"], "7": ["five"]}),
+    ("[]\n\n", {"prompts": ["[]"]})])
+def test_prompts_come_by_category(text, prompts, tmp_path):
+    (tmp_path / "prompts").write_text(text)
+    assert by_category(tmp_path / "prompts") == prompts
+
+
+def test_prompts_whose_answers_loop_are_left_out(tmp_path, monkeypatch, models):
     file = tmp_path / "prompts"
-    file.write_text('{"question": "one", "category": "qa"}\n\n  plain text\n'
-                    '{"turns": ["two", "three"], "category": "qa"}\n{"prompt": "four"}\n'
-                    '{"prompt": "five", "category": 7}\n')
-    assert by_category(file) == {"qa": ["one", "two"], "prompts": ["  plain text", "four"],
-                                 "7": ["five"]}
-    file.write_text("[]\n\n")
-    assert by_category(file) == {"prompts": ["[]"]}
-    with pytest.raises(ArgumentTypeError, match="nowhere"):
-        by_category(tmp_path / "nowhere")
     rows = [{"prompt": f"Mia has {i} apples.", "category": c} for i, c in enumerate("aabbcc")]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     answers = iter([True, False, False, False, True, True])
@@ -237,13 +235,15 @@ def test_prompts_come_by_category_and_those_in_a_loop_are_left_out(tmp_path, mon
                                                                                         "b": 2}
     texts = [bench.tokenizer.decode(p, skip_special_tokens=True) for _, p in bench.pairs()]
     assert texts == [rows[i]["prompt"] for i in (1, 2, 3)] and not bench.examples
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--max-new-tokens", "2"], "does not loop"), (["-n", "0"], "got 0, 1 and 200"),
+    (["--max-new-tokens", "399"], "context of 400")])
+def test_without_a_prompt_there_is_no_benchmark(argv, said, monkeypatch, models):
     monkeypatch.setattr(module.tasks, "loops", lambda output: True)
-    with pytest.raises(InputError, match="does not loop"):
-        made(*models, "--max-new-tokens", "2")
-    with pytest.raises(InputError, match="got 0, 1 and 200"):
-        made(*models, "-n", "0")
-    with pytest.raises(InputError, match="context of 400"):
-        made(*models, "--max-new-tokens", "399")
+    with pytest.raises(InputError, match=said):
+        made(*models, *argv)
 
 
 # ---------------------------------------------------------------------------------------- energy
@@ -275,7 +275,6 @@ while true; do echo 80.00; sleep 0.02; done
 
 
 def test_a_gpus_power_is_read_while_it_works(tmp_path, monkeypatch):
-    """The program's words that are no number are no reading."""
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -290,7 +289,7 @@ def test_a_gpus_power_is_read_while_it_works(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------- the stopwatch
 
 def test_a_stopwatch_gives_each_part_its_own_time():
-    """One tick a look at the clock; an inner part's time is not the outer part's as well."""
+    """An inner part's time is not the outer part's as well. Each look at the clock is a tick."""
     class Work:
         def outer(self):
             return self.inner() + self.other() + self.inner()
@@ -347,7 +346,7 @@ def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypat
 
 
 def test_layers_that_run_for_a_token():
-    """By the log where a method counts them: it runs some of the layers alone."""
+    """A method that runs some layers alone counts them in its log."""
     plain, own = module.Count(8, 4, 1.0), module.Count(6, 2, 1.0)
     own.log = [{"layers": 20}, {"layers": 22}]
     results = Results({"plain": [[("a", plain)]], "own": [[("a", own)]]})
@@ -386,7 +385,7 @@ def test_nodes_are_those_of_every_tree():
 
 @pytest.fixture(scope="module")
 def small(models):
-    """One prompt, a few tokens."""
+    """A benchmark of one prompt and a few tokens."""
     bench = made(*models, "--max-new-tokens", "7")
     bench.prompts.pop("math"), bench.prompts.pop("code")
     return bench
@@ -441,7 +440,6 @@ def test_the_tables_of_joint_decoding(small, capsys, monkeypatch):
 
 
 def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
-    """From the command line, with a prompt of the user's."""
     (file := tmp_path / "prompts.txt").write_text("Mia has 3 apples.")
     argv = ["paper_tables.py", "--table", "bita", *models, "--prompts", str(file),
             "--max-new-tokens", "7", "--tunings",

@@ -1,5 +1,4 @@
-"""The pages say nothing that a reader cannot follow: each link leads somewhere, each command names
-a script, a command and options that exist, and the tables of files are true."""
+"""Every link of the pages leads somewhere, every command exists, the tables of files are true."""
 import ast
 import re
 import runpy
@@ -175,7 +174,7 @@ def test_the_table_of_survey_is_true():
 
 
 def test_readmes_figures_are_those_of_its_run():
-    """Tokens per call and speed-up of the six root files."""
+    """README has the tokens per call and the speed-up of the six root files."""
     run = (ROOT / "results/all_methods.md").read_text()
     measured = {row[0]: (row[1], row[4]) for row in (
         [cell.strip() for cell in line.strip("|").split(" | ")] for line in run.splitlines()

@@ -155,20 +155,6 @@ def test_the_next_tokens_loss_by_hand():
     torch.testing.assert_close(recipe.next_token_loss(model, IDS, WEIGHTS), -sum(terms) / 2.5)
 
 
-@pytest.mark.parametrize("kind, expected", [
-    ("forward-kl", lambda p, q, m: (p * (p / q).log()).sum(-1)),
-    ("reverse-kl", lambda p, q, m: (q * (q / p).log()).sum(-1)),
-    ("jsd", lambda p, q, m: ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2),
-    ("tvd", lambda p, q, m: torch.tensor([[0.4]]))])
-def test_divergences_by_hand(kind, expected):
-    p, q = torch.tensor([[[0.5, 0.3, 0.2]]]), torch.tensor([[[0.1, 0.6, 0.3]]])
-    torch.testing.assert_close(recipe.divergence(kind, p.log() + 3, q.log() - 2),
-                               expected(p, q, (p + q) / 2))
-    assert kind in recipe.DIVERGENCES
-    with pytest.raises(ValueError, match="got 'hellinger'"):
-        recipe.divergence("hellinger", p, q)
-
-
 def test_logits_are_those_before_tokens_that_have_a_weight():
     model = tiny("llama")
     weights = torch.tensor([[0.0, 0, 1, 1], [1, 1, 0, 0]])

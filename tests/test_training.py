@@ -19,7 +19,8 @@ from families import deep, near, tiny
 from helpers import interrupting, tokens_of
 from models import training
 from models.training import (Training, collect_answers, collect_examples, cosine, digest,
-                             find_frequent, generate_answers, sample_alike, warm_linear)
+                             divergence, find_frequent, generate_answers, sample_alike,
+                             score_answers, warm_linear)
 from survey import eagle, early_exit, layerskip, masks, medusa, online
 
 
@@ -435,8 +436,9 @@ def test_another_training_never_goes_on_from_what_is_there(name, tmp_path, monke
 def test_digests_tell_weights_and_settings_apart():
     weights = {"a": torch.arange(3000.0), "b": torch.ones(1)}
     found = {digest(weights), digest(weights, 1), digest(weights, "1"), digest(weights, [1]),
-             digest(weights | {"b": torch.zeros(1)}), digest({"a": torch.arange(3000.0) + 1})}
-    assert len(found) == 6 and digest(dict(weights), [1]) in found
+             digest(weights | {"b": torch.zeros(1)}), digest({"a": torch.arange(3000.0) + 1}),
+             digest(weights | {"a": torch.arange(3000.0) + (torch.arange(3000) > 9)})}
+    assert len(found) == 7 and digest(dict(weights), [1]) in found
 
 
 # ------------------------------------------------------------------------------------ the data
@@ -556,3 +558,25 @@ def test_the_most_frequent_tokens():
     data = [([1, 2, 2], [3, 3, 3]), ([2], [9])]
     assert find_frequent(data, 2) == [2, 3] and find_frequent(data, 0) == []
     assert sorted(find_frequent(data, 10)) == [1, 2, 3, 9]
+
+
+def test_the_scores_of_answers_predict_their_tokens_alone():
+    pairs = [([3, 4], [5, 6, 7]), ([9, 3, 30], [4])]
+    logits, tokens = score_answers(LLAMA, pairs)
+    assert tokens.tolist() == [5, 6, 7, 4]
+    expected = [LLAMA(torch.tensor([p + a])).logits[0, len(p) - 1:-1] for p, a in pairs]
+    torch.testing.assert_close(logits, torch.cat(expected))
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("forward-kl", lambda p, q, m: (p * (p / q).log()).sum(-1)),
+    ("reverse-kl", lambda p, q, m: (q * (q / p).log()).sum(-1)),
+    ("jsd", lambda p, q, m: ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2),
+    ("tvd", lambda p, q, m: torch.tensor([[0.4]]))])
+def test_divergences_by_hand(kind, expected):
+    p, q = torch.tensor([[[0.5, 0.3, 0.2]]]), torch.tensor([[[0.1, 0.6, 0.3]]])
+    torch.testing.assert_close(divergence(kind, p.log() + 3, q.log() - 2),
+                               expected(p, q, (p + q) / 2))
+    assert kind in recipe.DIVERGENCES
+    with pytest.raises(ValueError, match="got 'hellinger'"):
+        divergence("hellinger", p, q)
