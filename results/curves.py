@@ -65,14 +65,14 @@ class Kept:
 
 # ---------------------------------------------------------------------------- consistency LLMs
 
-def one_block(rows: list[dict]) -> list[dict]:
+def choose_one_block(rows: list[dict]) -> list[dict]:
     """Choose one block of each answer at random; the states of the others are not trained on."""
     rng = random.Random(0)
     return [row | {"blocks": rng.sample(row["blocks"], 1)} for row in rows]
 
 
 RUNS = {"long": {}, "short": {}, "short, w = 1": dict(w=1.0),
-        "short, one block of each answer": dict(choose=one_block),
+        "short, one block of each answer": dict(choose=choose_one_block),
         "short, a quarter of the answers": dict(choose=lambda rows: rows[::4])}
 
 
@@ -108,7 +108,7 @@ def consistency(args) -> None:
     for name in args.runs:
         model, curve = train_one(args, name, rows, held_out, eos, n, shown=shown, watch=watch,
                                  work=work)
-        lines += [consistency_row(name, step, x) for step, x in sorted(curve.items())]
+        lines += [format_consistency(name, step, x) for step, x in sorted(curve.items())]
         answers[name] = curve[max(curve)]["answers"]
         if name == "long":
             model.to(torch.bfloat16).save_pretrained(args.work / "cllm")
@@ -135,7 +135,7 @@ def train_one(args, name: str, rows: list, held_out: list, eos: set[int], n: int
     return model, curve
 
 
-def consistency_row(name: str, step: int, x: dict) -> list[str]:
+def format_consistency(name: str, step: int, x: dict) -> list[str]:
     """Format the figures x that a run of this name had after a step."""
     return [name, str(step), f"{x['per_call']:.2f}",
             f"[{min(x['each']):.2f}, {max(x['each']):.2f}]",
@@ -220,14 +220,15 @@ def table_perplexity(bench: Bench) -> None:
     found, heads = [], ["draft", "1 - TVD", *methods]
     for name, (key, draft) in drafts.items():
         agreement = kept(f"agreement {key} {args.seeds[0]}",
-                         lambda: agree(target, draft, prompts, texts))
+                         lambda: measure_agreement(target, draft, prompts, texts))
         made = [runs(f"{x} {key}", method, [draft], **own) for x, (method, own) in methods.items()]
         found.append(([name, f"{agreement:.2f}"], made))
     for title, cell in (
-            (f"AR, sampled: {pooled(ar):.2f} {spread(ar)}; perplexity, least and most of the seeds",
-             lambda some: f"{pooled(some):.2f} {spread(some)}"),
+            (f"AR, sampled: {pool_perplexity(ar):.2f} {format_spread(ar)}; "
+             "perplexity, least and most of the seeds",
+             lambda some: f"{pool_perplexity(some):.2f} {format_spread(some)}"),
             ("by AR's, and the middle 90% of draws of prompts and seeds",
-             lambda some: beside(some, ar)),
+             lambda some: compare_with_ar(some, ar)),
             ("tokens of drafts accepted a round, texts weighing alike",
              lambda some: f"{mean(x[2] for seed in some for x in seed):.2f}")):
         print(f"{title}:\n")
@@ -242,7 +243,8 @@ def mixture(bench: Bench, a: float):
 
 
 @torch.inference_mode()
-def agree(target: CachedLM, draft, prompts: list[list[int]], texts: list[list[int]]) -> float:
+def measure_agreement(target: CachedLM, draft, prompts: list[list[int]],
+                      texts: list[list[int]]) -> float:
     """Return the mean of 1 - TVD of the two models' warped distributions along these texts."""
     warp, found = Sampler(1.0, 20, 0.9), []
     for prompt, text in zip(prompts, texts):
@@ -254,19 +256,19 @@ def agree(target: CachedLM, draft, prompts: list[list[int]], texts: list[list[in
     return mean(found)
 
 
-def pooled(runs: list[list]) -> float:
+def pool_perplexity(runs: list[list]) -> float:
     """Return the perplexity over all tokens of runs [seed][prompt]."""
     return math.exp(sum(x[0] for some in runs for x in some)
                     / sum(x[1] for some in runs for x in some))
 
 
-def spread(runs: list[list]) -> str:
+def format_spread(runs: list[list]) -> str:
     """Make a text of the least and the largest perplexity of the seeds."""
-    each = [pooled([some]) for some in runs]
+    each = [pool_perplexity([some]) for some in runs]
     return f"[{min(each):.2f}, {max(each):.2f}]"
 
 
-def beside(runs: list[list], ar: list[list]) -> str:
+def compare_with_ar(runs: list[list], ar: list[list]) -> str:
     """Make a text of a perplexity over AR's on the same prompts and seeds.
 
     The brackets hold the middle 90% of 1,000 resamples of the prompts and of the seeds. A resample
@@ -276,11 +278,12 @@ def beside(runs: list[list], ar: list[list]) -> str:
     for _ in range(1000):
         some = rng.choices(range(len(ar[0])), k=len(ar[0]))
         seeds = rng.choices(range(len(ar)), k=len(ar))
-        one, other = (pooled([[x[seed][i] for i in some] for seed in seeds]) for x in (runs, ar))
+        one, other = (pool_perplexity([[x[seed][i] for i in some] for seed in seeds])
+                      for x in (runs, ar))
         ratios.append(one / other)
     ratios.sort()
     middle = f"[{ratios[50]:.2f}, {ratios[949]:.2f}]" if len(ar) * len(ar[0]) > 1 else "-"
-    return f"{pooled(runs) / pooled(ar):.2f} {middle}"
+    return f"{pool_perplexity(runs) / pool_perplexity(ar):.2f} {middle}"
 
 
 # ------------------------------------------------------------------------------ drafts of any size
@@ -292,12 +295,12 @@ PAPER = {"HumanEval": (11.16, 12), "MBPP": (6.14, 6), "GSM8K": (5.23, 7),  # Our
 SHARE = 6 / 34  # of that draft's parameters in the target's, taken for its cost
 
 
-def expected(alpha: float, gamma: int) -> float:
+def expect_tokens(alpha: float, gamma: int) -> float:
     """Return the expected tokens of a round (Leviathan et al., Eq. 1)."""
     return gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def predicted(alpha: float, c: float, gamma: int, verify: float = 1.0) -> float:
+def predict_speed(alpha: float, c: float, gamma: int, verify: float = 1.0) -> float:
     """Return the expected speed-up.
 
     alpha   the acceptance
@@ -307,10 +310,10 @@ def predicted(alpha: float, c: float, gamma: int, verify: float = 1.0) -> float:
 
     This is Theorem 3.8 of Leviathan et al., and Ouroboros' Eq. 5 with A + 1 tokens a round.
     """
-    return expected(alpha, gamma) / (gamma * c + verify)
+    return expect_tokens(alpha, gamma) / (gamma * c + verify)
 
 
-def whole(speed: float, target: float, draft: float) -> float:
+def predict_whole(speed: float, target: float, draft: float) -> float:
     """Return the speed-up of whole answers, the passes over their prompts included.
 
     speed   how many times as fast as AR's the tokens come
@@ -335,8 +338,9 @@ def table_drafts(bench: Bench) -> None:
     points = {}
     for path in args.drafts:
         bench.draft = bench.load(path)
-        x = kept(digest(bench.draft.state_dict()), lambda: of_draft(bench, path, every))
-        guesses = [whole(predicted(x["alpha"], x["c"], g, x["verify"][str(g)]), *x["prompts"])
+        x = kept(digest(bench.draft.state_dict()), lambda: measure_draft(bench, path, every))
+        guesses = [predict_whole(predict_speed(x["alpha"], x["c"], g, x["verify"][str(g)]),
+                                 *x["prompts"])
                    for g in GAMMAS]
         measured = [x["speculative"][str(g)] for g in GAMMAS]
         name = Path(path).name
@@ -344,14 +348,14 @@ def table_drafts(bench: Bench) -> None:
         rows.append([name, f"{x['alpha']:.2f}", f"{x['c']:.2f}", *(f"{y:.2f}" for y in guesses),
                      *(f"{x['speculative'][g]:.2f} {x['spread'][g]}" for g in map(str, GAMMAS)),
                      *(f"{x[name]:.2f} {x['spread'][name]}" for name in ("assisted", "ouroboros")),
-                     f"{whole(x['eq6'], *x['prompts']):.2f}",
+                     f"{predict_whole(x['eq6'], *x['prompts']):.2f}",
                      f"{x['ouroboros'] / max(measured):.2f}"])
     print(table(rows))
     if args.picture:
-        args.picture.write_text(plane(points), encoding="utf-8")
+        args.picture.write_text(draw_plane(points), encoding="utf-8")
 
 
-def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
+def measure_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
     """Measure the figures of bench.draft.
 
     path     the directory of that model
@@ -366,7 +370,7 @@ def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
     runs = {"AR": bench.ours(autoregressive)}
     runs |= {g: bench.ours(speculative, gamma=g) for g in GAMMAS}
     runs |= {"ouroboros": bench.ours(ouroboros), "assisted": bench.theirs("draft")}
-    results = bench.measure(runs, numbered(prompts))
+    results = bench.measure(runs, number_prompts(prompts))
     target, draft = bench.cached(bench.target), bench.cached(bench.draft)
     right = []
     for prompt, (_, count) in zip(prompts, results.counts["AR"][0]):
@@ -387,21 +391,21 @@ def of_draft(bench: Bench, path: str, prompts: list[list[int]]) -> dict:
             "speculative": {g: results.ratio(g, "AR") for g in GAMMAS},
             "assisted": results.ratio("assisted", "AR"),
             "ouroboros": results.ratio("ouroboros", "AR"),
-            "spread": {name: extremes(results, name) for name in list(runs)[1:]},
+            "spread": {name: format_extremes(results, name) for name in list(runs)[1:]},
             "prompts": [lm.prompt_seconds / total for lm in (target, draft)],
             "eq6": results.per_call("ouroboros") * costs[1] / a_round}
 
 
-def alpha_of(tokens: float, gamma: int) -> float:
+def find_alpha(tokens: float, gamma: int) -> float:
     """Find the acceptance with which a round makes so many tokens, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected(middle, gamma) < tokens else (low, middle)
+        low, high = (middle, high) if expect_tokens(middle, gamma) < tokens else (low, middle)
     return low
 
 
-def plane(points: dict[str, tuple[float, float, float]]) -> str:
+def draw_plane(points: dict[str, tuple[float, float, float]]) -> str:
     """Draw the plane of acceptance and cost as an SVG picture.
 
     points  {name: (acceptance, cost, measured speed-up)} of the drafts
@@ -430,7 +434,7 @@ def plane(points: dict[str, tuple[float, float, float]]) -> str:
         line = []
         for step in range(101):
             alpha = step / 100
-            c = max((expected(alpha, g) / speed - 1) / g for g in range(1, 17))
+            c = max((expect_tokens(alpha, g) / speed - 1) / g for g in range(1, 17))
             if 0 <= c <= 1:
                 line.append("{:.1f},{:.1f}".format(*place(alpha, c)))
         x, y = map(float, line[-1].split(","))
@@ -445,7 +449,7 @@ def plane(points: dict[str, tuple[float, float, float]]) -> str:
                      f'x="{x + 7:.1f}" y="{label:.1f}" fill="#06c">{html.escape(name)}: '
                      f'{speed:.2f}x</text>')
     for name, (tokens, gamma) in PAPER.items():
-        x, y = place(alpha_of(tokens, gamma), SHARE)
+        x, y = place(find_alpha(tokens, gamma), SHARE)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#a40"/><text x="{x:.1f}" '
                      f'y="{y + 12:.1f}" text-anchor="end" fill="#a40" '
                      f'transform="rotate(-60 {x:.1f} {y + 12:.1f})">{name}</text>')
@@ -461,7 +465,7 @@ def table_lengths(bench: Bench) -> None:
     """
     args, rng = bench.args, random.Random(0)
     every = [prompt for _, prompt in bench.pairs()]
-    kept = Kept(bench, torch.get_num_threads(), args.rounds, args.nodes, trained_parts(args))
+    kept = Kept(bench, torch.get_num_threads(), args.rounds, args.nodes, digest_parts(args))
     if max(args.lengths) + args.max_new_tokens > context_length(bench.target):
         raise InputError(f"expected --lengths of {context_length(bench.target)} tokens or fewer, "
                          f"{args.max_new_tokens} new ones included")
@@ -478,31 +482,32 @@ def table_lengths(bench: Bench) -> None:
             prompts.append(before + prompt)
             if len(prompts[-1]) < length:
                 raise InputError(f"expected prompts of {length} tokens in all")
-        x = kept(f"{length} {digest({}, prompts)}", lambda: at_length(bench, numbered(prompts)))
+        x = kept(f"{length} {digest({}, prompts)}", lambda: measure_length(
+            bench, number_prompts(prompts)))
         for name, (tokens, ratio, spread) in x["methods"].items():
             rows.append([f"{length:,}", f"{x['ms']:.1f}", f"{x['rows'][0]:.2f}",
                          f"{x['rows'][1]:.2f}", name, f"{tokens:.2f}", f"{ratio:.2f}", spread])
     print(table(rows))
 
 
-def trained_parts(args) -> dict[str, str]:
+def digest_parts(args) -> dict[str, str]:
     """Return {name: hash} of the files of --adapters."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(args.adapters.iterdir()) if path.is_file()}
 
 
-def numbered(prompts: list[list[int]]) -> list[tuple[str, list[int]]]:
+def number_prompts(prompts: list[list[int]]) -> list[tuple[str, list[int]]]:
     """Make each prompt a category of its own, so that a spread can be told."""
     return [(str(i), prompt) for i, prompt in enumerate(prompts)]
 
 
-def extremes(results: Results, name) -> str:
+def format_extremes(results: Results, name) -> str:
     """Format a method's speed over AR's on the prompts where it is least and most."""
     every = [results.ratio(name, "AR", i) for i, _ in results.counts["AR"][0]]
     return f"[{min(every):.2f}, {max(every):.2f}]"
 
 
-def at_length(bench: Bench, pairs: list) -> dict:
+def measure_length(bench: Bench, pairs: list) -> dict:
     runs = {"AR": bench.ours(autoregressive), "lookahead, W = 0": bench.ours(lookahead, W=0),
             **bench.rest("REST"), **bench.hybrid("none"), **bench.hybrid("hydra"),
             **bench.eagle("EAGLE, dynamic", dynamic=True)}
@@ -513,7 +518,7 @@ def at_length(bench: Bench, pairs: list) -> dict:
     return {"ms": results.per_token("AR", "total"), "rows": [costs[8] / costs[1],
                                                              costs[16] / costs[1]],
             "methods": {name: (results.per_call(name), results.ratio(name, "AR"),
-                               extremes(results, name)) for name in list(runs)[1:]}}
+                               format_extremes(results, name)) for name in list(runs)[1:]}}
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -546,7 +551,7 @@ def consistency_options(argv: list[str]) -> argparse.Namespace:
 TABLES = {"perplexity": table_perplexity, "drafts": table_drafts, "lengths": table_lengths}
 
 
-def wrong_with(args: argparse.Namespace) -> str | None:
+def find_mistake(args: argparse.Namespace) -> str | None:
     """Return what is wrong with the command line, before anything is loaded, or None."""
     names = [Path(path).name for path in args.drafts]
     checks = {
@@ -587,7 +592,7 @@ def main() -> None:
     add("--picture", type=Path, help="drafts: the SVG file to make")
     add("--lengths", nargs="*", type=int, default=[300, 600, 1200, 2400, 4000])
     add("--few", type=int, default=4, help="lengths: prompts of each")
-    if problem := wrong_with(parser.parse_args()):
+    if problem := find_mistake(parser.parse_args()):
         parser.exit(2, f"{parser.prog}: expected {problem}\n")
     perform(parser, lambda bench: TABLES[bench.args.command](bench))
 

@@ -122,7 +122,8 @@ def table_profile(bench: Bench) -> None:
 # ----------------------------------------------------------------------------------- Ouroboros
 
 def table_ouroboros(bench: Bench) -> None:
-    for part in (mechanisms, locality, suffixes, matches, lengths, temperatures):
+    for part in (print_mechanisms, print_locality, print_suffixes, print_matches, print_lengths,
+                 print_temperatures):
         part(bench)
 
 
@@ -133,7 +134,7 @@ STEPS = {"none (greedy draft, token by token)": OFF, "+ phrases": OFF | dict(phr
 LENGTHS = (64, 128, 256, 512)  # new tokens of an answer, at most
 
 
-def mechanisms(bench: Bench) -> None:
+def print_mechanisms(bench: Bench) -> None:
     """Print Table 4, one mechanism after the other."""
     runs = {"AR": bench.ours(autoregressive)}
     runs |= {name: bench.ours(ouroboros, **own) for name, own in STEPS.items()}
@@ -148,16 +149,16 @@ def mechanisms(bench: Bench) -> None:
             drafted, accepted = (results.log(name, key) for key in ("drafted", "accepted"))
             calls = drafted if name == speculation else results.log(name, "calls")
             logged = [f"{x:.2f}" for x in (drafted, accepted, calls / drafted)]
-        rows.append([*speed_row(results, name), *logged])
+        rows.append([*make_speed_row(results, name), *logged])
     print(table(rows))
 
 
-def speed_row(results, name: str) -> list[str]:
+def make_speed_row(results, name: str) -> list[str]:
     return [name, f"{results.per_call(name):.2f}", f"{results.speed(name):.0f}",
             f"{results.ratio(name, 'AR'):.2f}"]
 
 
-def locality(bench: Bench) -> None:
+def print_locality(bench: Bench) -> None:
     """Print Table 16, phrases of earlier prompts, with the tasks mixed and one after another."""
     pairs = bench.pairs()
     mixed = random.Random(0).sample(pairs, len(pairs))
@@ -167,21 +168,21 @@ def locality(bench: Bench) -> None:
                 "fresh for each prompt": bench.ours(ouroboros, history=False),
                 "kept": bench.ours(ouroboros)}
         results = bench.measure(runs, order)
-        rows += [[how, *speed_row(results, name)] for name in list(runs)[1:]]
+        rows += [[how, *make_speed_row(results, name)] for name in list(runs)[1:]]
     print(table(rows))
 
 
-def suffixes(bench: Bench) -> None:
+def print_suffixes(bench: Bench) -> None:
     """Print Fig. 6, how many phrases are tried behind a draft."""
     runs = {"AR": bench.ours(autoregressive),
             "0": bench.ours(ouroboros, history=False, lengthen=False)}
     runs |= {str(K): bench.ours(ouroboros, history=False, K=K) for K in (1, 2, 3, 5, 8)}
     results = bench.measure(runs)
     print(table([["Fig. 6: suffixes K", "tokens per target call", "tokens/s", "x AR"],
-                 *(speed_row(results, name) for name in list(runs)[1:])]))
+                 *(make_speed_row(results, name) for name in list(runs)[1:])]))
 
 
-def matches(bench: Bench) -> None:
+def print_matches(bench: Bench) -> None:
     """Print Table 1: how much of a long draft is accepted (A) and how much matches."""
     results = bench.measure({"ouroboros": bench.ours(ouroboros, gamma=20, **OFF)})
     rows = [["Table 1: draft of 20 tokens", *bench.prompts]]
@@ -190,7 +191,7 @@ def matches(bench: Bench) -> None:
     print(table(rows))
 
 
-def lengths(bench: Bench) -> None:
+def print_lengths(bench: Bench) -> None:
     """Print Table 14, longer and longer answers."""
     rows = [["Table 14: at most", "tokens an answer", "speculative, x AR", "ouroboros, x AR",
              "tokens per target call: speculative", "ouroboros"]]
@@ -205,7 +206,7 @@ def lengths(bench: Bench) -> None:
     print(table(rows))
 
 
-def temperatures(bench: Bench) -> None:
+def print_temperatures(bench: Bench) -> None:
     """Print Table 3, greedy and sampled, with top-p 0.8."""
     rows = [["Table 3: temperature", "speculative, x AR", "lookahead, x AR", "ouroboros, x AR",
              "tokens per target call: speculative", "lookahead", "ouroboros"]]
@@ -295,14 +296,14 @@ class EnergyMeter:
             with self.process:
                 self.process.terminate()
                 self.reader.join()
-            self.joules = integral(self.watts, self.began, ended)
+            self.joules = integrate(self.watts, self.began, ended)
         elif self.before:
             used = ((after - before) % (top + 1)
                     for (before, top), (after, _) in zip(self.before, self._counters()))
             self.joules = sum(used) / 1e6
 
 
-def integral(readings: list[tuple[float, float]], began: float, ended: float) -> float | None:
+def integrate(readings: list[tuple[float, float]], began: float, ended: float) -> float | None:
     """Compute the energy in joules from readings of the power, by the trapezoid rule.
 
     readings  (seconds, watts); before the first and after the last reading the power stays the same
@@ -323,7 +324,7 @@ HEAD = ["tokens/s", "speed-up", "J/token", "perplexity", "accuracy", "tokens per
         "accepted a round (Fig. 3)"]
 
 
-def quality(bench: Bench, run: Ours, lm: CachedLM) -> dict[str, float | None]:
+def measure_quality(bench: Bench, run: Ours, lm: CachedLM) -> dict[str, float | None]:
     """Run one method over all prompts and return the figures of HEAD, without the speed-up.
 
     lm  the target, under which the perplexity is
@@ -344,7 +345,7 @@ def quality(bench: Bench, run: Ours, lm: CachedLM) -> dict[str, float | None]:
             "accepted": mean(accepted) if accepted else None}
 
 
-def quality_table(bench: Bench, title: str, runs: dict[str, Ours]) -> str:
+def make_quality_table(bench: Bench, title: str, runs: dict[str, Ours]) -> str:
     """Make a table with a row for each method, medians over the rounds.
 
     runs  methods by name, of which the first is the one that speed-ups are over
@@ -353,7 +354,7 @@ def quality_table(bench: Bench, title: str, runs: dict[str, Ours]) -> str:
     method can only be read over a longer time.
     """
     lm, first, rows = bench.cached(bench.target), next(iter(runs)), [[title, *HEAD]]
-    rounds = [{name: quality(bench, run, lm) for name, run in runs.items()}
+    rounds = [{name: measure_quality(bench, run, lm) for name, run in runs.items()}
               for _ in tqdm(range(bench.args.rounds), desc=title, leave=False)]
     for name in runs:
         def cell(what: str, form: str, missing: str = "-") -> str:
@@ -370,7 +371,7 @@ def table_mjsd(bench: Bench) -> None:
     warped = Sampler(1.0, 20, 0.9, bench.args.seed)
     for title, sample in (("Table 2: temperature 1, top-k 20, top-p 0.9", warped),
                           ("Table 2: temperature 0", greedy)):
-        print(quality_table(bench, title, {
+        print(make_quality_table(bench, title, {
             "AR": bench.ours(autoregressive, sample),
             "speculative": bench.ours(speculative, sample, gamma=4),
             "BiLD": bench.ours(bild, sample, gamma=10, fallback=0.9, rollback=2.0),
@@ -379,14 +380,14 @@ def table_mjsd(bench: Bench) -> None:
     for title, name, values in (("Table 3: beams", "beams", (2, 4, 6, 8)),
                                 ("Fig. 4: τ", "tau", (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0))):
         runs = {str(x): bench.ours(mjsd, warped, **{name: x}) for x in values}
-        print(quality_table(bench, title, {"AR": bench.ours(autoregressive, warped)} | runs))
+        print(make_quality_table(bench, title, {"AR": bench.ours(autoregressive, warped)} | runs))
     runs = {f"MJGD, K = {K}": bench.ours(mjgd, greedy, K=K) for K in range(1, 6)}
-    print(quality_table(bench, "Fig. 1", runs))
-    rows_a_call(bench)
-    several_drafts(bench)
+    print(make_quality_table(bench, "Fig. 1", runs))
+    print_rows_a_call(bench)
+    print_several_drafts(bench)
 
 
-def rows_a_call(bench: Bench) -> None:
+def print_rows_a_call(bench: Bench) -> None:
     """Print Table 1, what a call costs that has more rows."""
     rows = [["Table 1: rows a call", "ms a call", "ms a row", "J a call"]]
     (_, prompt), lm = bench.pairs()[0], bench.cached(bench.target)
@@ -406,7 +407,7 @@ def rows_a_call(bench: Bench) -> None:
     print(table(rows))
 
 
-def several_drafts(bench: Bench) -> None:
+def print_several_drafts(bench: Bench) -> None:
     """Print what more drafts bring at temperature 1."""
     rows = [["temperature 1, gamma 4", "accepted a round, mean ± standard error"]]
     sample = Sampler(1.0, seed=bench.args.seed)

@@ -40,11 +40,12 @@ text { fill: #59636e; white-space: pre; }
 """
 
 
-def calls_of(run: dict) -> list[dict]:
+def list_calls(run: dict) -> list[dict]:
+    """List the calls of all rounds of a run."""
     return [call for step in run["rounds"] for call in step["calls"]]
 
 
-def written(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
+def write_run(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
     """Write a run's text as SVG, each token coloured when its round ends.
 
     x, y     where it begins
@@ -68,34 +69,35 @@ def written(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
     return "\n".join(shown), len(lines)
 
 
-def lane(run: dict, scale: float, x: int, y: int) -> str:
+def draw_lane(run: dict, scale: float, x: int, y: int) -> str:
     """Draw a run's calls over real time, and a line that passes over them."""
-    end = max(call["time"][1] for call in calls_of(run))
+    end = max(call["time"][1] for call in list_calls(run))
     bars = [f'<rect class="{"target" if call["lm"] == run["target"] else "draft"}" '
             f'x="{x + scale * call["time"][0]:.1f}" y="{y}" height="14" '
             f'width="{max(0.5, scale * (call["time"][1] - call["time"][0]) - 0.5):.1f}"/>'
-            for call in calls_of(run)]
+            for call in list_calls(run)]
     now = (f'<line class="now" x1="{x}" x2="{x}" y1="{y - 3}" y2="{y + 17}" '
            f'style="--way:{scale * end:.1f}px;animation-duration:{SLOWER * end / 1000:.2f}s"/>')
     return "\n".join([*bars, now])
 
 
-def picture(runs: list[dict], tokenizer, width: int = 860) -> str:
+def draw_picture(runs: list[dict], tokenizer, width: int = 860) -> str:
     """Draw two runs of one prompt side by side."""
-    ends = [max(call["time"][1] for call in calls_of(run)) for run in runs]
+    ends = [max(call["time"][1] for call in list_calls(run)) for run in runs]
     half, parts, most = width // 2, [], 0
     for i, (run, end) in enumerate(zip(runs, ends)):
         x = 16 + i * half
         n = sum(len(step["chunk"]) for step in run["rounds"])
-        text, lines = written(run, tokenizer, x, 62)
+        text, lines = write_run(run, tokenizer, x, 62)
         most = max(most, lines)
-        calls = sum(call["lm"] == run["target"] for call in calls_of(run))
+        calls = sum(call["lm"] == run["target"] for call in list_calls(run))
         name = "token by token" if run["method"] == "autoregressive" else run["method"]
         parts += [f'<text class="head" x="{x}" y="24">{name}</text>',
                   f'<text x="{x}" y="42">{n} tokens, {calls} target calls, {end:.0f} ms</text>',
                   text]
     top = 62 + 19 * most
-    parts += [lane(run, (half - 40) / max(ends), 16 + i * half, top) for i, run in enumerate(runs)]
+    parts += [draw_lane(run, (half - 40) / max(ends), 16 + i * half, top)
+              for i, run in enumerate(runs)]
     height = top + 52
     parts.append(f'<text x="16" y="{height - 12}"><tspan class="guess">guesses that were kept'
                  "</tspan>, <tspan class='own'>the target's own choice</tspan>; bars: calls of "
@@ -124,7 +126,7 @@ def main() -> None:
                 pass
     out = ROOT / ".github/decode.svg"
     out.parent.mkdir(exist_ok=True)
-    out.write_text(picture(trace.runs, tokenizer), encoding="utf-8")
+    out.write_text(draw_picture(trace.runs, tokenizer), encoding="utf-8")
     print(f"{out}: {out.stat().st_size:,} bytes", file=sys.stderr)
 
 

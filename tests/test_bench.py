@@ -19,7 +19,7 @@ from families import near, tiny
 from jacobi import jacobi
 from mjsd import mjsd
 from ouroboros import ouroboros
-from paper_tables import EnergyMeter, Stopwatch, integral
+from paper_tables import EnergyMeter, Stopwatch, integrate
 from speculative import speculative
 
 PROMPT = [3, 14, 15]
@@ -249,10 +249,10 @@ def test_without_a_prompt_there_is_no_benchmark(argv, said, monkeypatch, models)
 # ---------------------------------------------------------------------------------------- energy
 
 def test_power_is_integrated_over_time():
-    assert integral([], 0.0, 1.0) is None
-    assert integral([(0.5, 100.0)], 0.0, 2.0) == 200
+    assert integrate([], 0.0, 1.0) is None
+    assert integrate([(0.5, 100.0)], 0.0, 2.0) == 200
     readings = [(-1.0, 0.0), (1.0, 100.0), (2.0, 200.0), (9.0, 0.0)]
-    assert integral(readings, 0.0, 3.0) == pytest.approx(50 + 150 + 100)
+    assert integrate(readings, 0.0, 3.0) == pytest.approx(50 + 150 + 100)
 
 
 def test_a_cpus_counters_may_wrap(tmp_path, monkeypatch):

@@ -43,15 +43,17 @@ def test_a_mixture_is_between_its_models():
 # ---------------------------------------------------------------------------------- predictions
 
 def test_predictions():
-    assert curves.expected(0.5, 2) == 1.75 and curves.expected(1, 4) == 5
-    assert curves.predicted(0.5, 0.25, 2) == pytest.approx(1.75 / 1.5)
-    assert curves.predicted(0.5, 0.25, 2, verify=1.25) == 1
+    assert curves.expect_tokens(0.5, 2) == 1.75 and curves.expect_tokens(1, 4) == 5
+    assert curves.predict_speed(0.5, 0.25, 2) == pytest.approx(1.75 / 1.5)
+    assert curves.predict_speed(0.5, 0.25, 2, verify=1.25) == 1
     for alpha in (0.05, 0.6, 0.97):
-        assert curves.alpha_of(curves.expected(alpha, 7), 7) == pytest.approx(alpha, abs=1e-4)
+        tokens = curves.expect_tokens(alpha, 7)
+        assert curves.find_alpha(tokens, 7) == pytest.approx(alpha, abs=1e-4)
 
 
 def test_the_plane_is_a_picture_with_all_points():
-    root = xml.fromstring(curves.plane({"four & more": (0.43, 0.2, 0.9), "eight": (0.6, 0.3, 1)}))
+    points = {"four & more": (0.43, 0.2, 0.9), "eight": (0.6, 0.3, 1)}
+    root = xml.fromstring(curves.draw_plane(points))
     space = "{http://www.w3.org/2000/svg}"
     texts = [x.text for x in root.iter(space + "text")]
     assert {"four & more: 0.90x", "eight: 1.00x", "HumanEval", "1.5x", "acceptance α"} <= {*texts}
@@ -60,24 +62,25 @@ def test_the_plane_is_a_picture_with_all_points():
     for speed, line in zip((1, 1.5, 2, 3), root.iter(space + "polyline"), strict=True):
         middle = line.get("points").split()
         x, y = map(float, middle[len(middle) // 2].split(","))
-        best = max(curves.predicted((x - 60) / 560, (380 - y) / 360, g) for g in range(1, 17))
+        best = max(curves.predict_speed((x - 60) / 560, (380 - y) / 360, g) for g in range(1, 17))
         assert best == pytest.approx(speed, rel=0.02)
-    root = xml.fromstring(curves.plane({"slower than its target": (0.5, 2, 0.3)}))
+    root = xml.fromstring(curves.draw_plane({"slower than its target": (0.5, 2, 0.3)}))
     assert all(float(x.get("cy")) >= 20 for x in root.iter(space + "circle"))
 
 
 def test_ratios_are_of_the_same_prompts_and_seeds():
     ar = [[[10.0, 5, 0, []], [3.0, 5, 0, []]], [[8.0, 5, 0, []], [5.0, 5, 0, []]]]
     half = [[[x[0] / 2, *x[1:]] for x in some] for some in ar]
-    assert curves.pooled(ar) == pytest.approx(E ** 1.3)
-    assert curves.spread(half) == "[1.92, 1.92]" and curves.spread(ar[:1] + half) == "[1.92, 3.67]"
-    assert curves.beside(half, ar).startswith("0.52 [")
-    assert curves.beside(ar, ar) == "1.00 [1.00, 1.00]"
+    assert curves.pool_perplexity(ar) == pytest.approx(E ** 1.3)
+    assert curves.format_spread(half) == "[1.92, 1.92]"
+    assert curves.format_spread(ar[:1] + half) == "[1.92, 3.67]"
+    assert curves.compare_with_ar(half, ar).startswith("0.52 [")
+    assert curves.compare_with_ar(ar, ar) == "1.00 [1.00, 1.00]"
     # In one of two seeds one prompt of eight has a nat more. With that prompt drawn k times of 8
     # and that seed j times of 2 the ratio is exp(jk / 16); P(jk > 4) = 0.02, P(jk >= 4) = 0.07
     flat = [[[1.0, 1, 0, []]] * 8, [[2.0, 1, 0, []]] * 8]
     odd = [[[1.0 + (i == 0), 1, 0, []] for i in range(8)], flat[1]]
-    assert curves.beside(odd, flat) == "1.06 [1.00, 1.28]"
+    assert curves.compare_with_ar(odd, flat) == "1.06 [1.00, 1.28]"
 
 
 # --------------------------------------------------------------------------------------- tables
@@ -166,7 +169,7 @@ def test_the_figures_of_a_draft(small, tmp_path, monkeypatch):
         started(lm, prompt)
         lm.prompt_seconds = before + (9.0 if lm.model is small.target else 4.5)
     monkeypatch.setattr(CachedLM, "start", start)
-    x = curves.of_draft(small, str(tmp_path / "far"), prompts)
+    x = curves.measure_draft(small, str(tmp_path / "far"), prompts)
     guesses = [small.draft(torch.tensor([p + output[:-1]])).logits[0, len(p) - 1:].argmax(-1)
                for p in prompts]
     right = torch.stack(guesses) == torch.tensor(output)
@@ -195,7 +198,7 @@ def test_the_figures_of_a_length(small, monkeypatch):
     monkeypatch.setattr(small, "fitting", lambda name, make: {name: None})  # nothing is trained
     pairs = small.pairs()
     length = len(pairs[0][1]) - 1
-    x = curves.at_length(small, pairs)
+    x = curves.measure_length(small, pairs)
     assert x["ms"] == pytest.approx(1000 * 36 / 24)
     assert x["rows"] == pytest.approx([(length + n) / (length + 1) for n in (8, 16)])
     names = ["lookahead, W = 0", "REST", "hybrid, none", "hybrid, hydra", "EAGLE, dynamic"]
@@ -212,7 +215,7 @@ def test_agreement_is_of_warped_distributions(small):
     p, q = (warp.probs(model(ids).logits[0, -len(text):]) for model in (small.target, far))
     expected = (1 - (p - q).abs().sum(-1) / 2).mean().item()
     assert 0 < expected < 1
-    found = curves.agree(CachedLM(small.target), CachedLM(far), prompts, [text])
+    found = curves.measure_agreement(CachedLM(small.target), CachedLM(far), prompts, [text])
     assert found == pytest.approx(expected, abs=1e-4)
 
 
@@ -249,10 +252,10 @@ def test_perplexity_by_the_draft(small, capsys, monkeypatch):
     key = curves.digest(small.draft.state_dict())
     ar, beams = ([[kept[f"{name} {seed} {i}"] for i in range(2)] for seed in (0, 1)]
                  for name in ("AR", f"2 beams {key}"))
-    assert f"AR, sampled: {curves.pooled(ar):.2f} {curves.spread(ar)}" in first
+    assert f"AR, sampled: {curves.pool_perplexity(ar):.2f} {curves.format_spread(ar)}" in first
     found = column(tables[0], "2 beams")["draft"]
-    assert found == f"{curves.pooled(beams):.2f} {curves.spread(beams)}"
-    assert column(tables[1], "2 beams")["draft"] == curves.beside(beams, ar)
+    assert found == f"{curves.pool_perplexity(beams):.2f} {curves.format_spread(beams)}"
+    assert column(tables[1], "2 beams")["draft"] == curves.compare_with_ar(beams, ar)
     prompt = small.pairs()[0][1]
     chunks = autoregressive(small.cached(small.target), prompt, sample=Sampler(1.0, 20, 0.9, 1))
     text = [x for chunk in until(chunks, 8, small.eos) for x in chunk]
@@ -268,7 +271,7 @@ def test_a_draft_beside_its_predictions(small, capsys, tmp_path, monkeypatch):
     x = {"alpha": 0.5, "c": 0.25, "verify": {2: 1.25, 4: 1.5, 8: 2}, "eq6": 2.0,
          "speculative": {2: 0.5, 4: 0.8, 8: 0.6}, "assisted": 0.4, "ouroboros": 1.2,
          "spread": dict.fromkeys((2, 4, 8, "assisted", "ouroboros"), "-"), "prompts": [0.2, 0.05]}
-    monkeypatch.setattr(curves, "of_draft", lambda *given: x)
+    monkeypatch.setattr(curves, "measure_draft", lambda *given: x)
     small.args.drafts, small.args.picture = [small.args.draft], tmp_path / "plane.svg"
     curves.table_drafts(small)
     [rows] = tables_of(capsys.readouterr().out)
@@ -282,7 +285,8 @@ def test_a_draft_beside_its_predictions(small, capsys, tmp_path, monkeypatch):
 def test_contexts_of_several_lengths(small, capsys, monkeypatch):
     seen, rng = [], random.Random(0)
     figures = {"ms": 1.0, "rows": [1.0, 2.0], "methods": {"REST": (2.0, 1.5, "[1.00, 2.00]")}}
-    monkeypatch.setattr(curves, "at_length", lambda bench, pairs: seen.append(pairs) or figures)
+    monkeypatch.setattr(curves, "measure_length",
+                        lambda bench, pairs: seen.append(pairs) or figures)
     small.prompts = {"some": [rng.choices(range(300), k=50) for _ in range(4)]}
     curves.table_lengths(small)
     [rows] = tables_of(capsys.readouterr().out)

@@ -11,7 +11,7 @@ from cli.trace import PAGE, Trace, make_page
 from common import CachedLM, autoregressive, encode, greedy
 from families import tiny
 from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
-from picture import picture
+from picture import draw_picture
 from speculative import speculative
 from test_structure import FILES, functions_of
 
@@ -152,7 +152,7 @@ def test_the_picture_is_small_and_shows_the_output(embedded):
         lms = {name: CachedLM(dict(target=target, draft=draft)[name]) for name in names}
         run = Run(method, lms, {}, set())
         outputs.append(tokens_of(trace.watch(run, prompt, run.decode(prompt, 30, greedy)), 30))
-    drawn = picture(trace.runs, tokenizer)
+    drawn = draw_picture(trace.runs, tokenizer)
     assert len(drawn.encode()) < 60_000
     root = ElementTree.fromstring(drawn)
     name = "{http://www.w3.org/2000/svg}"
