@@ -36,13 +36,15 @@ def test_what_is_saved_is_loaded(tmp_path):
         assert json.loads(file.metadata()["part"])["kind"] == "a thing"
 
 
-@pytest.mark.parametrize("tensors", [
-    {"w": torch.zeros(2, 2)}, {"w": torch.zeros(2, 2), "b": torch.zeros(3)},
-    {"w": torch.zeros(2, 2), "b": torch.zeros(2), "c": torch.zeros(1)},
-    {"w": torch.zeros(2, 2), "c": torch.zeros(2)}])
-def test_other_tensors_are_refused_and_nothing_is_set(tensors):
+@pytest.mark.parametrize("tensors, said", [
+    ({"w": torch.zeros(2, 2)}, r"tensors .*'b': \(2,\).* with"),
+    ({"w": torch.zeros(2, 2), "b": torch.zeros(3)}, r"tensors .*'b': \(2,\).* with"),
+    ({"w": torch.zeros(2, 2), "b": torch.zeros(2), "c": torch.zeros(1)}, "tensors"),
+    ({"w": torch.zeros(2, 2), "b": torch.tensor([1.0, torch.nan])}, "finite numbers"),
+    ({"w": torch.zeros(2, 2), "b": torch.tensor([1.0, torch.inf])}, "finite numbers")])
+def test_other_tensors_are_refused_and_nothing_is_set(tensors, said):
     own = part()
-    with pytest.raises(InputError, match=r"expected tensors .*'b': \(2,\).*, got 'file' with"):
+    with pytest.raises(InputError, match=f"expected {said}"):
         fill(own, tensors, "file")
     assert all(torch.equal(own[name], p) for name, p in part().items())
 
@@ -79,13 +81,11 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
         load_part(path, "another", LLAMA)
     whole = path.read_bytes()
     for i, bad in enumerate((b"", b"x" * 100, whole[:50], whole[:-9])):
-        path.write_bytes(bad)
+        (tmp_path / str(i)).write_bytes(bad)
+    for other in (*map(str, range(4)), "", "none", ROOT / "models/draft/model.safetensors"):
         with pytest.raises(InputError, match="expected a file of a thing, got") as error:
-            load_part(path, "a thing", LLAMA)
-        assert "\n" not in str(error.value), i
-    for other in (tmp_path, tmp_path / "none", ROOT / "models/draft/model.safetensors"):
-        with pytest.raises(InputError, match="expected a file of a thing, got"):
-            load_part(other, "a thing", LLAMA)
+            load_part(tmp_path / other, "a thing", LLAMA)
+        assert "\n" not in str(error.value)
 
 
 def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
@@ -145,11 +145,3 @@ def test_logits_that_are_neither_scaled_nor_capped_are_refused():
     with model.register_forward_hook(shifted):
         with pytest.raises(InputError, match="logits that are scaled or capped, got Llama"):
             logits_of(model)
-
-
-def test_numbers_that_are_not_finite_are_refused():
-    own = {"w": torch.nn.Parameter(torch.zeros(2))}
-    for wrong in (float("nan"), float("inf")):
-        with pytest.raises(InputError, match="expected finite numbers, got 'file' with others"):
-            fill(own, {"w": torch.tensor([1.0, wrong])}, "file")
-    assert own["w"].tolist() == [0, 0]
