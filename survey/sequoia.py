@@ -39,7 +39,7 @@ temperature is for p and q. Top-k and top-p are for p alone.
 Departures (paper or released code / here / why):
 - all draft levels cost the same / a level costs what its rows cost / rows are not free on a CPU.
 - 64 to 128 nodes on an A100, 768 with offloading / the clock tries 2 to 64 nodes, and --nodes takes
-  at most 128 / no call of more rows is timed. On a GPU this limit costs tokens.
+  at most 128 / rows are not free on a CPU, and no call of more than 128 rows is timed.
 - rates are measured at the temperature of decoding / they are measured at four temperatures, and
   the nearest one counts / one file serves all temperatures.
 - the released code draws its noise once a text / in every round / rounds must be independent.
