@@ -1,4 +1,4 @@
-"""The hybrid: chances are what is accepted, width is what pays, trust is fitted to what happened."""
+"""The hybrid: chances are what is accepted, the width is what pays, trust fits what happened."""
 import json
 import random
 from collections import Counter

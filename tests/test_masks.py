@@ -17,7 +17,8 @@ from models import training
 from models.training import score_answers
 from survey import masks as module
 from survey.low_rank import add_low_rank
-from survey.masks import list_plans, load_space, measure_all_right, pass_sampling, space, train, tune
+from survey.masks import (list_plans, load_space, measure_all_right, pass_sampling, space, train,
+                          tune)
 from survey.parts import load_part, save_part
 
 PROMPT = [3, 14, 15]

@@ -401,7 +401,7 @@ class Vocabulary(SimpleNamespace):
 
 @pytest.fixture
 def calibrated(tmp_path, monkeypatch):
-    """calibrated(model, small, …) runs `calibrate` and returns the file, and the ids of all trees."""
+    """calibrated(model, small, …) runs `calibrate` and returns its file and the ids of all trees."""
     def run(model, small, prompts=(PROMPT,), vocab=VOCAB, eos=(), temperatures=(0.0,)):
         tokenizer, seen, grow = Vocabulary(n=vocab), [], module.grow
         monkeypatch.setattr(module, "TEMPERATURES", temperatures)
