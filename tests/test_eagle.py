@@ -367,10 +367,6 @@ def fitted(work=None, model=0, data=DATA, inputs="shifted", begin="random", mlp=
 whole = functools.cache(fitted)
 
 
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_training_lowers_the_loss_and_reaches_nothing_else():
     model, rng = tiny("llama"), random.Random(0)
     data = [([rng.randrange(61) for _ in range(3)], [rng.randrange(61) for _ in range(6)])
@@ -440,15 +436,6 @@ def test_training_is_on_the_models_own_distribution(name, config, monkeypatch):
     assert p.shape == q.shape == expected.shape
     nearest = (p[:, None] - expected).abs().sum(-1).min(1).values  # in any order
     assert nearest.max() < 0.05 and (p.argmax(-1)[:, None] == expected.argmax(-1)).any(1).all()
-
-
-@pytest.mark.parametrize("change", [
-    dict(model=1), dict(lr=2e-2), dict(seed=1), dict(data=DATA[:2]), dict(steps=3), dict(batch=1),
-    dict(inputs="unshifted"), dict(begin="last"), dict(mlp=24), dict(vocab=range(60))],
-    ids=lambda change: next(iter(change)))
-def test_another_training_in_the_same_folder_starts_over(change, worked):
-    options = {"steps": 2} | change
-    assert same(fitted(worked, **options), fitted(**options))
 
 
 def test_answers_of_a_step_are_alike_in_length(monkeypatch):

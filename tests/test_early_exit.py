@@ -9,7 +9,7 @@ import torch
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive
 from families import deep, tiny
-from helpers import ROOT, interrupting, main, per_call, said_in_one_line, tokens_of
+from helpers import ROOT, main, per_call, said_in_one_line, tokens_of
 from survey.early_exit import Exit, early_exit, exit_loss, fit, load_exit, report, train
 
 PROMPT = [3, 14, 15]
@@ -95,18 +95,6 @@ def test_a_new_exit_of_a_model_whose_later_layers_add_nothing_is_accepted_whole(
 
 # ----------------------------------------------------------------------------------------- training
 
-FIT = dict(steps=4, batch=5, lr=1e-2)
-
-
-def fitted(work=None, model=0, E=1, data=DATA, **options):
-    model = deep("llama", seed=model)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = Exit(model, E, 8)
-    curve = fit(model, network, data, DATA[:1], work=work, **FIT | options)
-    return {name: p.tolist() for name, p in network.trainable().items()}, curve
-
-
 def test_training_an_exit_lowers_its_loss_and_reaches_nothing_else():
     model, rng = deep("llama"), random.Random(0)
     data = [([rng.randrange(61)], [rng.randrange(61) for _ in range(6)]) for _ in range(3)]
@@ -116,18 +104,6 @@ def test_training_an_exit_lowers_its_loss_and_reaches_nothing_else():
     assert curve[120]["right"] > curve[0]["right"] + 0.3
     assert all(torch.equal(p, before[name]) and p.grad is None
                for name, p in model.named_parameters())
-
-
-def test_a_stopped_training_goes_on_and_another_starts_over(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(torch.Tensor, "backward", interrupting(torch.Tensor.backward, 3))
-        fitted(tmp_path)
-    [file] = tmp_path.iterdir()
-    assert torch.load(file)["done"] == 2
-    assert fitted(tmp_path) == fitted()
-    for change in (dict(model=1), dict(E=2), dict(data=DATA[:2]), dict(batch=4), dict(lr=2e-2),
-                   dict(seed=1)):
-        assert fitted(tmp_path, **change) == fitted(**change) != fitted()
 
 
 # ------------------------------------------------------------------------------- files and commands

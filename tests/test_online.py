@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from common import CachedLM, InputError, Sampler, autoregressive
 from families import near, tiny
-from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
+from helpers import ROOT, main, said_in_one_line, tokens_of
 from models import training
 from survey import online as module
 from survey.online import Learner, boost, online, report_acceptance, serve
@@ -276,19 +276,6 @@ def test_a_second_draft_learns_where_the_first_is_wrong(pair, tmp_path, capsys, 
     first_batch = places[0][1]  # before the first step the second is the first: it is wrong there
     assert (first_batch.argmax(-1) != places[0][0]).all()
     assert any(not torch.equal(a, b) for a, b in zip(learner.parameters(), draft.parameters()))
-
-
-def test_a_stopped_boost_goes_on(pair, tmp_path, monkeypatch):
-    small = dict(max_new_tokens=8, steps=6, batch=4)
-    boost(pair, Tokenizer(), PROMPTS, out=tmp_path / "whole", work=tmp_path / "a", **small)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "measure_divergence", interrupting(training.divergence, 4))
-        with pytest.raises(KeyboardInterrupt):
-            boost(pair, Tokenizer(), PROMPTS, out=tmp_path / "half", work=tmp_path / "b", **small)
-    assert not (tmp_path / "half").exists()
-    boost(pair, Tokenizer(), PROMPTS, out=tmp_path / "half", work=tmp_path / "b", **small)
-    whole, half = (AutoModelForCausalLM.from_pretrained(tmp_path / x) for x in ("whole", "half"))
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), half.parameters()))
 
 
 def test_acceptance_rises_with_traffic(embedded, held_out):

@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "models"))
 import train as recipe  # noqa: E402  (the path is set above)
 from common import CachedLM, InputError, autoregressive, load  # noqa: E402
 from models import training  # noqa: E402
-from tasks import read_prompts  # noqa: E402
+from tasks import read_prompts, take  # noqa: E402
 
 PROMPTS = ["Tom has 3 apples.", "Ann has 4 cakes.", "He buys 7 pens.", "SELECT name"]
 IDS = torch.tensor([[5, 9, 30, 2], [8, 7, 1, 1]])
@@ -153,6 +153,17 @@ def test_the_next_tokens_loss_by_hand():
     logp = model(IDS).logits.log_softmax(-1)
     terms = [WEIGHTS[b, t] * logp[b, t - 1, IDS[b, t]] for b in range(2) for t in (1, 2, 3)]
     torch.testing.assert_close(recipe.next_token_loss(model, IDS, WEIGHTS), -sum(terms) / 2.5)
+
+
+def test_the_measured_loss_is_of_the_tokens_of_answers(embedded):
+    _, draft, tokenizer = embedded
+    [example] = take("code", "test", 1)
+    [(ids, weights)] = recipe.encode_examples(tokenizer, [example.prompt], [example.answer])
+    n = weights.count(1.0)
+    logp = draft(torch.tensor([ids])).logits[0, -n - 1:-1].log_softmax(-1)
+    expected = -logp.gather(-1, torch.tensor(ids[-n:])[:, None]).mean().item()
+    found = recipe.evaluate(draft, tokenizer, n=1)["code"]["loss"]
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 def test_logits_are_those_before_tokens_that_have_a_weight():
