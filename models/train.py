@@ -47,8 +47,9 @@ from cli.loading import encode_prompts, load_checked, open_chat  # noqa: E402
 from cli.text import Parser, cut_message, set_encodings  # noqa: E402
 from models.training import (Training, collect_examples, digest, divergence,  # noqa: E402
                              generate_answers, require, require_training_options, warm_linear)
-from survey.layers import count_layers, take_layers  # noqa: E402
+from survey.layers import take_layers  # noqa: E402
 from survey.parts import logits_of  # noqa: E402
+from survey.views import depth_of  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
 # The shares of the target's second phase have more math, since arithmetic is learnt last.
@@ -375,7 +376,7 @@ def distil_layers(argv: list[str]) -> None:
     require_training_options(args.lr, batch=args.batch, steps=args.steps,
                              max_new_tokens=args.max_new_tokens)
     target, tokenizer = load_checked(args.target, args.device, args.dtype)
-    last = count_layers(target) - 1
+    last = depth_of(target) - 1
     fits = args.layers == sorted({*args.layers} & {*range(last + 1)})
     require(fits, "layers", f"different numbers from 0 to {last} in ascending order",
             " ".join(map(str, args.layers)))

@@ -48,8 +48,9 @@ from typing import Callable, Iterator, NamedTuple
 
 from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
                     prepare, row_costs, walk)
-from survey.layers import count_layers, take_layers
+from survey.layers import take_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.views import depth_of
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ def make_layer(model, mlp: int) -> tuple:
     returns  a model of this layer in float32, and the model's last layer as such a model. Their
              vocabulary is 8 tokens, for the draft puts the model's embeddings and LM head in.
     """
-    last = take_layers(model, [count_layers(model) - 1], vocab_size=8, pad_token_id=None)
+    last = take_layers(model, [depth_of(model) - 1], vocab_size=8, pad_token_id=None)
     config = copy.deepcopy(last.config)
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if mlp:

@@ -9,6 +9,7 @@ import json
 from contextlib import contextmanager
 
 from common import InputError
+from survey.views import depth_of
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,17 +20,12 @@ NUMBERS = ("mlp_only_layers", "moe_layers")
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 
-def count_layers(model) -> int:
-    """Return how many layers a model has."""
-    return model.config.get_text_config().num_hidden_layers
-
-
 def list_layers(model) -> torch.nn.ModuleList:
     """Return a model's decoder layers."""
     for part in model.get_decoder().modules():
-        if isinstance(part, torch.nn.ModuleList) and len(part) == count_layers(model):
+        if isinstance(part, torch.nn.ModuleList) and len(part) == depth_of(model):
             return part
-    raise InputError(f"{type(model).__name__} has no list of {count_layers(model)} layers")
+    raise InputError(f"{type(model).__name__} has no list of {depth_of(model)} layers")
 
 
 def renumber(config, numbers: list[int]):

@@ -235,7 +235,7 @@ def grow(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
     return fill_hydra_tree(trained, target, f, root, tree)
 
 
-def plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
+def list_plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
     """Yield trees with their expected tokens and the seconds to grow and to verify them, for
     `fastest` to choose from. Medusa, Section 2.3.3, by depth and size, with this machine's costs.
 
@@ -318,7 +318,7 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
     tree = best_tree(trained.accept, max(nodes, 1))  # the plan is fixed, its tokens are not
     while True:
         if nodes == 0:  # the clock chooses, and may choose anew as the context grows
-            tree = fastest(target, trained, lambda: plans(trained, target, f))
+            tree = fastest(target, trained, lambda: list_plans(trained, target, f))
         parents = [node.parent for node in tree]
         ids = grow(trained, target, f, root, tree)
         logits = target.forward(ids, parents)  # [nodes, V]

@@ -161,7 +161,7 @@ def test_the_tree_that_pays(monkeypatch):
         monkeypatch.setattr(module, "row_costs", lambda lm, most: [cost(n) for n in range(65)])
         monkeypatch.setattr(module, "grow", lambda trained, lm, f, root, tree: [
             level * max(node.depth for node in tree)])
-        tree = max(module.plans(heads, None, None), key=lambda x: x[1] / x[2])[0]
+        tree = max(module.list_plans(heads, None, None), key=lambda x: x[1] / x[2])[0]
         assert len(tree) == n
 
 
