@@ -8,8 +8,9 @@ from safetensors import safe_open
 from common import InputError
 from families import tiny
 from helpers import ROOT
-from survey.parts import (belongs, fill, head_for, load_facts, load_part, logits_of, save_facts,
-                          save_part, some_embeddings)
+from survey import parts
+from survey.parts import (belongs, draft_for, fill, head_for, load_facts, load_part, logits_of,
+                          save_facts, save_part, some_embeddings)
 
 LLAMA = tiny("llama")
 
@@ -145,3 +146,24 @@ def test_logits_that_are_neither_scaled_nor_capped_are_refused():
     with model.register_forward_hook(shifted):
         with pytest.raises(InputError, match="logits that are scaled or capped, got Llama"):
             logits_of(model)
+
+
+class Vocabulary:
+    """A tokenizer of these words."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def __len__(self):
+        return len(self.words)
+
+    def get_vocab(self):
+        return {word: i for i, word in enumerate(self.words)}
+
+
+def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):
+    monkeypatch.setattr(parts, "load", lambda *given: (given, Vocabulary("a", "b")))
+    assert draft_for(LLAMA, Vocabulary("a", "b"), "path") == ("path", "cpu", torch.float32)
+    for other in Vocabulary("b", "a"), Vocabulary("a", "c"), Vocabulary("a"):
+        with pytest.raises(InputError, match="the target's tokenizer, got another vocabulary"):
+            draft_for(LLAMA, other, "path")

@@ -280,7 +280,7 @@ def test_a_round_is_exact_by_enumeration(monkeypatch, parents, missing):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_sampled_output_of_real_caches_is_that_without_caches(family):
     model = tiny(family)
-    check_without_caches(decoding, model, near(model, 0.04), PROMPT, parents=BUSHY)
+    check_without_caches(decoding, model, [near(model, 0.04)], PROMPT, parents=BUSHY)
 
 
 def test_a_low_temperature_comes_down_to_temperature_0():
@@ -401,7 +401,7 @@ class Vocabulary(SimpleNamespace):
 
 @pytest.fixture
 def calibrated(tmp_path, monkeypatch):
-    """calibrated(model, small, …) runs `calibrate` and returns its file and the ids of all trees."""
+    """calibrated(model, small, …) runs `calibrate`: it returns its file and the ids of trees."""
     def run(model, small, prompts=(PROMPT,), vocab=VOCAB, eos=(), temperatures=(0.0,)):
         tokenizer, seen, grow = Vocabulary(n=vocab), [], module.grow
         monkeypatch.setattr(module, "TEMPERATURES", temperatures)
