@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mjsd as module
-from common import CachedLM, InputError, Sampler, autoregressive, greedy
+from common import CachedLM, Sampler, autoregressive, greedy
 from fake_models import ScriptedLM, drifting, markov, uncached
 from families import CONTEXT, few_families, near, tiny
 from helpers import main, tokens_of
@@ -139,7 +139,7 @@ def test_the_beam_search_is_that_over_whole_sequences(eos):
     """Beams that ended compete with the others and keep their score; a root that is an EOS is
     expanded all the same; other tokens may come before the root."""
     lengths = set()
-    for seed, beams, depth in itertools.product(range(6), (1, 3, 8), (1, 2, 4)):
+    for seed, beams, depth in itertools.product(range(3), (1, 3, 8), (1, 2, 4)):
         for unseen in ([1], [2, 4], [3, 3, 0]):
             found = leaves_of(drifting(seed), unseen, depth, beams, greedy, eos)
             assert same(found, search(drifting(seed), [0, *unseen], depth, beams, eos))
@@ -152,7 +152,7 @@ def test_the_beam_search_is_that_over_whole_sequences(eos):
 @pytest.mark.parametrize("eos", [set(), {2}])
 def test_a_wide_beam_search_at_a_temperature_finds_all_texts(sample, eos):
     """With more beams than texts all are drawn that have a probability, in the order of it."""
-    for seed in range(4):
+    for seed in range(2):
         model = drifting(seed)
         texts = [(tokens, joints(model, [0, 1], tokens, sample)[-1])
                  for tokens in absorbed(3, eos)]
@@ -162,19 +162,12 @@ def test_a_wide_beam_search_at_a_temperature_finds_all_texts(sample, eos):
 
 # ------------------------------------------------------------------------------------------- MJGD
 
-@few_families
-def test_mjgd_of_one_token_is_greedy_decoding(family):
-    model = tiny(family)
-    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 100)
-    assert tokens_of(mjgd(CachedLM(model), PROMPT, K=1, beams=3), 100) == expected
-
-
 @pytest.mark.parametrize("eos", [set(), {4}, {1, 3}])
 def test_mjgd_with_enough_beams_is_the_joint_argmax(eos):
     """V = 5, K = 3: against all texts, chunk after chunk, also after an EOS; greedy decoding gives
     another text."""
     lengths = set()
-    for seed in range(5):
+    for seed in range(3):
         model, context, log = drifting(seed), [0, 1], []
         chunks = mjgd(ScriptedLM(model), context, K=3, beams=25, eos=eos, log=log)
         for chunk in itertools.islice(chunks, 6):
@@ -205,7 +198,7 @@ def test_nothing_counts_after_an_eos():
         assert next(mjgd(by_last(rows), [root, end], K=K, eos={end})) == [a] * K
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 def test_mjgd_on_a_real_cache(name):
     """Equal to a search without a cache, also where some chunks end in an EOS."""
     model = tiny(name)
@@ -222,23 +215,21 @@ def test_mjgd_on_a_real_cache(name):
 # ------------------------------------------------------------------------------------------- MJSD
 
 @few_families
-def test_tau_1_is_greedy_decoding(family):
+def test_mjgd_of_one_token_and_mjsd_at_tau_1_are_greedy_decoding(family):
     model = tiny(family)
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 60)
-    for tau in (1.0, 2.0) if family == "llama" else (1.0,):
+    assert tokens_of(mjgd(CachedLM(model), PROMPT, K=1, beams=3), 60) == expected
+    for tau in (1.0, 2.0):
         models = CachedLM(model), CachedLM(near(model, 0.02))
         assert tokens_of(mjsd(*models, PROMPT, gamma=3, beams=4, tau=tau), 60) == expected
-
-
-OWN_DRAFT = list(itertools.product([(0.0, 1), (0.5, 3), (0.99, 1)], [greedy, Sampler(), WARPED]))
 
 
 @few_families
 def test_the_target_as_its_own_draft_is_always_accepted(family):
     """For all τ below 1, to the last token of the context: the two models' rows of a path are the
-    same, in whatever tree they stand. The whole product for one family, a third for the others."""
+    same, in whatever tree they stand."""
     model = tiny(family)
-    for (tau, width), sample in OWN_DRAFT if family == "llama" else OWN_DRAFT[::4]:
+    for tau, width, sample in (0.0, 1, Sampler()), (0.5, 3, WARPED), (0.99, 1, greedy):
         log, models = [], [CachedLM(model), CachedLM(model)]
         tokens_of(mjsd(*models, PROMPT, gamma=3, beams=4, tau=tau, width=width, sample=sample,
                        log=log), CONTEXT - len(PROMPT))
@@ -262,24 +253,9 @@ def test_drafts_on_real_caches_equal_those_without_a_cache(family):
     assert any(n == accepted < 3 for n, accepted in drafted)  # the EOS was accepted
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("eos", [set(), {4}])
-def test_greedy_rounds_are_those_of_the_algorithm(width, eos):
-    """On scripted models for 120 rounds; some accept a prefix after one that fails."""
-    target, draft = drifting(1), drifting(2)
-    log = check_rounds([ScriptedLM(target), ScriptedLM(draft)], (target, draft), 120, [0, 1],
-                       eos=eos, gamma=4, beams=4, tau=0.6, width=width)
-    skipped = 0
-    for r in log:
-        ratios = [math.exp(p - q) for p, q in zip(r["target_logp"], r["draft_logp"])]
-        skipped += any(ratio <= 0.6 for ratio in ratios[:r["accepted"]])
-    assert skipped > 2 or eos
-    assert (len({r["drafted"] for r in log}) > 1) == bool(eos)
-
-
 @pytest.mark.parametrize("sample, width", [
-    (dict(temperature=1.0), 1), (dict(temperature=0.7), 2), (dict(temperature=1.2, top_k=3), 3),
-    (dict(temperature=0.9, top_p=0.8), 1), (dict(temperature=1.0, top_k=4, top_p=0.9), 4)])
+    (dict(temperature=0.0), 3), (dict(temperature=0.7), 2), (dict(temperature=1.2, top_k=3), 1),
+    (dict(temperature=1.0, top_k=4, top_p=0.9), 4)])
 @pytest.mark.parametrize("eos", [set(), {3}])
 def test_accepted_length_equals_an_independent_computation(sample, width, eos, monkeypatch):
     """Of every beam that is verified the joint probabilities as the sampler warps them; the longest
@@ -327,96 +303,29 @@ def test_tau_0_accepts_what_the_target_gives_a_chance():
     assert all(r["accepted"] == sum(p > -math.inf for p in r["target_logp"]) for r in log)
 
 
-def test_the_longest_prefix_may_follow_a_failing_one():
-    assert longest_prefix([-1.0, -3.0, -3.1, -9.0], [-1.0, -1.0, -3.0, -4.0], 0.5) == 3
-    assert longest_prefix([-5.0], [-1.0], 0.5) == 0 and longest_prefix([-5.0], [-1.0], 0.0) == 1
-    assert longest_prefix([-1.0], [-5.0], 1.0) == 0
-
-
-def test_an_eos_that_fails_is_not_saved_by_what_would_follow():
-    """p / q of the EOS is 0.011, of the EOS and two junk tokens, of which the target is certain,
-    0.17; τ = 0.1. The draft is the EOS alone."""
-    rows = {0: [0.05, 0.9, 0.05, 0, 0], 1: [0.19, 0.19, 0.25, 0.19, 0.18],
-            2: [0.19, 0.19, 0.19, 0.25, 0.18], 3: [1, 0, 0, 0, 0]}
-    certain = {0: [0, 0.0099, 0, 0, 0.9901], 1: [0, 0, 1, 0, 0], 2: [0, 0, 0, 1, 0],
-               3: [1, 0, 0, 0, 0]}
-    for eos, chunk, drafted in (({1}, [4], 1), (set(), [1, 2, 3, 0], 3)):
-        options, log = dict(gamma=3, beams=1, tau=0.1, eos=eos), []
-        assert next(mjsd(by_last(certain), by_last(rows), [0], log=log, **options)) == chunk
-        assert (log[0]["drafted"], log[0]["accepted"]) == (drafted, len(chunk) - 1)
-
-
-def test_the_best_beam_is_the_likeliest_draft():
-    """Enough beams: the draft is the joint argmax of the draft model, also of all beams verified
-    that are accepted as long. A wider verification accepts no less."""
-    target, draft = markov(1), markov(2)
-    best = max(itertools.product(range(4), repeat=3), key=lambda x: joints(draft, [0, 1], x)[-1])
-    for width in (1, 16):
-        options, log = dict(gamma=3, beams=16, tau=0.0, width=width), []
-        chunk = next(mjsd(ScriptedLM(target), ScriptedLM(draft), [0, 1], log=log, **options))
-        assert tuple(chunk[:3]) == best
-        assert log[0]["draft_logp"] == pytest.approx(joints(draft, [0, 1], best), abs=1e-4)
-    for seed in range(20):
-        models = ScriptedLM(markov(seed)), ScriptedLM(markov(seed + 50))
-        lengths = [len(next(mjsd(*models, [0, 1], gamma=4, beams=6, tau=0.7, width=width)))
-                   for width in (1, 3, 6)]
-        assert lengths == sorted(lengths)
+@pytest.mark.parametrize("target_logp, draft_logp, tau, length", [
+    ([-1.0, -3.0, -3.1, -9.0], [-1.0, -1.0, -3.0, -4.0], 0.5, 3),  # it follows one that fails
+    ([-5.0], [-1.0], 0.5, 0), ([-5.0], [-1.0], 0.0, 1), ([-math.inf], [-1.0], 0.0, 0),
+    ([-2.0], [-2.0 - math.log(0.5)], 0.5, 0),  # exactly tau is not above it
+    ([-1.0], [-5.0], 1.0, 0)])
+def test_the_longest_prefix_that_passes(target_logp, draft_logp, tau, length):
+    assert longest_prefix(target_logp, draft_logp, tau) == length
 
 
 @pytest.mark.parametrize("tau", [0.0, 1.0])
 def test_sampled_tokens_have_the_distribution_of_their_model(tau):
-    """3,000 seeded runs, the first two tokens (16 cells), at a false-failure probability of 1e-6.
+    """2,000 seeded runs, the first two tokens (16 cells), at a false-failure probability of 1e-6.
     τ = 1: both are the target's. τ = 0 and one beam: the first is the draft's, which is accepted,
     the second the target's after it."""
     target, draft = markov(1), markov(2)
     counts, sample = torch.zeros(4, 4), Sampler(0.9, top_k=3 if tau else 0, seed=6)
-    for _ in range(3000):
+    for _ in range(2000):
         chunks = mjsd(ScriptedLM(target), ScriptedLM(draft), [0, 1], gamma=1, beams=1, tau=tau,
                       sample=sample)
         counts[tuple(tokens_of(chunks, 2))] += 1
     first = sample.probs((target if tau else draft)([0, 1]))
     second = torch.stack([sample.probs(target([1, x])) for x in range(4)])
     assert chi_square_ok(counts.flatten(), (first[:, None] * second).flatten())
-
-
-class Measured(ScriptedLM):
-    """Keeps the widest pending tree."""
-    widest = 0
-
-    def forward(self, ids, parents=None):
-        logits = super().forward(ids, parents)
-        self.widest = max(self.widest, len(self.parents))
-        return logits
-
-
-def test_the_last_level_is_never_fed():
-    """With τ = 0 every draft is accepted whole, so that its last token is unseen."""
-    for K, beams in ((1, 3), (2, 5), (4, 5)):
-        target = Measured(drifting(1))
-        tokens_of(mjgd(target, [0, 1], K=K, beams=beams), 20)
-        assert target.widest == 1 + (K - 1) * beams
-    for gamma, beams in ((1, 3), (2, 5), (4, 5)):
-        target, draft = Measured(drifting(1)), Measured(drifting(2))
-        options = dict(gamma=gamma, beams=beams, width=beams, tau=0.0)
-        tokens_of(mjsd(target, draft, [0, 1], **options), 40)
-        assert draft.widest == 2 + (gamma - 1) * beams
-        assert target.widest <= 1 + gamma * beams
-        assert target.widest == 1 + beams or gamma > 1  # beams share their first tokens
-
-
-@pytest.mark.parametrize("method, options, message", [
-    (mjgd, dict(K=0), "--K must be 1 or more, got 0"),
-    (mjgd, dict(beams=0), "--beams must be 1 or more, got 0"),
-    (mjgd, dict(sample=Sampler(0.5)), "--temperature must be 0 for joint greedy decoding, got 0.5"),
-    (mjsd, dict(gamma=0), "--gamma must be 1 or more, got 0"),
-    (mjsd, dict(beams=0), "--beams must be 1 or more, got 0"),
-    (mjsd, dict(width=0), "--width must be 1 to the 8 of --beams, got 0"),
-    (mjsd, dict(width=9), "--width must be 1 to the 8 of --beams, got 9"),
-    (mjsd, dict(tau=-0.1), "--tau must be 0 or more, got -0.1")])
-def test_bad_options_are_refused(method, options, message):
-    models = [ScriptedLM(markov(1))] * (1 if method is mjgd else 2)
-    with pytest.raises(InputError, match=message):
-        next(method(*models, [0, 1], **options))
 
 
 # ------------------------------------------------------------------- perplexity, and command line
@@ -429,7 +338,7 @@ def test_perplexity_is_that_of_the_model_itself():
     assert found == pytest.approx(math.exp(nll / 5), rel=1e-4)
 
 
-def test_command_line(capfd):
+def test_the_report(capfd):
     runs = []
 
     def report(run) -> str:
@@ -437,16 +346,11 @@ def test_command_line(capfd):
         return module.report(run)
 
     def run(*argv):
-        status = main([mjsd, mjgd], report, ["--device", "cpu", "--prompt", APPLES, *argv],
-                      lossy=[mjsd, mjgd],
-                      ranges={"gamma": (1, 2, 3, 4, 5, 6, 8), "beams": (1, 2, 4, 8)})
-        return status, *capfd.readouterr()
-    status, out, err = run("--compare")
-    assert status == 0 and "####" in out and "perplexity" in err and "speed-up" in err
+        argv = ["--device", "cpu", "--prompt", APPLES, *argv]
+        assert main([mjsd, mjgd], report, argv, lossy=[mjsd, mjgd]) == 0
+        return capfd.readouterr().err
+    err = run()
+    assert " accepted; " in err and " draft calls; perplexity" in err
     assert any(r["drafted"] < 4 for r in runs[0].log)  # a draft ended in the model's EOS
-    assert "equals" not in err and "outputs may differ" in err and " accepted; " in err
-    status, out, err = run("--method", "mjgd", "--K", "2")
-    assert status == 0 and "####" in out and "perplexity" in err and "draft calls" not in err
-    status, out, err = run("--tune", "--max-new-tokens", "1")
-    assert status == 0 and out.count(" tokens/s\n") == 11 and "fastest: --gamma" in out
-    assert run("--method", "mjgd", "--temperature", "1")[0] == 2
+    err = run("--method", "mjgd", "--K", "2")
+    assert "perplexity" in err and "draft calls" not in err
