@@ -71,10 +71,10 @@ ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 # ----------------------------------------------------------------------------- what is tuned
 
 class TrainingCache:
-    """Stands in for transformers' cache in training: a pass attends to earlier rows and its own.
+    """Let a pass in training attend to the rows of earlier passes, in place of transformers' cache.
 
-    before   for each earlier pass a list of (keys, values) [B or 1, heads, n, d] of each layer
-    new      the (keys, values) of each layer that the pass at hand has computed
+    before   a list for each earlier pass: (keys, values) [B or 1, heads, n, d] of each layer
+    new      the (keys, values) of each layer that this pass has computed
     """
 
     def __init__(self, *before: list):
@@ -93,15 +93,15 @@ class TrainingCache:
 
 
 def run_model(model, inputs, visible, positions, slots=None, before=(), head: bool = True):
-    """Run a model over rows that see earlier ones as they are told.
+    """Run a model over rows, each of which sees the slots that `visible` names. The slots are the
+    rows of `before` and then the rows themselves.
 
     inputs     ids [B, n] or embeddings [B, n, d]
-    visible    [B, n, m], whether a row sees a slot; slots are the rows of `before`, then the rows
-               themselves
-    positions  of the rows, [B, n]
-    slots      positions of the slots, [B, m]; default: those of the rows, where `before` is empty
-    before     as in `TrainingCache`
-    head       whether logits are wanted
+    visible    bool [B, n, m], whether a row sees a slot
+    positions  positions of the rows, [B, n]
+    slots      positions of the slots, [B, m], which may be left out where `before` is empty
+    before     rows of earlier passes, as in `TrainingCache`
+    head       False if no logits are wanted
     returns    logits [B, n, V] or None, and the new (keys, values) of each layer
     """
     like = model.get_input_embeddings().weight
@@ -121,7 +121,8 @@ def causal_mask(n: int) -> torch.Tensor:
 
 
 def shape_of(model) -> dict:
-    """Return what a tuning must fit: the model's layers, key heads, head size and width."""
+    """Return what a tuning must fit, the numbers of the model's layers and key heads, and its
+    sizes."""
     with torch.inference_mode():
         _, layers = run_model(model, torch.tensor([[0]]), causal_mask(1), torch.tensor([[0]]),
                               head=False)
@@ -135,8 +136,8 @@ def shape_of(model) -> dict:
 class Tuning(torch.nn.Module):
     """What is tuned: P prompt tokens and M mask tokens.
 
-    shape        of the model: `shape_of`
-    design       deep, shallow or none: where the soft prompt enters
+    shape        the model's, from `shape_of`
+    design       where the soft prompt enters, one of DESIGNS
 
     masks        [M, width]
     soft_prompt  deep: keys and values of every layer, [layers, 2, heads, P, head_dim]. Shallow:
@@ -149,7 +150,6 @@ class Tuning(torch.nn.Module):
         super().__init__()
         if design not in DESIGNS:
             raise InputError(f"--design must be {', '.join(DESIGNS)}, got {design}")
-        check_counts(P=P, M=M)
         self.shape = shape
         self.design = design
         self.accept = []
@@ -182,10 +182,13 @@ def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, r
     """Batch pairs of a prompt and its answer, and draw anchors in each: real tokens, the paper's k,
     with a group of masks after them. Within a group the mask is that of Fig. 3.
 
-    most     anchors of an answer
-    returns  ids [B, T]; the anchors' positions [B, G]; and labels [B, G, M], -100 where there is no
-             anchor or the answer has ended. Mask j after position a has the label of position
-             a + j + 1
+    data     pairs of a prompt and its answer, token ids
+    M        number of masks of a group
+    most     the most anchors of an answer
+    rng      draws the anchors
+    returns  ids [B, T], the anchors' positions [B, G], and labels [B, G, M]. A label is -100 where
+             there is no anchor or the answer has ended. Mask j after position a has the label of
+             position a + j + 1.
     """
     spans = [range(len(p) - 1, len(p) + len(a) - 2) for p, a in data]  # what a mask can predict
     chosen = [sorted(rng.sample(span, min(most, len(span)))) for span in spans]
@@ -216,9 +219,12 @@ def mask_logits(model, masks: torch.Tensor, soft_rows: list, ids: torch.Tensor,
     anchors    positions [B, G] of the real tokens that groups stand behind
     """
     (B, T), G, M = ids.shape, anchors.shape[1], len(masks)
+    # The text first. Stored activations for rows on which nothing tuned depends would cost memory
     context = torch.arange(T).expand(B, -1)
     with torch.no_grad():
         _, text = run_model(model, ids, causal_mask(T).expand(B, -1, -1), context, head=False)
+    # Fig. 3: mask j of the group behind position a stands at a + j. It sees the text up to a, the
+    # masks of its own group up to itself, and the soft prompt
     positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
     sees = context[:, None] <= anchors.repeat_interleave(M, 1)[:, :, None]  # [B, G · M, T]
     groups = torch.block_diag(*[causal_mask(M)[0]] * G).bool()  # [G · M, G · M]
@@ -302,9 +308,13 @@ def build_tree(tree: str, plan: list[Node], candidates: list[list[int]],
     return ids, parents
 
 
-def plans(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
-    """Yield trees with their expected tokens and seconds, for `fastest` to choose from. A tree is
-    (the nodes of a best tree, M' masks below each of them), as deep as there are masks."""
+def list_plans(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
+    """Yield trees with their expected tokens and seconds, for `fastest` to choose from.
+
+    accept  how often the guess of each rank of each mask is right: `Tuning.accept`
+    yields  (nodes, M'), expected tokens and seconds. The tree has these nodes, with M' masks below
+            each of them, and no node lies deeper than M'.
+    """
     costs = row_costs(target, MOST)
     for M in range(len(accept) + 1):
         tree = best_tree(accept[:M], MOST // (1 + M))
@@ -351,7 +361,7 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
     tree:    best (the likeliest nodes, as many as pay on this machine), efficient (the paper's,
              where only the likeliest candidate of a mask has children), full (all have), or chain
              (straightforward, one group of masks after the root)
-    k:       candidates of each mask token, in efficient and full trees only; 0 is 5
+    k:       candidates of each mask token, in efficient and full trees alone, where 0 means 5
     adapter: file of prompt and mask tokens, made by `python bita.py train`
     Yields chunks of 1 to M + 1 tokens; logs a record a call: {"guessed", "accepted", "rows"}.
     """
@@ -364,10 +374,13 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
     root = prompt[-1]
     candidates = []  # for each mask its k likeliest tokens
     while True:
-        if tree == "best":
-            plan, M = fastest(target, tuning, lambda: plans(target, tuning.accept))
+        if tree == "best":  # ours: more nodes or masks only where their rows pay on this machine
+            plan, M = fastest(target, tuning, lambda: list_plans(target, tuning.accept))
+        # Fig. 5: the last call's guesses become a tree of real tokens below the root
         ids, real = build_tree(tree, plan, candidates, root)
         n = len(real)
+        # Section 3.2: whichever node is accepted last, masks behind it have looked ahead already.
+        # Masks behind the root alone would leave nothing to guess from after an accepted token
         owners = [0] if tree == "chain" else range(n)  # nodes with a group of masks below them
         parents = attach_masks(real, owners, M)
         with torch.inference_mode():
@@ -375,9 +388,12 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
             inputs = torch.cat([tokens, masks[:M].repeat(len(owners), 1)])
         sees_prefix = [False] * n + [True] * (len(inputs) - n)  # only masks do
         logits = target.forward(inputs, parents, sees_prefix=sees_prefix)
+        # Verification: the accepted guesses and the target's own token are final. The cache keeps
+        # real tokens alone, for a mask's row in it would change the output
         path, chunk = walk(ids, real, sample(logits[:n]))
         target.commit(path)
         root = chunk[-1]
+        # Generation: the masks behind the last accepted node predict what follows the new root
         groups = logits[n:].view(len(owners), M, logits.shape[1])
         if tree == "chain":  # the only group stands behind the root: its first masks are stale
             stale = len(path) - 1
@@ -397,7 +413,8 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
              size: int = 16) -> tuple[float, list[list[float]]]:
     """Measure a tuning on pairs of a prompt and its answer.
 
-    anchors  of an answer, at most
+    data     pairs to measure on
+    anchors  the most anchors of an answer
     size     pairs of a pass
     returns  the mean loss, and how often each mask's guess of each rank is right
     """
@@ -425,7 +442,7 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
 
     data      pairs to learn from
     held_out  pairs to measure by
-    work      folder of checkpoints; None: there are none
+    work      folder of checkpoints, of which None makes none
     returns   {step: {"loss", "accept"}} on `held_out`
     The other arguments are options of `train`.
     """
@@ -450,13 +467,6 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
     return curve
 
 
-def check_counts(**counts: int) -> None:
-    """Raise InputError for the first of these options that is not 1 or more."""
-    for name, value in counts.items():
-        if value < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
-
-
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           design: str = "deep", P: int = 16, M: int = 3, max_new_tokens: int = 200,
           steps: int = 1000, batch: int = 16, accumulate: int = 1, anchors: int = 64,
@@ -464,19 +474,18 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """Tune prompt and mask tokens for a frozen model on its own answers. A stopped run goes on.
 
     out:    the safetensors file to make
-    work:   folder of answers and checkpoints (default: OUT.work)
-    design: deep (prompt tokens in every layer), shallow (at the input alone) or none
+    work:   folder of answers and checkpoints, by default OUT.work
+    design: where the prompt tokens enter, deep (in every layer), shallow (at the input) or none
     P, M:   numbers of prompt tokens and of mask tokens
-    max_new_tokens: of an answer
-    batch, accumulate: answers a pass, passes a step (the paper: 128 answers)
-    anchors: mask groups of an answer, at most
+    max_new_tokens: the most tokens of an answer
+    batch:  answers of a pass
+    accumulate: passes of a step, which has 128 answers in the paper
+    anchors: the most mask groups of an answer
     lr:     where the cosine of the learning rate begins
     """
-    from models.training import collect_examples
-    check_counts(steps=steps, batch=batch, accumulate=accumulate, anchors=anchors,
-                 max_new_tokens=max_new_tokens)
-    if not lr > 0:
-        raise InputError(f"--lr must be above 0, got {lr}")
+    from models.training import collect_examples, require_training_options
+    require_training_options(lr, P=P, M=M, max_new_tokens=max_new_tokens, steps=steps, batch=batch,
+                             accumulate=accumulate, anchors=anchors)
     work = work or Path(f"{out}.work")
     tuning = Tuning(shape_of(model), design, P, M, seed).to(model.device)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,

@@ -17,9 +17,12 @@ tokens.
 A trajectory, and what the loss makes of a state that is wrong from its third token on:
 
     y(0)   root  w1  w2  w3         root ── a1 ─┬─ a2 ── a3     the answer: y* is the teacher
-    y(1)   root  a1  x2  x3                     └─ x2 ── x3     y(1) is the student
+    y(1)   root  a1  x2  x3                     └─ x2           y(1) is the student
     y(2)   root  a1  a2  z3
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
+
+The last token of a block predicts nothing in its block, so x3 is no node of the tree. Before a2 and
+x2 teacher and student are the same node, where D is 0.
 
 One forward pass over this tree evaluates the answer and all states of its blocks together.
 
@@ -76,7 +79,7 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     """Guess a block of n - 1 tokens after the root, recompute all of them in one call, and repeat
     until none changes. Alg. 3 and Eq. 3. The loop is the one of jacobi.py.
 
-    n: tokens of a block, its root included, 2 or more; best that of the training
+    n: tokens of a block with its root, 2 or more. Best is the n of the training
     Yields chunks of 1 to n tokens; logs {"states", "final"} a block, extended by every call.
     states[j] is y(j) of the Jacobi trajectory, a list of n tokens whose first is the root. final[j]
     is how many leading tokens of states[j] are final. It is n + 1 if the token after the block, the
@@ -122,8 +125,9 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
 def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float, float]:
     """Count what Jacobi decoding gained, over the complete blocks of a log. Section 3.3, Table 3.
 
-    log      records of `cllm`; a block that an EOS cuts does not count
-    returns  the number of complete blocks; fast-forwarded tokens a call; stationary tokens a block
+    log      records of `cllm`
+    eos      token ids that end an answer. A block that has one does not count
+    returns  the number of complete blocks, fast-forwarded tokens a call, stationary tokens a block
 
     Fast-forwarded tokens are those that a call made final, with the one that autoregressive
     decoding would give too. A stationary token was right in a state in which a token before it was
@@ -157,8 +161,8 @@ class StatePair(NamedTuple):
 def distance(kind: str, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """Return D of Eq. 4, in nats, from logits [..., V].
 
-    kind     forward-kl, KL(p, q); reverse-kl, KL(q, p); or jsd, Jensen-Shannon
-    teacher  logits of p, which is q of Eq. 4 without a gradient
+    kind     forward-kl for KL(p, q), reverse-kl for KL(q, p), or jsd for Jensen-Shannon
+    teacher  logits of p, the side of Eq. 4 through which no gradient flows
     student  logits of q
     """
     p, q = (x.log_softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -192,6 +196,7 @@ def training_tree(example: dict, pairs: list[StatePair]) -> tuple[list[int], lis
         predicts nothing in its block."""
         path = [start]
         for i in range(1, len(y) - 1):
+            # A wrong token changes all that follows, so a branch never comes back to the trunk
             on_trunk = path[-1] == start + i - 1
             if on_trunk and y[i] == ids[start + i]:
                 path.append(start + i)
@@ -201,6 +206,7 @@ def training_tree(example: dict, pairs: list[StatePair]) -> tuple[list[int], lis
                 path.append(len(ids) - 1)
         return path
     for pair in pairs:
+        # Node by node: the distribution after y*_<i is the teacher's, after y_<i the student's
         teachers = add_state(pair.start, pair.y_goal)
         students = add_state(pair.start, pair.y)
         compared += [(t, s) for t, s in zip(teachers, students) if t != s]
@@ -219,9 +225,10 @@ def pad_trees(trees: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, .
     visible = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1)  # padding sees itself
     for b, (tokens, parents) in enumerate(trees):
         m = len(tokens)
-        ancestors = ancestor_mask(parents)
+        ancestors = ancestor_mask(parents)  # a node sees its own path from the prompt on alone
         ids[b, :m] = torch.tensor(tokens)
         visible[b, :m, :m] = ancestors
+        # Branches stand at the positions of the tokens that they replace, as in decoding
         positions[b, :m] = ancestors.sum(-1) - 1
     return ids, positions, visible
 
@@ -251,12 +258,14 @@ def losses(model, examples: list[dict], pairs: list[list[StatePair]],
     for rows, example in zip(logits, examples):
         begin = len(example["prompt"]) - 1 - first
         before_tokens.append(rows[begin:begin + len(example["answer"])])
+    # Eq. 6: the answer itself is learnt, so that the model keeps its quality
     tokens = [token for example in examples for token in example["answer"]]
     ar = F.cross_entropy(torch.cat(before_tokens), torch.tensor(tokens, device=logits.device))
     compared = [(b, t, s) for b, (_, _, nodes) in enumerate(trees) for t, s in nodes]
     if not compared:
         return torch.zeros_like(ar), ar
     b, teacher, student = torch.tensor(compared, device=logits.device).T
+    # Eq. 4 stops the gradient of the teacher. Else y* would move towards the states
     stopped = logits[b, teacher - first].detach()
     return distance(kind, stopped, logits[b, student - first]).mean(), ar
 
@@ -267,16 +276,19 @@ def sample_pairs(examples: list[dict], batch: int, per_block: int, local: bool,
                  rng: random.Random) -> tuple[list[dict], list[list[StatePair]]]:
     """Draw examples, and states of all their blocks, uniformly among the states before y*.
 
-    batch      examples
-    per_block  states of each block, at most
-    local      pair a state with the next one instead of y*
+    batch      number of examples
+    per_block  the most states of a block
+    local      whether a state is to agree with the next state instead of y*
+    rng        draws examples and states
     returns    the examples, and for each a list of pairs
     """
+    # Alg. 2 draws a prompt and a state. One pass over an answer serves states of all its blocks
     chosen, pairs = rng.sample(examples, min(batch, len(examples))), []
     for example in chosen:
         pairs.append([])
         for start, trajectory in example["blocks"]:
             *states, y_star = trajectory
+            # y* is no state to learn from, for its loss is 0. Eq. 5 pairs neighbours, Eq. 4 has y*
             goals = trajectory[1:] if local else [y_star] * len(states)
             block = [StatePair(start, y, y_goal) for y, y_goal in zip(states, goals)]
             pairs[-1] += rng.sample(block, min(per_block, len(block)))
@@ -288,9 +300,9 @@ def decode_examples(model, examples: list[dict], eos: set[int],
     """Decode the examples' prompts by Jacobi decoding, up to the lengths of their answers.
 
     n        tokens of a block
-    returns  the answers, and figures: tokens per call, of all prompts and of each; fast-forwarded
-             and stationary tokens, as `profile_of` has them; kept, the share of answers that begin
-             with the same KEPT tokens as the examples'
+    returns  the answers, and figures by name. per_call and each are tokens per call, of all prompts
+             and of each. fast_forwarded and stationary are those of `profile_of`. kept is the share
+             of answers that begin with the same KEPT tokens as the examples'
     """
     lm, log, answers, each = CachedLM(model), [], [], []
     for example in examples:
@@ -314,11 +326,11 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
     """Train all weights of a model. The released recipe is AdamW at 2e-5, a warm-up, then a cosine.
     Ours is a warm-up over a twentieth of the steps, then linear to 0, gradients cut to length 1.
 
-    examples  answers with their trajectories to learn from
+    examples  what `collect` made of each answer, to learn from
     held_out  answers to measure the losses on
     n         tokens of a block in the decoding that is measured
-    shown     examples that are decoded for the figures of `decode_examples`; default: 20 held out
-    watch     watch(answers) gives more figures, of the decoded answers
+    shown     examples that are decoded for the figures of `decode_examples`, by default 20 held out
+    watch     a function of the decoded answers that gives more figures
     reports   how often all this is measured
     returns   {step: {"consistency", "ar", and these figures}}
     The other arguments are options of `train`.
@@ -333,7 +345,7 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
 
     def evaluate() -> tuple[dict, str]:
         model.eval()
-        rng = random.Random(0)
+        rng = random.Random(0)  # the same held-out states every time
         with torch.inference_mode(), torch.autocast(model.device.type, dtype=torch.bfloat16):
             measured = [losses(model, *sample_pairs(held_out, batch, states, local, rng),
                                divergence) for _ in range(4)]
@@ -370,44 +382,34 @@ def read_examples(path: Path, model, seed: int) -> tuple[int, list[dict], list[d
     return settings["n"], examples[few:], examples[:few]
 
 
-def check_training(lr: float, w: float, divergence: str, **counts: int) -> None:
-    """Raise InputError for the first option of `train` that is wrong.
-
-    counts  options that must be 1 or more
-    """
-    check_counts(**counts)
-    if not lr > 0:
-        raise InputError(f"--lr must be above 0, got {lr}")
-    if not w >= 0:
-        raise InputError(f"--w must be 0 or more, got {w}")
-    if divergence not in DIVERGENCES:
-        raise InputError(f"--divergence must be {', '.join(DIVERGENCES)}, got {divergence}")
-
-
 def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = None,
           steps: int = 1000, batch: int = 16, states: int = 4, accumulate: int = 1, w: float = 10.0,
           divergence: str = "forward-kl", local: bool = False, recompute: bool = False,
           seed: int = 0) -> None:
     """Teach a model to solve its Jacobi iteration in fewer steps. Alg. 2. A stopped run goes on.
 
-    data:   made by cllm.py collect
+    data:   file of trajectories, made by `python cllm.py collect`
     out:    model directory to make, in bfloat16
-    work:   folder of checkpoints (default: OUT.work)
-    batch, states, accumulate: answers a pass, states of each block, passes a step
-    lr:     learning rate: 5e-4 suited 10M parameters; the released script for 7B has 2e-5
-    w:      weight of the AR loss, Eq. 7; Table 6 has 1 (faster) and 10 (more accurate)
-    divergence: D, forward-kl, reverse-kl or jsd
-    local:  local consistency, Eq. 5, in place of global, Eq. 4
-    recompute: activations a second time in the backward pass: less memory
+    work:   folder of checkpoints, by default OUT.work
+    batch:  answers of a pass
+    states: states of each block of an answer
+    accumulate: passes of a step
+    lr:     learning rate. 5e-4 suited 10M parameters, and the released script for 7B has 2e-5
+    w:      weight of the AR loss, Eq. 7. Table 6 has 1, which is faster, and 10, more accurate
+    divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
+    local:  use local consistency, Eq. 5, in place of global consistency, Eq. 4
+    recompute: compute activations a second time in the backward pass, to need less memory
     """
-    check_training(lr, w, divergence, steps=steps, batch=batch, states=states,
-                   accumulate=accumulate)
+    from models.training import require, require_training_options
+    require_training_options(lr, steps=steps, batch=batch, states=states, accumulate=accumulate)
+    require(w >= 0, "w", "0 or more", w)
+    require(divergence in DIVERGENCES, "divergence", ", ".join(DIVERGENCES), divergence)
     n, examples, held_out = read_examples(data, model, seed)
     eos = eos_ids(model, tokenizer)
     work = work or Path(f"{out}.work")
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    if recompute:
+    if recompute:  # a checkpoint a layer: activations inside are computed again
         model.gradient_checkpointing_enable()
     fit(model, examples, held_out, eos, n, steps=steps, batch=batch, states=states,
         accumulate=accumulate, lr=lr, w=w, divergence=divergence, local=local, recompute=recompute,
@@ -441,8 +443,9 @@ class SideBySide:
     def forward(self, ids: list[list[int]], start: int, keep: int | None = None) -> list[list[int]]:
         """Run the model over rows of every prompt, and return the argmax after each of them.
 
-        ids    [B, m], which take the place of the rows from `start` on
-        keep   return those after the last `keep` rows alone; None: after all
+        ids    tokens [B, m] of the rows
+        start  where the rows begin in the cache, at the same place for every prompt
+        keep   return the argmaxes after the last `keep` rows alone; None returns all
         """
         m = len(ids[0])
         like = self.model.get_input_embeddings().weight
@@ -467,14 +470,17 @@ class SideBySide:
     def solve(self, states: list[list[int]], start: int) -> tuple[list, list[int]]:
         """Iterate a block of every prompt until all are fixed points.
 
-        states   y(0) of each prompt, n tokens with the root first, in the rows from `start` on
+        states   y(0) of each prompt, n tokens with the root first
+        start    where the rows of the blocks begin in the cache
         returns  the trajectory y(0), y(1), …, y* of each prompt, and the token after its y*
         """
         history = [states]
         for final in range(1, len(states[0]) + 1):  # so many leading tokens are right, at least
+            # Eq. 3: every token of y is computed anew from the tokens of the last y before it.
+            # Step by step one more token is right, and its row in the cache stays
             chosen = self.forward([y[final - 1:] for y in states], start + final - 1)
             new = [y[:final] + row[:-1] for y, row in zip(states, chosen)]
-            if new == states:
+            if new == states:  # the fixed points y* of all prompts
                 break
             states = new
             history.append(states)
@@ -499,6 +505,7 @@ def find_trajectories(model, prompts: list[list[int]], numbers: list[int], *, n:
     found = [[] for _ in prompts]
     ended = [False] * len(prompts)
     for block in range(limit // n + 1):  # Alg. 1's while: so many blocks have `limit` tokens
+        # Alg. 1 begins every block with random tokens, here with tokens of the prompt
         states = [[root, *random.Random(f"{seed} {i} {block}").choices(p, k=n - 1)]
                   for root, i, p in zip(roots, numbers, prompts)]
         solved, roots = side.solve(states, side.width + block * n)
@@ -508,7 +515,7 @@ def find_trajectories(model, prompts: list[list[int]], numbers: list[int], *, n:
             if not ended[b]:
                 y_star = trajectory[-1]
                 ends = [i for i in new if y_star[i] in eos]
-                if ends:
+                if ends:  # what a state has behind the EOS of y* is never decoded, nor learnt
                     cut = (y[:ends[0] + 1] for y in trajectory)
                     trajectory = [y for y, _ in itertools.groupby(cut)]
                     ended[b] = True
@@ -535,7 +542,7 @@ def augment_states(trajectory: list[list[int]], share: float,
     """
     *states, y_star = trajectory
     for j, y in enumerate(states):
-        if rng.random() < 0.5:
+        if rng.random() < 0.5:  # the other half stays as decoding meets it
             first_wrong = count_right(y, y_star)
             states[j] = [goal if i > first_wrong and token != goal and rng.random() < share
                          else token for i, (token, goal) in enumerate(zip(y, y_star))]
@@ -627,15 +634,15 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
 
     out:     the file to make, a line a prompt
     n:       tokens of a block
-    max_new_tokens: of an answer (N), which may run on to the end of a block
+    max_new_tokens: tokens of an answer (N), which may run on to the end of a block
     batch:   prompts at a time
-    augment: probability of setting a wrong token right, in half of the states; 0 is off
+    augment: probability of setting a wrong token right, in half of the states
     """
-    from models.training import digest
-    check_block(n)
-    check_counts(max_new_tokens=max_new_tokens, batch=batch)
-    if not 0 <= augment <= 1:
-        raise InputError(f"--augment must be 0 to 1, got {augment}")
+    from models.training import digest, require
+    require(n >= 2, "n", "2 or more", n)
+    require(max_new_tokens >= 1, "max_new_tokens", "1 or more", max_new_tokens)
+    require(batch >= 1, "batch", "1 or more", batch)
+    require(0 <= augment <= 1, "augment", "0 to 1", augment)
     settings = {"model": digest(model.state_dict()), "n": n, "max_new_tokens": max_new_tokens,
                 "augment": augment, "seed": seed}
     done = resume(out, settings, prompts)
@@ -663,29 +670,19 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
 
 # ------------------------------------------------------------------------- the command line
 
-def check_block(n: int) -> None:
-    """Raise InputError if n cannot be a block's number of tokens."""
-    if n < 2:
-        raise InputError(f"--n must be 2 or more, got {n}")
-
-
-def check_counts(**counts: int) -> None:
-    """Raise InputError for the first of these options that is not 1 or more."""
-    for name, value in counts.items():
-        if value < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
-
-
 def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED, n: int = 16,
             max_new_tokens: int = 128) -> None:
     """Count fast-forwarded and stationary tokens of Jacobi decoding, for a model and for what was
     trained from it. Table 3.
 
-    after: the trained one
+    after: directory of the trained model
     n:     tokens of a block
+    max_new_tokens: the most tokens of an answer
     """
-    check_block(n)
-    check_counts(max_new_tokens=max_new_tokens)
+    if n < 2:
+        raise InputError(f"--n must be 2 or more, got {n}")
+    if max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens must be 1 or more, got {max_new_tokens}")
     eos = eos_ids(model, tokenizer)
     trained, _ = load(after, str(model.device), "float32")
     print("| model | complete blocks | n-token sequence length | fast-forward token count | "

@@ -1,9 +1,11 @@
-"""Multi-token joint decoding: several tokens at a time by their joint likelihood.
+"""Multi-token joint decoding chooses several tokens at a time by their joint likelihood.
 
 Qin et al., "Multi-Token Joint Speculative Decoding for Accelerating Large Language Model
 Inference", arXiv 2407.09722, version 1. Later versions of the paper have the title "Optimized
-Multi-Token Joint Decoding with Auxiliary Model for LLM Inference" and other names: MTJD for MJGD,
-MTAD for MJSD, and MMTAD for MJSD that verifies several beams, here --width.
+Multi-Token Joint Decoding with Auxiliary Model for LLM Inference", and the methods other names:
+
+    MJGD in version 1, and here   MTJD later
+    MJSD in version 1, and here   MTAD later; MMTAD where it verifies several beams, here --width
 
     MJGD   x_{t+1:t+K} = argmax p(x_{t+1:t+K} | x_{1:t}), here by beam search            Def. 3.1
     MJSD   accept the longest prefix of a draft x with
@@ -34,9 +36,9 @@ several beams and a good draft. On a real model that is from a 1 - TVD of about 
 Departures (paper / here / why):
     Alg. 1: it has η ← -1 and η ← j / 0 and i / misprints, by the text of Section 3
     verified beams: the best one / the best `width` ones, as a tree / the later versions' MMTAD
-    choice among verified beams: v1 has one / the longest accepted prefix, where a beam that an EOS
-        ends and that is accepted whole counts as gamma tokens / else a short answer that is
-        complete would lose to a long one that is cut
+    choice among verified beams (`merit`): v1 has one beam / the longest accepted prefix, where a
+        beam that an EOS ends and that is accepted whole counts as gamma tokens / else a short
+        answer that is complete would lose to a long one that is cut
     EOS: not mentioned / ends a beam, which stays as likely as it is / nothing after an EOS may
         count for or against it
     beams at a temperature: `beams` tokens are drawn for each beam, and the likeliest sequences
@@ -65,8 +67,13 @@ def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:
 
 
 def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """Return exp of the mean -log p (nats a token) of the outputs after their prompts, under the
-    target's own distribution. Eq. 1, pooled over all tokens of all outputs."""
+    """Compute the perplexity of outputs under the target's own distribution. Eq. 1, pooled over all
+    tokens of all outputs.
+
+    prompts  token ids of each prompt
+    outputs  token ids of the text after each prompt
+    returns  exp of the mean -log p of a token, in nats
+    """
     total = 0.0
     for prompt, output in zip(prompts, outputs):
         target.start(prompt[:-1])
@@ -77,11 +84,17 @@ def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[in
 
 # ------------------------------------------------------------------------------- beam search
 
-def children(logits: torch.Tensor, beams: int, sample: Sampler) -> list[list[tuple[int, float]]]:
-    """Return for each row of logits [n, V] up to `beams` tokens with their log-probabilities.
+def propose_children(logits: torch.Tensor, beams: int,
+                     sample: Sampler) -> list[list[tuple[int, float]]]:
+    """Choose for each row of logits up to `beams` tokens that may follow it.
 
-    They are the likeliest or, at a temperature, drawn without replacement, as many as have any
-    probability.
+    The tokens are the likeliest ones. At a temperature they are drawn without replacement. A token
+    of probability 0 is never among them.
+
+    logits   [n, V]
+    beams    the most tokens of a row
+    sample   the sampler that draws
+    returns  for each row its tokens with their log-probabilities
     """
     logp = log_probs(logits, sample)
     score = logp
@@ -95,7 +108,7 @@ def children(logits: torch.Tensor, beams: int, sample: Sampler) -> list[list[tup
 
 
 class Beams(NamedTuple):
-    """A tree of beams, node 0 being the root."""
+    """Hold what a beam search found: a tree of beams, whose node 0 is the root."""
     ids: list[int]
     parents: list[int]
     logps: list[float]  # of a node's path from the root down: joint, nats
@@ -106,7 +119,7 @@ class Candidate(NamedTuple):
     """A sequence that may be a beam of the next level."""
     logp: float  # joint, nats
     node: int  # the end of the beam that it continues
-    token: int | None  # what it adds; None: nothing, for the beam ended with an EOS
+    token: int | None  # what it adds, or None where the beam ended with an EOS
 
 
 def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample: Sampler,
@@ -115,19 +128,26 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
     sequences of each level.
 
     A sequence that ended with an EOS keeps its probability and is not extended. Node i of the
-    result is node len(unseen) - 1 + i of lm's pending tree; nodes of the last level were never fed
-    to lm.
+    result is node len(unseen) - 1 + i of lm's pending tree. Nodes of the last level are never fed
+    to lm, for nobody needs what comes after them.
 
-    unseen  final tokens that lm has not been fed; the last one is the root
+    lm      the model that is searched, with its cached context
+    unseen  final tokens that lm has not been fed, of which the last is the root
+    depth   levels, tokens of a beam
+    beams   sequences kept of each level
+    sample  gives the factors of joint probabilities and, at a temperature, draws children
+    eos     token ids that end a sequence
     """
     base = len(unseen) - 1
     ids, parents, logps = unseen[-1:], [-1], [0.0]
     leaves, ended = [0], []
     fed = [0]  # the nodes after which `logits` come, one row each
     logits = lm.forward(unseen)[-1:]
+    # Section 2.1: each beam proposes its children, and the likeliest sequences of all stay
     for level in range(1, depth + 1):
+        # An ended beam competes as it is. Else what may follow an EOS would count against it
         candidates = [Candidate(logps[node], node, None) for node in ended]
-        for node, row in zip(fed, children(logits, beams, sample)):
+        for node, row in zip(fed, propose_children(logits, beams, sample)):
             if node not in ended:
                 candidates += [Candidate(logps[node] + logp, node, x) for x, logp in row]
         if not candidates:  # every child has probability 0 or nan: the level before is the last
@@ -165,8 +185,8 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     """Decode the likeliest K tokens at a time, by beam search on the target itself: multi-token
     joint greedy decoding. Def. 3.1.
 
-    K:     tokens decoded together; 1 is greedy decoding, and V ** (K - 1) beams make it exact
-    beams: sequences kept at each step of the beam search
+    K:     tokens decoded together; 1 is greedy decoding
+    beams: sequences kept at each step of the beam search, exact with V ** (K - 1) of them
     Yields chunks of K tokens, fewer where an EOS ends them, for as many target calls; logs {"logp"}
     a chunk: its joint log-probability.
     """
@@ -180,6 +200,7 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     target.start(prompt[:-1])
     root = prompt[-1]
     while True:
+        # Def. 3.1: the best beam stands for the argmax over all texts of K tokens
         found = beam_search(target, [root], K, beams, sample, eos)
         best = found.leaves[0]
         if best == 0:
@@ -205,11 +226,11 @@ def longest_prefix(target_logp: list[float], draft_logp: list[float], tau: float
 
 
 class Verified(NamedTuple):
-    """A beam, its joint log-probabilities (nats, of its first token, first two, …), and η."""
-    draft_nodes: list[int]  # in the draft's tree, the root first
-    target_nodes: list[int]  # in the target's tree, the root first
-    target_logp: list[float]
-    draft_logp: list[float]
+    """Hold what the target's call said about a beam."""
+    draft_nodes: list[int]  # its nodes in the draft's tree, the root first
+    target_nodes: list[int]  # its nodes in the target's tree, the root first
+    target_logp: list[float]  # of its prefixes of 1, 2, … tokens: joint, nats
+    draft_logp: list[float]  # the same of the draft
     eta: int  # how many of its tokens are accepted (η)
 
     def merit(self, gamma: int) -> int:
@@ -235,9 +256,11 @@ def verify_beams(found: Beams, paths: list[list[int]], nodes_of: list[list[int]]
                  node_logp: list[float], tau: float) -> list[Verified]:
     """Find the accepted prefix of each beam. Alg. 1, lines 6 to 13.
 
-    paths      the nodes of each beam in the draft's tree `found`
+    found      the draft's tree
+    paths      the nodes of each beam in the draft's tree
     nodes_of   the nodes of each beam in the target's tree
-    node_logp  the target's log-probability of each node of its tree after the node's parent
+    node_logp  the target's log-probability of each node of its tree, given the nodes before it
+    tau        the threshold τ
     """
     verified = []
     for path, nodes in zip(paths, nodes_of):
@@ -256,9 +279,9 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
 
     gamma: tokens of a draft (γ), fewer where an EOS ends it
     beams: beams of the draft's beam search
-    tau:   accept a prefix where min(1, p / q) is above this (τ); 1 accepts nothing, so that greedy
-           output is the target's; 0 accepts whatever is possible
-    width: best beams verified in one call, as one tree; the longest accepted prefix of all stays
+    tau:   accept a prefix where min(1, p / q) is above this (τ). 1 accepts nothing, so that greedy
+           output is the target's. 0 accepts whatever is possible
+    width: beams verified in one call, as one tree. The longest accepted prefix of all stays
     Yields chunks of 1 to gamma + 1 tokens; logs a record a round: {"drafted", "accepted",
     "target_logp", "draft_logp"}, the last two of the chosen beam's prefixes (joint, nats).
     """
@@ -267,24 +290,26 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     draft.start(prompt[:-1])
     unseen = prompt[-1:]  # final tokens that the draft has not been fed
     while True:
-        # Line 3: x and q. The draft model's beams, and the best of them as a tree of the target's
+        # Line 3: the draft model searches for x and its q. The best beams become one tree, in which
+        # beams that begin alike share their first nodes
         found = beam_search(draft, unseen, gamma, beams, sample, eos)
         paths = [path_to(leaf, found.parents) for leaf in found.leaves[:width]]
         texts = [[found.ids[node] for node in path[1:]] for path in paths]
         ids, parents, nodes_of = trie(unseen[-1], texts)
-        # Line 4: p in one call. Entry 0 of node_logp, of a node without parent, is never read
+        # Line 4: one call of the target gives p of every prefix. The root has no parent, so entry 0
+        # of node_logp means nothing, and nobody reads it
         logits = target.forward(ids, parents)  # [nodes, V]
         node_logp = log_probs(logits, sample)[parents, ids].tolist()
-        # Lines 6 to 13: the longest prefix that passes
+        # Lines 6 to 13: the longest prefix that passes counts, also behind prefixes that fail
         verified = verify_beams(found, paths, nodes_of, node_logp, tau)
         best = max(verified, key=lambda beam: beam.merit(gamma))
-        # Lines 15 and 16: one more token of the target's after the accepted prefix
+        # Lines 15 and 16: the target adds one token of its own after the accepted prefix
         [token] = sample(logits[best.target_nodes[best.eta]][None])
         target.commit(best.target_nodes[:1 + best.eta])
         kept = best.draft_nodes[:1 + best.eta]
         accepted = [found.ids[node] for node in kept[1:]]
-        # The draft keeps the rows of what it was fed, `unseen` and the accepted nodes above the
-        # last level. An accepted node of the last level is fed in the next round
+        # The draft's cache keeps `unseen` and the accepted nodes that the search has fed. A node of
+        # the last level was never fed: if it is accepted, the next round feeds it first
         base = len(unseen) - 1
         fed = [base + node for node in kept if base + node < len(draft.parents)]
         draft.commit([*range(base), *fed])

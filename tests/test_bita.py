@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 import bita as module
 from bita import (Tuning, accuracy, bita, build_efficient_tree, build_full_tree, build_planned_tree,
-                  fit, load_tuning, mask_logits, plans, sample_anchors, sar_loss, save_tuning,
-                  shape_of, train)
+                  fit, list_plans, load_tuning, mask_logits, sample_anchors, sar_loss,
+                  save_tuning, shape_of, train)
 from common import CachedLM, InputError, autoregressive, best_tree
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, tiny
@@ -115,10 +115,10 @@ def test_the_tree_that_pays(monkeypatch):
                             ([1, 1.6, 2, 4, 9, 9, 9], 1, 0), ([1, 1, 1, 1, 1.1, 9, 9], 5, 2)):
         costs = [costs[max(n - 1, 0).bit_length()] for n in range(module.MOST + 1)]
         monkeypatch.setattr(module, "row_costs", lambda *_: costs)
-        tree, found = max(plans(None, accept), key=lambda plan: plan[1] / plan[2])[0]
+        tree, found = max(list_plans(None, accept), key=lambda plan: plan[1] / plan[2])[0]
         assert (len(tree), found) == (nodes, M) and tree == best_tree(accept[:M], nodes)
     costs = list(range(module.MOST + 1))  # a row a second
-    for (tree, M), tokens, seconds in plans(None, [[0.5] * 10] * 3):
+    for (tree, M), tokens, seconds in list_plans(None, [[0.5] * 10] * 3):
         assert seconds == len(tree) * (1 + M) and tokens == sum(node.chance for node in tree)
 
 
@@ -439,7 +439,8 @@ def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
     ("train --prompts one", "2 prompts or more of at most 120 tokens, got 1"),
     ("train --prompts long", "or more of at most 120 tokens, got 1"),
     ("train --accumulate 0", "--accumulate must be 1 or more, got 0"),
-    ("train --P 0", "--P must be 1 or more, got 0"), ("train --M 0", "--M must be 1 or more, got 0"),
+    ("train --P 0", "--P must be 1 or more, got 0"),
+    ("train --M 0", "--M must be 1 or more, got 0"),
     ("train --lr 0", "--lr must be above 0, got 0"),
     ("train --design wide", "--design must be deep, shallow, none, got wide"),
     ("train --target deepseek-v3", "expected keys and values of one size"),

@@ -375,8 +375,9 @@ def test_the_loss_of_a_step(monkeypatch):
     monkeypatch.setattr(module, "decode_examples", lambda model, some, *_: seen.append(some) or (
         "answers", {"per_call": 1.0, "kept": 1.0}))
     model, held_out = tiny("llama"), ROWS[:1]
-    loss, figures = fit(model, ROWS[1:], held_out, {3}, 6, steps=3, batch=2, states=3, w=0.3, lr=0.1,
-                        divergence="jsd", local=True, watch=lambda answers: {"answers": answers})
+    loss, figures = fit(model, ROWS[1:], held_out, {3}, 6, steps=3, batch=2, states=3, w=0.3,
+                        lr=0.1, divergence="jsd", local=True,
+                        watch=lambda answers: {"answers": answers})
     drawn = sample_pairs(ROWS[1:], 2, 3, True, random.Random(5))
     consistency, ar = losses(model, *drawn, "jsd")
     torch.testing.assert_close(loss, consistency + 0.3 * ar)

@@ -11,7 +11,8 @@ from fake_models import ScriptedLM, drifting, markov, uncached
 from families import CONTEXT, few_families, near, tiny
 from helpers import main, tokens_of
 from laws import chi_square_ok
-from mjsd import beam_search, children, longest_prefix, mjgd, mjsd, path_to, perplexity
+from mjsd import (beam_search, longest_prefix, mjgd, mjsd, path_to, perplexity,
+                  propose_children)
 
 PROMPT = [3, 14, 15]
 APPLES = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
@@ -90,13 +91,13 @@ def test_children_are_the_likeliest_or_draws_without_replacement():
     """20,000 rows at once: the first draw has the sampler's distribution, the pair of the first two
     that of drawing one after the other (20 cells). False-failure probability 1e-6."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
-    [row] = children(logits[None], 3, greedy)
+    [row] = propose_children(logits[None], 3, greedy)
     assert [token for token, _ in row] == [0, 1, 2]
     assert [logp for _, logp in row] == pytest.approx(logits.log_softmax(-1)[:3].tolist())
     sample, counts = Sampler(1.7, seed=1), torch.zeros(5, 5)
     p = sample.probs(logits)
     logp = p.log().tolist()
-    for (x, first), (y, second) in children(logits.expand(20000, -1), 2, sample):
+    for (x, first), (y, second) in propose_children(logits.expand(20000, -1), 2, sample):
         counts[x, y] += 1
         assert abs(first - logp[x]) < 1e-5 and abs(second - logp[y]) < 1e-5
     pairs = p[:, None] * p / (1 - p[:, None]) * (1 - torch.eye(5))
@@ -113,10 +114,10 @@ def test_each_row_has_as_many_children_as_have_a_probability(sample, numbers):
     probs = torch.tensor([[0.9, 0.1, 0, 0, 0], [0.3, 0.25, 0.2, 0.15, 0.1], [0, 0, 0, 1, 0]])
     support = probs if sample is greedy else sample.probs(probs.log())
     for _ in range(50):
-        rows = [{token for token, _ in row} for row in children(probs.log(), 4, sample)]
+        rows = [{token for token, _ in row} for row in propose_children(probs.log(), 4, sample)]
         assert [len(row) for row in rows] == numbers
         assert all(support[i, token] > 0 for i, row in enumerate(rows) for token in row)
-    rows = children(probs.log(), 9, sample)  # more than the vocabulary
+    rows = propose_children(probs.log(), 9, sample)  # more than the vocabulary
     assert [len(row) for row in rows] == (support > 0).sum(-1).tolist()
 
 
