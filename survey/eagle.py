@@ -1,4 +1,4 @@
-"""EAGLE: one decoder layer guesses the target's features; the target's own head reads tokens there.
+"""EAGLE guesses the target's next features with one decoder layer, and tokens from these features.
 
 Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv 2401.15077
 --dynamic: "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", arXiv 2406.16858
@@ -13,30 +13,45 @@ The feature f_i of position i is what the LM head reads to choose token t_{i+1}.
     fc [e(t_{i+1}); f_i]  ->  one decoder layer  ->  f̂_{i+1}  ->  LM head  ->  guesses of t_{i+2}
     loss = SmoothL1(f̂_{i+1}, f_{i+1}) + 0.1 CrossEntropy(head(f_{i+1}), head(f̂_{i+1}))
 
-The token is one AHEAD of the feature: f_i leaves open which token is drawn from it, and so what
-f_{i+1} is (Section 3.1). Deeper guesses are made of guessed features. All are a tree, verified in
-one target call: lossless, greedily or by one draw of the target at each node.
+The token is one AHEAD of the feature. f_i leaves open which token is drawn from it, and so what
+f_{i+1} is (Section 3.1). Below, the target knows the text up to its root t_4 and the features up to
+f_3, so the last row of the context guesses t_5. Every later row reads a guess for its feature:
+
+    row      0     1     2     3  │    4       5
+    token   t_1   t_2   t_3   t_4 │   t̂_5     t̂_6       t_4 is the root
+    feature f_0   f_1   f_2   f_3 │   f̂_4     f̂_5       a hat is on what is guessed
+    makes   f̂_1   f̂_2   f̂_3   f̂_4 │   f̂_5     f̂_6
+    guesses                   t̂_5 │   t̂_6     t̂_7
+
+A row may guess several tokens, and each of them may have a row of its own. So the guesses are a
+tree, which one call of the target verifies. The output is the target's own, greedily or with one
+sample of the target at each node.
 
 Departures (paper / here / why):
-- sampled output, EAGLE-1: children are drawn from the draft / they are its likeliest tokens, and
-  the target draws once at each node / one rule for greedy and sampled output, just as lossless.
-- static tree: made by hand / the tree that measured acceptance asks for / acceptance differs from
-  model to model.
-- --dynamic: the 10 surest nodes of every level get children / as many nodes as have children in the
-  static tree of the same size / a small tree cannot use more guesses. Up to about 8 nodes that is
-  one node a level: a chain whose siblings compete, and no beam search.
-- size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ.
-- layer: Llama's, in the released code without its input norm / the target's class, with the norm /
-  any family.
-- data: a fixed set of dialogues / the target's own greedy answers / that is what it guesses.
-- rate: 3e-5, in the released code after 2,000 steps of warm-up / 1e-3, a cosine without warm-up /
-  for small models and 1,000 steps. For a target of billions of parameters lower it.
-- AdamW's betas: 0.9 and 0.95 / 0.9 and 0.999 / PyTorch's default.
-- cross-entropy: over all rows / over a sample of 512 rows of a step / a large vocabulary's logits
-  for all rows do not fit in memory.
-- --vocab: FR-Spec drops tokens after training / the layer is trained with the few that it can
-  guess / training knows what decoding will use.
-- --begin last: the layer begins at random / or as the target's last layer / it learns faster.
+    sampled output of EAGLE-1: children are drawn from the draft / they are its likeliest tokens,
+        and the target draws once at each node / one rule for both outputs is just as lossless
+    static tree: made by hand / the tree that measured acceptance asks for / acceptance differs from
+        model to model
+    --dynamic: the 10 surest nodes of every level get children / as many nodes get children as in
+        the static tree of the same size / a small tree cannot use more guesses. Up to about 8 nodes
+        that is one node a level, a chain whose siblings compete, and no beam search
+    size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ
+    layer: Llama's, in the released code without its input norm / of the target's class, with its
+        input norm / any family can be the target
+    data: a fixed set of dialogues / the target's own greedy answers / the draft guesses those
+    learning rate: 3e-5, in the released code after 2,000 steps of warm-up and then falling in a
+        line / 1e-3 and a cosine without warm-up / it suits small models and 1,000 steps. Use a
+        lower rate for a target of billions of parameters
+    AdamW's betas: 0.9 and 0.95 / 0.9 and 0.999 / they are PyTorch's default
+    noise on features: uniform in ± 0.1, in the released code times 512 / length / ± 0.1 for every
+        length / that is the paper's number
+    cross-entropy: over all rows / over a sample of 512 rows of a step / a large vocabulary's logits
+        for all rows do not fit in memory
+    --vocab: FR-Spec drops tokens after training / the layer is trained with the few that it can
+        guess / training then sees what decoding will use
+    --begin last: the layer begins at random / it can begin as the target's last layer / it learns
+        faster
+Left out: training on the draft's own outputs and features of several layers, which are EAGLE-3.
 """
 import copy
 import functools
@@ -59,35 +74,37 @@ from transformers import AutoModelForCausalLM
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
 INPUTS = ("shifted", "unshifted", "feature", "token")
-DEPTH = 8  # levels of guesses of a tree
-RANKS = 10  # guesses of a node
-MOST = 64  # nodes of a tree
-NOISE = 0.1  # in training: added to features, uniform in ±
-SAMPLED = 512  # in training: rows of a step for the cross-entropy
+DEPTH = 8  # the most levels of guesses that a tree has
+RANKS = 10  # how many guesses a node has
+MOST = 64  # the most nodes that a tree has
+NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
+SAMPLED = 512  # how many rows of a step the cross-entropy reads
 
-Text = tuple[torch.Tensor, torch.Tensor, int]  # token ids, features, tokens of the prompt
+Text = tuple[torch.Tensor, torch.Tensor, int]  # ids [T], features [T, f], length of the prompt
 
 
 # ----------------------------------------------------------------------------------- the draft
 
 class Pairs(NamedTuple):
-    """Say what n rows of the draft read: row i reads f_i and t_{i+1}, learns f_{i+1} and guesses
-    t_{i+2}. Tokens are lists or tensors [n]."""
-    before: list[int]  # t_i, which only a draft with `unshifted` inputs reads
+    """Hold what n rows of the draft read. Row i learns f_{i+1} and guesses t_{i+2}.
+
+    Tokens are lists or tensors [n].
+    """
+    before: list[int]  # t_i, which only a draft with `unshifted` inputs reads (the ablation)
     features: torch.Tensor  # f_i, [n, f]
     tokens: list[int]  # t_{i+1}
 
     def part(self, span: slice) -> "Pairs":
-        """Return some of the pairs."""
+        """Return the pairs of a slice."""
         return Pairs(self.before[span], self.features[span], self.tokens[span])
 
 
 def make_layer(model, mlp: int) -> tuple:
     """Make a random layer of the kind of the model's last one, for the draft to train.
 
-    mlp      the width of its MLP; 0 is the model's
-    returns  a model of this layer in float32, and the model's last layer as such a model. Their
-             vocabulary is 8 tokens, for the draft puts the model's embeddings and LM head in.
+    mlp      the width of the layer's MLP. 0: as wide as the model's
+    returns  a model of the random layer in float32, and a model of the last layer itself. Both have
+             8 tokens, since the draft puts in the target's embeddings and LM head.
     """
     last = take_layers(model, [depth_of(model) - 1], vocab_size=8, pad_token_id=None)
     config = copy.deepcopy(last.config)
@@ -103,8 +120,12 @@ def make_layer(model, mlp: int) -> tuple:
 
 @torch.no_grad()
 def copy_layer(last, lm) -> None:
-    """Copy the target's last layer, a model of its own, into a draft's, but for an MLP of another
-    width; learned positions are copied too."""
+    """Copy the weights of the target's last layer into a draft's layer.
+
+    An MLP of another width stays as it is. Learned positions are copied too.
+
+    last, lm   the last layer and the draft's layer, each a model of one layer
+    """
     weights = last.state_dict()
     for name, x in lm.state_dict().items():
         if weights[name].shape == x.shape:
@@ -112,15 +133,20 @@ def copy_layer(last, lm) -> None:
 
 
 class Draft(torch.nn.Module):
-    """Guess features: `fc` joins a token and a feature, and `lm`, a model of one layer with the
-    target's embeddings and LM head, reads what comes of them. Making a draft freezes the target.
+    """Guess the feature after a token and a feature. Making a draft freezes the target.
 
-    inputs  what it reads: shifted, unshifted, feature or token
-    begin   its layer begins at random, or as the target's last one
-    mlp     the width of its MLP; 0 is the target's
-    accept  accept[n][r] is how often guess r was right on held-out answers after n guessed
-            features
-    vocab   the tokens that the LM head's rows stand for, all of them or those that are kept
+    `fc` joins a token's embedding and a feature. `lm` reads that: it is a model of one layer, with
+    the target's embeddings and LM head.
+
+    model    the target
+    inputs   what a row reads: shifted, unshifted, feature or token (see `train`)
+    begin    how the layer begins: random, or last (as the target's last layer)
+    mlp      the width of the layer's MLP. 0: as wide as the target's
+    seed     of the random weights
+
+    accept   accept[n][r], how often the guess of rank r is right on held-out answers where the last
+             n features are guessed
+    vocab    the tokens [V'] that the rows of the LM head stand for: all, or those of `keep`
     """
 
     def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
@@ -155,16 +181,19 @@ class Draft(torch.nn.Module):
         lm.set_output_embeddings(head)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained: everything but the target's embeddings and LM head."""
+        """Return what is trained, by name: all but the target's embeddings and LM head."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def keep(self, vocab: list[int]) -> None:
-        """Let the draft guess these tokens alone."""
+        """Guess the tokens of `vocab` alone, through their rows of the LM head."""
         self.vocab = self.vocab[vocab]
         self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
     def join(self, pairs: Pairs) -> torch.Tensor:
-        """Join tokens [...] and features [..., f] into the layer's inputs [..., e]."""
+        """Return the layer's inputs [..., e], which `fc` makes of tokens and features.
+
+        pairs   tokens [...] and features [..., f], of any leading shape
+        """
         ids = pairs.before if self.inputs == "unshifted" else pairs.tokens
         ids = torch.as_tensor(ids, dtype=torch.long, device=pairs.features.device)
         e = self.lm.get_input_embeddings()(ids)
@@ -178,23 +207,24 @@ class Draft(torch.nn.Module):
 
 def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text],
                rng: torch.Generator) -> torch.Tensor:
-    """Compute the loss of Section 3.2, the mean over all rows that guess a token of an answer.
+    """Compute the loss of Section 3.2 in nats, the mean over rows that guess a token of an answer.
 
-    to_logits  makes logits of what the LM head gives: the same numbers for most models, scaled
-               ones for Granite and Cohere, capped ones for Gemma 2 (parts.logits_of)
+    to_logits  turns the LM head's output into logits: parts.logits_of
     batch      texts with their features
-    rng        samples the noise, and the rows of the cross-entropy (nats)
+    rng        draws the noise, and the rows that the cross-entropy reads
     """
     head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids, f = pad([ids for ids, _, _ in batch]), pad([f for _, f, _ in batch])  # [B, T], [B, T, f]
     place = torch.arange(2, ids.shape[1])  # of the token that row i guesses: i + 2
     learns = torch.stack([(place >= length) & (place < len(text)) for text, _, length in batch])
+    # The layer reads noisy features, as it will have to read its own guesses, and learns true ones.
     noisy = f + NOISE * (2 * torch.rand(f.shape, generator=rng) - 1)
     inputs = draft.join(Pairs(ids[:, :-2], noisy[:, :-2].to(device), ids[:, 1:-1]))  # [B, T - 2, e]
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns.to(device)].float()  # [N, f]
     features = f[:, 1:-1][learns].to(device).float()
+    # The cross-entropy is of the target's distribution p and the draft's q, on a sample of rows.
     few = torch.randperm(len(features), generator=rng)[:SAMPLED].to(device)
     p, q = (to_logits(head(x[few].to(head.weight.dtype)).float())
             for x in (features, guessed))  # [n, V']
@@ -210,11 +240,13 @@ def count_levels(tree: list[Node]) -> list[int]:
 
 
 def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
-    """Plan trees of all sizes and depths, for `fastest` to choose from.
+    """Yield trees of all sizes and depths, for `fastest` to choose from.
 
-    lm      the draft's layer with its cache
-    yields  (nodes, levels) of a tree, its expected tokens, and the seconds of its draft passes and
-            of its target call. Acceptance is that of held-out answers; costs are measured here.
+    Acceptance is that of held-out answers. Costs are measured on this machine.
+
+    lm       the draft's layer with its cache
+    yields   (nodes, levels) of a tree, the tokens to be expected, and the seconds that the draft's
+             passes and the target's call take together
     """
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
     for depth in range(len(draft.accept) + 1):
@@ -230,10 +262,11 @@ def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
 
 @torch.inference_mode()
 def feed(draft: Draft, lm: CachedLM, chunks: list[Pairs]) -> torch.Tensor | None:
-    """Add pairs of final tokens to the draft's context; a long prompt's come in parts.
+    """Add pairs of final tokens to the draft's context. Those of a long prompt come in parts.
 
+    lm       the draft's layer with its cache
     chunks   pairs, in the order of the text
-    returns  the logits [1, V'] after the last pair, or None if there is no pair
+    returns  the logits [1, V'] after the last pair. None: there is no pair
     """
     logits = None
     for pairs in chunks:
@@ -249,18 +282,25 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
          dynamic: bool) -> tuple[list[int], list[int]]:
     """Grow a tree below the root, level by level, and keep the nodes that are likeliest accepted.
 
-    A node's chance is the product along its path of measured acceptance or, if `dynamic`, of the
-    draft's own probabilities (EAGLE-2, Section 4).
+    A node has a chance, a product along its path. Its factors are the measured acceptance or, where
+    the tree is dynamic, the draft's own probabilities (EAGLE-2, Section 4).
 
-    unfed    pairs of the tokens that became final since the last tree
-    n        how many nodes are kept, the root among them
-    levels   how many nodes of each level get children; these are the likeliest
-    returns  ids and parents of the nodes
+    lm        the draft's layer with its cache
+    unfed     pairs of the tokens that became final since the last tree
+    root      the token of node 0
+    n         how many nodes are kept, the root among them
+    levels    how many nodes of each level get children, the likeliest ones
+    dynamic   whether chances are the draft's own
+    returns   ids and parents of the nodes
     """
     ids, parents, chances = [root], [-1], [1.0]
 
     def add_children(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
-        """Add the likeliest children of these nodes, for each of which there is a row of logits."""
+        """Add the likeliest children of some nodes, and return the children's numbers.
+
+        logits   [nodes, V'], the draft's guesses after each node
+        accept   the measured acceptance of a child, by its rank
+        """
         first = len(ids)
         probs = logits.float().softmax(-1).nan_to_num(0.0)  # of a draft that overflows
         draft_probs, tokens = probs.topk(len(accept))  # [nodes, ranks]
@@ -271,10 +311,13 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
             chances.extend(chances[node] * p for p in factor)
         return range(first, len(ids))
 
+    # The pass over the last chunk's pairs also guesses the root's children.
     leaves = add_children([0], feed(draft, lm, unfed), draft.accept[0])
     row_of = {0: -1}  # of a node in the draft's pending tree; the root's is the end of its context
     feature_of = {0: lm.features[-1]}  # what that row guessed
     for expanded, accept in zip(levels[1:], draft.accept[1:]):
+        # EAGLE-2's expansion: the likeliest leaves get children. The row of a leaf reads the leaf's
+        # token and the feature that its parent's row guessed.
         nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
         above = [parents[x] for x in nodes]
         row_of |= {x: len(lm.parents) + i for i, x in enumerate(nodes)}
@@ -284,7 +327,7 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
         logits = lm.forward(inputs, [row_of[x] for x in above])
         feature_of |= zip(nodes, lm.features)
         leaves = add_children(nodes, logits, accept)
-    lm.truncate(lm.length)
+    lm.truncate(lm.length)  # rows that read guessed features never join the context
     # EAGLE-2 reranks all nodes here. A child's chance is at most its parent's and `sorted` is
     # stable, so a parent comes before its children: the first n nodes are a tree.
     kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
@@ -295,13 +338,15 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
 def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
           adapter: str = ADAPTER, trained: Draft | None = None, sample: Sampler = greedy,
           log: list | None = None) -> Iterator[list[int]]:
-    """Grow a tree from guessed features, verify it in one target call, keep a path. Section 3.
+    """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
 
-    nodes:   of the tree, the root among them, up to 64; 0: as many as pay on this machine
-    dynamic: the tree that the draft is surest of now (EAGLE-2), not the one right most often
+    trained   a draft to use in place of a file's
+
+    nodes:   how many nodes a tree has with its root, up to 64; 0 takes as many as pay here
+    dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
+             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle train`
-    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call. A draft that is given as
-    `trained` is used instead of the file.
+    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     if not 0 <= nodes <= MOST:
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
@@ -319,13 +364,14 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
     n, levels = nodes, count_levels(best_tree(draft.accept, max(1, nodes)))
     while True:
-        if nodes == 0:
+        if nodes == 0:  # the clock chooses, and may choose anew as the context grows
             n, levels = fastest(target, draft, lambda: plan_trees(draft, lm, target))
         ids, parents = [root], [-1]
         if levels and unfed:
             ids, parents = grow(draft, lm, unfed, root, n, levels, dynamic)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        # The target's features of the accepted nodes replace the draft's guesses of them.
         unfed.append(Pairs([ids[x] for x in path], target.features[path], chunk))
         root = chunk[-1]
         target.commit(path)
@@ -337,9 +383,11 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
 # ------------------------------------------------------------------------------------ training
 
 def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Text]:
-    """Run the target over pairs of a prompt and an answer.
+    """Run the target over texts, and return them with its features.
 
-    returns  token ids [T], features [T, f] in bfloat16 on the CPU, and the prompt's length, of each
+    data     pairs of a prompt and its answer
+    returns  for each pair its ids [T], features [T, f] in bfloat16 on the CPU, and the length of
+             the prompt
     """
     lm, texts = CachedLM(model), []
     for prompt, answer in tqdm(data, desc="features"):
@@ -353,14 +401,22 @@ def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Tex
 def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
     """Measure how often guesses are right where the draft reads guessed features (the paper's n-α).
 
-    returns  accept[n][r]: how often the guess of rank r is the next token when the last n features
-             are guessed, and all tokens before it are the text's
+    held_out  texts with their features
+    returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
+              are guessed, and all tokens before it are the text's
 
-    All steps of a text are one pending tree of the draft:
+    All steps of a text are one pending tree of the draft, here of a text t_0 … t_5:
 
-        step 0   rows 0  1  2  3     read the text's features; row i guesses t_{i+2}
-        step 1   rows    1' 2' 3'    row i' reads what row i-1 guessed, and hangs below that row
-        step 2   rows       2" 3"    row i" reads what row (i-1)' guessed, and hangs below that row
+        guesses      t_2  t_3  t_4  t_5
+        step 0 rows   0 ── 1 ── 2 ── 3    row i reads the text's f_i
+                        ╲    ╲    ╲
+        step 1 rows       1'   2'   3'    row i' reads what row i-1 guessed
+                             ╲    ╲
+        step 2 rows            2"   3"    row i" reads what row (i-1)' guessed
+
+    A line leads from a row down to the row that hangs below it. Every row reads the text's own
+    token t_{i+1}. So row 3" sees the rows 0, 1, 2' and itself, which read two features of the text
+    and then two guessed ones.
     """
     ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
     hits, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
@@ -386,12 +442,17 @@ def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
 
 def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: int, lr: float,
         seed: int = 0, work: Path | None = None) -> dict:
-    """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
+    """Train a draft on pairs of a prompt and its answer, and set its `accept`.
 
-    The optimizer is AdamW, its rate a cosine; values of gradients are clipped at 0.5.
+    AdamW's learning rate is a cosine, and each value of a gradient is cut to ± 0.5 as in the
+    released code.
 
-    batch    answers of a step
-    returns  {step: {"accept": as measured on the held-out pairs}}
+    data      pairs to learn from
+    held_out  pairs to measure by
+    batch     how many answers a step learns from
+    lr        where the cosine begins
+    work      folder of checkpoints. None: there are none
+    returns   {step: {"accept": ...}}, the table Draft.accept on `held_out`
     """
     from models.training import Training, digest, sample_alike
     to_logits = logits_of(model)
@@ -426,17 +487,16 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
-    work:    folder of answers and checkpoints (default: OUT.work)
-    inputs:  shifted (a feature and the token after it), unshifted (a feature and its own token),
-             feature (no token) or token (the token after a feature, without it): the paper's
-             ablation
-    begin:   random (the paper), or last: the target's last layer. That learns faster, but only
-             where what the layer adds to the residual stream is not much larger than features are
-    mlp:     width of the layer's MLP; 0: the target's
-    vocab:   how many tokens it can guess, the most frequent in prompts and answers; 0: all
-    max_new_tokens: of an answer
-    batch:   answers a step
-    lr:      where the cosine begins
+    work:    folder of answers and checkpoints, OUT.work by default
+    inputs:  what a row reads, as in the paper's ablation: shifted (a feature and the token after
+             it), unshifted (a feature and its own token), feature (no token) or token (no feature)
+    begin:   how the layer begins, at random as in the paper, or as the target's last layer. That
+             learns faster only where the layer adds no more than about a feature's size
+    mlp:     width of the layer's MLP, with 0 for the target's
+    vocab:   how many tokens it can guess, the most frequent of prompts and answers; 0 is all
+    max_new_tokens: the longest answer that is collected
+    batch:   how many answers a step learns from
+    lr:      where the cosine of the learning rate begins
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
@@ -457,7 +517,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: Draft, model) -> None:
-    """Write a draft's file, which says for which model it is."""
+    """Write a draft to a file, with the model that it is for."""
     header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
     if len(draft.vocab) < len(model.get_output_embeddings().weight):
         header["vocab"] = draft.vocab.tolist()
@@ -465,7 +525,7 @@ def save_draft(path: Path, draft: Draft, model) -> None:
 
 
 def load_draft(path: str | Path, model) -> Draft:
-    """Read a draft from its file; an InputError says where it was made for another model."""
+    """Read a draft from a file. Raise InputError where it is another model's."""
     header, tensors = load_part(path, "an EAGLE layer", model)
     draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0))
     fill(draft.trainable(), tensors, path)
@@ -480,8 +540,9 @@ def load_draft(path: str | Path, model) -> Draft:
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    """Say how many guesses a call had, and how many of them were accepted."""
-    guessed, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("guessed", "accepted"))
+    """Return a line that says what a call of the target verified and accepted."""
+    guessed = sum(record["guessed"] for record in run.log) / len(run.log)
+    accepted = sum(record["accepted"] for record in run.log) / len(run.log)
     return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
 
 
