@@ -14,7 +14,6 @@ from survey.early_exit import Exit, early_exit, exit_loss, fit, load_exit, repor
 
 PROMPT = [3, 14, 15]
 WORDLESS = SimpleNamespace(eos_token_id=None)
-DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 
 
 def random_exit(model, E: int, seed: int = 0) -> Exit:
