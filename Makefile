@@ -14,7 +14,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test mutants bench models picture bita medusa \
+.PHONY: demo test mutants bench gpu-dry models picture bita medusa \
 	eagle layerskip masks sequoia rest hybrid cllm clean
 
 demo: .venv/ready
@@ -32,6 +32,10 @@ mutants: .venv/ready
 
 bench: .venv/ready
 	$(RUN) results/bench.py
+
+# How much each method would ask of a GPU: launches, waits, copies. It needs no GPU, and minutes
+gpu-dry: .venv/ready
+	$(RUN) results/gpu_dry.py
 
 models: .venv/ready
 	$(RUN) models/train.py

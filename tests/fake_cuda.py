@@ -1,7 +1,7 @@
 """Simulate a GPU, so that a machine without one finds what a GPU would refuse.
 
 Within `with FakeCuda() as gpu:` a tensor on "cuda" is a plain tensor of the CPU with a mark on its
-storage. It says that it is on cuda:0, and what CUDA refuses raises CUDA's error:
+storage. It says that it is on cuda:0, and what CUDA refuses raises an error as CUDA does:
 
     with FakeCuda() as gpu:
         x = torch.rand(3, device="cuda")     x.device is cuda:0
@@ -15,15 +15,18 @@ parameters and gradients need no care. Two modes of torch see everything else:
     Functions    what Python asks for: device=…, x.to(), x.device, x.tolist(), generators
     Operations   what torch makes of it: devices are checked, results marked, launches counted
 
-    launches     kernels: one for each operation that is no view, though a few need several
-    waits        how often Python waited for numbers: item, tolist, bool, nonzero, a mask as index
-    copies       how often numbers of Python or of the CPU were copied to the GPU
-    syncs        calls of torch.cuda.synchronize
-    replays      replays of captured graphs, one launch each
+These are counted:
 
-Left out: several GPUs, streams, memory, speed, and errors that a kernel finds (an index out of
-range). What C++ asks of a tensor it is told as of a CPU: foreach kernels and fused optimizers are
-not seen.
+    launches     kernels, one for each operation that is no view; a few operations need several
+    waits        how often Python waited for numbers: item, tolist, bool, nonzero, a mask as index
+    copies       how often numbers were copied to the GPU, from a list or from the CPU
+    syncs        calls of torch.cuda.synchronize
+    replays      replays of captured graphs, of which each is one launch
+
+Left out:
+    several GPUs, streams, memory, speed
+    errors that a kernel finds, such as an index out of range
+    what C++ decides by the device: torch takes the CPU's way there, as in optimizers
 """
 import functools
 from collections import Counter
@@ -47,6 +50,7 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 def on_gpu(x: Tensor) -> bool:
+    """Say whether a tensor has the mark."""
     try:
         return getattr(x.untyped_storage(), "on_gpu", False)
     except (RuntimeError, NotImplementedError):  # x has no storage
@@ -80,6 +84,13 @@ def is_composite(operation: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(operation, "CompositeImplicitAutograd")
 
 
+def parse_to(*args, parse=torch._C._nn._parse_to, **kwargs) -> tuple:
+    """Find the device and the type that arguments of `to` ask for; a tensor asks for its own."""
+    if args and isinstance(args[0], Tensor):
+        args = (CUDA if on_gpu(args[0]) else CPU, args[0].dtype, *args[1:])
+    return parse(*args, **kwargs)
+
+
 class FakeGenerator(torch.Generator):
     """Generate a CPU's numbers on any device; `device` is what was asked for."""
 
@@ -92,7 +103,7 @@ class FakeGenerator(torch.Generator):
 
 
 class FakeCuda:
-    """Stand in for a GPU as long as its `with` lasts.
+    """Take the place of a GPU as long as its `with` lasts.
 
     counts   launches, waits, copies and syncs so far
     inside   whether the function that Python called last makes tensors of the GPU. None: there is
@@ -114,7 +125,8 @@ class FakeCuda:
                               get_rng_state=lambda *_: torch.get_rng_state(),
                               set_rng_state=lambda *_: None,
                               make_graphed_callables=self.capture)),
-            (torch.cuda.graphs, dict(_graph_pool_handle=lambda: (0, 0)))]
+            (torch.cuda.graphs, dict(_graph_pool_handle=lambda: (0, 0))),
+            (torch._C._nn, dict(_parse_to=parse_to))]
         self.stack = ExitStack()
         for module, names in patches:
             self.stack.enter_context(patch.multiple(module, **names))
@@ -150,10 +162,10 @@ class FakeCuda:
             return mark(x.clone(), gpu)
 
     def capture(self, function, inputs: tuple, pool=None):
-        """Stand in for torch.cuda.make_graphed_callables.
+        """Take the place of torch.cuda.make_graphed_callables.
 
-        A replay does the captured operations again, on the tensors that were captured. Whatever
-        else the function would do differs from the first time on.
+        A replay runs the captured operations again, on the tensors that were captured. It does not
+        run the function, so a replay never sees what changed elsewhere.
         """
         function(*inputs)  # the warm-up, in which memory may be reserved
         with self.set(tape=[]):
@@ -176,7 +188,7 @@ class FakeCuda:
 
 
 class Functions(TorchFunctionMode):
-    """Answer for tensors of the GPU, where Python calls a function or asks for an attribute."""
+    """Give a GPU's answer where Python calls a function or asks a tensor for an attribute."""
 
     def __init__(self, gpu: FakeCuda):
         super().__init__()
@@ -204,9 +216,7 @@ class Functions(TorchFunctionMode):
         return mark(out, gpu) if function is Tensor.__deepcopy__ else out
 
     def to(self, x, *args, copy=False, **kwargs):
-        if args and isinstance(args[0], Tensor):  # to where another tensor is
-            args = (CUDA if on_gpu(args[0]) else CPU, args[0].dtype, *args[1:])
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, *_ = parse_to(*args, **kwargs)
         if device is not None and device.type == "meta":
             return x.to(device, dtype)
         out = x if device is None else self.gpu.move(x, is_gpu(device))
@@ -263,9 +273,10 @@ class Operations(TorchDispatchMode):
         return out
 
     def check(self, operation, name: str, args, given: list[Tensor]) -> None:
-        """Refuse an operation on tensors of both devices, but for what CUDA takes from the CPU.
+        """Refuse an operation on tensors of both devices, unless CUDA takes those of the CPU.
 
-        These are what is copied, indices, and single numbers in operations of one number at a time.
+        CUDA takes them in a copy and as indices. It takes a single number, a tensor without
+        dimensions, in operations that work on each number alone.
         """
         here = [x for x in given if not on_gpu(x)]
         if name in INDEXING and not on_gpu(args[0]):

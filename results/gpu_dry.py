@@ -1,0 +1,91 @@
+"""Count what each method asks of a GPU, on a simulated one. Nothing is timed, and no GPU is needed.
+
+    make gpu-dry
+    python results/gpu_dry.py --temperature 0.7 --max-new-tokens 60
+
+A small model on a fast GPU waits more than it computes. Three numbers say for what:
+
+    launches   kernels that Python starts, for each call of the target and for each token. An eager
+               call takes about as long as its launches where its kernels are short
+    waits      how often Python waits until the GPU has given it numbers: the tokens that were
+               chosen, coins, indices
+    copies     how often numbers of Python go to the GPU, for which Python waits, too
+
+The prompt is left out. tests/fake_cuda.py says what is simulated and how it is counted.
+"""
+import sys
+from collections import Counter
+
+from transformers.utils import logging
+
+from bench import ROOT, Bench, Ours, all_methods, options, table
+
+sys.path.append(str(ROOT / "tests"))
+from cli.text import set_encodings  # noqa: E402  (the path is set in bench.py and above)
+from common import InputError  # noqa: E402
+from fake_cuda import FakeCuda  # noqa: E402
+
+
+class Meter:
+    """Count what happens in the target's calls, and forget what a prompt takes.
+
+    gpu       the simulated GPU
+    launches  kernels of the target's calls so far
+    calls     how many calls those were
+    """
+
+    def __init__(self, gpu: FakeCuda, target):
+        self.gpu, self.launches, self.calls = gpu, 0, 0
+        self.forward, self.start = target.forward, target.start
+        target.forward, target.start = self.count_call, self.forget_prompt
+
+    def count_call(self, *args, counts: bool = True, **options):
+        before = self.gpu.counts["launches"]
+        logits = self.forward(*args, counts=counts, **options)
+        if counts:
+            self.launches += self.gpu.counts["launches"] - before
+            self.calls += 1
+        return logits
+
+    def forget_prompt(self, *args, **options) -> None:
+        before = Counter(self.gpu.counts)
+        self.start(*args, **options)
+        self.gpu.counts = before
+
+
+def count(gpu: FakeCuda, name: str, method: Ours, prompts: list[list[int]]) -> list[str]:
+    """Run a method on prompts; return its row of the table."""
+    meter = Meter(gpu, method.models["target"])
+    method(prompts[0])  # whatever is made once is made now
+    gpu.counts.clear()
+    meter.launches = meter.calls = 0
+    tokens = sum(method(prompt).tokens for prompt in prompts)
+    call = f"{meter.launches / meter.calls:.0f}" if meter.calls else "-"
+    a_token = [gpu.counts[kind] / tokens for kind in ("launches", "waits", "copies")]
+    return [name, call, f"{a_token[0]:.0f}", f"{a_token[1]:.1f}", f"{a_token[2]:.1f}"]
+
+
+def main() -> None:
+    set_encodings()
+    parser = options(__doc__)
+    parser.set_defaults(device="cuda", dtype="float32", n=1, max_new_tokens=40, nodes=16)
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with FakeCuda() as gpu:
+            bench = Bench(args)
+            prompts = [prompt for _, prompt in bench.pairs()]
+            rows = [["method", "launches a target call", "launches a token", "waits a token",
+                     "copies a token"]]
+            for name, method in all_methods(bench).items():
+                rows.append(count(gpu, name, method, prompts))
+                print(name, file=sys.stderr)
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    print("Counted on a simulated GPU; nothing was measured on one.\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
