@@ -306,6 +306,8 @@ MUTANTS = {
         ("slots = F.pad(slots, (P, 0), value=10 ** 9)", "slots = F.pad(slots, (P, 0), value=0)",
          "a window hides the prompt tokens in training"),
         ("here.flatten(), 0) < 0.5", "here.flatten(), 0) < -1", "another model's tuning passes"),
+        ("sample_alike(data, batch", "sample_alike(held_out, batch",
+         "it learns from the held-out answers"),
     ],
     "cllm.py": [
         ("root = chunk[-1]  # y's last", "root = y[-1]  # y's last",
@@ -353,6 +355,8 @@ MUTANTS = {
          "a line that was cut off is read"),
         ("itertools.count(len(prompt) - 1, len", "itertools.count(len(prompt), len",
          "blocks begin one token too late"),
+        ("augment_states(trajectory, augment, rng))", "trajectory)",
+         "the file has no augmented states"),
     ],
     "survey/cascade.py": [
         ("while self.text[:same] != text[:same]:", "while False:",

@@ -206,6 +206,18 @@ def test_trajectories_of_something_else_are_not_gone_on_with(tmp_path):
     assert out.read_bytes() == before
 
 
+def test_augmentation_reaches_the_states_of_the_file_and_no_answer(tmp_path):
+    found = []
+    for augment in (0, 1):
+        out = tmp_path / str(augment)
+        collect(tiny("llama"), Wordless(), PROMPTS, out=out, n=6, max_new_tokens=20,
+                augment=augment)
+        found.append(read_trajectories(out)[1])
+    plain, augmented = found
+    assert plain != augmented
+    assert [row["answer"] for row in plain] == [row["answer"] for row in augmented]
+
+
 def test_answers_that_repeat_themselves_are_dropped(tmp_path, capsys):
     """One model writes the same token for ever, for another the text tells."""
     model = tiny("llama")
