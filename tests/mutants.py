@@ -443,7 +443,7 @@ MUTANTS = {
         ("Pairs([ids[x] for x in path], target.features[path], chunk)",
          "Pairs([ids[x] for x in path], target.features[:len(path)], chunk)",
          "the features of the wrong nodes"),
-        ("    lm.truncate(lm.length)\n    # EAGLE-2", "    # EAGLE-2",
+        ("    lm.truncate(lm.length)  # rows that read", "    # rows that read",
          "the draft's tree stays pending"),
         ("pairs.part(slice(0, -1))", "pairs.part(slice(1, -1))",
          "the first pair of a prompt is lost"),
