@@ -33,14 +33,6 @@ def prefill(lm, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def choices(model, prompt: list[int], tokens: list[int]) -> list[int]:
-    """Compute what the target chooses in place of each token after those before: one pass, no
-    cache."""
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits
-    return logits[0, len(prompt) - 1:-1].argmax(-1).tolist()
-
-
 def per_call(method, model, held_out, **options) -> float:
     """Count tokens per target call on held-out prompts, where the output is AR's."""
     target = CachedLM(model)

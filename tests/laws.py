@@ -1,39 +1,13 @@
 """Distributions of tokens: the law of an output by enumeration, and a test of counts against it.
 
     law(logits_of, sample, prompt, n)    what n sampled tokens must follow: the chain rule
-    counts_of(chunks_of, sample, n, …)   how often a method gave each continuation
     chi_square_ok(counts, law)           whether these counts may come from this law
     outcomes(experiment)                 every way in which an experiment of choices can end, with
                                          its probability, which is exact: nothing is drawn"""
-import copy
-import functools
 import itertools
 import math
 
 import torch
-
-from helpers import tokens_of
-
-
-def remember_logits(logits_of):
-    """Wrap a function of a text so that each text is computed once."""
-    cached = functools.cache(lambda *tokens: logits_of(tokens))
-    return lambda tokens: cached(*tokens)
-
-
-def remember(function):
-    """Wrap a function of tensors and lists so that each result is computed once: scripted models
-    give few different ones."""
-    results = {}
-
-    def wrapper(*inputs):
-        key = tuple((x.shape, x.numpy().tobytes()) if isinstance(x, torch.Tensor) else tuple(x)
-                    for x in inputs)
-        if key not in results:
-            results[key] = function(*inputs)
-        return results[key]
-    wrapper.results = results
-    return wrapper
 
 
 def law(logits_of, sample, prompt: list[int], n: int, vocab: int = 4) -> torch.Tensor:
@@ -43,15 +17,6 @@ def law(logits_of, sample, prompt: list[int], n: int, vocab: int = 4) -> torch.T
         for i in range(n):
             result[tokens] *= sample.probs(logits_of([*prompt, *tokens[:i]]))[tokens[i]]
     return result.flatten()
-
-
-def counts_of(chunks_of, sample, n: int, runs: int, vocab: int = 4) -> torch.Tensor:
-    """Count how often each continuation of n tokens came out of chunks_of(sample), [vocab ** n]."""
-    sample, counts = copy.copy(sample), torch.zeros([vocab] * n)
-    sample.probs = remember(sample.probs)
-    for _ in range(runs):
-        counts[tuple(tokens_of(chunks_of(sample), n))] += 1
-    return counts.flatten()
 
 
 def chi_square_ok(counts: torch.Tensor, expected: torch.Tensor) -> bool:
