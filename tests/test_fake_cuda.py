@@ -1,5 +1,5 @@
-"""The simulated GPU of fake_cuda.py refuses what CUDA refuses. It finds mistakes that are planted in
-the project's code, and every training runs on it for two steps. Every method runs on it in
+"""The simulated GPU of fake_cuda.py refuses what CUDA refuses. It finds mistakes that are planted
+in the project's code, and every training runs on it for two steps. Every method runs on it in
 test_lossless.py."""
 import copy
 import inspect
