@@ -4,9 +4,15 @@ Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference", arXiv
 
     python -m survey.cascade --draft SMALL --draft SMALLER --prompt "..."
 
-    target   reviews   γ tokens of draft 1, tail of draft 2, …, tail of Max-Gram      (horizontal)
-    draft 1  reviews   inner tokens of draft 2, until it has γ                          (vertical)
-    draft 2  reviews   inner tokens of Max-Gram, until it has what draft 1 asked for
+A round with two drafts, γ = 5, tail = 2 and inner = 3. Each token is shown as the level that drew
+it: 1 and 2 are the drafts, and m is Max-Gram, which copies what followed earlier in the text.
+
+    target     root  1 1 1 1 1  2 2  m m    one call reviews guesses of all levels    (horizontal)
+                     └───┬───┘  └┬┘
+    draft 1            2 2 2     │          reviews `inner` tokens of draft 2 at a time, and adds
+                       └─┬─┘     │          one of its own, until it has γ              (vertical)
+    draft 2            m m m   m m m        reviews `inner` tokens of Max-Gram at a time, until it
+                                            has what draft 1 or the target asked for
 
 Early guesses are accepted more often than late ones, so the better drafts write the early ones.
 Every review is Leviathan's rule (../speculative.py). So a token that leaves a level has exactly the

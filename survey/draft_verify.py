@@ -6,7 +6,12 @@ Decoding", arXiv 2309.08168
     python -m survey.draft_verify search --prompts FILE --out blocks.json    # what to skip
     python -m survey.draft_verify --blocks blocks.json --prompt "..."
 
-A block is the attention or the MLP of a layer. A layer without a block hands on what it read.
+A block is the attention or the MLP of a layer. A layer without a block hands on what it read. Here
+the draft leaves out one attention block (A) and two MLP blocks (M) of three layers:
+
+    layer         1       2       3
+    draft       A ─ M ─ A ─ · ─ · ─ ·  ─ LM head     two attention blocks write rows, layer 3 none
+    verify      A ─ M ─ A ─ M ─ A ─ M  ─ LM head     all three write rows, over the draft's
 
     draft    root -> x̂_1 -> x̂_2 -> …    one call each, without the blocks; up to K guesses, or
                                         until a guess had less than the draft probability γ

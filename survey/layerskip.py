@@ -8,11 +8,18 @@ token.
     python -m survey.layerskip tune --prompts FILE --out my.safetensors
     python -m survey.layerskip --tuning my.safetensors --prompt "..."
 
-    early   layers 1 … E, norm, LM head    root -> x̂_1 -> … -> x̂_γ    each hidden state is kept
-    late    layers E + 1 … L               all of these at once -> p_1 … p_{γ+1}
+A round with γ = 2, where ● is the row that one token has in the cache of some layers:
 
-The late layers go on where the early ones stopped, so p is the whole model's. A round of γ guesses
-runs γ E + L layers one after the other, for up to γ + 1 tokens.
+                           root    x̂_1     x̂_2
+    early, layers 1 … E      ●       ●       ●     one token after another; the norm and the LM
+                             │ ↘     │ ↘     │     head after layer E give the next guess (↘)
+                             │ x̂_1   │ x̂_2   │     the hidden states after layer E are kept (│)
+    late, layers E + 1 … L   ●       ●       ●     all tokens at once, from these hidden states
+                            p_1     p_2     p_3    the whole model's distributions judge the guesses
+
+A column is a row of the whole model's cache. If x̂_1 is accepted and x̂_2 is not, then the first two
+columns stay in all layers. The late layers go on where the early ones stopped. So p is the whole
+model's, and a round of γ guesses runs γ E + L layers one after the other, for up to γ + 1 tokens.
 
 Training makes early layers say more (Section 4.1): later layers are left out at random, and exits
 share the loss. Output is that of the TUNED model, exactly, by the rule of speculative sampling.
@@ -23,8 +30,8 @@ Departures:
 - Layer dropout. Paper: drawn for each sample. Here: for a batch. Why: the samples of a batch go
   through a layer together. A layer that is left out is run all the same, so no time is saved.
 - Exits of a step. Paper: every R-th layer, in rotation, with R of 8 to 39. Here: every third, of a
-  random turn. Why: with 12 layers a larger R leaves no exit; a step that draws its turn does not
-  depend on the number of the step, so that a stopped run goes on alike.
+  random turn. Why: with 12 layers a larger R leaves no exit. A turn that is drawn does not depend
+  on the number of the step, so a stopped run goes on alike.
 - Highest rate of dropout, and scale of early losses. Paper: several, by the data. Here: 0.1 and 1,
   which are the paper's for fine-tuning on code.
 

@@ -12,8 +12,15 @@ places. So there are two models and three caches, and each one drafts for the on
     M_p, C_r   the target, with the rows of its cache that it looks at most    γ2 tokens a round
     M_p, C_p   the target, with all rows                                       verifies them
 
-Every review is Leviathan's rule (../speculative.py), so a token that leaves a level has exactly the
-distribution of that level, and the next level judges it by that one: lossless.
+Rows of a key head's cache (#) after a context of 24 tokens and 3 more, with chunks of 4, a budget
+of 12, 2 first rows (`sinks`) and a window of 4:
+
+    C_q   ##..................#######     the first rows, the window, and what came after it
+    C_r   ####....####....####....###     the first chunk, two by attention, and what came later
+    C_p   ###########################     all
+
+Every review is Leviathan's rule (../speculative.py). So a token that leaves a level has exactly the
+distribution of that level, and the next level judges it by that one: the output is lossless.
 
 Departures:
 - Review by C_r. Released: after a rejection it draws from p again, which is not exact. Here: from

@@ -1,4 +1,4 @@
-"""Views of a model: some of its layers, or a model without some blocks, which share its weights.
+"""A view of a model has some of its layers, or lacks some of its blocks, and shares its weights.
 
 layerskip.py and early_exit.py draft with the first layers and verify with the others, and
 draft_verify.py leaves out blocks. A layer of a view keeps its number, by which a cache knows it.
