@@ -99,7 +99,7 @@ def problems_of(command: list[str], capsys) -> list[str]:
     """Return what a command names that does not exist: its script, a command of it, or options."""
     program, *words = command
     if program == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         return [x for x in words if "=" not in x and x not in targets]
     module = words[0] == "-m"
     script = words[1].replace(".", "/") + ".py" if module else words[0]
