@@ -21,7 +21,7 @@ from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
-from helpers import ROOT
+from helpers import ROOT, main
 from survey import (draft_verify, eagle, early_exit, hybrid, layerskip, masks, medusa, online, rest,
                     sequoia)
 from test_lossless import texts_on
@@ -218,6 +218,19 @@ def test_a_draft_is_distilled_on_the_simulated_gpu(folder, tmp_path):
     with FakeCuda() as gpu:
         train.distil_layers(argv)
     assert gpu.counts["launches"] > 100 and (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------- command lines
+
+@pytest.mark.parametrize("graphs", [[], ["--graphs"]], ids=["eager", "graphs"])
+def test_a_command_line_runs_on_the_simulated_gpu(graphs, folder, capsys):
+    """The GPU is the default where there is one. --compare fails if AR writes another text."""
+    argv = ["--target", folder, "--draft", folder, "--dtype", "float32", "--prompt", "Tom has 3",
+            "--max-new-tokens", "5", "--compare", *graphs]
+    with FakeCuda() as gpu:
+        assert main([speculative.speculative], speculative.report, [*map(str, argv)]) == 0
+    assert gpu.counts["launches"] > 100 and bool(graphs) == (gpu.counts["replays"] > 0)
+    assert "cuda" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------- make gpu-dry
