@@ -488,8 +488,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                              accumulate=accumulate, anchors=anchors)
     work = work or Path(f"{out}.work")
     tuning = Tuning(shape_of(model), design, P, M, seed).to(model.device)
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
-                                      size=4 * batch)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters")
     fit(model, tuning, data, held_out, steps=steps, batch=batch, anchors=anchors, lr=lr,
         accumulate=accumulate, seed=seed, work=work)

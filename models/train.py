@@ -169,11 +169,10 @@ def answer_prompts(model, tokenizer, prompts: list[str], temperature: float,
     returns      token ids of each answer, in the prompts' order; an EOS that ended one stays
     """
     ids = tokenizer(prompts)["input_ids"]
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    found = generate_answers(model, {tokenizer.eos_token_id}, [ids[i] for i in order], limit,
-                             temperature, size=128)
-    by_number = dict(zip(order, itertools.chain.from_iterable(found)))
-    return [by_number[i] for i in range(len(ids))]
+    answer_of = {}
+    for answers in generate_answers(model, {tokenizer.eos_token_id}, ids, limit, temperature):
+        answer_of |= answers
+    return [answer_of[number] for number in range(len(ids))]
 
 
 def sample_answers(source, tokenizer, size: int, rng: random.Random):
@@ -335,8 +334,9 @@ def make_prompts(argv: list[str]) -> None:
 def write_prompts(model, tokenizer, before: list[int], args: argparse.Namespace) -> list[str]:
     """Let the model continue the tokens `before` many times; return the texts that it ends."""
     eos = common.eos_ids(model, tokenizer)
-    [rows] = generate_answers(model, eos, [before] * args.batch, args.max_new_tokens,
-                              args.temperature, size=args.batch)
+    batches = generate_answers(model, eos, [before] * args.batch, args.max_new_tokens,
+                               args.temperature)
+    rows = [row for batch in batches for row in batch.values()]
     ended = [row[:-1] for row in rows if row[-1] in eos]
     texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in ended]
     return [text for text in texts if text]

@@ -34,6 +34,7 @@ from common import InputError, context_length, eos_ids
 
 PAUSE = 120  # the fewest seconds between two checkpoints
 SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
+TOKENS = 16_384  # the most tokens that prompts answered at once have, with room for their answers
 
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
@@ -74,26 +75,46 @@ def require_training_options(lr: float, **numbers: int) -> None:
 
 # ------------------------------------------------------------------------------------ the data
 
+def split_by_tokens(prompts: list[list[int]], limit: int) -> list[list[int]]:
+    """Split prompts into batches of at most TOKENS tokens; a longer prompt is alone in its batch.
+
+    The longest prompts come first. Their batch takes the most memory, so that a machine on which it
+    does not fit says so at once and not after hours.
+
+    prompts  token ids of each prompt
+    limit    the most tokens of an answer, for which each prompt of a batch has room
+    returns  for each batch the numbers of its prompts
+    """
+    left = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    batches = []
+    while left:
+        # All prompts of a batch are filled up to its first one, the longest.
+        size = max(1, TOKENS // (len(prompts[left[0]]) + limit))
+        batches.append(left[:size])
+        left = left[size:]
+    return batches
+
+
 @torch.inference_mode()
 def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
-                     temperature: float = 0.0, size: int = 64):
+                     temperature: float = 0.0):
     """Let the model answer prompts, without any of its generation settings (such as penalties).
 
     eos          token ids that end an answer
     prompts      token ids of each prompt
     limit        the most tokens of an answer
     temperature  0 for greedy answers; above 0 for samples at this temperature
-    size         how many prompts are answered at once
-    yields       lists of `size` answers, token ids. An EOS that ended an answer stays.
+    yields       for each batch of `split_by_tokens` {the number of a prompt: token ids of its
+                 answer}. An EOS that ended an answer stays.
     """
     how = {}
     if temperature > 0:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0}
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) or None,
                               pad_token_id=0, **how)  # padding is masked before, cut off after
-    for i in range(0, len(prompts), size):
+    for numbers in split_by_tokens(prompts, limit):
         # Prompts are filled up on the left, so that all answers begin at the same place.
-        batch = prompts[i:i + size]
+        batch = [prompts[number] for number in numbers]
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in batch], device=model.device)
         padding = torch.tensor([[width - len(p)] for p in batch], device=model.device)
@@ -104,7 +125,7 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
         rows = model.generate(ids, attention_mask=real.long())[:, width:].tolist()
         model.generation_config = settings
         ends = [next((n + 1 for n, x in enumerate(row) if x in eos), limit) for row in rows]
-        yield [row[:end] for row, end in zip(rows, ends)]
+        yield {number: row[:end] for number, row, end in zip(numbers, rows, ends)}
 
 
 def read_whole_lines(file) -> list[bytes]:
@@ -120,14 +141,13 @@ def read_whole_lines(file) -> list[bytes]:
     return lines
 
 
-def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
-                    size: int = 64) -> list[list[int]]:
+def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
+                    work: Path) -> list[list[int]]:
     """Collect the model's own greedy answer to each prompt; a file in `work` keeps all answers.
 
     prompts  token ids of each prompt
     limit    the most tokens of an answer
     work     the folder of the file, whose name holds a hash of the model and the limit
-    size     how many prompts are answered at once
     returns  token ids of each answer, in the prompts' order
     """
     eos = eos_ids(model, tokenizer)
@@ -136,14 +156,12 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work
     with open(path, "a+b") as file:
         rows = map(json.loads, read_whole_lines(file))
         answer_of = {tuple(row["prompt"]): row["answer"] for row in rows}
-        # Prompts of like length stand side by side, since a batch is as wide as its longest one.
-        todo = sorted({tuple(p) for p in prompts} - answer_of.keys(), key=lambda p: (len(p), p))
+        todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in answer_of]
         with tqdm(total=len(todo), desc="answers") as bar:
-            left = iter(todo)
-            for answers in generate_answers(model, eos, todo, limit, size=size):
-                for answer, prompt in zip(answers, left):
-                    answer_of[prompt] = answer
-                    line = json.dumps({"prompt": prompt, "answer": answer}) + "\n"
+            for answers in generate_answers(model, eos, todo, limit):
+                for number, answer in answers.items():
+                    answer_of[todo[number]] = answer
+                    line = json.dumps({"prompt": todo[number], "answer": answer}) + "\n"
                     file.write(line.encode())
                 file.flush()
                 bar.update(len(answers))
@@ -151,14 +169,13 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int, work
 
 
 def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, work: Path, *,
-                     seed: int, most: int = 100, size: int = 64) -> tuple[list[Pair], list[Pair]]:
+                     seed: int, most: int = 100) -> tuple[list[Pair], list[Pair]]:
     """Collect the model's own answers and split them at random; each prompt counts once.
 
     limit    the most tokens of an answer
     work     the folder of the answers
     seed     another seed holds out other examples
     most     a tenth of the examples is held out, but no more than this number
-    size     how many prompts are answered at once
     returns  pairs of a prompt and its answer to train on, and held-out pairs
     raises   InputError if fewer than two prompts leave room for an answer, or are answered with
              two tokens or more
@@ -168,7 +185,7 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     if len(usable) < 2:
         raise InputError(f"--prompts must hold 2 prompts or more of at most {longest} tokens, "
                          f"got {len(usable)}")
-    answers = collect_answers(model, tokenizer, usable, limit, work, size)
+    answers = collect_answers(model, tokenizer, usable, limit, work)
     data = [(p, a) for p, a in zip(usable, answers) if len(a) > 1]
     if len(data) < 2:
         raise InputError("--prompts must hold 2 prompts or more that the model answers with 2 "

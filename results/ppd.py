@@ -36,8 +36,7 @@ def ppd(model, tokenizer, prompts: list[list[int]], *, max_new_tokens: int = 60)
     max_new_tokens: the most tokens of an answer
     """
     batches = generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
-    answers = [answer for batch in batches for answer in batch]
-    data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
+    data = [(prompts[number], answer) for batch in batches for number, answer in batch.items()]
     L = depth_of(model)
     depths = sorted({max(1, round(L * share)) for share in (0.25, 0.5, 0.75)})
     print("| layers | k | right | latency |\n| --- | --- | --- | --- |")

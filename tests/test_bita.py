@@ -376,7 +376,7 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch, capsys):
         options = dict(steps=7, batch=3, accumulate=2, anchors=5, lr=0.1, seed=4)
         train(LLAMA, WORDLESS, prompts, out=tmp_path / "o", work=work, design="shallow", P=6, M=2,
               max_new_tokens=20, **options)
-        assert asked.pop() == (True, True, prompts, 20, made, {"seed": 4, "size": 12})
+        assert asked.pop() == (True, True, prompts, 20, made, {"seed": 4})
         tuning, *data, rest = given.pop()
         assert data == [DATA, HELD_OUT] and rest == options | {"work": made}
         assert equal(tuning, Tuning(shape_of(LLAMA), "shallow", 6, 2, seed=4))

@@ -304,7 +304,7 @@ def small(monkeypatch):
     def load_checked(*_):
         return tiny("llama"), Letters()
 
-    def answer(model, tokenizer, prompts, limit, work, _):
+    def answer(model, tokenizer, prompts, limit, work):
         work.mkdir(exist_ok=True)
         return [p[:1] * min(limit, 4) for p in prompts]
     monkeypatch.setattr(recipe, "load_checked", load_checked)
@@ -372,9 +372,9 @@ def test_bad_options_are_refused(command, option, value, small, tmp_path, monkey
 @pytest.mark.parametrize("row, said", [([5, 6], 0), ([1], 0), ([7, 1], 1)])
 def test_a_model_that_writes_no_new_prompt_is_refused(row, said, small, tmp_path, monkeypatch):
     """It would run for ever. The prompts that it wrote before are kept."""
-    def generate_answers(model, *asked, size):
+    def generate_answers(model, *asked):
         assert asked == ({1}, [Letters().encode("ab")] * 3, 7, 0.5)
-        return iter([[row] * size])
+        return iter([dict.fromkeys(range(3), row)])
     monkeypatch.setattr(Letters, "chat_template", "{{ messages }}")
     monkeypatch.setattr(recipe, "generate_answers", generate_answers)
     with pytest.raises(InputError, match=f"no new one of 3, {said} before"):

@@ -446,7 +446,7 @@ def test_digests_tell_weights_and_settings_apart():
 # ------------------------------------------------------------------------------------ the data
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_path):
+def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_path, monkeypatch):
     """Prompts of different lengths stand side by side; an answer ends with its EOS."""
     model, prompts = tiny(family), [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25], [7]]
     lm = CachedLM(model)
@@ -457,7 +457,8 @@ def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_pat
         no_repeat_ngram_size=1, suppress_tokens=free[1][:1], max_new_tokens=3,
         min_new_tokens=18, eos_token_id=eos)
     expected = [tokens_of(autoregressive(lm, p), 20, eos) for p in prompts]
-    answers = collect_answers(model, WORDLESS, prompts, 20, tmp_path, size=2)
+    monkeypatch.setattr(training, "TOKENS", 46)  # two short prompts at once, and the long one alone
+    answers = collect_answers(model, WORDLESS, prompts, 20, tmp_path)
     assert answers == expected and model.generation_config is before
     assert len({*map(len, expected)}) > 1
 
@@ -465,22 +466,36 @@ def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_pat
 def test_sampled_answers_differ_and_end_with_an_eos_or_at_the_limit():
     torch.manual_seed(0)
     eos, prompts = {*range(0, 60, 9)}, [[5, 9, 3], [7]] * 20
-    batches = [*generate_answers(tiny("llama"), eos, prompts, 12, temperature=3.0, size=16)]
-    assert [len(batch) for batch in batches] == [16, 16, 8]
-    answers = [tuple(answer) for batch in batches for answer in batch]
+    batches = generate_answers(tiny("llama"), eos, prompts, 12, temperature=3.0)
+    answers = [tuple(answer) for batch in batches for answer in batch.values()]
     assert len({*answers}) > 30
     for answer in answers:
         ends = [i for i, token in enumerate(answer) if token in eos]
         assert ends == ([len(answer) - 1] if len(answer) < 12 else ends) and len(answer) <= 12
 
 
+def test_batches_have_a_number_of_tokens_and_the_longest_prompts_come_first(monkeypatch, tmp_path):
+    """A batch that does not fit then fails at once, or never. A prompt beyond it is alone."""
+    model, seen, prompts = tiny("llama"), [], [[5] * n for n in (2, 3, 90, 4, 20, 5, 19, 3)]
+    generate = type(model).generate
+
+    def spy(self, ids, **options):
+        seen.append(tuple(ids.shape))
+        return generate(self, ids, **options)
+    monkeypatch.setattr(type(model), "generate", spy)
+    monkeypatch.setattr(training, "TOKENS", 60)  # two of 20 and 10 tokens, or four of 5 and 10
+    answers = collect_answers(model, WORDLESS, prompts, 10, tmp_path)
+    assert seen == [(1, 90), (2, 20), (4, 5)]  # the prompt that is repeated counts once
+    assert answers[1] == answers[7] and {*map(len, answers)} == {10}
+
+
 def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
     model, prompts = tiny("llama"), [[5, 9, 3], [7], [4, 4, 17], [8, 2]]
     work = tmp_path / "made" / "here"
-    first = collect_answers(model, WORDLESS, prompts[:3], 8, work, size=2)
+    first = collect_answers(model, WORDLESS, prompts[:3], 8, work)
     [file] = work.iterdir()
     lines = file.read_text()
-    answers = collect_answers(model, WORDLESS, prompts, 8, work, size=2)
+    answers = collect_answers(model, WORDLESS, prompts, 8, work)
     whole = file.read_text()
     assert answers[:3] == first and whole.startswith(lines) and whole.count("\n") == 4
     marked = whole.splitlines()
@@ -506,7 +521,7 @@ LLAMA = tiny("llama")
 @pytest.fixture
 def split(monkeypatch, tmp_path):
     """A function that splits prompts; the model answers each with its first token, four times."""
-    def answer(model, tokenizer, prompts, limit, work, size):
+    def answer(model, tokenizer, prompts, limit, work):
         return [p[:1] if p == [7] else p[:1] * 4 for p in prompts]
     monkeypatch.setattr(training, "collect_answers", answer)
     return lambda prompts, **options: collect_examples(LLAMA, WORDLESS, prompts, 20, tmp_path,
