@@ -13,41 +13,60 @@ The last tokens of a text often occur elsewhere, and what follows them there is 
     elsewhere   … cat sat on the mat    three places where s occurs
                 … cat sat on a …
                 … cat sat in …
-    prefixes    on 2, in 1, on the 1, on a 1, on the mat 1         how often each follows s
+    prefixes    on 2, in 1, on the 1, on a 1, on the mat 1, …      how often each follows s
 
     tree of the         sat ─┬─ on ─┬─ the
     best n = 4 of            │      └─ a
     these prefixes           └─ in
 
-A prefix occurs at least as often as what extends it, so the n most frequent prefixes are a tree
-below the root. s has at most 16 tokens, and 10 tokens are read behind it. Where s gives fewer than
-n prefixes, the next shorter suffix brings the others.
+"on the" cannot occur more often than "on". So a prefix ranks before all that extend it. With each
+of the n most frequent prefixes its parent is among them, and they are a tree below the root. The
+suffix s has at most 16 tokens, and 10 tokens are read behind it. Where s gives fewer than n
+prefixes, the next shorter suffix brings the others.
 
 SuffixDecoding instead makes a tree for each suffix s and for each of datastore and text. A tree has
-at most alpha · |s| guesses, because a longer match says more. The tree with the best score is
-verified, where C counts occurrences and the product along a path leaves its two ends:
+at most alpha · |s| guesses, because a longer match says more. These are the nodes with the largest
+D, and the tree with the best score is verified:
 
-    D(node) = Π C(child) / C(parent) = C(s + node) / C(s),     score = Σ D(node)
+    C(x)    = how often x occurs
+    D(node) = the chance of the node, C(child) / C(parent) for each step of its path, multiplied
+            = C(s + path) / C(s), because each count but the first and the last cancels
+    score   = Σ D(node) over the guesses, the tokens that the tree is expected to bring
 
-Lossless, because the tree depends on the datastore and on final text alone, and the target is
+Above, with s = "cat sat": D(on) = 2/3 and D(on the) = 2/3 · 1/2 = 1/3.
+
+The output is lossless. The tree depends on the datastore and on final text alone, and the target is
 sampled once at each node (`walk`).
 
 Departures of REST (paper or released code / here / why):
-- s alone, of 2 tokens or more / shorter suffixes fill the tree, down to 1 token / rows that are
-  paid for should all have a guess.
+- only the longest suffix that occurs gives guesses / shorter suffixes fill the tree / rows that
+  are paid for should all have a guess.
+- a suffix has 2 tokens or more / it has 1 or more / the same.
 - the first 5,000 matches in sorted order count / of more than 100 matches an even sample counts /
   the first matches in that order are those before tokens with low ids.
 - matches run on into the next text / nothing follows the end of an answer / it is another text.
+- the text itself is not searched / it is, unless --no-grow is given / a text repeats itself.
+- a datastore has given texts / it has them with --text, and else the model's own answers / a model
+  repeats its own phrases most often.
 - a datastore has whole texts / it has answers, with two tokens of their prompts / the first tokens
   of an answer are found by the end of its prompt.
+- a datastore serves all models of a tokenizer / it serves one model / answers and measured gains
+  are of that model.
 - n is 64 / the clock chooses n / rows are not free on a CPU.
-- a datastore serves all models of a tokenizer / it serves one model / it has that model's answers.
+- released sampling draws apart for each path / all paths through a node share one draw / several
+  draws for one node are several chances to pass, so that the output is not exact.
 
 Departures of SuffixDecoding (paper or released code / here / why):
 - two suffix trees / two suffix arrays / they find the same counts.
 - finished answers join the datastore / a datastore stays as it was built / each run is repeatable.
+- all occurrences count / of more than 100 an even sample counts, as in REST / a look-up takes
+  little time everywhere.
+- suffixes and paths may be longer / they end at 16 and 10 tokens, as in REST / one search serves
+  both.
 - the released code leaves out guesses with D below 0.1 and adds an offset to the limit / neither /
   the score does not need them.
+
+Left out: SuffixDecoding's hybrid, which asks a draft model where the score is low.
 """
 import math
 import random
@@ -66,34 +85,42 @@ import torch
 
 DATASTORE = f"{MODELS}/rest.safetensors"
 LONGEST = 16  # tokens of s, at most
-AFTER = 10  # tokens that are looked up behind s
+AFTER = 10  # tokens that are read behind s, at most
 MATCHES = 100  # the most places that are counted. Of more places an even sample counts
-BEGIN = 2  # tokens of its prompt that a datastore keeps before an answer
+BEGIN = 2  # tokens at the end of a prompt that a datastore keeps before the answer
 CALLS = WIDTHS[:7]  # rows of a call, 1 to 64, for which tokens per call are measured
-BOUNDARY = "\0"  # between texts
+BOUNDARY = "\0"  # stands behind each text of a datastore
 
 
 def as_text(tokens: list[int]) -> str:
-    """Write tokens as a string, because Python slices and compares strings fast. -1 is BOUNDARY."""
+    """Write tokens as a string, because Python slices and compares strings fast.
+
+    tokens   token t becomes the character of number t + 1, since number 0 is BOUNDARY
+    returns  one character for each token
+    """
     return "".join(chr(token + 1) for token in tokens)
 
 
 def as_tokens(text: str) -> list[int]:
-    """Turn a string of `as_text` back into tokens."""
+    """Turn a string of `as_text` back into tokens.
+
+    text     a string without BOUNDARY
+    returns  the token of each character
+    """
     return [ord(x) - 1 for x in text]
 
 
 class TokensPerCall(NamedTuple):
-    """Hold what trees of one size brought on held-out texts, in tokens per target call."""
-    alone: float  # from the datastore alone
-    with_text: float  # with the text itself searched as well
+    """Hold how many tokens a target call gave on held-out answers, with trees of one size."""
+    alone: float  # where only the datastore was searched
+    with_text: float  # where the text itself was searched as well
 
 
 class Datastore:
     """Hold texts as one string of tokens, and find what follows a suffix in them.
 
-    text             the texts, each with a BOUNDARY behind it
-    tokens_per_call  {rows of a call: TokensPerCall, measured on held-out texts}, or None
+    text             the texts, each with a BOUNDARY behind it. One that is being written has none yet.
+    tokens_per_call  {rows of a call: TokensPerCall}. None: nothing was measured.
     order            the suffix array: all positions of `text`, sorted by what stands there
     """
 
@@ -103,14 +130,20 @@ class Datastore:
         self.order = sorted(range(len(text)), key=self.sort_key)
 
     def sort_key(self, i: int) -> str:
-        """Return what stands at position i, as far as a search ever compares or reads it."""
+        """Return what stands at position i, as far as a search compares or reads it.
+
+        i        a position in `text`
+        returns  up to LONGEST + AFTER tokens from there on
+        """
         return self.text[i:i + LONGEST + AFTER]
 
     def add(self, text: str) -> None:
-        """Append tokens.
+        """Append tokens to the text, and keep the order sorted.
 
-        This changes the sort keys of the last LONGEST + AFTER - 1 positions and of no other. They
-        are taken out of the order, and put in again after the change.
+        A sort key has LONGEST + AFTER tokens. So the keys of the last LONGEST + AFTER - 1 positions
+        grow, and no others. These positions leave the order, and come back with their new keys.
+
+        text   the tokens, as `as_text` writes them
         """
         old = len(self.text)
         first = max(0, old - LONGEST - AFTER + 1)
@@ -121,9 +154,10 @@ class Datastore:
             insort(self.order, i, key=self.sort_key)
 
     def find_places(self, s: str) -> list[int]:
-        """Find the places where a suffix s ends, or an even sample if there are more than MATCHES.
+        """Find the places where a suffix s ends. Of more than MATCHES an even sample is taken.
 
-        returns  positions in `text`
+        s        one token or more, LONGEST at most
+        returns  positions in `text`, those of the token behind s
         """
         def begin(i: int) -> str:
             return self.text[i:i + len(s)]
@@ -131,11 +165,17 @@ class Datastore:
         if first == len(self.order) or begin(self.order[first]) != s:
             return []
         end = bisect_right(self.order, s, first, key=begin)
+        # In the order, all places with s are neighbours. Every step-th one is a sample that has all
+        # that can follow s in proportion.
         step = max(1, math.ceil((end - first) / MATCHES))
         return [i + len(s) for i in self.order[first:end:step]]
 
     def find_following(self, s: str) -> list[str]:
-        """Find what stands behind s wherever it occurs, up to AFTER tokens and no BOUNDARY."""
+        """Find what stands behind a suffix s wherever s occurs.
+
+        s        as for `find_places`
+        returns  a string for each place: up to AFTER tokens, which end before a BOUNDARY
+        """
         found = (self.text[i:i + AFTER] for i in self.find_places(s))
         return [text.partition(BOUNDARY)[0] for text in found]
 
@@ -143,17 +183,23 @@ class Datastore:
 # ---------------------------------------------------------------------------------- decoding
 
 def rank_prefixes(following: list[str]) -> dict[str, int]:
-    """Count the prefixes of texts.
+    """Count the prefixes of texts, and sort them by how frequent they are.
 
-    returns  {prefix: how many of the texts begin with it}, the most frequent prefix first, and of
-             equally frequent ones the shorter. So a prefix comes before all that extend it.
+    following  what `find_following` returned
+    returns    {prefix: how many of the texts begin with it}, the most frequent prefix first, and of
+               equally frequent ones the shortest. So a prefix comes before all that extend it.
     """
     counts = Counter(found[:end] for found in following for end in range(1, len(found) + 1))
     return dict(sorted(counts.items(), key=lambda item: (-item[1], len(item[0]))))
 
 
 def make_tree(text: str, guesses: Iterable[str]) -> tuple[list[int], list[int]]:
-    """Hang guesses below the last token of a text; return ids and parents, the root first."""
+    """Hang guesses below the last token of a text.
+
+    text     the text, as `as_text` writes it. Its last token is the root
+    guesses  prefixes of what may follow the text
+    returns  ids, the token of each node, and parents, the root first
+    """
     [root] = as_tokens(text[-1])
     ids, parents, _ = trie(root, map(as_tokens, guesses))
     return ids, parents
@@ -163,14 +209,16 @@ def retrieve(stores: list[Datastore], text: str, n: int,
              longest: int = LONGEST) -> tuple[list[int], list[int]]:
     """Look up REST's tree of guesses below the last token of a text.
 
-    stores   where to look. For each suffix the first store comes first
+    stores   where each suffix is looked up. Guesses of an earlier store come before those of a
+             later one for the same suffix.
     text     the text, as `as_text` writes it
-    n        the most guesses
+    n        the most guesses, the root not among them
     longest  tokens of the longest suffix that is looked up
     returns  ids and parents of the tree, the root first
     """
     best = {}  # the prefixes as keys, the best first
-    # A longer suffix says more than a shorter one, so its prefixes come first.
+    # A longer suffix says more than a shorter one, so its prefixes come first. The longest one that
+    # occurs is the paper's s. Shorter ones are looked up only where it gives fewer than n prefixes.
     for size, store in product(range(min(longest, len(text)), 0, -1), stores):
         if len(best) >= n:
             break
@@ -181,18 +229,25 @@ def retrieve(stores: list[Datastore], text: str, n: int,
 
 def retrieve_by_score(stores: list[Datastore], text: str, n: int, longest: int,
                       alpha: float) -> tuple[list[int], list[int]]:
-    """Look up SuffixDecoding's tree: of all suffixes and stores the tree with the best score.
+    """Look up SuffixDecoding's tree.
 
+    It is the tree with the best score of those that the suffixes and the stores give.
+
+    stores   where each suffix is looked up. Of trees with equal scores the first one counts, which
+             has the longer suffix or the earlier store.
+    text     the text, as `as_text` writes it
+    n        the most guesses, the root not among them
+    longest  tokens of the longest suffix that is looked up
     alpha    the most guesses for each token of the suffix
-    stores, text, n, longest   as for `retrieve`
     returns  ids and parents of the tree, the root first
     """
-    best, highest = [], 0.0
+    best, highest = [], 0.0  # the guesses of the best tree so far, and its score
     for size, store in product(range(min(longest, len(text)), 0, -1), stores):
         following = store.find_following(text[-size:])
         counts = rank_prefixes(following)
         limit = int(min(n, alpha * size))  # MAX_SPEC of the paper
-        guesses = [*islice(counts, limit)]  # the nodes with the largest D
+        # D is a count over the number of places, so the most frequent prefixes have the largest D.
+        guesses = [*islice(counts, limit)]
         score = sum(counts[guess] for guess in guesses) / max(1, len(following))
         if score > highest:
             best, highest = guesses, score
@@ -200,9 +255,12 @@ def retrieve_by_score(stores: list[Datastore], text: str, n: int, longest: int,
 
 
 def list_plans(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple]:
-    """Yield what `fastest` chooses from: (guesses, expected tokens, seconds of a call).
+    """Yield what `fastest` chooses from.
 
-    grow  whether the text itself is searched as well
+    store   a datastore with `tokens_per_call`
+    grow    whether the text itself is searched as well
+    target  the model whose calls are timed
+    yields  the most guesses of a call, the tokens to be expected, and the seconds of the call
     """
     costs = row_costs(target, CALLS[-1])
     # The root is a row too, so a call of n rows has n - 1 guesses.
@@ -218,12 +276,16 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
 
     nodes:     the most guesses of a call. With 0, as many as pay on this machine
     longest:   the most tokens of the suffix that is looked up, from 1 to 16
-    grow:      look it up in the prompt and in the text as it is written, too
+    grow:      look the suffix up in the prompt and in the text as it is written, too
     alpha:     choose the tree by SuffixDecoding's score, with at most alpha guesses for each token
                of the suffix. With 0, the tree is REST's
     datastore: a file made by `python -m survey.rest build`
 
     Yields chunks of 1 to 11 tokens; logs {"guessed", "accepted"} a call.
+
+    How many guesses pay depends on how many tokens a call gives. `build` measured this with REST's
+    trees and suffixes of up to 16 tokens. With --nodes 0 these figures are used for every --alpha
+    and --longest, although trees of another kind give other numbers of tokens.
 
     `store` is used instead of the file. If it has no `tokens_per_call`, `nodes` must be given.
     """
@@ -242,11 +304,13 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     text_store = Datastore(text if grow else "")
     stores = [text_store, store]
     while True:
+        # Look up what followed the end of the text elsewhere.
         n = nodes or fastest(target, (store, grow), lambda: list_plans(store, grow, target))
         if alpha > 0:
             ids, parents = retrieve_by_score(stores, text, n, longest, alpha)
         else:
             ids, parents = retrieve(stores, text, n, longest)
+        # Verify.
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
         # What became final is looked up from now on.
@@ -263,6 +327,8 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
 def load_datastore(path: str | Path, model) -> Datastore:
     """Read a datastore that `build` made for this model.
 
+    path     the file
+    model    the model that the datastore must be for
     returns  the datastore. InputError if the file is damaged, or for another model
     """
     header, tensors = load_part(path, "a REST datastore", model)
@@ -282,13 +348,16 @@ def load_datastore(path: str | Path, model) -> Datastore:
 
 def measure_tokens_per_call(store: Datastore, data: list[tuple[list[int], list[int]]], n: int,
                             grow: bool) -> float:
-    """Measure the tokens per target call on answers, without asking the target.
+    """Measure the tokens per target call that REST's trees give, without asking the target.
 
-    data     pairs of a prompt and an answer. The answer counts as what the target chooses, which is
-             true of the target's own answers and not of other texts.
+    The target is taken to choose the next token of the answer each time. This is true of the
+    target's own answers at temperature 0. With other texts the result is an estimate.
+
+    store    the datastore, which should not have the answers
+    data     pairs of a prompt and an answer
     n        the most guesses of a call
     grow     whether the text itself is searched as well
-    returns  tokens of all answers over the calls that they take
+    returns  the tokens of all answers, divided by the calls that they take
     """
     calls = 0
     for prompt, answer in data:
@@ -298,8 +367,8 @@ def measure_tokens_per_call(store: Datastore, data: list[tuple[list[int], list[i
         while final < len(answer):
             ids, parents = retrieve([text_store, store], text[:len(prompt) + final], n)
             node_of = {edge: node for node, edge in enumerate(zip(parents, ids))}
-            # Walk the tree along the answer. The step that leaves the tree is a token, too: the one
-            # that the target chose itself.
+            # Walk the tree along the answer. The step that leaves the tree counts as well, because
+            # its token is the one that the target chooses itself.
             node = 0
             before = final
             while node is not None and final < len(answer):
@@ -315,8 +384,8 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
           text: bool = False, max_new_tokens: int = 200) -> None:
     """Make a datastore of the model's own greedy answers to prompts, and measure what it brings.
 
-    A tenth of the answers, 50 at most, is held out. The tokens per call on these are measured with
-    a datastore of the others. The file has all of them.
+    A tenth of the answers, 50 at most, is held out. The tokens per call of REST's trees are
+    measured on the held-out answers, with a datastore of the others. The file has all answers.
 
     out:  the safetensors file to make
     work: folder of answers, by default OUT.work
@@ -329,6 +398,7 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     longest = context_length(model) - max_new_tokens
     prompts = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if text or len(p) <= longest]
     if text:
+        # A text is its own answer. Its first token stands for the prompt, since a call has a root.
         data = [(p[:1], p[1:]) for p in prompts if len(p) > 1]
     else:
         work = work or Path(f"{out}.work")
