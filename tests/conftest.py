@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "results")]
@@ -13,7 +14,7 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 from common import CachedLM, autoregressive, encode, load  # noqa: E402  (the path is set above)
-from families import FAMILIES  # noqa: E402
+from families import FAMILIES, tiny  # noqa: E402
 from helpers import tokens_of  # noqa: E402
 
 
@@ -41,6 +42,16 @@ def embedded():
     """Load (target, draft, tokenizer) of models/, in float32 on the CPU."""
     target, tokenizer = load(ROOT / "models/target", "cpu", "float32")
     return target, load(ROOT / "models/draft", "cpu", "float32")[0], tokenizer
+
+
+@pytest.fixture(scope="session")
+def small_llama(tmp_path_factory) -> str:
+    """Make a folder of a tiny random model with the embedded target's tokenizer."""
+    folder = str(tmp_path_factory.mktemp("llama"))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/target")
+    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
