@@ -1201,7 +1201,7 @@ GUARDS = {
     "cli/main.py": ["tests/test_cli.py"],
     "cli/options.py": ["tests/test_cli.py"],
     "cli/run.py": ["tests/test_cli.py"],
-    "cli/trajectory.py": ["tests/test_cli.py"],
+    "cli/trajectory.py": ["tests/test_jacobi.py -k trajectory", "tests/test_cli.py -k viewer"],
 }
 
 

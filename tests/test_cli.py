@@ -259,14 +259,15 @@ def test_viewers(capsys):
 
 def test_the_jacobi_viewer_on_the_command_line(capsys):
     """Each prompt's trajectories, then its text."""
-    few, texts = ["--max-new-tokens", "18"], []
+    few, alone = ["--max-new-tokens", "18"], []
     for text in (PROMPT, SHORT):
         assert script("jacobi", "--prompt", text, *few) == 0
-        texts.append(capsys.readouterr().out)
+        answer = capsys.readouterr().out
+        assert script("jacobi", "--prompt", text, *few, "--show", "always") == 0
+        alone.append(capsys.readouterr().out)
+        assert alone[-1].startswith("  0: ") and alone[-1].endswith(answer) and answer[:3] != "  0"
     assert script("jacobi", "--prompt", PROMPT, "--prompt", SHORT, *few, "--show", "always") == 0
-    out = capsys.readouterr().out
-    between = out.split(texts[0])[-1]
-    assert out.startswith("  0: ") and between.startswith("  0: ") and out.endswith(texts[1])
+    assert capsys.readouterr().out == "".join(alone)
 
 
 def test_where_prompts_come_from(capsys, monkeypatch, tmp_path):

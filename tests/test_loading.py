@@ -346,6 +346,9 @@ def test_tokens_without_embeddings_are_refused(embedded):
     added.add_tokens(["<new>"])
     with pytest.raises(InputError, match="1536 of them, got '<new>' with id 1536"):
         encode_prompts([model, draft], added, ["Mia has 3 <new> apples."], False)
+    few = tiny("llama", vocab_size=50)
+    with pytest.raises(InputError, match="50 of them"):  # of all models that read the prompt
+        encode_prompts([model, few], tokenizer, ["Mia has 3 apples."], False)
     [ids] = encode_prompts([model, draft], tokenizer, ["Mia has 3 apples."], False)
     assert ids == tokenizer.encode("Mia has 3 apples.")
     with pytest.raises(InputError, match="some text, got ''$"):
@@ -381,6 +384,8 @@ def test_templates_that_take_a_prompt():
         tokenizer.chat_template = template
         assert encode_chat(tokenizer, text) == tokenizer.encode(f"Q: {text}",
                                                                 add_special_tokens=False)
+        with pytest.raises(InputError, match="some text, got ''$"):
+            encode_chat(tokenizer, "")
 
 
 # ------------------------------------------------------------------------------- its device

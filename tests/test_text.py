@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CTRLTokenizer, PreTrainedTokenizerFast
 
-from cli.text import TokenTexts, cut_message, read_texts, set_encodings, split_text, stream
+from cli.text import KEPT, TokenTexts, cut_message, read_texts, set_encodings, split_text, stream
 from cli.trace import say_tokens
 from common import InputError
 from helpers import ROOT, main
@@ -236,6 +236,15 @@ def test_text_is_not_held_back_for_long(kind):
     for _ in range(500):
         before = "".join(text for _, text in texts.add(word))
     assert before.strip() == "it" and len(texts.ids) < 200  # and old tokens are forgotten
+
+
+def test_a_blank_that_waits_is_not_forgotten():
+    """Bytes wait for the next word, and the first of them is a blank, which a text cannot begin
+    with: old tokens are dropped there, but not their blank."""
+    tokenizer = tokenizer_of("sentencepiece")
+    names = ["▁it"] * KEPT + ["<0x20>"] + ["<0x61>"] * 80 + ["▁it"]
+    ids = tokenizer.convert_tokens_to_ids(names)
+    assert "".join(split_text(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 def test_each_token_has_its_piece():

@@ -79,12 +79,12 @@ def test_a_tree_is_what_was_forwarded(tmp_path):
     """Rows, parents, likeliest tokens, the path that was kept; what was dropped by `truncate` or
     behind the last chunk is not."""
     model = tiny("llama")
-    whole = model(input_ids=torch.tensor([[3, 5, 7, 9]])).logits[0].argmax(-1)
+    whole = model(input_ids=torch.tensor([[3, 5, 7, 9, 4]])).logits[0].argmax(-1).tolist()
 
     def method(target, prompt, sample, log):
         target.start(prompt[:-1])
         target.forward([5, 7, 8], [-1, 0, 0])
-        target.forward([9], [1])
+        target.forward([9, 4], [1, 3], keep=1)  # logits of the last row alone
         log.append({"accepted": 1})
         target.commit([0, 1, 3])
         target.truncate(3)
@@ -100,9 +100,9 @@ def test_a_tree_is_what_was_forwarded(tmp_path):
     first, second = known["rounds"]
     tree, more = first["calls"]
     assert (tree["ids"], tree["parents"], tree["first"]) == ([5, 7, 8], [-1, 0, 0], 0)
-    assert (more["ids"], more["parents"], more["first"]) == ([9], [1], 3)
+    assert (more["ids"], more["parents"], more["first"]) == ([9, 4], [1, 3], 3)
     assert (tree["kept"], more["kept"]) == ([0, 1], []) and first["log"] == {"accepted": 1}
-    assert [tree["best"][0], tree["best"][1], more["best"][0]] == whole[1:].tolist()
+    assert [*tree["best"][:2], more["best"]] == [*whole[1:3], [-1, whole[4]]]
     assert [call["ids"] for call in second["calls"]] == [[11]] and second["log"] == {}
     assert known["lms"] == ["target"] and run.setup > 0
 
@@ -114,10 +114,14 @@ def test_drafts_are_named_and_do_not_verify(tmp_path):
     assert main([method], lambda run: "", argv) == 0
     [run] = data_of(tmp_path / "x.html")["runs"]
     assert sorted(run["lms"]) == ["draft", "target"] and run["lms"][run["target"]] == "target"
+    kept = []
     for step in run["rounds"]:
         assert [run["lms"][call["lm"]] for call in step["calls"]] == ["draft"] * 3 + ["target"]
         guesses = [call["best"][-1] for call in step["calls"][:3]]
         assert step["calls"][3]["ids"][1:] == guesses
+        kept += [call["ids"][row] for call in step["calls"][:3] for row in call["kept"]]
+    output = checked(run)
+    assert kept[:20] == [run["prompt"][-1], *output][:20]  # rejected guesses were taken back
 
 
 def test_text_is_shown_and_never_run(embedded):
