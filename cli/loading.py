@@ -47,8 +47,12 @@ def find_fault(folder: Path, said: str) -> str:
     folder   the directory
     said     what transformers said about it
     """
+    if folder.is_file():
+        return "it is a file, not a directory"
     if "trust_remote_code" in said:
         return "it brings code of its own, which is never run here"
+    if folder.is_dir() and not (folder / "config.json").exists():
+        return "it has no config.json, which every model of transformers has"
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     for index in sorted(folder.glob("*.index.json")):
         listed = {*read_json(index).get("weight_map", {}).values()}

@@ -211,6 +211,15 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
     print("fastest:", *(f"--{name} {options[name]}" for name in ranges if name in options))
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a path for --trace that cannot be written."""
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise InputError(f"--trace must be a file that can be written, got {str(path)!r}: "
+                         f"{error.strerror}") from error
+
+
 @contextmanager
 def record_trace(session: Session) -> Iterator[None]:
     """Keep what is decoded inside a `with`, and write its page, also after Ctrl-C. Without --trace
@@ -250,7 +259,7 @@ def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> 
     args = parse_decoding(methods, extras.commands, extras.target, argv)
     method = next(f for f in methods if f.__name__ == args.method)
     if args.trace:
-        args.trace.open("ab").close()  # it can be written, before anything is decoded
+        check_writable(args.trace)  # before anything is decoded
     options = select_options(args, method, methods)
     session = Session(args, method, report, extras.shared)
     session.check_options(options)

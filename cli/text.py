@@ -77,6 +77,11 @@ def cut_message(message: str, most: int = 600) -> str:
 class Parser(ArgumentParser):
     """An argument parser whose messages are short, whatever the argument that they quote."""
 
+    def error(self, message: str) -> None:
+        """Refuse the command line; what is not known may be a word that --help explains."""
+        hint = " (--help lists all options)" if message.startswith("unrecognized") else ""
+        super().error(cut_message(message) + hint)
+
     def exit(self, status: int = 0, message: str | None = None) -> None:
         """End the process with a message; all messages of argparse come here last."""
         super().exit(status, f"{cut_message(message)}\n" if message else None)

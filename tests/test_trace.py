@@ -10,7 +10,7 @@ from cli.run import Run
 from cli.trace import PAGE, Trace, make_page
 from common import CachedLM, autoregressive, encode, greedy
 from families import tiny
-from helpers import ROOT, interrupting, main, said_in_one_line, tokens_of
+from helpers import ROOT, interrupting, main, tokens_of
 from picture import draw_picture
 from speculative import speculative
 from test_structure import FILES, functions_of
@@ -176,13 +176,6 @@ def test_the_picture_is_small_and_shows_the_output(embedded):
 def test_the_readmes_picture_is_one():
     drawn = (ROOT / ".github/decode.svg").read_text()
     assert len(drawn.encode()) < 60_000 and ElementTree.fromstring(drawn) is not None
-
-
-def test_what_cannot_be_written_is_said_before_anything_is_decoded(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("cli.main.load_models", None)
-    for path in (tmp_path / "no/folder.html", tmp_path):
-        assert main([autoregressive], lambda run: "", ["--trace", str(path)]) == 2
-        said_in_one_line(str(path), capfd)
 
 
 def test_an_interrupted_run_has_a_page(tmp_path, monkeypatch):
