@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import bita
 from cli.graphs import GraphedLM
 from cli.run import Run
+from cli.trajectory import show_trajectory
 from common import CachedLM, InputError, autoregressive, encode, eos_ids, greedy, load
 from families import near, tiny
 from helpers import ROOT, fork, main, script, tokens_of
@@ -268,6 +269,15 @@ def test_the_jacobi_viewer_on_the_command_line(capsys):
         assert alone[-1].startswith("  0: ") and alone[-1].endswith(answer) and answer[:3] != "  0"
     assert script("jacobi", "--prompt", PROMPT, "--prompt", SHORT, *few, "--show", "always") == 0
     assert capsys.readouterr().out == "".join(alone)
+
+
+def test_the_jacobi_viewer_shows_a_block_as_soon_as_it_is_final(capsys, embedded):
+    """Also if the token after the block, the next root, is not final yet."""
+    def chunks():
+        yield [3]
+        assert "  1: " in capsys.readouterr().out
+    log = [{"states": [[7, 8], [7, 3]], "final": [1, 2]}]
+    show_trajectory(chunks(), embedded[2], False, log)
 
 
 def test_where_prompts_come_from(capsys, monkeypatch, tmp_path):
