@@ -1,51 +1,74 @@
 """Medusa and Hydra: small heads on the target's own features guess the tokens ahead.
 
-medusa   Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
-         Heads", arXiv 2401.10774
-hydra    Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
-         arXiv 2402.05109; released code: zankner/Hydra, hydra_heads/mlp_head.py
---vocab  Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via Frequency-Ranked
-         Speculative Sampling", arXiv 2502.14856
+    medusa    Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple
+              Decoding Heads", arXiv 2401.10774
+    hydra     Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
+              arXiv 2402.05109. Released code: zankner/Hydra, hydra_heads/mlp_head.py and train.py
+    --vocab   Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
+              Frequency-Ranked Speculative Sampling", arXiv 2502.14856
 
     python -m survey.medusa train --prompts FILE --heads hydra --out my.safetensors
     python -m survey.medusa --heads hydra --adapter my.safetensors --prompt "..."
 
 The feature f of position t is what the LM head reads to choose token t + 1. Head k (1 … K) guesses
-token t + k + 1 through the same LM head:
+token t + k + 1. What the head computes goes through the same LM head:
 
     Medusa   p_k = softmax(LM(f + SiLU(W_k f + b_k)))                    Section 2.1.1
+             loss = Σ_k 0.8^k (- log p_k(x_{t+k+1}))                     Section 2.2.1
     Hydra    z   = [f; e(x_{t+1}); …; e(x_{t+k})]
              p_k = softmax(LM(R_k z + c_k + SiLU(W_k z + b_k)))          as released
-    loss     Medusa Σ_k 0.8^k (- log p_k(x_{t+k+1})), Section 2.2.1; Hydra without the 0.8^k
+             loss = Σ_k (- log p_k(x_{t+k+1}))                           as released
 
-A Medusa head does not know what the heads before it guessed. A Hydra head reads those guesses:
+A Medusa head does not know what the heads before it guessed. A Hydra head reads those guesses, or
+in training the tokens of the text in their place. An arrow shows what a head reads and guesses:
 
-      Medusa                                Hydra
-      f ──┬── head 1 ── x_{t+2} ?           f, x_{t+1} ──────────────────── head 1 ── x_{t+2} ?
-          ├── head 2 ── x_{t+3} ?           f, x_{t+1}, x_{t+2} ─────────── head 2 ── x_{t+3} ?
-          └── head 3 ── x_{t+4} ?           f, x_{t+1}, x_{t+2}, x_{t+3} ── head 3 ── x_{t+4} ?
+    Medusa   f                             ->  head 1  ->  x_{t+2}
+             f                             ->  head 2  ->  x_{t+3}
+             f                             ->  head 3  ->  x_{t+4}
+    Hydra    f, x_{t+1}                    ->  head 1  ->  x_{t+2}
+             f, x_{t+1}, x_{t+2}           ->  head 2  ->  x_{t+3}
+             f, x_{t+1}, x_{t+2}, x_{t+3}  ->  head 3  ->  x_{t+4}
 
-x_{t+1} is the root: the target has chosen it already. The likeliest guesses form a tree, which one
-call of the target verifies. The output is the target's own, greedily or with one sample of the
-target at each node. With --typical it is not, except at temperature 0.
+The target has chosen x_{t+1} already: it is the root. The likeliest guesses of all heads form a
+tree below the root, and one call of the target verifies the tree. Here heads 1 and 2 make two
+guesses each. Below every parent a Medusa head has the same guesses, and a Hydra head has others:
+
+    Medusa   root ─┬─ on ─┬─ the          Hydra   root ─┬─ on ─┬─ the
+                   │      └─ my                         │      └─ my
+                   └─ in ─┬─ the                        └─ in ─┬─ a
+                          └─ my                                └─ the
+
+The output is the target's own, greedily or with one sample of the target at each node. With
+--typical the output differs from the target's own, except at temperature 0.
 
 Departures (paper / here / why):
     LM heads: each head trains its own / all share the model's, frozen / they would multiply a file
         of a few MB
+    W_k of Medusa: without a bias / with the bias b_k / as in the released code
+    number of heads: 5 are trained / 4, or --K / the deepest guesses are accepted most rarely
     training data: Medusa-1 has ShareGPT / the model's own greedy answers, as in Medusa's
         self-distillation (Section 2.3.2) / verification asks for those tokens
-    accuracies that a tree is planned by: of each head by itself / counted where the heads before it
-        are right / a node is reached only there
+    a step of training: all positions of some texts / positions drawn at random from all texts / the
+        model is frozen, so its features are computed once and kept
+    optimiser: 8-bit AdamW, whose cosine follows a warm-up / AdamW and a cosine without warm-up / a
+        head begins as the LM head, and its weights are few
+    accuracies that a tree is planned by: counted at all positions / counted where the right token
+        is among the ten likeliest of each earlier head / only there a node of the tree is reached
     size of the tree: fixed, 64 nodes / as many as pay on this machine, or --nodes / rows that are
         free on a GPU are expensive on a CPU
     acceptance: typical / exact, or typical with --typical / the output is then the target's own
     first token with --typical: the target's greedy choice after the prompt / judged as any other
         guess / the prompt's last token is the first root, and the prompt costs no call
+    equally long paths with --typical: not told / the likeliest one / as in the released code
     Hydra's R_k before training: the released one is random / R_k z = f / an untrained head then
         says what the frozen LM head says
     Hydra's labels: tokens, or the model's distribution (Hydra++) / tokens / one loss for both kinds
-Left out: Medusa-2, which tunes the model as well. Hydra++, whose heads are four layers deep behind
-a decoder layer, which is EAGLE's idea.
+    --vocab: FR-Spec counts tokens in a large corpus, and drops the others after training / counts
+        them in prompts and answers, and trains heads with the few tokens / training then sees what
+        decoding will use
+
+Left out: Medusa-2, which tunes the model as well. Hydra++ is left out too: its heads are four
+layers deep, and read features from one more decoder layer, which is EAGLE's idea.
 
 Older files load too. Their header names no residual, and f stands in place of R_k z + c_k. Both
 forms are compared in results/hydra.md.
@@ -66,25 +89,25 @@ from tqdm import tqdm
 
 KINDS = ("medusa", "hydra")
 DECAY = {"medusa": 0.8, "hydra": 1.0}  # the weight of head k in the loss is DECAY ** k
-MOST = 64  # nodes of the largest tree that the clock may choose
-RANKS = 10  # guesses of a head whose accuracies are measured, and children of a node
+MOST = 64  # how many nodes the largest tree has that the clock may choose
+RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
 
 
 # ------------------------------------------------------------------------- the heads, their loss
 
 class Heads(torch.nn.Module):
-    """Guess the tokens ahead of a position by K small heads, all through the model's LM head.
+    """Guess the tokens ahead of a position by K small heads. Making heads freezes the model.
 
-    model      the target, whose weights are frozen here
+    model      the target, whose LM head all heads share
     kind       medusa or hydra
-    K          number of heads
-    residual   what SiLU(…) is added to: "feature" (f) or "trained" (R_k z + c_k). Default: Medusa
-               has the first, Hydra the second
+    K          how many heads there are
+    residual   what SiLU(…) is added to: "feature" (f) or "trained" (R_k z + c_k). An empty text
+               takes what the kind has by default, the feature for Medusa and "trained" for Hydra.
 
-    accept     accept[k - 1][r], how often the guess of rank r of head k is right, counted at
-               held-out positions where each earlier head has the right token among its RANKS
-               guesses
-    vocab      the tokens [V'] that the rows of `lm_head` stand for: all, or those of `keep`
+    accept     accept[k - 1][r], how often the guess of rank r of head k is right. Only held-out
+               positions count where each earlier head has the right token among its RANKS guesses.
+    vocab      [V'], the tokens that heads can guess. Row i of `lm_head` stands for vocab[i].
+    row_of     [V], the inverse: the row of each token in `lm_head`. A token without a row has -100.
     """
 
     def __init__(self, model, kind: str, K: int, residual: str = ""):
@@ -109,73 +132,93 @@ class Heads(torch.nn.Module):
         self.begin_as_the_lm_head()
         self.to(self.lm_head.weight.device)
         self.vocab = torch.arange(V, device=self.lm_head.weight.device)
-        self.row_of = self.vocab  # the row of each token in `lm_head`, -100 where it has none
+        self.row_of = self.vocab  # until `keep` is called, token i has row i
 
     @torch.no_grad()
     def begin_as_the_lm_head(self) -> None:
-        """Let every head guess what the LM head says of f: W_k and b_k are 0, R_k z + c_k is f."""
+        """Let every head guess what the LM head says of f.
+
+        W_k and b_k become 0, so that SiLU(…) is 0. R_k z + c_k becomes f.
+        """
         for layer in [*self.W, *self.R]:
             layer.weight.zero_()
             layer.bias.zero_()
         for layer in self.R:
-            torch.nn.init.eye_(layer.weight)  # f comes first in z
+            torch.nn.init.eye_(layer.weight)  # this copies f, since f comes first in z
 
     def keep(self, vocab: list[int]) -> None:
-        """Guess the tokens of `vocab` alone, through their rows of the LM head."""
+        """Guess the tokens of `vocab` alone, through their rows of the LM head.
+
+        vocab   the tokens; the new LM head has its rows in this order
+        """
         self.vocab = self.vocab[vocab]
         self.lm_head = head_for(self.lm_head, self.vocab)
         self.row_of = torch.full_like(self.row_of, -100)
         self.row_of[self.vocab] = torch.arange(len(vocab), device=self.vocab.device)
 
     def labels(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `lm_head` that stand for tokens, -100 where there is none."""
+        """Turn tokens into labels among the rows of `lm_head`.
+
+        tokens    token ids of any shape. Below 0: no token is there
+        returns   the row of each token, of the same shape. -100 stands for no token, and for a
+                  token without a row. Cross-entropy skips -100.
+        """
         return self.row_of[tokens.clamp(min=0)].masked_fill(tokens < 0, -100)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained and kept in a file, by name: all but the LM head."""
+        """Return by name what is trained and kept in a file, which is all but the LM head."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def forward(self, k: int, f: torch.Tensor, between: torch.Tensor | None) -> torch.Tensor:
-        """Return what the LM head reads for head k, [n, d].
+        """Compute what the LM head reads for head k.
 
-        k        the head, from 1 on
-        f        features [n, d]
-        between  embeddings [n, k, e] of the k tokens between f and the guess; a Medusa head
-                 ignores them
+        k         the number of the head, from 1 on
+        f         features [n, d]
+        between   embeddings [n, k, e] of x_{t+1} … x_{t+k}, the tokens between the feature and the
+                  guess. A Medusa head ignores them, so there None will do.
+        returns   [n, d]
         """
         z = f if self.kind == "medusa" else torch.cat([f, between.flatten(1)], 1)
         residual = f if self.residual == "feature" else self.R[k - 1](z)
         return residual + F.silu(self.W[k - 1](z))
 
     def rank_tokens(self, x: torch.Tensor, vocab: int | None) -> list[list[int]]:
-        """Return for each row of x [n, d], which the LM head reads, its RANKS likeliest tokens.
+        """Find the likeliest tokens after each row that the LM head reads.
 
-        vocab  how many rows of the LM head count; None: all
+        x         what a head gave to be read by the LM head, [n, d]
+        vocab     how many of the first rows of `lm_head` count, since embeddings are often padded
+                  beyond the tokenizer. None: all
+        returns   for each row of x its RANKS likeliest tokens, the likeliest first
         """
         logits = self.lm_head(x)[:, :vocab]
         return self.vocab[logits.topk(min(RANKS, logits.shape[1])).indices].tolist()
 
 
 def head_logits(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens: torch.Tensor):
-    """Yield for each head its logits [N, V'] and the labels [N] among them, -100 where none is.
+    """Yield for each head its logits and their labels, where all earlier tokens are the text's.
 
-    to_logits  turns the LM head's output into logits: parts.logits_of
-    f          features [N, d]
-    tokens     the K + 1 tokens [N, K + 1] after each feature, -100 beyond the end
+    trained      the heads
+    model        the model that they are for
+    to_logits    a function that scales or caps the LM head's output where this model does so, as
+                 `logits_of` of survey/parts.py finds out
+    f            features [N, d]
+    tokens       [N, K + 1], the tokens x_{t+1} … x_{t+K+1} after each feature. -100 stands beyond
+                 the end of the text.
+    yields       logits [N, V'], and labels [N], which are rows of the LM head or -100
     """
     between = model.get_input_embeddings()(tokens.clamp(min=0))
     labels = trained.labels(tokens)
-    for k in range(1, trained.K + 1):
+    for k in range(1, trained.K + 1):  # column 0 is x_{t+1}, so head k has the label in column k
         x = trained(k, f, between[:, :k]).to(model.dtype)
         yield to_logits(trained.lm_head(x).float()), labels[:, k]
 
 
 def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
                tokens: torch.Tensor) -> torch.Tensor:
-    """Return the sum over heads of DECAY^k times the mean of -log p_k, in nats.
+    """Compute the loss of all heads in nats: the sum over k of DECAY^k times the mean of -log p_k.
 
-    Medusa: Section 2.2.1. Hydra: train.py of its code adds the heads' losses as they are.
-    The arguments are those of `head_logits`.
+    Medusa has this loss in Section 2.2.1. Hydra's released train.py adds the losses of the heads as
+    they are. The arguments are those of `head_logits`. A mean is over positions with a label.
     """
     loss = 0.0
     for k, (logits, labels) in enumerate(head_logits(trained, model, to_logits, f, tokens), 1):
@@ -188,47 +231,54 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
 
 def fill_medusa_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
                      tree: list[Node]) -> list[int]:
-    """Return the tokens of a planned tree, guessed by Medusa heads.
+    """Fill a planned tree with the guesses of Medusa heads.
 
-    A Medusa head ignores the guesses before it: one pass of the LM head serves all levels. The
-    arguments are those of `grow`.
+    A Medusa head ignores the guesses before its own. So one pass of the LM head serves all levels.
+
+    trained   the heads
+    target    the model whose features they read
+    f         the feature [1, d] of the token before the root
+    root      the token of node 0
+    tree      the nodes, as `best_tree` plans them: parents, depths and ranks without tokens
+    returns   ids, the token of each node
     """
     depth = max(node.depth for node in tree)
     if depth == 0:
         return [root]
-    x = torch.cat([trained(k, f, None) for k in range(1, depth + 1)])
+    x = torch.cat([trained(k, f, None) for k in range(1, depth + 1)])  # [depth, d]
     ranked = trained.rank_tokens(x, target.vocab)  # [depth][rank]
+    # A node of depth k and rank r holds the guess of rank r of head k, whatever its parent holds.
     return [root] + [ranked[node.depth - 1][node.rank] for node in tree[1:]]
 
 
 def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
                     tree: list[Node]) -> list[int]:
-    """Return the tokens of a planned tree, guessed by Hydra heads level by level.
+    """Fill a planned tree with the guesses of Hydra heads, level by level.
 
-    Head k reads the k tokens on the way down to each parent. The arguments are those of `grow`.
+    The arguments and the returned ids are those of `fill_medusa_tree`.
     """
     embed = target.model.get_input_embeddings()
-    texts = {0: [root]}  # for each node the tokens from the root down to it
+    tokens_to = {0: [root]}  # for each node the tokens from the root down to the node
     for k in range(1, max(node.depth for node in tree) + 1):
         level = [i for i, node in enumerate(tree) if node.depth == k]
+        # Head k runs once for each node that has children at this level. The way from the root
+        # down to such a node has k tokens, and the head reads them beside f.
         owners = sorted({tree[i].parent for i in level})
-        between = embed(torch.tensor([texts[node] for node in owners], device=f.device))
-        x = trained(k, f.expand(len(owners), -1), between)
+        between = embed(torch.tensor([tokens_to[node] for node in owners], device=f.device))
+        x = trained(k, f.expand(len(owners), -1), between)  # [owners, d]
         ranked = dict(zip(owners, trained.rank_tokens(x, target.vocab)))
         for i in level:
             parent = tree[i].parent
-            texts[i] = texts[parent] + [ranked[parent][tree[i].rank]]
-    return [texts[i][-1] for i in range(len(tree))]
+            tokens_to[i] = tokens_to[parent] + [ranked[parent][tree[i].rank]]
+    return [tokens_to[i][-1] for i in range(len(tree))]
 
 
 @torch.inference_mode()
 def grow(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
          tree: list[Node]) -> list[int]:
-    """Return the tokens of a planned tree below a root.
+    """Fill a planned tree with the guesses of heads, of whichever kind they are.
 
-    f     the feature [1, d] of the token before the root
-    root  the token of node 0
-    tree  the nodes, as `best_tree` plans them: parents, depths and ranks without tokens
+    The arguments and the returned ids are those of `fill_medusa_tree`.
     """
     if trained.kind == "medusa":
         return fill_medusa_tree(trained, target, f, root, tree)
@@ -236,14 +286,21 @@ def grow(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
 
 
 def list_plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
-    """Yield trees with their expected tokens and the seconds to grow and to verify them, for
-    `fastest` to choose from. Medusa, Section 2.3.3, by depth and size, with this machine's costs.
+    """Yield trees of all depths and sizes, for `fastest` to choose from.
 
-    f  a feature [1, d] to grow trees from while the clock runs
+    Trees are planned as in Medusa's Section 2.3.3. The costs are measured on this machine.
+
+    trained   the heads, whose `accept` says how often a guess is right
+    target    the model that verifies
+    f         a feature [1, d], from which trees are grown while the clock runs
+    yields    a tree, the tokens to be expected of a call, and the seconds of a round: to grow the
+              tree and to verify it
     """
     costs = row_costs(target, MOST)
     for depth in range(trained.K + 1):
         tree = best_tree(trained.accept[:depth], MOST)
+        # Growing takes a pass of heads and LM head for a level (Hydra) or for all (Medusa). One
+        # measurement, of 16 nodes, serves every size, since each measurement costs time itself.
         growing = min(timeit.repeat(lambda: grow(trained, target, f, 0, tree[:16]), number=1,
                                     repeat=3))
         for n in range(1, len(tree) + 1):
@@ -252,33 +309,42 @@ def list_plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tu
 
 def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sample: Sampler,
                  epsilon: float, delta: float) -> tuple[list[int], list[int]]:
-    """Verify a tree by typical acceptance: choose the longest path of typical tokens, and end it
-    with the token that is likeliest after it. Medusa, Section 2.3.1.
+    """Verify a tree by typical acceptance: choose the longest path of typical tokens, then add the
+    token that is likeliest after the path. Medusa, Section 2.3.1.
 
     A token x is typical where p(x) > min(ε, δ exp(-H(p))), with H the entropy in nats.
 
-    logits   the target's, [n, V], after each node
-    returns  path, the accepted nodes with the root first, and chunk, the accepted guesses and the
-             token after them
+    ids       the token of each node
+    parents   the parent of each node
+    logits    the target's logits [n, V] after each node
+    sample    turns logits into the probabilities p, by its temperature, top k and top p
+    epsilon   ε, a probability that is always enough
+    delta     δ, the factor of exp(-H(p))
+    returns   path, the accepted nodes with the root first; and chunk, the accepted guesses and,
+              last, the token that the target adds
     """
     p = sample.probs(logits)  # [n, V]
     H = torch.special.entr(p).sum(-1)  # [n]
     least = (delta * (-H).exp()).clamp(max=epsilon)
-    typical = (p[parents, ids] > least[parents]).tolist()  # entry 0, of no parent, is never read
-    paths = {0: [0]}
-    for node in range(1, len(ids)):
+    # A guess is judged by the distribution after its parent. The root has no parent, and its entry
+    # is never read.
+    typical = (p[parents, ids] > least[parents]).tolist()
+    paths = {0: [0]}  # for each node that can be accepted the nodes from the root down to it
+    for node in range(1, len(ids)):  # a parent comes before its children
         if typical[node] and parents[node] in paths:
             paths[node] = paths[parents[node]] + [node]
 
-    def rank(path: list[int]) -> tuple[int, float]:
-        """Rank a path by its length, and among equally long ones by the target's probability."""
+    def length_and_chance(path: list[int]) -> tuple[int, float]:
+        """Return a path's length and its log-probability, which decides between equal lengths."""
         return len(path), sum(p[parents[node], ids[node]].log().item() for node in path[1:])
-    path = max(paths.values(), key=rank)
-    return path, [ids[n] for n in path[1:]] + [logits[path[-1]].argmax().item()]
+    path = max(paths.values(), key=length_and_chance)
+    # The token after the path is the paper's greedy first token of the next step, at any
+    # temperature.
+    return path, [ids[node] for node in path[1:]] + [logits[path[-1]].argmax().item()]
 
 
 def check_options(heads: str, nodes: int, epsilon: float, delta: float) -> None:
-    """Raise InputError for the first option of `medusa` that is wrong."""
+    """Raise an InputError for the first option of `medusa` that is wrong."""
     if heads not in KINDS:
         raise InputError(f"--heads must be medusa or hydra, got {heads}")
     if not 0 <= nodes <= 128:
@@ -293,18 +359,19 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
            typical: bool = False, epsilon: float = 0.09, delta: float = 0.3, adapter: str = "",
            trained: "Heads | None" = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
-    """Verify the tree of the heads' guesses in one call of the target, keep one path, and let the
-    heads read the feature of its last node.
+    """Grow a tree from the feature before the root, verify it in one call, and keep one path.
 
     trained   heads to use in place of a file's
 
     heads:   medusa or hydra
-    nodes:   nodes of the tree with its root, up to 128; 0 takes as many as pay on this machine
+    nodes:   how many nodes a tree has with its root, up to 128, with 0 for as many as pay on this
+             machine
     typical: accept what is typical of the target (lossy), not only what it chooses
     epsilon: for typical acceptance, a probability that is always enough (ε)
-    delta:   for typical acceptance, the factor of exp(-entropy), which is enough where it is less
-             than epsilon (δ)
-    adapter: file of heads from `python -m survey.medusa train`; default: models/HEADS.safetensors
+    delta:   for typical acceptance, the factor δ. A probability above δ exp(-entropy) is enough,
+             too
+    adapter: file of heads, made by `python -m survey.medusa train`. Without a name it is
+             models/HEADS.safetensors.
     Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
     """
     check_options(heads, nodes, epsilon, delta)
@@ -312,13 +379,14 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
     trained = trained or target.once((heads, file), lambda: load_heads(file, heads, target.model))
     target.start(prompt[:-1])
     root = prompt[-1]
-    f = target.features[-1:]  # [1, d], of the token before the root
-    if len(prompt) == 1:  # the first token of a text has no token before it
+    f = target.features[-1:]  # [1, d], the feature of the token before the root
+    if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    tree = best_tree(trained.accept, max(nodes, 1))  # the plan is fixed, its tokens are not
+    tree = best_tree(trained.accept, max(nodes, 1))  # the plan stays, its tokens change
     while True:
         if nodes == 0:  # the clock chooses, and may choose anew as the context grows
             tree = fastest(target, trained, lambda: list_plans(trained, target, f))
+        # Heads fill the plan with tokens, and the target verifies all of them in one call.
         parents = [node.parent for node in tree]
         ids = grow(trained, target, f, root, tree)
         logits = target.forward(ids, parents)  # [nodes, V]
@@ -327,8 +395,10 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
         else:
             path, chunk = walk(ids, parents, sample(logits))
         target.commit(path)
+        # The next root follows the last accepted node, so heads read that node's feature. Features
+        # of rejected nodes are of another text.
         root = chunk[-1]
-        f = target.features[path[-1:]]  # of the last accepted node, which stands before the root
+        f = target.features[path[-1:]]  # [1, d]
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "rows": len(ids)})
         yield chunk
@@ -338,23 +408,27 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
 
 @torch.inference_mode()
 def collect_features(model, data: list[tuple[list[int], list[int]]], K: int):
-    """Return what K heads learn from: features, and the tokens after them.
+    """Compute what K heads learn from: features, and the tokens after each feature.
 
-    Every position t counts at which a head has a token of the answer to guess.
+    A position t counts if head 1 has a token of the answer to guess there.
 
-    data     pairs of a prompt and its answer
-    returns  features [N, d] on the CPU, and the K + 1 tokens [N, K + 1] after each of them, -100
-             beyond the end
+    model     the target
+    data      pairs of a prompt and its answer
+    K         how many heads there are
+    returns   features [N, d] in bfloat16 on the CPU, and tokens [N, K + 1]: x_{t+1} … x_{t+K+1},
+              with -100 beyond the end of the text
     """
     lm = CachedLM(model)
     features, tokens = [], []
     for prompt, answer in tqdm(data, desc="features"):
         text = prompt + answer
+        # Head 1 guesses token t + 2. So t runs from `first`, where that is the answer's first token,
+        # to just before `end`, where that would lie beyond the answer.
         first = max(0, len(prompt) - 2)
-        end = len(text) - 2  # the first head guesses token t + 2, which the answer must have
+        end = len(text) - 2
         lm.start(text[:end])
         features.append(lm.features[first:].cpu().to(torch.bfloat16))
-        after = torch.tensor(text + [-100] * K).unfold(0, K + 1, 1)
+        after = torch.tensor(text + [-100] * K).unfold(0, K + 1, 1)  # row i: tokens i … i + K
         tokens.append(after[first + 1:end + 1])
     return torch.cat(features), torch.cat(tokens)
 
@@ -364,26 +438,32 @@ def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens
              size: int = 512):
     """Measure heads on held-out positions.
 
-    f, tokens  as `collect_features` returns them
-    size       positions of a pass
-    returns    the loss of each head in nats, and the table Heads.accept
+    trained     the heads
+    model       the model that they are for
+    to_logits   as for `head_logits`
+    f, tokens   features and the tokens after them, as `collect_features` returns them
+    size        how many positions are measured at once
+    returns     the loss of each head in nats, and the table `accept` of `Heads`
     """
     K = trained.K
     losses, labelled, reached = torch.zeros(K), torch.zeros(K), torch.zeros(K)
     hits = torch.zeros(K, RANKS)
     for features, after in zip(f.split(size), tokens.to(trained.vocab.device).split(size)):
-        said = head_logits(trained, model, to_logits, features.to(trained.W[0].weight), after)
+        heads = head_logits(trained, model, to_logits, features.to(trained.W[0].weight), after)
+        # Whether each earlier head has the right token among its guesses. Only then can the tree
+        # have a node whose children this head guesses.
         above = torch.ones(len(features), dtype=torch.bool, device=after.device)
-        for k, (logits, labels) in enumerate(said):
+        for k, (logits, labels) in enumerate(heads):  # here head 1 has k = 0
             loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
             losses[k] += loss.cpu()
             labelled[k] += (labels >= 0).sum().cpu()
             best = logits.topk(min(RANKS, logits.shape[1])).indices
             right = best == labels[:, None]  # [n, ranks]
+            # A token that no head can guess counts as missed. Beyond the end nothing counts.
             counted = above & (after[:, k + 1] >= 0)
             hits[k, :right.shape[1]] += right[counted].sum(0).cpu()
             reached[k] += counted.sum().cpu()
-            above &= right.any(1)  # deeper heads count only below a right guess
+            above &= right.any(1)
     ranks = min(RANKS, len(trained.vocab))
     accept = hits[:, :ranks] / reached.clamp(min=1)[:, None]
     return (losses / labelled.clamp(min=1)).tolist(), accept.tolist()
@@ -391,13 +471,20 @@ def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens
 
 def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch: int, lr: float,
         seed: int = 0, work: Path | None = None) -> dict:
-    """Train heads on pairs of a prompt and its answer, the model frozen, and set their `accept`.
+    """Train heads on pairs of a prompt and its answer, and set their `accept`.
 
-    data      pairs to learn from
-    held_out  pairs to measure by
-    lr        where the cosine of AdamW's learning rate begins
-    work      folder of checkpoints; None: there are none
-    returns   {step: {"loss", "accept"}} on `held_out`, an entry for each head
+    AdamW's learning rate is a cosine. The model is frozen.
+
+    model      the model that the heads are for
+    trained    the heads
+    data       pairs to learn from
+    held_out   pairs to measure by
+    steps      how many steps are trained
+    batch      how many positions a step learns from
+    lr         where the cosine begins
+    seed       chooses the positions
+    work       folder of checkpoints, or None to keep none.
+    returns    {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
     """
     from models.training import Training, digest
     to_logits = logits_of(model)
@@ -414,10 +501,11 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
         first = [round(ranks[0], 3) for ranks in accept]
         return ({"loss": losses, "accept": accept},
                 f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")
-    kept = trained.vocab.tolist()
-    of = digest(model.state_dict()), trained.kind, trained.K, kept, data, held_out, batch
-    curve = Training(trained.trainable(), of, name=trained.kind, steps=steps, lr=lr, seed=seed,
-                     folder=work).train(loss_of, evaluate)
+    # A checkpoint is of the same training only if all of these are the same.
+    fingerprint = (digest(model.state_dict()), trained.kind, trained.K, trained.vocab.tolist(),
+                   data, held_out, batch)
+    curve = Training(trained.trainable(), fingerprint, name=trained.kind, steps=steps, lr=lr,
+                     seed=seed, folder=work).train(loss_of, evaluate)
     trained.accept = curve[steps]["accept"]
     return curve
 
@@ -428,13 +516,14 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """Train heads for a frozen model on its own answers. A stopped run goes on.
 
     out:    the safetensors file to make
-    work:   folder of answers and checkpoints (default: OUT.work)
+    work:   folder of answers and checkpoints, OUT.work by default
     heads:  medusa or hydra
-    K:      number of heads
-    vocab:  how many tokens heads can guess, the most frequent of prompts and answers; 0 is all
-    max_new_tokens: of an answer
-    batch:  positions a step
-    lr:     where the cosine of the learning rate begins; 1e-3 suited models of 10M to 135M
+    K:      how many heads are trained
+    vocab:  how many tokens heads can guess, the most frequent of prompts and answers, with 0 for
+            all
+    max_new_tokens: the longest answer that is collected
+    batch:  how many positions a step learns from
+    lr:     where the cosine of the learning rate begins. 1e-3 suited models of 10M to 135M
     """
     from models.training import collect_examples, find_frequent
     for name, value, least in (("steps", steps, 1), ("batch", batch, 1), ("vocab", vocab, 0),
@@ -456,7 +545,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ---------------------------------------------------------------------------------- their file
 
 def save_heads(path: Path, trained: Heads, model) -> None:
-    """Write heads to a file, with the model that they are for."""
+    """Write heads to a file, with the fingerprint of the model that they are for.
+
+    path      the safetensors file to make
+    trained   the heads
+    model     the model that they are for
+    """
     header = {"K": trained.K, "residual": trained.residual, "accept": trained.accept}
     if len(trained.vocab) < len(trained.row_of):
         header["vocab"] = trained.vocab.tolist()
@@ -464,9 +558,12 @@ def save_heads(path: Path, trained: Heads, model) -> None:
 
 
 def load_heads(path: str | Path, kind: str, model) -> Heads:
-    """Read heads from a file. Raise InputError where it is another model's or of another kind.
+    """Read heads from a file.
 
-    kind  medusa or hydra
+    path      the safetensors file
+    kind      medusa or hydra
+    model     the model that the heads must be for
+    returns   the heads. InputError if the file is of another model or of another kind
     """
     header, tensors = load_part(path, f"{kind} heads", model)
     trained = Heads(model, kind, header["K"], header.get("residual", "feature"))
@@ -480,7 +577,10 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    """Return a line that says what a call of the target verified and accepted."""
+    """Return a line that says how many guesses a call of the target verified and accepted.
+
+    run   what was decoded; run.log holds the records that `medusa` logged
+    """
     guessed = sum(record["guessed"] for record in run.log) / len(run.log)
     accepted = sum(record["accepted"] for record in run.log) / len(run.log)
     return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
