@@ -7,10 +7,11 @@ arXiv 2302.01318
     accept the draft's x ~ q with probability min(1, p(x) / q(x));
     at the first rejection draw from norm(max(0, p - q)) instead
 
-p is the target's distribution and q the draft's, both after temperature, top-k and top-p. Chen
-swaps the letters. In the code they are `target_probs` and `draft_probs`. Lossless: what comes out
-has exactly the target's distribution. At temperature 0 p and q are one-hot, and what comes out is
-the target's greedy output.
+p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
+letters are Leviathan's, and Chen swaps them. In the code they are `target_probs` and `draft_probs`.
+
+The method is lossless: its output has exactly the target's distribution. At temperature 0 both p
+and q are one-hot, and the output is the target's greedy output.
 
 A round with γ = 3 after "… the cat sat", where "my" is rejected:
 
@@ -19,8 +20,16 @@ A round with γ = 3 after "… the cat sat", where "my" is rejected:
     verify            on: accepted    my: rejected   hat: not looked at
     chunk             on, the         "the" is drawn from norm(max(0, p_2 - q_2))
 
+The target is fed the root and all guesses, and gives a distribution after each of them. So p_i
+stands in the place of the guess x_i. The last one, p_4, is for the token after a draft that is
+accepted as a whole.
+
 Departures: none.
-Left out: batches.
+
+Left out:
+    batches       one text at a time is what the method makes faster
+    lenience      Leviathan's App. A.5 accepts more guesses and is lossy
+    beam search   Leviathan's App. A.4
 """
 import sys
 from typing import Iterator
@@ -31,15 +40,16 @@ import torch
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Compute norm(max(0, p - q)), which is what a token is drawn from after a rejection.
+    """Compute norm(max(0, p - q)), the distribution that a token is drawn from after a rejection.
 
     p        [V], the target's distribution
-    q        [V], what the rejected guess was drawn from
-    returns  [V]. It is p itself where p equals q: only rounding can have rejected the guess there
+    q        [V], the distribution that the rejected guess was drawn from
+    returns  [V]. Where p equals q nothing is left to draw from, and p itself is returned. Only
+             rounding can have rejected a guess there
     """
     left = (p - q).clamp(min=0)
     total = left.sum()
-    # An `if` would make the CPU wait for a GPU, to know `total`
+    # An `if` on `total` would make the CPU wait until a GPU has computed it.
     return torch.where(total > 0, left / total, p)
 
 
@@ -48,16 +58,20 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
     """Accept leading guesses, and draw the token after them. Leviathan, Alg. 1; Chen, Theorem 1.
 
     target_probs  [γ+1, V], the target's distributions p_1 … p_{γ+1}
-    draft_probs   [γ, V], the draft's q_1 … q_γ
-    guesses       x_1 … x_γ, drawn from them
-    sample        flips the coins and draws the token
-    returns       how many guesses are accepted, and the token that follows them
+    draft_probs   [γ, V], the draft's distributions q_1 … q_γ
+    guesses       γ tokens x_1 … x_γ, where x_i was drawn from q_i
+    sample        the Sampler that flips the coins and draws the token
+    returns       accepted, how many guesses are accepted; and token, which follows the accepted
+                  guesses
     """
+    # Indices of row i and column x_i, for each guess
     at = torch.arange(len(guesses)), torch.tensor(guesses, dtype=torch.long)
     ratio = target_probs[at] / draft_probs[at]  # [γ], p(x) / q(x)
-    # A coin u ~ U[0, 1) is below the ratio with probability min(1, p(x) / q(x))
+    # A coin u ~ U[0, 1) is below the ratio with probability min(1, p(x) / q(x)).
     passed = sample.uniform(len(guesses), ratio.device) < ratio
-    accepted = int(passed.cumprod(0).sum())  # guesses before the first that does not pass
+    # Count the guesses before the first that does not pass. Guesses behind it do not count, also
+    # where they pass, since the target was fed the wrong token before them.
+    accepted = int(passed.cumprod(0).sum())
     probs = target_probs[accepted]  # [V]
     if accepted < len(guesses):
         probs = residual(probs, draft_probs[accepted])
@@ -67,12 +81,13 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
 
 def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6,
                 sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Draft gamma tokens one by one, verify them in one target call, and keep the accepted ones and
-    one more of the target's.
+    """Draft gamma tokens one by one, and verify all of them in one target call. The chunk is the
+    accepted tokens and one more that is drawn from the target.
 
     gamma: tokens drafted a round (γ), 1 or more
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are gamma
+    and the number of drafted tokens that the target accepted.
     """
     if gamma < 1:
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
@@ -81,7 +96,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     root = prompt[-1]
     unseen = [root]  # final tokens that the draft has not been fed, the root last
     while True:
-        # Step 1: draw x_1 … x_γ from q_1 … q_γ, a draft call for each
+        # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
         guesses = []
         draft_probs = []
         feed = unseen
@@ -92,29 +107,33 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
             draft_probs.append(q)
             guesses.append(guess)
             feed = [guess]
-        # Step 2: p_1 … p_{γ+1} in one target call
+        # Second step: compute p_1 … p_{γ+1} in one target call
         logits = target.forward([root, *guesses])
         target_probs = sample.probs(logits)  # [γ+1, V]
-        # Steps 3 and 4: accept or reject each guess, and draw one more token. Without it a round
-        # whose first guess is rejected would add nothing to the text
+        # Third and fourth step: count the accepted guesses, and draw one more token. Without that
+        # token a round whose first guess is rejected would add nothing to the text.
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
-        # Step 5: keep the rows of what became final. The target was fed the root and all guesses,
-        # the draft what it had not seen and all guesses but the last
+        # Keep the rows of what became final. The target was fed the root and all guesses. The draft
+        # was fed `unseen` and all guesses but the last one.
         target.commit(range(1 + accepted))
         draft.commit(range(len(unseen) + min(accepted, gamma - 1)))
         root = token
         unseen = [root]
-        if accepted == gamma:  # the draft still has to see the last guess
+        if accepted == gamma:  # the last guess is final, and the draft was never fed it
             unseen = [guesses[-1], root]
         if log is not None:
             log.append({"drafted": gamma, "accepted": accepted})
+        # Last step: the text grows by the accepted guesses and the token
         yield [*guesses[:accepted], token]
 
 
 # ------------------------------------------------------------------------- the command line
 
 def report_acceptance(run) -> str:
-    """Count the drafted and the accepted tokens of a run, in one line; for any number of drafts."""
+    """Return a line that counts the drafted tokens, the accepted tokens and the draft calls.
+
+    run   a run of the command line. Its target may have any number of draft models
+    """
     _, *drafts = run.models.values()
     drafted = sum(r["drafted"] for r in run.log)
     accepted = sum(r["accepted"] for r in run.log)
@@ -126,18 +145,23 @@ def report_acceptance(run) -> str:
 def count_tried(record: dict) -> int:
     """Count the guesses of a round that were tried.
 
-    A round tries every guess up to the first rejected one. EOS or the limit may end it earlier.
+    A round tries every guess up to the first rejected one, or all of them where none is rejected.
+
+    record    what the method logged for the round
+    returns   a number from 1 to "drafted", or a smaller one where `until` cut the round's chunk
     """
-    if "cut" in record:
+    if "cut" in record:  # every guess that was kept was accepted, and those behind it do not count
         return record["accepted"]
     return min(record["accepted"] + 1, record["drafted"])
 
 
 def report(run) -> str:
-    """Report the acceptance rate α of a run, and the speed-up that it predicts.
+    """Return lines with the acceptance rate α of a run and the speed-up that α predicts.
 
-    The prediction is Leviathan's Theorem 3.8. Its c, the cost of a draft call as a share of a
-    target call, is that of this run.
+    The prediction is Leviathan's Theorem 3.8. In the theorem c is the time of a draft call over the
+    time of a target call, and both are taken from this run.
+
+    run   a run of the command line
     """
     target = run.models["target"]
     draft = run.models["draft"]
@@ -145,7 +169,7 @@ def report(run) -> str:
     alpha = sum(r["accepted"] for r in run.log) / tried
     gamma = run.log[0]["drafted"]
     c = (draft.seconds / draft.calls) / (target.seconds / target.calls)
-    per_call = gamma + 1  # the limit for α = 1
+    per_call = gamma + 1  # the limit of the formula for α = 1, where it would divide by 0
     if alpha < 1:
         per_call = (1 - alpha ** (gamma + 1)) / (1 - alpha)
     return (f"{report_acceptance(run)}\nacceptance rate {alpha:.1%} of {tried} tried; predicted "
