@@ -3,40 +3,48 @@
 Zhang et al., "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
 Decoding", arXiv 2309.08168
 
-    python -m survey.draft_verify search --prompts FILE --out blocks.json    # what to skip
+    python -m survey.draft_verify search --prompts FILE --out blocks.json    # what to leave out
     python -m survey.draft_verify --blocks blocks.json --prompt "..."
 
-A block is the attention or the MLP of a layer. A layer without a block hands on what it read. Here
-the draft leaves out one attention block (A) and two MLP blocks (M) of three layers:
+A block is the attention or the MLP of a layer. Each block adds something to the hidden states, so a
+draft can leave a block out by adding nothing. Here the draft leaves out one attention block (A) and
+two MLP blocks (M) of three layers; · is a block that is left out:
 
     layer         1       2       3
-    draft       A ─ M ─ A ─ · ─ · ─ ·  ─ LM head     two attention blocks write rows, layer 3 none
-    verify      A ─ M ─ A ─ M ─ A ─ M  ─ LM head     all three write rows, over the draft's
+    draft       A ─ M ─ A ─ · ─ · ─ · ─ LM head     rows in the cache of layers 1 and 2, not of 3
+    verify      A ─ M ─ A ─ M ─ A ─ M ─ LM head     rows in the cache of all three layers
 
-    draft    root -> x̂_1 -> x̂_2 -> …    one call each, without the blocks; up to K guesses, or
-                                        until a guess had less than the draft probability γ
-    verify   root, x̂_1, x̂_2, …          one call of the whole model
-    γ        rises after a round if less than 0.9 of the guesses was accepted recently, else falls
+A round, where K is the most guesses that a draft has, and γ is a threshold:
+
+    draft    root → x̂_1 → x̂_2 → …    One call each, without the blocks. The draft ends after K
+                                      guesses, or after a guess whose probability was below γ.
+    verify   root, x̂_1, x̂_2, …       One call of the whole model judges all guesses.
+    adapt    γ                        If 0.9 or less of the guesses was accepted recently, γ rises,
+                                      which makes drafts shorter. Otherwise γ falls.
 
 The paper's K is the option `gamma` here, as in speculative.py, and the paper's γ is `threshold`.
 
-The draft and the whole model write into ONE cache. Verification overwrites what the draft wrote, so
-the draft sees the whole model's rows of all final tokens. With a cache of its own it would agree
+The draft and the whole model write into ONE cache. The draft of a round begins behind the context,
+whose rows are all the whole model's. Verification then writes its own rows over those of the draft.
+With a cache of its own the draft would read rows that were made without the blocks, and would agree
 with the whole model far less.
 
-Lossless, by the rule of speculative sampling.
+The output is the whole model's own, exactly, by the rule of speculative sampling.
 
-Departures (paper / here / why):
-- K is 12 (released code: 8) / gamma is 4 / a small model is wrong sooner.
-- γ falls after every good round / not after one that drafted K guesses, as in the released code /
-  the threshold did not end that draft, so a lower one would not make it longer.
-- the share of accepted guesses starts at 0 in the released code / at 0.9 / the first rounds of a
-  text should not raise γ whatever they accept.
-- Bayesian optimization of measured tokens a second chooses the blocks / `search` ranks and flips
-  blocks by measured agreement and by costs that are a sum over blocks / two timings of drafts that
-  differ in one block differ by noise.
-- the released code draws the coins of a round before it drafts, and can let them end a draft / a
-  coin is drawn when a guess is judged / no guess depends on the coin that judges it.
+Departures:
+- Most guesses of a draft, K. Paper: 12, and 8 in the released code. Here: 4. Why: a small model
+  is wrong sooner.
+- Fall of γ. Paper: after every round in which γ does not rise. Here: not if the draft had K
+  guesses, as in the released code. Why: γ did not end that draft, so a lower γ would not make the
+  next one longer.
+- First share of accepted guesses. Paper: 0 in the released code. Here: 0.9. Why: with 0 the first
+  rounds of a text would raise γ whatever they accept.
+- Choice of the blocks. Paper: Bayesian optimization, by the measured speed of each candidate. Here:
+  `search` ranks the blocks and then flips them, by a predicted speed. Why: drafts that differ in
+  one block differ in time by less than the noise of a measurement.
+- Coins that judge the guesses. Paper: the released code tosses them before the draft, and they can
+  end the draft. Here: `verify` tosses them after the draft. Why: no guess may depend on the coin
+  that judges this guess.
 """
 import re
 import sys
@@ -53,16 +61,17 @@ from survey.views import copy_shallow, depth_of, name_of, open_model
 import torch
 from tqdm import tqdm
 
-BLOCKS = {"attention": "Attention", "mlp": "MLP|MoE|Moe"}  # what their classes are called
-MOST = 7  # guesses a round that the search considers
+BLOCKS = {"attention": "Attention", "mlp": "MLP|MoE|Moe"}  # kind: what names of its classes hold
+MOST = 7  # the search considers drafts of 1 to 7 guesses
 
 
 # ------------------------------------------------------------------------- a model without blocks
 
 class Skipped(torch.nn.Module):
-    """Stand in for a block: add nothing to the hidden states.
+    """Stand in for a block that is left out, and add nothing to the hidden states.
 
-    output  what the block gave in some pass, a tensor or a tuple that begins with one
+    output   what the block gave in some pass: a tensor, or a tuple that begins with a tensor.
+             `forward` returns zeros in the same form, since the layer unpacks what a block gives
     """
 
     def __init__(self, output):
@@ -72,16 +81,22 @@ class Skipped(torch.nn.Module):
 
     def forward(self, *args, **options):
         hidden = args[0] if args else options["hidden_states"]
+        # The layer adds what a block gives to the block's input, and zeros change nothing.
         nothing = torch.zeros_like(hidden)
         return (nothing, *[None] * self.others) if self.is_tuple else nothing
 
 
 def record_outputs(model, modules: list[torch.nn.Module]) -> list:
-    """Run the model once on one token and return what each of its modules gave."""
+    """Run a model once on one token, and record what some of its modules give.
+
+    modules   modules of the model
+    returns   the output of each module, in the same order
+    """
     outputs = {}
 
     def keep(module, args, output) -> None:
         outputs[module] = output
+
     with ExitStack() as hooks:
         for module in modules:
             hooks.enter_context(module.register_forward_hook(keep))
@@ -91,13 +106,16 @@ def record_outputs(model, modules: list[torch.nn.Module]) -> list:
 
 @torch.inference_mode()
 def without(model, skipped: dict[str, list[int]]):
-    """Return the model without some of its blocks; it shares the weights of the others.
+    """Make a model that leaves out some blocks of a model. The other blocks share their weights.
 
-    skipped  {"attention": layers, "mlp": layers}, the first layer being 0
+    skipped   for each kind of block, "attention" and "mlp", the layers that lack it. Layers are
+              counted from 0
+    returns   the new model. The given one stays as it is
+    raises    InputError if a layer has no module that is this block and no more (OPT's MLP)
     """
     new, decoder, layers, _ = open_model(model)
     decoder._modules[layers] = torch.nn.ModuleList(map(copy_shallow, decoder._modules[layers]))
-    places = []  # (layer, name of a block in it)
+    places = []  # pairs of a layer and the name of a block in it
     for kind, numbers in skipped.items():
         for number in numbers:
             layer = decoder._modules[layers][number]
@@ -105,6 +123,7 @@ def without(model, skipped: dict[str, list[int]]):
                            lambda x: re.search(BLOCKS[kind], type(x).__name__),
                            f"layers whose {kind} is a module, got {type(layer).__name__}")
             places.append((layer, name))
+    # Whether a block gives a tensor or a tuple differs by family, so ask each block once.
     outputs = record_outputs(model, [layer._modules[name] for layer, name in places])
     for (layer, name), output in zip(places, outputs):
         layer._modules[name] = Skipped(output)
@@ -114,15 +133,16 @@ def without(model, skipped: dict[str, list[int]]):
 # ---------------------------------------------------------------------------------- decoding
 
 def move_threshold(threshold: float, share: float, full: bool) -> float:
-    """Return the threshold that a round calls for (Eq. 6, with the released code's exception).
+    """Compute the value that the threshold should approach after a round (Eq. 6).
 
-    threshold  the threshold of the round
-    share      which share of the guesses was accepted recently
-    full       whether the round drafted as many tokens as it may
+    threshold  γ of this round
+    share      which share of the guesses was accepted recently. The paper calls it AR
+    full       whether the draft had as many guesses as it may have
+    returns    γ + ε or γ - ε, with ε = 0.01. After a full draft γ takes the place of γ - ε
     """
-    if share <= 0.9:
+    if share <= 0.9:  # α = 0.9: too many guesses are rejected, so drafts should become shorter
         return threshold + 0.01
-    # A full draft was not ended by the threshold, so a lower one would not lengthen it.
+    # The threshold did not end a full draft, so a lower one would not make the next one longer.
     return threshold if full else threshold - 0.01
 
 
@@ -130,16 +150,19 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
                  adaptive: bool = True, blocks: str = f"{MODELS}/blocks.json",
                  skipped: dict[str, list[int]] | None = None, sample: Sampler = greedy,
                  log: list | None = None) -> Iterator[list[int]]:
-    """Draft with the model without some of its blocks, verify with the whole model (Section 3).
+    """Draft with the model without some of its blocks, and verify with the whole model (Section 3).
 
-    gamma:     tokens drafted a round, at most (the paper's K)
-    threshold: a draft ends after a guess with a draft probability below this (the paper's γ)
-    adaptive:  move the threshold so that 0.9 of the guesses is accepted (Eq. 5 to 7)
-    blocks:    a file of blocks to skip, made by `python -m survey.draft_verify search`
+    gamma:     the most tokens that are drafted in a round (the paper's K), 1 or more
+    threshold: a draft ends after a guess that had a smaller draft probability than this number, by
+               the draft's distribution before temperature, top-k and top-p (the paper's γ)
+    adaptive:  move the threshold after each round so that 0.9 of the guesses is accepted
+    blocks:    the file of the blocks to leave out, made by `python -m survey.draft_verify search`
+
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round.
 
-    "layers" counts the layers that run one after the other. `skipped`, {"attention": layers, "mlp":
-    layers}, is used instead of the file.
+    In the log "layers" is how many layers ran one after the other, where a block counts as half a
+    layer. In Python, `skipped` may name the blocks in place of the file: for each kind of block,
+    "attention" and "mlp", the layers that lack it.
     """
     if gamma < 1:
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
@@ -155,9 +178,9 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
     draft.cache = target.cache  # so that the draft sees the whole model's rows of final tokens
     target.start(prompt[:-1])
     root = prompt[-1]
-    share = 0.9  # of the guesses, accepted recently
+    share = 0.9  # the paper's AR: which share of the guesses was accepted recently
     while True:
-        # Draft: one token a call
+        # Draft, one token a call. The draft begins behind the rows that the target has committed.
         draft.length = target.length
         draft.parents = []
         guesses, draft_probs = [], []
@@ -168,34 +191,37 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
             [last] = sample.draw(draft_probs[-1])
             guesses.append(last)
             chance = logits.float().softmax(-1)[0, last].item()
-            if not chance >= threshold:  # a broken draft's chance, NaN, ends the draft, too
+            # This guess is kept, but none comes after it. A broken draft's NaN ends a draft too.
+            if not chance >= threshold:
                 break
-        # Verify: the rows of this call replace the draft's
+        # Verify. The call begins at the same slot, so its rows replace those of the draft.
         target_probs = sample.probs(target.forward([root, *guesses]))
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         target.commit(range(1 + accepted))
-        # Move the threshold
+        # Adapt the threshold.
         if adaptive:
-            share = 0.5 * share + 0.5 * accepted / len(guesses)  # Eq. 5
+            share = 0.5 * share + 0.5 * accepted / len(guesses)  # Eq. 5, β_1 = 0.5
             goal = move_threshold(threshold, share, len(guesses) == gamma)  # Eq. 6
-            threshold = 0.9 * threshold + 0.1 * goal  # Eq. 7
+            threshold = 0.9 * threshold + 0.1 * goal  # Eq. 7, β_2 = 0.9
         if log is not None:
             log.append({"drafted": len(guesses), "accepted": accepted,
                         "layers": len(guesses) * layers_of_draft + layers_of_target})
         yield guesses[:accepted] + [root]
 
 
-# ------------------------------------------------------------------------------ what to skip
+# -------------------------------------------------------------------------- what to leave out
 
 @torch.inference_mode()
 def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
     """Measure how often the model without some blocks guesses the whole model's next token.
 
-    skipped  {"attention": layers, "mlp": layers}
+    skipped  the layers without attention and those without an MLP, as for `without`
     data     pairs of a prompt and the model's own greedy answer
+    returns  which share of the tokens is guessed
 
-    One pass of the draft covers an answer. As in decoding, each row sees the whole model's rows of
-    the text before it, and of the draft's rows only itself.
+    One pass of the draft covers an answer. Each row sees the whole model's rows of the text before
+    it, and of the draft's rows only itself. That is what the first guess of a round sees. Later
+    guesses of a round also see rows of the draft, which is not measured here.
     """
     correct = total = 0
     whole = CachedLM(model)
@@ -204,10 +230,12 @@ def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
     for prompt, answer in data:
         whole.start(prompt + answer[:-1])
         T, n = whole.length, len(answer)
-        before = torch.ones(T, T).tril(-1)[T - n:]  # [n, T], the whole model's rows
+        # The whole model has rows in slots 0 … T - 1. The draft feeds the last n tokens once more,
+        # behind them and at the same positions. The row of position t sees the slots before t.
+        before = torch.ones(T, T).tril(-1)[T - n:]  # [n, T]
         visible = torch.cat([before, torch.eye(n)], 1).bool()  # [n, T + n]
-        rows = torch.arange(T - n, T)
-        slots = torch.cat([torch.arange(T), rows])
+        rows = torch.arange(T - n, T)  # positions of the draft's rows
+        slots = torch.cat([torch.arange(T), rows])  # positions of what all slots hold
         mask = attention_mask(whole.windows, visible[None], rows[None], slots[None], whole.weight)
         whole.cache.start = T
         ids = torch.tensor([(prompt + answer)[T - n:T]], device=whole.weight.device)
@@ -218,37 +246,52 @@ def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
 
 
 class Costs(NamedTuple):
-    """What a call takes: the cost of a draft is the sum of its blocks' costs and of the rest."""
-    block: dict[str, float]  # seconds of one attention block and of one MLP block, on one row
-    rest: float  # seconds of all that no draft skips, on one row
-    whole: list[float]  # [n]: seconds of the whole model on n rows
+    """Hold what calls cost. A draft's call is predicted to cost the sum of its parts."""
+    block: dict[str, float]  # for each kind, the seconds of one block on one row
+    rest: float  # the seconds of all that no draft leaves out, such as the LM head, on one row
+    whole: list[float]  # whole[n]: the seconds of a call of the whole model on n rows
 
     def of_draft(self, kept: list[str]) -> float:
-        """Return the seconds of a draft call; `kept` has the kind of each block that runs."""
+        """Predict the seconds of a draft's call on one row.
+
+        kept   for each block that runs its kind, "attention" or "mlp"
+        """
         return self.rest + sum(self.block[kind] for kind in kept)
 
 
 def measure_costs(model) -> Costs:
-    """Time three models, the whole one and the one without all blocks of each kind."""
+    """Measure how long calls of three models take: whole, without attention, without MLPs.
+
+    What the whole model takes longer than a model without one kind of block is the cost of all
+    blocks of this kind. All blocks of a kind are taken to cost the same.
+
+    returns  the costs from which `search` predicts the speed of a draft
+    """
     L = depth_of(model)
     whole = row_costs(CachedLM(model), MOST + 1)
     block = {}
     for kind in BLOCKS:
         seconds = row_costs(CachedLM(without(model, {kind: [*range(L)]})), 1)[1]
-        block[kind] = max(0.0, whole[1] - seconds) / L
+        block[kind] = max(0.0, whole[1] - seconds) / L  # noise must not make a cost negative
     rest = max(0.0, whole[1] - L * sum(block.values()))
     return Costs(block, rest, whole)
 
 
 def predict_speed(agreement: float, draft: float, whole: list[float]) -> tuple[float, int]:
-    """Return how many times as fast as token by token a draft is, and its best guesses a round.
+    """Predict how fast decoding is with a draft, and how many guesses a round are best.
+
+    Each guess is taken to be right with the same chance, however the others turn out. Every draft
+    is taken to have the same number of guesses, since no threshold ends it.
 
     agreement  how often the draft guesses right
-    draft      seconds of a draft call
-    whole      [n]: seconds of a call of the whole model on n rows
+    draft      the seconds of a draft's call
+    whole      the seconds of a call of the whole model on n rows, by n
+    returns    the speed and gamma. The speed is a multiple of decoding token by token, and gamma is
+               how many guesses a round has at this speed
     """
     speeds = []
     for gamma in range(1, MOST + 1):
+        # Guess i is accepted if guesses 1 … i are right. One token of the whole model comes last.
         tokens = sum(agreement ** i for i in range(gamma + 1))
         seconds = gamma * draft + whole[gamma + 1]
         speeds.append((tokens * whole[1] / seconds, gamma))
@@ -257,15 +300,19 @@ def predict_speed(agreement: float, draft: float, whole: list[float]) -> tuple[f
 
 def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tokens: int = 60,
            passes: int = 1) -> None:
-    """Choose the blocks to skip, by measured agreement and by costs that are a sum over blocks.
+    """Choose the blocks that the draft leaves out, and write them into a file.
 
-    Rank the blocks by how often the model agrees with itself when only this one is skipped. Skip
-    the first n of them, where n is the one with the best predicted speed. Then flip each block once
-    more, and keep the flip if the prediction improves.
+    1. Rank the blocks by how often the model without this one block agrees with the whole model.
+    2. Leave out the first n blocks of this ranking, for the n with the best predicted speed. At
+       most half of all blocks are left out in this step.
+    3. Flip each block: put it back if it is left out, and leave it out if it is not. Keep the flip
+       if the predicted speed grows.
+
+    The speed is predicted from the measured agreement and from three measured costs.
 
     out:    the JSON file to make
-    max_new_tokens: length of the answers on which agreement is measured
-    passes: how often each block is flipped
+    max_new_tokens: the most tokens of an answer on which agreement is measured
+    passes: how often step 3 goes over all blocks
     """
     from models.training import generate_answers
     batches = generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
@@ -274,20 +321,25 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
     costs = measure_costs(model)
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
 
-    def agree(skipped: Iterable[tuple[str, int]]) -> float:
-        return agreement(model, by_kind(skipped), data)
-
-    def speed(skipped: list[tuple[str, int]]) -> tuple[float, int]:
+    def predict(skipped: list[tuple[str, int]]) -> tuple[float, int]:
+        """Predict the speed and the best gamma of a draft without some blocks."""
         kept = [kind for kind, layer in blocks if (kind, layer) not in skipped]
-        return predict_speed(agree(skipped), costs.of_draft(kept), costs.whole)
-    alone = {block: agree([block]) for block in tqdm(blocks, desc="blocks")}
+        agreed = agreement(model, by_kind(skipped), data)
+        return predict_speed(agreed, costs.of_draft(kept), costs.whole)
+
+    # Step 1
+    alone = {}  # block: the agreement when only this block is left out
+    for block in tqdm(blocks, desc="blocks"):
+        alone[block] = agreement(model, by_kind([block]), data)
     ranked = sorted(blocks, key=lambda block: -alone[block])
-    speeds = [speed(ranked[:n]) for n in range(1, len(blocks) // 2 + 1)]
+    # Step 2
+    speeds = [predict(ranked[:n]) for n in range(1, len(blocks) // 2 + 1)]
     fastest = max(speeds)
     best = ranked[:1 + speeds.index(fastest)]
+    # Step 3
     for block in tqdm(blocks * passes, desc="flips"):
         flipped = [x for x in best if x != block] if block in best else [*best, block]
-        predicted = speed(flipped)
+        predicted = predict(flipped)
         if predicted > fastest:
             fastest, best = predicted, flipped
     times, gamma = fastest
@@ -296,18 +348,28 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
 
 
 def by_kind(blocks: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
-    """Return {"attention": layers, "mlp": layers} of blocks, each a kind and a layer."""
+    """List for each kind of block the layers of some blocks that are of this kind.
+
+    blocks   pairs of a kind, "attention" or "mlp", and the number of a layer
+    returns  for each kind its layers, in order
+    """
     return {kind: sorted(layer for k, layer in blocks if k == kind) for kind in BLOCKS}
 
 
 def load_blocks(path: str, model) -> dict[str, list[int]]:
-    """Read which blocks of a model to skip, {"attention": layers, "mlp": layers}; InputError for a
-    file that is damaged or for another model."""
+    """Read from a file which blocks of a model the draft leaves out.
+
+    path     a file that `search` wrote
+    model    the model that the file must be for
+    returns  the layers without attention and those without an MLP, as for `without`. InputError if
+             the file is damaged or for another model
+    """
     def parse(facts: dict) -> dict[str, list[int]]:
         numbers = {layer for kind in BLOCKS for layer in facts[kind]}
         if not numbers <= {*range(depth_of(model))}:
             raise ValueError("the model does not have all of its layers")
         return {kind: list(facts[kind]) for kind in BLOCKS}
+
     expected = "blocks that `python -m survey.draft_verify search` found for this model"
     return load_facts(path, {"model": model}, expected, parse)
 
@@ -315,7 +377,7 @@ def load_blocks(path: str, model) -> dict[str, list[int]]:
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    """Say what a run's rounds were like, on average."""
+    """Say how many guesses a round had, how many were accepted, and how many layers ran a token."""
     drafted, accepted, layers = (sum(r[x] for r in run.log) for x in run.log[0])
     n = len(run.log)
     return (f"a round: {drafted / n:.1f} guesses, {accepted / n:.2f} accepted; "
