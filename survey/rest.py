@@ -119,7 +119,8 @@ class TokensPerCall(NamedTuple):
 class Datastore:
     """Hold texts as one string of tokens, and find what follows a suffix in them.
 
-    text             the texts, each with a BOUNDARY behind it. One that is being written has none yet.
+    text             the texts, each with a BOUNDARY behind it. One that is being written has none
+                     yet.
     tokens_per_call  {rows of a call: TokensPerCall}. None: nothing was measured.
     order            the suffix array: all positions of `text`, sorted by what stands there
     """

@@ -1,13 +1,14 @@
-"""Sequoia drafts the tree that suits a pair of models and a machine, drawn without replacement.
+"""Sequoia drafts the tree that suits two models and a machine. It draws without replacement.
 
 Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", arXiv 2402.12374
 
     python -m survey.sequoia calibrate --draft DIR --prompts FILE --out rates.json
     python -m survey.sequoia --draft DIR --rates rates.json --prompt "..." --temperature 0.6
 
-The draft guesses a tree, level by level, with one call for each level. Its shape is fixed before a
-token is drawn. P_b, measured beforehand, is how often the b-th child of a node is the accepted one.
-With P = .6, .2, .1 this is the best tree of n = 7 nodes in at most d = 3 levels:
+The draft guesses a tree, level by level, with one call for each level. The shape of the tree is
+fixed before a token is drawn. It follows from the rates P_b, which are measured beforehand: P_b is
+how often the b-th child of a node is the accepted one. With P = .6, .2, .1 this is the best tree of
+n = 7 nodes, the root among them, with at most d = 3 levels below the root:
 
     root ─┬─ 1  .60 ─┬─ 3  .36 ─── 6  .216    A node's chance is its parent's times P of its rank.
           │          └─ 4  .12                The target call brings 1 + .60 + .20 + .36 + .12
@@ -15,34 +16,46 @@ With P = .6, .2, .1 this is the best tree of n = 7 nodes in at most d = 3 levels
 
     draft calls: {root}, {1, 2}, {3}          Leaves are not fed to the draft.
 
-A dynamic program finds G(n, d), the most tokens a call that n nodes in d levels give (Section 3.1
-of version 3). T(n, b) is the same with b branches below the root. The last branch has m nodes, and
-the other branches share the rest:
+A dynamic program (Section 3.1 of version 3) finds G(n, d). This is the most tokens of a call that a
+tree of n nodes with at most d levels below its root can give. T(n, b) is the most tokens where the
+root has b children. Each child begins a branch. The last branch has m nodes, and it is itself a
+best tree, with one level less. The root and the other branches share the n - m other nodes:
 
     G(n, d) = max_b T(n, b),    T(n, b) = max_m T(n - m, b - 1) + P_b G(m, d - 1),    T(n, 0) = 1
 
-Above, the second branch has m = 2 nodes: T(7, 2) = T(5, 1) + P_2 G(2, 2) = 2.296 + .2 · 1.6. The
-measured times of calls choose n and d (Section 4.1):
+Above, the root has b = 2 children, and the second branch is {2, 5}, m = 2 nodes:
+
+    T(7, 2) = T(5, 1) + P_2 G(2, 2) = 2.296 + .2 · 1.6 = 2.616
+    T(5, 1) = T(1, 0) + P_1 G(4, 2) = 1 + .6 · 2.16             the first branch is {1, 3, 4, 6}
+
+The measured times of calls choose n and d (Section 4.1):
 
     n, d = argmax G(n, d) / (t_target(n) + Σ_levels t_draft(rows of the level))
 
-The children of a node are drawn from the draft's q without replacement, and tried in that order:
+The children of a node are drawn from the draft's q without replacement. They are tried in the order
+in which they were drawn (Alg. 2):
 
-    accept x with probability min(1, p(x) / q(x));                                        Alg. 2
-    else p <- norm(max(0, p - q)), q(x) <- 0, q <- norm(q); after the last child draw from p
+    for each child x:  accept x with probability min(1, p(x) / q(x)), and go on below it
+                       else   p <- norm(max(0, p - q))      what q did not offer
+                              q(x) <- 0,  q <- norm(q)      the next child was drawn from this q
+    no child accepted: draw a token from p, and end
 
-Lossless: the output has the target's own distribution. This needs a fixed shape, because the
-children of a tree that was pruned by what was drawn are no sample of q any more. At temperature 0
-the children are the draft's likeliest tokens, and the output is the target's greedy one. The
-temperature is for p and q. Top-k and top-p are for p alone.
+The output has the target's own distribution, so that it is lossless. This needs a shape that is
+fixed before anything is drawn. Were unlikely draws taken out of the tree, the other ones would not
+have the distribution q any more, which the rule divides by. At temperature 0 the children are the
+draft's likeliest tokens, and the output is the target's greedy one. The temperature changes p and
+q. Top-k and top-p change p alone, because q must not lack a token of p: it could not offer it.
 
 Departures (paper or released code / here / why):
 - all draft levels cost the same / a level costs what its rows cost / rows are not free on a CPU.
-- 64 to 128 nodes on an A100, 768 with offloading / the clock tries 2 to 64 nodes, and --nodes takes
-  at most 128 / rows are not free on a CPU, and no call of more than 128 rows is timed.
-- rates are measured at the temperature of decoding / they are measured at four temperatures, and
-  the nearest one counts / one file serves all temperatures.
-- the released code draws its noise once a text / in every round / rounds must be independent.
+- 64 to 128 nodes on an A100, 768 with offloading / the clock tries 2 to 64 / rows are not free on
+  a CPU.
+- any number of nodes / at most 128 / the clock times no call of more rows.
+- a search over all sizes / the clock tries powers of two and 1 to 16 levels / nearby sizes give
+  nearly the same.
+- rates are measured at the temperature of decoding / those of the nearest of four temperatures
+  count / one file serves all temperatures.
+- the released code draws its noise once for a text / in every round / rounds must be independent.
 
 Left out: offloading, where the target's weights lie in main memory.
 """
@@ -61,8 +74,8 @@ import torch
 from tqdm import tqdm
 
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # at which rates are measured
-B = 16  # children of a node while rates are measured
-TOKENS = 128  # tokens of each text on which rates are measured
+B = 16  # children of the root while rates are measured
+TOKENS = 128  # tokens of each answer on which rates are measured
 RANGES = {"nodes": WIDTHS[1:7], "depth": tuple(range(1, 17))}  # 2 to 64 nodes, 1 to 16 levels
 
 
@@ -71,11 +84,13 @@ RANGES = {"nodes": WIDTHS[1:7], "depth": tuple(range(1, 17))}  # 2 to 64 nodes, 
 class Best(NamedTuple):
     """Hold the best trees of at most d levels, for one d and for every number of nodes n.
 
-    The nodes include the root, and the levels lie below it.
+    The root is one of the n nodes. The d levels lie below it.
     """
-    G: list[float]  # [n]: the tokens of a call
-    branches: list[int]  # [n]: how many children the root has
-    size_of_last: list[list[int]]  # [b][n]: nodes of the last branch, where the root has b
+    G: list[float]  # G[n]: how many tokens a call gives with the best tree of n nodes
+    branches: list[int]  # branches[n]: how many children the root of this tree has
+    # size_of_last[b][n]: how many nodes the last branch has in the best tree of n nodes whose root
+    # has b children
+    size_of_last: list[list[int]]
 
 
 @functools.cache
@@ -89,9 +104,11 @@ def tabulate(P: tuple[float, ...], N: int, D: int) -> list[Best]:
     """
     n = torch.arange(N + 1)[:, None]
     m = torch.arange(1, N + 1)
-    # Where a last branch of m nodes leaves nothing, n - m points at entry 0, which is no tree.
+    # A last branch of m >= n nodes leaves no node for the root. Then n - m is replaced by 0. Entry
+    # 0 of T is -inf, so that no maximum takes it.
     nodes_before = (n - m).clamp(min=0)  # [n, m]
-    # A root alone gives one token. There is no tree without it, so that n = 0 is never chosen.
+    # A root alone gives one token: T(n, 0) = 1. A tree without a root does not exist, so T(0, 0) is
+    # -inf.
     alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)
     found = [Best(alone.tolist(), [0] * (N + 1), [])]
     G = alone  # [n]: G(n, d - 1)
@@ -111,17 +128,20 @@ def tabulate(P: tuple[float, ...], N: int, D: int) -> list[Best]:
 def parents_of(best: list[Best], n: int, d: int) -> list[int]:
     """Build a best tree from what the dynamic program noted.
 
+    The nodes are numbered level by level.
+
     best     what `tabulate` found
-    n        the most nodes, with the root
+    n        the most nodes, the root among them
     d        the most levels below the root
-    returns  the parent of each node, the nodes being numbered level by level
+    returns  the parent of each node
     """
     parents = [-1]
     waiting = deque([(0, n, d)])  # (node, nodes of its subtree, levels below it)
     while waiting:
         node, nodes, depth = waiting.popleft()
         sizes = []
-        for b in range(best[depth].branches[nodes], 0, -1):  # the last branch comes off first
+        # The last branch comes off first. What remains is the best tree with one branch less.
+        for b in range(best[depth].branches[nodes], 0, -1):
             size = best[depth].size_of_last[b][nodes]
             sizes.insert(0, size)
             nodes -= size
@@ -133,14 +153,18 @@ def parents_of(best: list[Best], n: int, d: int) -> list[int]:
 
 class Shape(NamedTuple):
     """Hold the parents of a tree and what follows from them."""
-    parents: list[int]
-    children: list[list[int]]
-    levels: list[list[int]]  # the nodes with children by level: the rows of each draft call
-    row: dict[int, int]  # {node with children: its row, counted through all draft calls}
+    parents: list[int]  # the parent of each node
+    children: list[list[int]]  # the children of each node
+    levels: list[list[int]]  # for each level its nodes with children, the rows of a draft call
+    row: dict[int, int]  # {node with children: its row, counted through all draft calls of a round}
 
 
 def shape_of(parents: list[int]) -> Shape:
-    """Compute the shape of a tree from the parents of its nodes."""
+    """Compute the shape of a tree.
+
+    parents  the parent of each node, the nodes being numbered level by level
+    returns  the shape
+    """
     nodes = range(len(parents))
     children = [[child for child in nodes if parents[child] == node] for node in nodes]
     levels = []
@@ -154,11 +178,14 @@ def shape_of(parents: list[int]) -> Shape:
 
 def list_plans(P: tuple[float, ...], sizes: Iterable[int], depths: Iterable[int], target: CachedLM,
                draft: CachedLM) -> Iterator[tuple]:
-    """Yield what `fastest` chooses from: (shape, expected tokens, seconds) of trees (Section 4.1).
+    """Yield what `fastest` chooses from (Section 4.1).
 
     P        the rates, as for `tabulate`
     sizes    numbers of nodes to try
     depths   numbers of levels to try, each with each size
+    target   the model whose calls verify a tree
+    draft    the model whose calls grow a tree, one for each level
+    yields   the shape of a tree, the tokens to be expected of a round, and its seconds
     """
     best = tabulate(P, max(sizes), max(depths))
     target_costs = row_costs(target, max(sizes))
@@ -175,12 +202,14 @@ def list_plans(P: tuple[float, ...], sizes: Iterable[int], depths: Iterable[int]
 def draw_children(q_logits: torch.Tensor, k: int, sample: Sampler) -> list[list[int]]:
     """Draw k different tokens from the draft's q for each of n nodes.
 
-    With Gumbel noise the largest logit is a draw from q, the next one a draw from the rest of q,
-    and so on. At temperature 0 there is no noise, and the tokens are the k likeliest.
+    Gumbel noise is added to the logits. Then the token with the largest sum is a draw from q. The
+    token with the next sum is a draw from q without the first token, and so on. At temperature 0
+    there is no noise, and the tokens are the k likeliest.
 
-    q_logits  [n, V]: logits of q
+    q_logits  logits of q [n, V]
     k         how many tokens a node gets
-    returns   [n][k]: the tokens in draw order
+    sample    gives the noise
+    returns   the tokens [n][k] in the order in which they were drawn
     """
     if sample.temperature > 0:
         noise = sample.uniform(q_logits.shape, q_logits.device).clamp(min=1e-30)
@@ -192,25 +221,32 @@ def grow(draft: CachedLM, unseen: list[int], shape: Shape,
          sample: Sampler) -> tuple[list[int], dict[int, torch.Tensor]]:
     """Draw the tokens of a tree, with a draft call for each level.
 
+    draft    the model that guesses
     unseen   the final tokens that the draft has not been fed, the root last
-    shape    the tree
-    returns  ids, the token of each node, and q_logits_of, {node: logits [V] of its children's q}
+    shape    the shape of the tree
+    sample   gives the temperature and the noise
+    returns  ids, the token of each node, and q_logits_of. The latter has for each node with
+             children the logits [V] of the q that they were drawn from.
     """
     root = unseen[-1]
     ids = [root] + [0] * (len(shape.parents) - 1)
     q_logits_of = {}
+    # At temperature 0 only the order of the logits matters, and any divisor but 0 keeps it.
     temperature = 1.0 if sample.temperature == 0 else sample.temperature
 
     def draw(level: list[int], logits: torch.Tensor) -> None:
         logits = logits.double() / temperature
-        # Where q has no mass left, the next children are drawn evenly (Alg. 2, line 14). With
-        # logits of -inf that q would be no number.
+        # When all tokens with a chance have been drawn, the next children are drawn evenly from the
+        # others (Alg. 2, line 14). Were the logits of these -inf, their q would be 0 / 0.
         logits = logits.clamp(min=-1e9)
         k = max(len(shape.children[node]) for node in level)
         for node, draws in zip(level, draw_children(logits, k, sample)):
-            for child, token in zip(shape.children[node], draws):  # which may be fewer than k
+            # A node may have fewer children than k. It takes the first draws.
+            for child, token in zip(shape.children[node], draws):
                 ids[child] = token
         q_logits_of.update(zip(level, logits))
+    # The first call feeds all unseen tokens in a chain. The root is the last of them, and only its
+    # logits are needed.
     first = len(unseen) - 1  # the root's row in the draft's pending tree
     draw([0], draft.forward(unseen)[-1:])
     for level in shape.levels[1:]:
@@ -225,36 +261,42 @@ def verify(p: torch.Tensor, q_logits: torch.Tensor, draws: list[int],
 
     The order matters, because each child was drawn from the q that is left when its turn comes.
 
-    p         [V]: the target's distribution after the node
-    q_logits  [V]: logits of the draft's distribution. They are changed in place
-    draws     the children's tokens in draw order
-    returns   the index of the accepted draw, or None, and what is left of p [V]
+    p         the target's distribution [V] after the node
+    q_logits  logits [V] of the draft's distribution, which are changed in place
+    draws     the children's tokens in the order in which they were drawn
+    sample    flips the coins
+    returns   the index of the accepted draw, or None if no draw was accepted, and what is left of
+              p [V]
     """
     coins = sample.uniform(len(draws), p.device)
     for i, r in enumerate(coins):
-        # Line 16: normalise what is left of q. (Here it stands at the head of the loop.)
+        # Line 16: normalise what is left of q. The paper does this at the end of its loop, for the
+        # next child.
         q = q_logits.softmax(-1)
         # Line 6: accept with probability p(x) / q(x).
         if r < p[draws[i]] / q[draws[i]]:
             return i, p
-        # Line 9: p keeps what q did not offer. Where nothing is left, p and q are equal and only
-        # rounding rejected the draw, so that p stays.
+        # Line 9: p keeps what q did not offer. Where p and q are equal, nothing would be left, and
+        # only rounding can have rejected the draw. Then p stays as it is.
         left = (p - q).clamp(min=0)
         if left.sum() > 0:
             p = left / left.sum()
-        # Line 10: a token is drawn once.
+        # Line 10: the next child was drawn from a q without this token.
         q_logits[draws[i]] = -torch.inf
     return None, p
 
 
 def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of: dict,
                 sample: Sampler) -> tuple[list[int], list[int]]:
-    """Go from node to node as long as a child is accepted, then draw one more token.
+    """Verify a tree: go from node to node as long as a child is accepted, then draw one more token.
 
     ids          the token of each node
-    logits       [n, V]: the target's logits after each node
+    shape        the shape of the tree
+    logits       the target's logits [n, V] after each node
     q_logits_of  what `grow` returned
-    returns      path, the accepted nodes with the root first, and chunk, the tokens that are final
+    sample       makes p of the target's logits, and draws
+    returns      path, the accepted nodes with the root first, and chunk, the accepted tokens and
+                 the one that was drawn last
     """
     path = [0]
     while True:
@@ -277,9 +319,11 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
     target   a model that has cached the text before the root
     draft    a model that has cached the same text
     root     the last token of the text
-    choose   choose() returns the shape of the next tree
-    log      gets {"drafted", "accepted", "ranks"} a round. The ranks say which child of its parent
-             each accepted node was, from 0.
+    choose   a function without arguments that returns the shape of the next tree
+    sample   the sampler of the target, whose temperature the draft shares
+    log      a list that gets {"drafted", "accepted", "ranks"} for each round, or None. The ranks
+             say which child of its parent each accepted node was, from 0.
+    yields   chunks, each the accepted tokens and one more
     """
     unseen = [root]  # final tokens that the draft has not been fed
     while True:
@@ -291,9 +335,10 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
         else:
             path, chunk = sample_path(ids, shape, logits, q_logits_of, sample)
         target.commit(path)
-        # The draft keeps its rows of the path. It was never fed a leaf, so a leaf stays unseen.
+        # The draft keeps the unseen tokens that it was fed, and its rows of the path. It was fed no
+        # leaves. So if the path ends in a leaf, this token is unseen, and so is the last of chunk.
         first = len(unseen) - 1  # the root's row in the draft's pending tree
-        fed = [node for node in path if node in shape.row]
+        fed = [node for node in path if node in shape.row]  # all of the path but a leaf
         draft.commit([*range(first), *(first + shape.row[node] for node in fed)])
         unseen = [ids[node] for node in path[len(fed):]]
         unseen.append(chunk[-1])
@@ -308,13 +353,14 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
             log: list | None = None) -> Iterator[list[int]]:
     """Draft the best tree for this pair of models and this machine; verify it in one target call.
 
-    nodes: rows of a target call, the root among them. With 0, as many as are fastest by the clock
+    nodes: nodes of a tree, the root among them. With 0, as many as are fastest by the clock
     depth: the most levels below the root. With 0, as many as are fastest by the clock
-    rates: the acceptance rates of this pair, a file that `calibrate` made
+    rates: the file of this pair's acceptance rates, which `calibrate` made
 
     Yields chunks of 1 to depth + 1 tokens; logs {"drafted", "accepted", "ranks"} a round.
 
-    The same seed draws the same tokens only if nodes and depth are given.
+    The "ranks" say which child of its parent each accepted node was, from 0. The same seed draws
+    the same tokens only if nodes and depth are given, because the clock chooses anew in each run.
     """
     if nodes not in (0, *range(2, 129)):
         raise InputError(f"--nodes must be 2 to 128, or 0, got {nodes}")
@@ -345,7 +391,8 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
               draft: str = f"{MODELS}/draft") -> None:
     """Decode with trees of one level, and measure how often each child is accepted.
 
-    These rates are P_b at several temperatures.
+    The rate of the b-th child is P_b. The rates are measured at several temperatures, without top-k
+    and top-p. They count for all levels of a tree.
 
     out:   the JSON file to make
     draft: the small model
@@ -377,8 +424,12 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
 def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
     """Read the rates of a pair of models.
 
-    A rate of 0 becomes 1e-9, so that trees still get as many nodes as they may have.
+    A rate of 0 becomes 1e-9. Otherwise a child of this rank would bring nothing, and a tree would
+    have fewer nodes than were asked for.
 
+    path     the file that `calibrate` made
+    target   the target's model
+    draft    the draft's model
     returns  {temperature: (P_1, P_2, …)}. InputError if the file is damaged, or for other models
     """
     def parse(facts: dict) -> dict[float, tuple[float, ...]]:
