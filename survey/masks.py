@@ -1,7 +1,7 @@
 """A model drafts for itself through mask tokens after its text: no second model, no more layers.
 
 pass_sampling  Monea et al., "PaSS: Parallel Speculative Sampling", arXiv 2311.13581. The model is
-               frozen, and L look-ahead tokens are trained. One call drafts, the next validates
+               frozen, and L look-ahead tokens are trained. One call drafts, the next one verifies
 space          Yi et al., "Generation Meets Verification: Accelerating Large Language Model
                Inference with Smart Parallel Auto-Correct Decoding", arXiv 2402.11809. The model
                itself is tuned to fill in one mask token. Every call verifies and drafts
@@ -11,32 +11,47 @@ space          Yi et al., "Generation Meets Verification: Accelerating Large Lan
     python -m survey.masks tune --prompts FILE --out tuned.safetensors          # SPACE's model
     python -m survey.masks --method space --tuning tuned.safetensors --prompt "..."
 
-PaSS drafts with a chain of look-ahead tokens LA. Each row stands for the token after it:
+PaSS drafts with a chain of L look-ahead tokens LA. The output after each row is the token that
+comes next there. With L = 3:
 
-    draft          sees: context  root  LA1  LA2  LA3
-        root                x      x                     x, the model's own next token: no guess
-        LA1                 x      x     x               ŷ1, a guess
-        LA2                 x      x     x    x          ŷ2
-        LA3                 x      x     x    x    x     ŷ3
-    validate       the chain x ŷ1 ŷ2 ŷ3: accepted guesses, and one token more. So two calls give
-                   2 to L + 2 tokens.
+    draft call     sees: context  root  LA1  LA2  LA3     output
+        root                x      x                      y0, from the model itself, so it is final
+        LA1                 x      x     x                ŷ1, a guess
+        LA2                 x      x     x    x           ŷ2, a guess
+        LA3                 x      x     x    x    x      ŷ3, a guess
 
-SPACE feeds the candidates of the last call, and k masks M behind the root and behind each of them.
-With two candidates and k = 2:
+    next call      verifies the chain y0 ŷ1 ŷ2 ŷ3, and gives the accepted guesses and one token more
+
+So two calls give 2 to L + 2 tokens: y0, up to L guesses, and the last one.
+
+SPACE feeds the guesses of the last call, which its paper calls candidates. It puts k masks M behind
+the root and behind each guess. With two guesses and k = 2:
 
                             context  root  ŷ1  ŷ2    M M    M M    M M
-        root                   x      x                                     verified: a chain
-        ŷ1                     x      x    x
+        root                   x      x                                     a chain, which is
+        ŷ1                     x      x    x                                verified
         ŷ2                     x      x    x   x
-        M M behind the root    x      x              x x                    the next candidates,
-        M M behind ŷ1          x      x    x                x x             one group for each way
-        M M behind ŷ2          x      x    x   x                   x x      the chain can end
+        M M behind the root    x      x              x x                    the next guesses, one
+        M M behind ŷ1          x      x    x                x x             group for each place
+        M M behind ŷ2          x      x    x   x                   x x      where the chain may end
 
-Within a group the second M sees the first. If ŷ1 is accepted and ŷ2 is not, the group behind ŷ1 has
-guesses of the tokens after the next root.
+Within a group the second M sees the first, and not the other way round. Suppose that ŷ1 is accepted
+and ŷ2 is not. Then the next root is the token that the model chose after ŷ1. The first M behind ŷ1
+stands where this root will stand, so the group's outputs are guesses of the tokens after the root.
+The other groups are thrown away.
 
-Both are BiTA (../bita.py) with parts left out, and use its training. PaSS has no prompt tokens and
-one group of masks, so it needs a call for drafting. SPACE has one mask token and tunes the model.
+Both methods are BiTA (../bita.py) with parts left out, and use its training:
+
+    BiTA     prompt tokens, M different mask tokens, and a group of them behind every guess. The
+             model is frozen
+    PaSS     no prompt tokens and only one group. Behind a guess that is still to be verified there
+             are no masks, so that drafting needs a call of its own
+    SPACE    no prompt tokens, and the same mask token k times. Instead the model itself is tuned
+
+Their training needs `bita.mask_logits`. It gives, for many places of an answer in one pass, the
+logits that the model has at each mask of a group behind this place. A mask sees the text up to its
+place, the masks of its group before it, and itself.
+
 PaSS is lossless. SPACE is lossless for the TUNED model, whose output it equals.
 
 Departures (paper / here / why):
@@ -45,10 +60,13 @@ Departures (paper / here / why):
 - SPACE trains at one random place of an answer / both train at many places, as BiTA does / a pass
   over an answer teaches more.
 - SPACE tunes all weights / it learns changes of low rank / they are a small file beside the model.
-- a step of SPACE has masks or plain text, by chance / it has both, and the loss of plain text is
-  the divergence from the untuned model / the tuned model should write what the untuned one wrote.
-- the loss of SPACE's masks has a gradient through the text before them / the gradient stops at the
-  keys and values of the text / `bita.mask_logits` computes these once for many places.
+- a step of SPACE has masks or plain text, by chance / it has both / the two losses are summed, and
+  no chance has to be chosen.
+- plain text of SPACE has a cross-entropy loss / the loss is the divergence from the untuned model /
+  the tuned model should write what the untuned one wrote.
+- the loss of SPACE's masks has a gradient through the text / it stops at the text / the keys and
+  values of the text are computed once for many places.
+- SPACE has a fixed k / the clock chooses k / rows are not free on a CPU.
 """
 import copy
 import random
@@ -75,10 +93,10 @@ TUNED = f"{MODELS}/space.safetensors"
 def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
                   trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
                   log: list | None = None) -> Iterator[list[int]]:
-    """Draft in a call with look-ahead tokens, and validate in the next one (PaSS).
+    """Draft in a call with look-ahead tokens, and verify in the next one (PaSS).
 
     L:      look-ahead tokens. With 0, all that were trained
-    tokens: their file, made by `python -m survey.masks train`
+    tokens: the file of the look-ahead tokens, made by `python -m survey.masks train`
 
     Yields chunks of 2 to L + 2 tokens; logs {"drafted", "accepted"} a round.
 
@@ -96,14 +114,16 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
     target.start(prompt[:-1])
     root = prompt[-1]
     while True:
-        # Draft. The token after the root is sampled from the model itself, so it is final.
+        # Draft. The first token is sampled from the model's own row of the root, so it is final.
+        # The others are guesses, each sampled from the row of a look-ahead token.
         with torch.inference_mode():
             token = embed(torch.tensor([root], device=lookahead.device))
             inputs = torch.cat([token, lookahead])  # [1+L, d]
         probs = sample.probs(target.forward(inputs))  # [1+L, V]
         first, *guesses = sample.draw(probs)
         target.commit([0])  # the rows of look-ahead tokens are no text, so they are dropped
-        # Validate. One token more comes from the residual, or from the row of the last guess.
+        # Verify. `probs[1:]` are the distributions that the guesses were drawn from. One token more
+        # comes from the residual of the rejected guess, or from the row of the last guess.
         target_probs = sample.probs(target.forward([first, *guesses]))  # [1+L, V]
         accepted, root = verify(target_probs, probs[1:], guesses, sample)
         target.commit(range(1 + accepted))
@@ -114,11 +134,12 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
 
 def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNED,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Verify candidates and make the next ones in the same call, with the tuned model (SPACE).
+    """Verify guesses and make the next ones in the same call, with the tuned model (SPACE).
 
-    Each row is sampled once, so that sampling is exact, too.
+    Each row of root and guesses is sampled once, and the guesses were made before that. So the
+    output has exactly the tuned model's distribution.
 
-    k:      masks behind each candidate. With 0, as many as pay on this machine
+    k:      masks behind the root and behind each guess. With 0, as many as pay on this machine
     tuning: the file of the model's changes, made by `python -m survey.masks tune`
 
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
@@ -131,8 +152,9 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     if k == 0:
         k = fastest(lm, ("space", tuning), lambda: list_plans(lm, all_right))
     root = prompt[-1]
-    candidates = []  # guesses of the tokens after the root
+    candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
+        # Lay out a chain of root and guesses, then a group of k masks behind each of these n.
         ids = [root, *candidates]
         n = len(ids)
         chain = range(-1, n - 1)  # the parents of root and candidates
@@ -142,27 +164,32 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
             inputs = torch.cat([real, mask.expand(n * k, -1)])  # [n + n k, d]
         logits = lm.forward(inputs, parents)
         move_counts(lm, target)  # the tuned model's calls are the target's in all figures
+        # Verify. The masks' rows have no part in it.
         path, chunk = walk(ids, chain, sample(logits[:n]))
         lm.commit(path)
         root = chunk[-1]
+        # The group behind the last accepted node has the next guesses.
         groups = logits[n:].view(n, k, logits.shape[1])
-        candidates = greedy(groups[path[-1]])  # the masks behind the last accepted one
+        candidates = greedy(groups[path[-1]])
         if log is not None:
             log.append({"drafted": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
         yield chunk
 
 
 def list_plans(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
-    """Yield what `fastest` chooses from: (k, expected tokens, seconds of a call) of SPACE.
+    """Yield what `fastest` chooses from, for SPACE.
 
-    A call has k + 1 tokens with k masks behind each, which are (1 + k)² rows.
+    A call has the root and k guesses, with k masks behind each. These are (1 + k) (1 + k) rows.
 
-    all_right  how often the first 1, 2, … guesses are all right
+    lm         the tuned model
+    all_right  how often the first guess is right, the first two are both right, and so on
+    yields     k, the tokens to be expected of a call, and the seconds of the call
     """
     measured = WIDTHS[-1]  # the clock measures no wider call, so no larger k is tried
     choices = [k for k in range(1, 1 + len(all_right)) if (1 + k) ** 2 <= measured]
     costs = row_costs(lm, (1 + choices[-1]) ** 2)
     for k in choices:
+        # The i-th guess adds a token if it and all guesses before it are right.
         yield k, 1 + sum(all_right[:k]), costs[(1 + k) ** 2]
 
 
@@ -190,20 +217,23 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 @torch.inference_mode()
 def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
-    """Measure how often the guesses of the first 1, 2, … masks are ALL right.
+    """Measure how often the first guess is right, the first two are both right, and so on.
 
-    masks    [k, d]
+    The j-th mask behind a place guesses the token that is j + 1 places further on. So a place
+    counts only if the answer goes on for k + 1 tokens.
+
+    model    the model that sees the masks, for SPACE the tuned one
+    masks    embeddings [k, d] of the k masks of a group
     data     pairs of a prompt and an answer
-    anchors  the most places of an answer behind which masks stand. A place counts if the answer
-             goes on for k + 1 tokens
-    returns  k shares of places
+    anchors  the most places of an answer behind which masks stand
+    returns  k numbers: the share of the places at which the first 1, 2, …, k guesses are ALL right
     """
     rng = random.Random(0)
     hits, total = 0, 0
     for i in range(0, len(data), 16):
         ids, at, labels = sample_anchors(data[i:i + 16], len(masks), anchors, rng)
         guesses = mask_logits(model, masks, [], ids, at).argmax(-1).cpu()  # [B, G, k]
-        whole = (labels >= 0).all(-1)
+        whole = (labels >= 0).all(-1)  # behind the end of an answer a label is -100
         hits = hits + (guesses == labels)[whole].cumprod(-1).sum(0)
         total = total + whole.sum()
     return (hits / total.clamp(min=1)).tolist() if data else [0.0] * len(masks)
@@ -218,7 +248,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     out:     the safetensors file to make
     work:    the folder of answers and checkpoints, by default OUT.work
-    k:       masks behind a token
+    k:       how many masks stand behind a token
     rank:    the rank of each matrix's change
     max_new_tokens: the most tokens of an answer
     batch:   answers of a step
@@ -244,7 +274,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
         masked = mask_logits(tuned, part["mask"].expand(k, -1), [], ids, at)
-        # Plain text: the tuned model should say what the untuned one, its teacher, says.
+        # On plain text the tuned model should say what the untuned one, its teacher, says.
         with torch.no_grad():
             teacher, _ = score_answers(model, pairs)
         student, _ = score_answers(tuned, pairs)
@@ -268,8 +298,11 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tensor, list[float]]:
     """Read a file that `tune` made for this model.
 
-    returns  the tuned model, the mask token [1, d], and how often the first 1, 2, … guesses are all
-             right. InputError if the file is damaged, or for another model
+    path     the file
+    target   the model that is not tuned. It stays as it is
+    returns  the tuned model, the embedding [1, d] of the mask token, and how often the first guess
+             is right, the first two are both right, and so on. InputError if the file is damaged,
+             or for another model
     """
     header, tensors = load_part(path, "a SPACE tuning", target.model)
     tuned = copy.deepcopy(target.model)
