@@ -7,14 +7,32 @@ lookahead   Fu et al., "Break the Sequential Dependency of LLM Inference Using L
             arXiv 2402.02057
 
     Jacobi:     y_i <- argmax p(. | y_<i, x) for all i of a block at once, until nothing changes
-    lookahead:  W columns run such an iteration ahead of the text, and the n-grams that they pass
+    lookahead:  W columns run this iteration ahead of the text, and the n-grams that a column passes
                 through become guesses
 
-Both are lossless. A guess becomes final only where it equals the token that the target chooses
-there, by the argmax or by one sample a node.
+Both are lossless. A guess becomes final only where it equals the token that the target chooses in
+its place. The target chooses the argmax, or at a temperature one sample after each node.
 
-The lookahead window with W = 3 columns and N = 4, so N - 1 = 3 levels. A letter is a level, and
-a number is the position after the root that the token guesses:
+A block of Jacobi decoding with n = 5, where the text ends in "sat". What stands left of the bar is
+final. A call is fed the last final token and all guesses, and gives the argmax after each of them.
+The argmax after a token stands one position behind that token:
+
+    position      0     1      2      3      4      5
+    y(0)         sat │ the    cat    sat    the            the root and random tokens of the prompt
+    call 1             on     cat    sat    on     mat     after "sat" comes "on" and not "the"
+    y(1)         sat   on  │  cat    sat    on
+    call 2                    the    mat    on     the     after "on" comes "the" and not "cat"
+    y(2)         sat   on     the  │ mat    on
+    call 3                           mat    and    the     the guess "mat" was right, so that its
+    y(3)         sat   on     the    mat    and  │         argmax "and" is final as well
+
+Each state is the final tokens and the newest argmaxes, cut off after n tokens. Call 2 guessed "mat"
+in the right place, although it was fed wrong tokens before it. So three calls make four tokens
+final. The last of them, "and", is the next root. Were the guess at position 4 right too, the argmax
+at position 5 would be final, and would be the next root.
+
+The lookahead window with W = 3 columns and N = 4 has N - 1 = 3 levels. A letter is a level. A
+number says how many positions after the root the token would stand:
 
     column       0      1      2            the same window as a token tree
     level 0    root    a1     a2
@@ -22,18 +40,28 @@ a number is the position after the root that the token guesses:
     level 2     c2     c3     c4                  │      └─ b2 ─── c3 ─> d4
     new         d3     d4     d5                  └─ b1 ─── c2 ─> d3
 
-One call gives the new level d, the argmax (─>) after every token of level 2. Each column, read
-downwards, is now an n-gram: (root, b1, c2, d3), (a1, b2, c3, d4), (a2, b3, c4, d5). Then level 0
-is dropped, and the next root takes the place of b1. 
+One call gives the new level d, which is the argmax (─>) after every token of level 2. Each column,
+read downwards, is now an n-gram: (root, b1, c2, d3), (a1, b2, c3, d4), (a2, b3, c4, d5). Then level
+0 is dropped, b becomes level 0, and the next root stands in the place of b1.
+
 Departures (paper / here / why):
+    first guesses: Santilli has padding / random tokens of the prompt / this is CLLM's rule
     first root: CLLM's Alg. 3 computes it from the prompt / it is the prompt's last token / that
         saves a call
-    block's end: CLLM's Alg. 3 as printed never ends, as its i* is at most len - 1 / the block's
-        last token is the next block's root / that token needs no call of its own
-    sampling: Santilli and CLLM are greedy / at a temperature too / one sample a node is exact
-    n-grams of the text: Fu's pool has those of the window, and the released code may add the
-        prompt's / those of the growing text enter too / answers copy. With W = 0 the pool has no
-        others, and the method is prompt lookup with several candidates in one call
+    end of a block: CLLM's Alg. 3 as printed never ends, since i* is at most len - 1 / a block ends
+        when its last token is final, and the last token that is final is the next root / the next
+        root needs no call of its own
+    end of the text: Santilli's third algorithm goes on token by token after a given length / blocks
+        follow one another, and the driver stops at EOS / how long an answer is, nobody knows before
+    sampling with Jacobi: Santilli and CLLM are greedy / at a temperature too / one sample after
+        each node is exact
+    sampling with lookahead: Fu's Alg. 4 tries a position's guesses one after the other, each
+        against what p has left / one sample after each node is compared with the guesses / the law
+        is the same, and a call draws once
+    n-grams of the text: Fu's pool has the n-grams of the window, and the released code may add
+        the prompt's / the n-grams of the growing text enter too / answers copy from the text
+    no window: W is 1 or more / with W = 0 the pool has the n-grams of the text alone / this is
+        prompt lookup with several candidates in one call
 
 Left out: several GPUs.
 """
@@ -48,15 +76,15 @@ from common import CachedLM, InputError, Sampler, greedy, trie, walk
 
 def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
-    """Guess a block of n - 1 tokens after the root, recompute all of them in one call, and repeat
-    until none changes. CLLM, Alg. 3 and Eq. 3.
+    """Guess the n - 1 tokens that follow the root in a block, and recompute in each call all
+    guesses that are not final yet. The block ends when all are final. CLLM, Alg. 3 and Eq. 3.
 
     n: tokens of a block, its root included, 2 or more
 
-    Yields chunks of 1 to n tokens; logs {"states", "final"} a block, extended by every call.
-    states[j] is y(j) of the Jacobi trajectory, a list of n tokens whose first is the root. final[j]
-    is how many leading tokens of states[j] are final. It is n + 1 if the token after the block, the
-    next root, is final as well.
+    Yields chunks of 1 to n tokens; logs {"states", "final"} a block. Every call extends both lists.
+    The state y(j) of the Jacobi trajectory is states[j], a list of n tokens with the root first.
+    The number of its leading tokens that are final is final[j]. Where the token after the block is
+    final as well, final[j] is n + 1, and that token is the next root.
     """
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
@@ -98,11 +126,12 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
 # --------------------------------------------------------------------------------- lookahead
 
 def remember(pool: dict[int, dict[tuple, None]], ngram: tuple[int, ...], G: int) -> None:
-    """Put an n-gram into the pool, and drop the oldest one of the same first token if there are
-    more than G of them.
+    """Put an n-gram into the pool as the newest one of its first token.
 
-    pool    for each first token the other N - 1 tokens of its n-grams, the oldest first. The keys
-            of a dictionary serve as a set with an order
+    If the pool then has more than G n-grams of this first token, the oldest of them is dropped.
+
+    pool    for each first token the other N - 1 tokens of its n-grams, the oldest first; changed in
+            place. The keys of a dictionary serve as a set with an order
     ngram   N tokens
     G       how many n-grams of one first token are kept
     """
@@ -115,20 +144,27 @@ def remember(pool: dict[int, dict[tuple, None]], ngram: tuple[int, ...], G: int)
 
 
 def list_ngrams(text: list[int], N: int, first: int = 0) -> list[tuple[int, ...]]:
-    """Return the n-grams of a text that begin at token number `first` or later."""
+    """Return the n-grams of a text that begin at token number `first` or later.
+
+    text      tokens
+    N         tokens of an n-gram
+    first     a number of a token, counted from 0. A negative one stands for 0
+    returns   the n-grams in the order of the text
+    """
     return [tuple(text[i:i + N]) for i in range(max(first, 0), len(text) - N + 1)]
 
 
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 
-    levels        the tokens of each level, the top level first. An empty list adds nothing
-    ids, parents  the tree's tokens and parents, changed in place
-    returns       the nodes of the last level, whose argmaxes are the window's new level
+    levels    the tokens of each level, level 0 first. An empty list adds nothing
+    ids       the tree's tokens, changed in place
+    parents   the tree's parents, changed in place
+    returns   the nodes of the last level. The argmaxes after these nodes are the window's new level
 
-    The root stands for the first token of the first level. The other tokens of the first level are
-    a chain below the root. Every token of a later level hangs below the token that stands in its
-    column one level up.
+    The root stands for the first token of level 0, so `levels[0][0]` is not read. The other tokens
+    of level 0 are a chain below the root. Every token of a later level hangs below the token that
+    stands in the same column one level up.
     """
     if not levels:
         return []
@@ -151,13 +187,15 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
                 N: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
     """Move the lookahead window by one position after a call.
 
-    levels   the tokens of each level in this call
-    root     the root of this call, which stood for the first token of the first level
-    new      the argmaxes after the last level's tokens
-    N        tokens of an n-gram. The grown window has N - 1 levels
-    returns  the levels of the next call, and the n-grams that this call completed
+    levels    the tokens of each level in this call. Level 0 comes first
+    root      the root of this call. It stood for the first token of level 0
+    new       the argmaxes after the last level's tokens
+    N         tokens of an n-gram. A window that has grown to its size has N - 1 levels
+    returns   the levels of the next call, and the n-grams that this call completed
+
+    A window that still grows completes no n-gram. It gets one level more and has one column less.
     """
-    if len(levels) < N - 1:  # still growing: one level more, one column less
+    if len(levels) < N - 1:
         levels = [level[1:] for level in levels]
         return [*levels, new[1:]], []
     first = [root, *levels[0][1:]]
@@ -181,37 +219,39 @@ def check_lookahead(W: int, N: int, G: int, prompt_ngrams: bool) -> None:
 def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G: int = 15,
               prompt_ngrams: bool = True, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
-    """Run W columns of Jacobi iteration and verify up to G n-grams of their past, all in one call.
-    Fu et al., Sections 3.1 to 3.3.
+    """Run W columns of Jacobi iteration, and verify up to G n-grams that earlier calls have found.
+    Both happen in one call. Fu et al., Sections 3.1 to 3.3.
 
-    W: columns of the lookahead branch, or 0 for none
-    N: tokens of an n-gram, 2 or more. The window has N - 1 levels, and a guess N - 1 tokens
-    G: n-grams verified a call, at most, and kept for each first token
+    W: columns of the window, or 0 for no window
+    N: tokens of an n-gram, 2 or more. The window has N - 1 levels, and a guess has N - 1 tokens
+    G: how many n-grams are kept for each first token. All n-grams of the root are verified
     prompt_ngrams: the n-grams of the prompt and of the text as it grows enter the pool too
 
     Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows", "ngrams"} a call. These are
-    the tokens verified, those of them that became final, the rows of the call, and the n-grams that
-    it found.
+    the numbers of guesses, of accepted guesses and of rows, and a list of n-grams. The call has put
+    these n-grams into the pool.
     """
     check_lookahead(W, N, G, prompt_ngrams)
     target.start(prompt[:-1])
     root = prompt[-1]
     text = list(prompt)
     pool = {}
-    # levels[l][i] guesses the token at position i + l after the root. After a call that accepts
-    # guesses that is only roughly so, for the window always moves by one position
+    # levels[l][i] guesses the token i + l positions after the root. The window always moves by one
+    # position. So its positions are only roughly right once a call has accepted a guess.
     levels = []
     if W > 0:
-        # The window starts as one level of random tokens, wide enough to lose a column N - 2 times
+        # The window starts as one level of W + N - 2 tokens, the root and random ones. It loses a
+        # column each time that it gets a level, which happens N - 2 times.
         levels = [[root, *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
     if prompt_ngrams:
         for ngram in list_ngrams(text, N):
             remember(pool, ngram, G)
     while True:
-        # Verification branch (Section 3.2): the root's n-grams as a trie, node 0 the root
+        # Verification branch (Section 3.2): the n-grams that begin with the root make a trie
         ids, parents, _ = trie(root, pool.get(root, ()))
         size = len(ids)
-        # Lookahead branch (Section 3.1): the window, whose nodes are never merged with the trie's
+        # Lookahead branch (Section 3.1): the window hangs below the root too. Its nodes are not
+        # merged with those of the trie, since the walk goes over the trie alone.
         last_level = add_window(levels, ids, parents)
         # Section 3.3: both branches in one call
         logits = target.forward(ids, parents)  # [nodes, V]
@@ -222,7 +262,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
             levels, found = move_window(levels, root, greedy(logits[last_level]), N)
         root = chunk[-1]
         text += chunk
-        if prompt_ngrams:  # the n-grams of the text that end in the chunk
+        if prompt_ngrams:  # add the n-grams of the text that end in the chunk
             found += list_ngrams(text, N, len(text) - len(chunk) - N + 1)
         for ngram in found:
             remember(pool, ngram, G)
@@ -235,7 +275,10 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    """Describe what the calls of a run did, in one line."""
+    """Return a line that says what the calls of a run did.
+
+    run   a run of the command line
+    """
     if run.method is jacobi:
         calls = [len(block["states"]) - 1 for block in run.log]
         return f"{len(calls)} blocks, {sum(calls) / len(calls):.2f} calls for each"

@@ -106,13 +106,14 @@ class PhrasePool:
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 
-    levels        the tokens of each level, the top level first. An empty list adds nothing
-    ids, parents  the tree's tokens and parents, changed in place
-    returns       the nodes of the last level, whose argmaxes are the window's new level
+    levels    the tokens of each level, level 0 first. An empty list adds nothing
+    ids       the tree's tokens, changed in place
+    parents   the tree's parents, changed in place
+    returns   the nodes of the last level. The argmaxes after these nodes are the window's new level
 
-    The root stands for the first token of the first level. The other tokens of the first level are
-    a chain below the root. Every token of a later level hangs below the token that stands in its
-    column one level up.
+    The root stands for the first token of level 0, so `levels[0][0]` is not read. The other tokens
+    of level 0 are a chain below the root. Every token of a later level hangs below the token that
+    stands in the same column one level up.
     """
     if not levels:
         return []
@@ -135,13 +136,15 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
                 N: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
     """Move the lookahead window by one position after a call.
 
-    levels   the tokens of each level in this call
-    root     the root of this call, which stood for the first token of the first level
-    new      the argmaxes after the last level's tokens
-    N        tokens of an n-gram. The grown window has N - 1 levels
-    returns  the levels of the next call, and the n-grams that this call completed
+    levels    the tokens of each level in this call. Level 0 comes first
+    root      the root of this call. It stood for the first token of level 0
+    new       the argmaxes after the last level's tokens
+    N         tokens of an n-gram. A window that has grown to its size has N - 1 levels
+    returns   the levels of the next call, and the n-grams that this call completed
+
+    A window that still grows completes no n-gram. It gets one level more and has one column less.
     """
-    if len(levels) < N - 1:  # still growing: one level more, one column less
+    if len(levels) < N - 1:
         levels = [level[1:] for level in levels]
         return [*levels, new[1:]], []
     first = [root, *levels[0][1:]]
