@@ -495,6 +495,8 @@ MUTANTS = {
         ("Draft(model, inputs, begin, mlp, seed)", "Draft(model, inputs, begin, mlp)",
          "the layer begins alike with each seed"),
         ("mlp=header.get(\"mlp\", 0))", "mlp=0)", "a file's width is forgotten"),
+        ("if begin == \"last\":", "if begin:",
+         "the layer always begins as the last one"),
     ],
     "survey/layers.py": [
         ("(i + 1) % step > 0]", "i % step > 0]", "experts at the wrong layers"),
@@ -1177,7 +1179,8 @@ GUARDS = {
     "survey/cascade.py": ["tests/test_lossless.py -k cascade"],
     "survey/draft_verify.py": ["tests/test_lossless.py -k draft_verify"],
     "survey/eagle.py": ["tests/test_lossless.py -k eagle", "tests/test_training.py -k eagle",
-                        "tests/test_broken_drafts.py -k layer", "tests/test_cli.py -k eagle"],
+                        "tests/test_broken_drafts.py -k layer", "tests/test_cli.py -k eagle",
+                        "tests/test_layers.py -k draft_layer"],
     "survey/layerskip.py": ["tests/test_lossless.py -k layerskip or early_exit",
                             "tests/test_training.py -k layerskip"],
     "survey/lossy.py": ["tests/test_lossless.py -k bild or specdec"],

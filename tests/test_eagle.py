@@ -280,13 +280,16 @@ def test_the_cross_entropy_is_of_sampled_rows(monkeypatch):
 
 
 def test_noise_on_input_features_alone(monkeypatch):
-    """Uniform, at most 0.1."""
-    model, seen = llama(), []
-    draft, texts, rows = Draft(model), [*compute_features(model, DATA[:1])], Draft.join
-    monkeypatch.setattr(Draft, "join", lambda self, x: seen.append(x.features) or rows(self, x))
-    eagle_loss(draft, same_logits, texts, torch.Generator())
-    noise = seen[0][0] - texts[0][1][:-2]
+    """Uniform, at most 0.1. The features that are learnt have none."""
+    draft, [text], read, learnt = Draft(llama()), compute_features(llama(), DATA[:1]), [], []
+    join, loss = Draft.join, torch.nn.functional.smooth_l1_loss
+    monkeypatch.setattr(Draft, "join", lambda self, x: read.append(x.features) or join(self, x))
+    monkeypatch.setattr(torch.nn.functional, "smooth_l1_loss", lambda guessed, features:
+                        learnt.append(features) or loss(guessed, features))
+    eagle_loss(draft, same_logits, [text], torch.Generator())
+    noise = read[0][0] - text[1][:-2]
     assert 0.095 < noise.max() <= 0.1 and -0.1 <= noise.min() < -0.095 and abs(noise.mean()) < 0.02
+    assert torch.equal(learnt[0], text[1][1:-1].float())
 
 
 @pytest.mark.parametrize("inputs, vocab", [("shifted", range(11)),
