@@ -1,9 +1,11 @@
 """EAGLE guesses the target's next features with one decoder layer, and tokens from these features.
 
-Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv 2401.15077
---dynamic: "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", arXiv 2406.16858
-train --vocab: Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
-Frequency-Ranked Speculative Sampling", arXiv 2502.14856
+    eagle             Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature
+                      Uncertainty", arXiv 2401.15077
+    eagle --dynamic   Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft
+                      Trees", arXiv 2406.16858
+    train --vocab     Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
+                      Frequency-Ranked Speculative Sampling", arXiv 2502.14856
 
     python -m survey.eagle train --prompts FILE --out my.safetensors
     python -m survey.eagle --adapter my.safetensors --prompt "..."
@@ -36,6 +38,8 @@ Departures (paper / here / why):
         the static tree of the same size / a small tree cannot use more guesses. Up to about 8 nodes
         that is one node a level, a chain whose siblings compete, and no beam search
     size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ
+    depth of a tree: fixed, 6 levels in EAGLE-2 / up to 8 levels / the planned tree has the depth
+        that pays
     layer: Llama's, in the released code without its input norm / of the target's class, with its
         input norm / any family can be the target
     data: a fixed set of dialogues / the target's own greedy answers / the draft guesses those
@@ -47,10 +51,12 @@ Departures (paper / here / why):
         length / that is the paper's number
     cross-entropy: over all rows / over a sample of 512 rows of a step / a large vocabulary's logits
         for all rows do not fit in memory
-    --vocab: FR-Spec drops tokens after training / the layer is trained with the few that it can
-        guess / training then sees what decoding will use
+    --vocab: FR-Spec counts tokens in a large corpus, and drops the others after training / counts
+        them in prompts and answers, and trains the layer with the few tokens / training then sees
+        what decoding will use
     --begin last: the layer begins at random / it can begin as the target's last layer / it learns
         faster
+
 Left out: training on the draft's own outputs and features of several layers, which are EAGLE-3.
 """
 import copy
@@ -102,6 +108,7 @@ class Pairs(NamedTuple):
 def make_layer(model, mlp: int) -> tuple:
     """Make a random layer of the kind of the model's last one, for the draft to train.
 
+    model    the target
     mlp      the width of the layer's MLP. 0: as wide as the model's
     returns  a model of the random layer in float32, and a model of the last layer itself. Both have
              8 tokens, since the draft puts in the target's embeddings and LM head.
@@ -142,11 +149,11 @@ class Draft(torch.nn.Module):
     inputs   what a row reads: shifted, unshifted, feature or token (see `train`)
     begin    how the layer begins: random, or last (as the target's last layer)
     mlp      the width of the layer's MLP. 0: as wide as the target's
-    seed     of the random weights
+    seed     a seed for the random weights
 
-    accept   accept[n][r], how often the guess of rank r is right on held-out answers where the last
-             n features are guessed
-    vocab    the tokens [V'] that the rows of the LM head stand for: all, or those of `keep`
+    accept   accept[n][r], how often the guess of rank r is right on held-out answers. The last n
+             features are guessed there.
+    vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
 
     def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
@@ -172,7 +179,9 @@ class Draft(torch.nn.Module):
         if begin == "last":
             copy_layer(last, lm)
         for name, part in list(lm.get_decoder().named_children()):
-            if "Norm" in type(part).__name__:  # the final one: a feature is what comes after it
+            # The decoder's own norm is the final one. A feature is what comes after that norm, so
+            # the draft makes features without it.
+            if "Norm" in type(part).__name__:
                 setattr(lm.get_decoder(), name, torch.nn.Identity())
         model.requires_grad_(False)
         self.lm = lm
@@ -185,7 +194,10 @@ class Draft(torch.nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def keep(self, vocab: list[int]) -> None:
-        """Guess the tokens of `vocab` alone, through their rows of the LM head."""
+        """Guess the tokens of `vocab` alone, through their rows of the LM head.
+
+        vocab   the tokens; the new LM head has its rows in this order
+        """
         self.vocab = self.vocab[vocab]
         self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
@@ -209,9 +221,11 @@ def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text],
                rng: torch.Generator) -> torch.Tensor:
     """Compute the loss of Section 3.2 in nats, the mean over rows that guess a token of an answer.
 
-    to_logits  turns the LM head's output into logits: parts.logits_of
-    batch      texts with their features
-    rng        draws the noise, and the rows that the cross-entropy reads
+    draft       the draft
+    to_logits   a function that scales or caps the LM head's output where the target does so, as
+                `logits_of` of survey/parts.py finds out
+    batch       texts with their features
+    rng         draws the noise, and the rows that the cross-entropy reads
     """
     head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
@@ -224,7 +238,8 @@ def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text],
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns.to(device)].float()  # [N, f]
     features = f[:, 1:-1][learns].to(device).float()
-    # The cross-entropy is of the target's distribution p and the draft's q, on a sample of rows.
+    # The cross-entropy is of the target's distribution p and the draft's q, on a sample of rows. p
+    # and q hold the logits, and each turns into a distribution below.
     few = torch.randperm(len(features), generator=rng)[:SAMPLED].to(device)
     p, q = (to_logits(head(x[few].to(head.weight.dtype)).float())
             for x in (features, guessed))  # [n, V']
@@ -285,24 +300,38 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     A node has a chance, a product along its path. Its factors are the measured acceptance or, where
     the tree is dynamic, the draft's own probabilities (EAGLE-2, Section 4).
 
+    Let levels be [1, 2], and let every node have two guesses. The draft's row of a node reads the
+    node's own token, and the feature that the row of its parent made. In the header's letters:
+
+        node           row of the draft                  reads       makes   guesses
+        0, the root    the last of the context, or -1    t_4, f_3    f̂_4     nodes 1 and 2, its t̂_5
+        1, below 0     0, below row -1                   t̂_5, f̂_4    f̂_5     nodes 3 and 4, its t̂_6
+        2, below 0     1, below row -1                   t̂_5, f̂_4    f̂_5     nodes 5 and 6, its t̂_6
+        3, 4, 5, 6     none, since they get no children
+
+    Nodes 1 and 2 hold different tokens t̂_5. So they make different features f̂_5.
+
+    draft     the draft
     lm        the draft's layer with its cache
     unfed     pairs of the tokens that became final since the last tree
     root      the token of node 0
     n         how many nodes are kept, the root among them
-    levels    how many nodes of each level get children, the likeliest ones
+    levels    for each level how many of its nodes get children, the likeliest ones
     dynamic   whether chances are the draft's own
     returns   ids and parents of the nodes
     """
-    ids, parents, chances = [root], [-1], [1.0]
+    ids, parents, chances = [root], [-1], [1.0]  # of each node, with many more nodes than are kept
 
     def add_children(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
-        """Add the likeliest children of some nodes, and return the children's numbers.
+        """Append the likeliest children of some nodes to ids, parents and chances.
 
-        logits   [nodes, V'], the draft's guesses after each node
-        accept   the measured acceptance of a child, by its rank
+        nodes     the nodes that get children
+        logits    [nodes, V'], the draft's guesses after each of these nodes
+        accept    the measured acceptance of a child, by its rank
+        returns   the numbers of the children, which are nodes now
         """
         first = len(ids)
-        probs = logits.float().softmax(-1).nan_to_num(0.0)  # of a draft that overflows
+        probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
         draft_probs, tokens = probs.topk(len(accept))  # [nodes, ranks]
         factors = draft_probs.tolist() if dynamic else [accept] * len(nodes)
         for node, children, factor in zip(nodes, draft.vocab[tokens].tolist(), factors):
@@ -311,28 +340,32 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
             chances.extend(chances[node] * p for p in factor)
         return range(first, len(ids))
 
-    # The pass over the last chunk's pairs also guesses the root's children.
+    # The last pair that is fed is the root's: its token is the root. So this pass makes the root's
+    # feature and guesses the root's children.
     leaves = add_children([0], feed(draft, lm, unfed), draft.accept[0])
-    row_of = {0: -1}  # of a node in the draft's pending tree; the root's is the end of its context
-    feature_of = {0: lm.features[-1]}  # what that row guessed
+    row_of = {0: -1}  # the row of a node in the draft's pending tree. -1: the end of the context
+    feature_of = {0: lm.features[-1]}  # the feature that the row of a node made
     for expanded, accept in zip(levels[1:], draft.accept[1:]):
-        # EAGLE-2's expansion: the likeliest leaves get children. The row of a leaf reads the leaf's
-        # token and the feature that its parent's row guessed.
+        # EAGLE-2's expansion: the likeliest nodes of the newest level get children.
         nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
+        # The row of a node reads its token, and what the row of its parent made.
         above = [parents[x] for x in nodes]
-        row_of |= {x: len(lm.parents) + i for i, x in enumerate(nodes)}
-        inputs = draft.join(Pairs([ids[x] for x in above],
-                                  torch.stack([feature_of[x] for x in above]),
-                                  [ids[x] for x in nodes]))
-        logits = lm.forward(inputs, [row_of[x] for x in above])
+        pairs = Pairs([ids[x] for x in above],
+                      torch.stack([feature_of[x] for x in above]),
+                      [ids[x] for x in nodes])
+        # The row hangs below the row of the parent, so that it sees the rows of its path alone.
+        rows_above = [row_of[x] for x in above]
+        first = len(lm.parents)  # the number that the first of the new rows gets
+        logits = lm.forward(draft.join(pairs), rows_above)
+        row_of |= zip(nodes, range(first, len(lm.parents)))
         feature_of |= zip(nodes, lm.features)
         leaves = add_children(nodes, logits, accept)
     lm.truncate(lm.length)  # rows that read guessed features never join the context
-    # EAGLE-2 reranks all nodes here. A child's chance is at most its parent's and `sorted` is
-    # stable, so a parent comes before its children: the first n nodes are a tree.
+    # EAGLE-2 reranks all nodes here, and the n likeliest stay. They are a tree: a child's chance is
+    # at most its parent's, and `sorted` is stable, so a parent comes before its children.
     kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
-    place = {x: i for i, x in enumerate(kept)}
-    return [ids[x] for x in kept], [-1, *(place[parents[x]] for x in kept[1:])]
+    new_number = {old: new for new, old in enumerate(kept)}
+    return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
 def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
@@ -342,10 +375,11 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
 
     trained   a draft to use in place of a file's
 
-    nodes:   how many nodes a tree has with its root, up to 64; 0 takes as many as pay here
+    nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
+             machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
              right most often
-    adapter: file of a draft layer, made by `python -m survey.eagle train`
+    adapter: file of a draft layer, made by `python -m survey.eagle train`.
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     if not 0 <= nodes <= MOST:
@@ -357,8 +391,8 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     target.start(prompt[:-1])
     lm.start([])
     root = prompt[-1]
-    # Each final token but the root has a feature, and a token after it. The last pair waits: its
-    # pass also gives the logits of the first tree.
+    # Each token of the prompt but the root has a feature, and a token after it. The pair with the
+    # root waits for the first tree, since its pass also guesses the root's children.
     pairs = Pairs(prompt[:-1], target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
@@ -366,12 +400,15 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     while True:
         if nodes == 0:  # the clock chooses, and may choose anew as the context grows
             n, levels = fastest(target, draft, lambda: plan_trees(draft, lm, target))
+        # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
+        # the call has the root alone, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
         if levels and unfed:
             ids, parents = grow(draft, lm, unfed, root, n, levels, dynamic)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-        # The target's features of the accepted nodes replace the draft's guesses of them.
+        # The draft learns what the target made of the accepted nodes: a true feature for each, and
+        # the token chosen after it. These replace the features that the draft guessed.
         unfed.append(Pairs([ids[x] for x in path], target.features[path], chunk))
         root = chunk[-1]
         target.commit(path)
@@ -385,6 +422,7 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
 def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Text]:
     """Run the target over texts, and return them with its features.
 
+    model    the target
     data     pairs of a prompt and its answer
     returns  for each pair its ids [T], features [T, f] in bfloat16 on the CPU, and the length of
              the prompt
@@ -401,6 +439,7 @@ def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Tex
 def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
     """Measure how often guesses are right where the draft reads guessed features (the paper's n-α).
 
+    draft     the draft
     held_out  texts with their features
     returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
               are guessed, and all tokens before it are the text's
@@ -447,18 +486,24 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     AdamW's learning rate is a cosine, and each value of a gradient is cut to ± 0.5 as in the
     released code.
 
+    model     the target
+    draft     the draft
     data      pairs to learn from
     held_out  pairs to measure by
+    steps     how many steps are trained
     batch     how many answers a step learns from
     lr        where the cosine begins
-    work      folder of checkpoints. None: there are none
+    seed      chooses the answers, the noise and the sampled rows
+    work      folder of checkpoints, or None to keep none.
     returns   {step: {"accept": ...}}, the table Draft.accept on `held_out`
     """
     from models.training import Training, digest, sample_alike
     to_logits = logits_of(model)
     train_texts, held_texts = compute_features(model, data), compute_features(model, held_out)
     if draft.begin == "random" and draft.inputs in ("shifted", "unshifted"):
-        ids, features, _ = train_texts[0]  # at first both inputs weigh the same
+        # Embeddings and features differ in size. The weights of the embeddings are scaled so that
+        # at first both weigh the same.
+        ids, features, _ = train_texts[0]
         e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
         draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
 
@@ -488,12 +533,14 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     out:     the safetensors file to make
     work:    folder of answers and checkpoints, OUT.work by default
-    inputs:  what a row reads, as in the paper's ablation: shifted (a feature and the token after
-             it), unshifted (a feature and its own token), feature (no token) or token (no feature)
+    inputs:  what a row reads, as in the paper's ablation. This is shifted (a feature and the token
+             after it), unshifted (a feature and its own token), feature (no token), or token (no
+             feature)
     begin:   how the layer begins, at random as in the paper, or as the target's last layer. That
              learns faster only where the layer adds no more than about a feature's size
     mlp:     width of the layer's MLP, with 0 for the target's
-    vocab:   how many tokens it can guess, the most frequent of prompts and answers; 0 is all
+    vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
+             for all
     max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
     lr:      where the cosine of the learning rate begins
@@ -517,7 +564,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: Draft, model) -> None:
-    """Write a draft to a file, with the model that it is for."""
+    """Write a draft to a file, with the fingerprint of the model that it is for.
+
+    path    the safetensors file to make
+    draft   the draft
+    model   the target
+    """
     header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
     if len(draft.vocab) < len(model.get_output_embeddings().weight):
         header["vocab"] = draft.vocab.tolist()
@@ -525,7 +577,12 @@ def save_draft(path: Path, draft: Draft, model) -> None:
 
 
 def load_draft(path: str | Path, model) -> Draft:
-    """Read a draft from a file. Raise InputError where it is another model's."""
+    """Read a draft from a file.
+
+    path      the safetensors file
+    model     the target
+    returns   the draft. InputError if the file is of another model
+    """
     header, tensors = load_part(path, "an EAGLE layer", model)
     draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0))
     fill(draft.trainable(), tensors, path)
@@ -540,7 +597,10 @@ def load_draft(path: str | Path, model) -> Draft:
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    """Return a line that says what a call of the target verified and accepted."""
+    """Return a line that says how many guesses a call of the target verified and accepted.
+
+    run   what was decoded; run.log holds the records that `eagle` logged
+    """
     guessed = sum(record["guessed"] for record in run.log) / len(run.log)
     accepted = sum(record["accepted"] for record in run.log) / len(run.log)
     return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"

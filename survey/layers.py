@@ -1,9 +1,18 @@
-"""Some layers of a model as a smaller model of their own, to be trained, saved and loaded.
+"""This file makes some layers of a model into a smaller model, to be trained, saved and loaded.
 
-What a layer is like (its window, rotary positions, experts) stands in the model's configuration, by
-the layer's number. The smaller model is made from a configuration that was renumbered, as it would
-be loaded from a file, and must then compute what the model itself computes when all its other
-layers pass their input on. Layers that no configuration of the family can describe are refused."""
+The model's configuration says by number what each layer is like: its window, its rotary positions,
+its experts. So layers that are taken out need a configuration with new numbers. Here layers 2 and 5
+of six are taken:
+
+    layer            0      1      2      3      4      5      ->    0      1
+    layer_types      slide  full   slide  full   slide  full   ->    slide  full
+    mlp_only_layers  [0, 5]                                    ->    [1]         layer 5 is now 1
+    first_k_dense…   3, which are layers 0, 1 and 2            ->    1           layer 2 is now 0
+
+The smaller model is made from this configuration, as it would be loaded from a file. It must then
+compute what the model itself computes when all its other layers pass their input on. Layers that no
+configuration of the family can describe are refused.
+"""
 import copy
 import json
 from contextlib import contextmanager
@@ -14,14 +23,19 @@ from survey.views import depth_of
 import torch
 from transformers import AutoModelForCausalLM
 
-# Settings that hold numbers of layers, and settings that count a model's first layers. Lists with
-# an entry for each layer need no names: their length tells.
-NUMBERS = ("mlp_only_layers", "moe_layers")
+# Three kinds of settings change with the layers. Lists with an entry for each layer, such as
+# layer_types, need no names here, since their length tells.
+NUMBERS = ("mlp_only_layers", "moe_layers")  # lists of the numbers of some layers
+# How many of a model's first layers are of one kind:
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 
 def list_layers(model) -> torch.nn.ModuleList:
-    """Return a model's decoder layers."""
+    """Find the list of a model's decoder layers.
+
+    model     any causal model
+    returns   the module that lists them. InputError if there is none of the model's depth
+    """
     for part in model.get_decoder().modules():
         if isinstance(part, torch.nn.ModuleList) and len(part) == depth_of(model):
             return part
@@ -29,17 +43,19 @@ def list_layers(model) -> torch.nn.ModuleList:
 
 
 def renumber(config, numbers: list[int]):
-    """Describe some layers of a model: copy its configuration and keep what it says of them.
+    """Copy a model's configuration, and keep in the copy what it says of some layers.
 
-    config   the model's configuration, whose text part may be nested
-    numbers  the layers, in ascending order
-    returns  the copy, as it would be read back from a file
+    config    the model's configuration, whose text part may be nested
+    numbers   the layers that are kept, in ascending order
+    returns   the copy, as it would be read back from a file
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     total = text.num_hidden_layers
     step = getattr(text, "decoder_sparse_step", None)
-    if step:  # Qwen's layers have experts at every step, unless they are listed as having none
+    if step:
+        # Qwen has experts in every step-th layer that is not listed as having none. The new numbers
+        # would break the step. So each layer without experts is listed, and the step becomes 1.
         text.mlp_only_layers = [i for i in range(total)
                                 if i in text.mlp_only_layers or (i + 1) % step > 0]
         text.decoder_sparse_step = 1
@@ -56,11 +72,18 @@ def renumber(config, numbers: list[int]):
 
 @torch.no_grad()
 def copy_weights(model, small, numbers: list[int]) -> None:
-    """Copy the layers of these numbers, and whatever else has the same name and shape."""
+    """Copy some layers of a model into a smaller one, and all else of the same name and shape.
+
+    model     the model that is copied from
+    small     the smaller model that is copied into
+    numbers   the layers of the model that the layers of the smaller one are
+    """
     layers, few = list_layers(model), list_layers(small)
     for layer, old in zip(few, numbers, strict=True):
         layer.load_state_dict(layers[old].state_dict())
     copied = {id(x) for x in few.state_dict(keep_vars=True).values()}
+    # Outside the layers names tell what belongs together. Two models of different classes, one with
+    # images and one without, have the same names only inside the decoder and inside the LM head.
     pairs = [(model.get_decoder(), small.get_decoder()),
              (model.get_output_embeddings(), small.get_output_embeddings())]
     if type(small) is type(model):
@@ -73,14 +96,25 @@ def copy_weights(model, small, numbers: list[int]) -> None:
 
 
 def pass_on(layer, args: tuple, kwargs: dict, output):
-    """Replace what a layer gives by what it was given: a forward hook."""
+    """Make a layer pass its input on, as its forward hook.
+
+    layer         the layer, which has computed for nothing
+    args, kwargs  what the layer was given: its input comes first, or by name
+    output        what the layer computed, the hidden state or a tuple that begins with it
+    returns       the same as `output`, with the layer's input for the hidden state
+    """
     hidden = args[0] if args else kwargs["hidden_states"]
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 @contextmanager
 def narrow_windows(config):
-    """Let layers with a sliding window see 3 tokens, so that few tokens show which have one."""
+    """Let layers with a sliding window see 3 tokens for a while.
+
+    A check runs few tokens. With a wide window they would not show which layers have one.
+
+    config   the model's configuration, which gets its window back at the end
+    """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     if window is not None:
@@ -94,10 +128,12 @@ def narrow_windows(config):
 
 @torch.inference_mode()
 def run_layers(model, numbers: list[int], inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Run a model with all layers but those of these numbers passing their input on.
+    """Run a model of which only some layers compute. All others pass their input on.
 
-    inputs   input embeddings [1, n, d]
-    returns  features [1, n, f] and logits [1, n, V], in float32
+    model     the model
+    numbers   the layers that compute
+    inputs    input embeddings [1, n, d]
+    returns   features [1, n, f] and logits [1, n, V], in float32
     """
     hooks = [layer.register_forward_hook(pass_on, with_kwargs=True)
              for i, layer in enumerate(list_layers(model)) if i not in numbers]
@@ -114,7 +150,12 @@ def run_layers(model, numbers: list[int], inputs: torch.Tensor) -> list[torch.Te
 
 
 def check_layers(model, small, numbers: list[int]) -> None:
-    """Raise an InputError unless the smaller model computes what these layers of the model do."""
+    """Raise an InputError unless a smaller model computes what some layers of a model do.
+
+    model     the model
+    small     the smaller model
+    numbers   the layers of the model that the layers of the smaller one are
+    """
     table = model.get_input_embeddings()
     first = len(table.weight) // 2  # the first tokens of a vocabulary are special ones
     ids = torch.arange(first, first + 12, device=table.weight.device) % len(table.weight)
@@ -123,7 +164,7 @@ def check_layers(model, small, numbers: list[int]) -> None:
     expected = run_layers(model, numbers, inputs)
     found = run_layers(small, list(range(len(numbers))), inputs)
     for x, y in zip(expected, found):
-        if x.shape != y.shape:  # logits of another vocabulary
+        if x.shape != y.shape:  # the smaller model has another vocabulary: features must do
             continue
         error = (y - x).abs().mean() / x.abs().mean()
         if not error < (1e-3 if model.dtype == torch.float32 else 0.02):
@@ -131,13 +172,20 @@ def check_layers(model, small, numbers: list[int]) -> None:
 
 
 def make_smaller(model, config, numbers: list[int], changes: dict):
-    """Make a smaller model from a configuration; the arguments are those of `take_layers`."""
+    """Make a smaller model from one configuration.
+
+    model     the model whose layers are taken
+    config    its configuration, or that of its text model
+    numbers   the layers, in ascending order
+    changes   other settings of the text model, by name
+    returns   the smaller model, which was checked
+    """
     config = renumber(config, numbers)
     text = config.get_text_config()
     for name, value in changes.items():
         setattr(text, name, value)
     attention = model.config.get_text_config()._attn_implementation
-    with torch.random.fork_rng():
+    with torch.random.fork_rng():  # random weights that are replaced must not cost random numbers
         small = AutoModelForCausalLM.from_config(config, dtype=model.dtype,
                                                  attn_implementation=attention)
     small = small.to(model.device).eval()
@@ -149,11 +197,12 @@ def make_smaller(model, config, numbers: list[int], changes: dict):
 def take_layers(model, numbers: list[int], **changes):
     """Make a smaller model of some layers of a model, in its type and on its device.
 
-    numbers  the layers, in ascending order
-    changes  other settings of the text model, such as a vocabulary of another size
-    returns  the smaller model; its LM head and embeddings are copies of the model's, where their
-             sizes are the same
-    raises   InputError where the family's configuration cannot describe these layers alone
+    model     the model whose layers are taken
+    numbers   the layers, in ascending order
+    changes   other settings of the text model, such as a vocabulary of another size
+    returns   the smaller model. Its LM head and embeddings are copies of the model's, if their
+              sizes are the same. InputError if the family's configuration cannot describe these
+              layers alone
     """
     text = model.config.get_text_config()
     # A model that reads images too has a text model inside. That is tried first, for it is smaller.

@@ -422,8 +422,8 @@ def collect_features(model, data: list[tuple[list[int], list[int]]], K: int):
     features, tokens = [], []
     for prompt, answer in tqdm(data, desc="features"):
         text = prompt + answer
-        # Head 1 guesses token t + 2. So t runs from `first`, where that is the answer's first token,
-        # to just before `end`, where that would lie beyond the answer.
+        # Head 1 guesses token t + 2. At `first` this is the answer's first token, and at `end` it
+        # would lie beyond the answer.
         first = max(0, len(prompt) - 2)
         end = len(text) - 2
         lm.start(text[:end])
