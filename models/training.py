@@ -234,8 +234,30 @@ def score_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]
              these N tokens
     """
     ids, learns = (x.to(model.device) for x in pad_pairs(pairs))
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    return logits[learns].float(), ids[:, 1:][learns]
+
+    def select_rows(head, inputs: tuple) -> tuple:
+        # The LM head reads the rows before answers' tokens only. A model has many more rows, of
+        # prompts and of padding, and their logits would take more memory than all else.
+        return (inputs[0][learns][None],)  # [1, N, d]
+    with model.get_output_embeddings().register_forward_pre_hook(select_rows):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # scaled or capped by itself
+    return logits[0].float(), ids[:, 1:][learns]
+
+
+@torch.inference_mode()
+def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let the model guess each token of answers from the true tokens before it.
+
+    Eight pairs are scored at once, since the logits of a hundred may not fit in memory.
+
+    returns  the model's likeliest tokens [N], and the N tokens of all answers
+    """
+    guesses, labels = [], []
+    for i in range(0, len(pairs), 8):
+        logits, tokens = score_answers(model, pairs[i:i + 8])
+        guesses.append(logits.argmax(-1))
+        labels.append(tokens)
+    return torch.cat(guesses), torch.cat(labels)
 
 
 def find_frequent(data: list[Pair], n: int) -> list[int]:

@@ -256,7 +256,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     lr:      the highest learning rate, after a warm-up
     """
     from models.training import (Training, collect_examples, count_tokens, digest, divergence,
-                                 require_training_options, sample_alike, score_answers, warm_linear)
+                                 guess_answers, require_training_options, sample_alike,
+                                 score_answers, warm_linear)
     require_training_options(lr, k=k, rank=rank, max_new_tokens=max_new_tokens, steps=steps,
                              batch=batch, anchors=anchors)
     work = work or Path(f"{out}.work")
@@ -284,8 +285,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
         all_right = measure_all_right(tuned, part["mask"].expand(k, -1), held_out)
-        logits, labels = score_answers(tuned, held_out)
-        kept = (logits.argmax(-1) == labels).float().mean().item()
+        guesses, labels = guess_answers(tuned, held_out)
+        kept = (guesses == labels).float().mean().item()
         shares = " ".join(f"{x:.3f}" for x in all_right)
         line = f"held-out tokens kept {kept:.3f}, guesses all right {shares}"
         return {"right": all_right, "kept": kept}, line

@@ -31,8 +31,9 @@ from typing import Iterator
 
 from common import (CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until,
                     vocab_size)
-from models.training import (Training, collect_examples, count_tokens, digest, require,
-                             require_training_options, sample_alike, score_answers, warm_linear)
+from models.training import (Training, collect_examples, count_tokens, digest, guess_answers,
+                             require, require_training_options, sample_alike, score_answers,
+                             warm_linear)
 from models.training import divergence as measure_divergence
 from speculative import report_acceptance, speculative
 from survey.parts import MODELS, draft_for, logits_of
@@ -246,8 +247,8 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     def evaluate() -> tuple[dict, str]:
         hits = []
         for draft_model in (first, second):
-            logits, labels = score_answers(draft_model, held_out)
-            hits.append(logits.argmax(-1) == labels)
+            guesses, labels = guess_answers(draft_model, held_out)
+            hits.append(guesses == labels)
         hits = torch.stack(hits)  # [2, N]
         shares = [*hits.float().mean(1).tolist(), hits.any(0).float().mean().item()]
         return {"right": shares}, "held-out right: {:.3f}, {:.3f}, either {:.3f}".format(*shares)

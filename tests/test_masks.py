@@ -14,7 +14,6 @@ from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from families import tiny
 from helpers import per_call, tokens_of
 from models import training
-from models.training import score_answers
 from survey import masks as module
 from survey.low_rank import add_low_rank
 from survey.masks import (list_plans, load_space, measure_all_right, pass_sampling, space, train,
@@ -155,14 +154,6 @@ def test_how_often_all_guesses_are_right_by_hand():
     assert sum(hits) > 0
     assert measure_all_right(model, masks, data) == pytest.approx([x / total for x in hits])
     assert measure_all_right(model, masks, []) == [0, 0]
-
-
-def test_answer_logits_are_those_of_each_answer_alone():
-    model = tiny("llama")
-    logits, labels = score_answers(model, DATA)
-    assert labels.tolist() == [x for _, answer in DATA for x in answer]
-    alone = [model(input_ids=torch.tensor([p + a])).logits[0, len(p) - 1:-1] for p, a in DATA]
-    torch.testing.assert_close(logits, torch.cat(alone), atol=1e-4, rtol=1e-4)
 
 
 class Tokenizer:

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import bita
 import cllm
 import train as recipe
 from common import CachedLM, InputError, autoregressive
-from families import deep, near, tiny
+from families import FAMILIES, SCALED, deep, near, tiny
 from helpers import interrupting, tokens_of
 from models import training
 from models.training import (Training, collect_answers, collect_examples, cosine, digest,
@@ -577,12 +577,41 @@ def test_the_most_frequent_tokens():
     assert sorted(find_frequent(data, 10)) == [1, 2, 3, 9]
 
 
-def test_the_scores_of_answers_predict_their_tokens_alone():
-    pairs = [([3, 4], [5, 6, 7]), ([9, 3, 30], [4])]
-    logits, tokens = score_answers(LLAMA, pairs)
-    assert tokens.tolist() == [5, 6, 7, 4]
-    expected = [LLAMA(torch.tensor([p + a])).logits[0, len(p) - 1:-1] for p, a in pairs]
-    torch.testing.assert_close(logits, torch.cat(expected))
+TEN = [([3, 4], [5, 6, 7]), ([9, 3, 30], [4])] * 5
+
+
+@pytest.mark.parametrize("name", [*SCALED, "llama", "gpt2"])
+def test_scores_of_answers_are_the_models_logits_and_its_head_reads_no_other_rows(name):
+    torch.manual_seed(0)
+    model, rows = AutoModelForCausalLM.from_config((SCALED | FAMILIES)[name]).eval(), []
+    with model.get_output_embeddings().register_forward_hook(
+            lambda head, inputs, output: rows.append(output.shape[:-1].numel())):
+        logits, tokens = score_answers(model, TEN)
+    assert rows == [20] and tokens.tolist() == [5, 6, 7, 4] * 5
+    expected = [model(torch.tensor([p + a])).logits[0, len(p) - 1:-1] for p, a in TEN]
+    torch.testing.assert_close(logits, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_guesses_are_made_eight_pairs_at_a_time(monkeypatch):
+    logits, expected = score_answers(LLAMA, TEN)
+    sizes = []
+    monkeypatch.setattr(training, "score_answers", lambda model, pairs: (
+        sizes.append(len(pairs)), score_answers(model, pairs))[1])
+    guesses, tokens = training.guess_answers(LLAMA, TEN)
+    assert sizes == [8, 2] and torch.equal(tokens, expected)
+    assert torch.equal(guesses, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("train, few", [(masks.tune, dict(k=1, rank=1)), (online.boost, {})])
+def test_no_training_scores_all_held_out_answers_at_once(train, few, monkeypatch, tmp_path):
+    """Logits of a hundred answers do not fit in memory where a vocabulary is large."""
+    sizes, pad, pairs = [], training.pad_pairs, [([n], [5, 6, 7]) for n in range(30)]
+    for module in training, online:
+        monkeypatch.setattr(module, "collect_examples", lambda *_, **__: (pairs, pairs))
+    monkeypatch.setattr(training, "pad_pairs", lambda pairs: sizes.append(len(pairs)) or pad(pairs))
+    monkeypatch.setattr(online, "draft_for", lambda *_: tiny("llama", seed=1))
+    train(tiny("llama"), WORDLESS, [], out=tmp_path / "out", work=tmp_path, steps=1, batch=4, **few)
+    assert max(sizes) == 8
 
 
 @pytest.mark.parametrize("kind, expected", [
