@@ -1,40 +1,49 @@
 """LayerSkip: a model drafts with its first layers and verifies with the others.
 
 Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding", arXiv
-2404.16710. There is no second model, and the two parts have one cache: no layer runs twice for a
-token.
+2404.16710. There is no second model, and no layer runs twice for a token.
 
     python -m survey.layerskip --prompt "..."
     python -m survey.layerskip tune --prompts FILE --out my.safetensors
     python -m survey.layerskip --tuning my.safetensors --prompt "..."
 
+The models that the authors released are tuned already, so they need no file. For one of 32 layers
+the authors exit after 8 layers and draft 6 tokens (not tried here):
+
+    python -m survey.layerskip --target facebook/layerskip-llama2-7B --tuning "" --E 8 --gamma 6
+
 A round with γ = 2, where ● is the row that one token has in the cache of some layers:
 
                            root    x̂_1     x̂_2
     early, layers 1 … E      ●       ●       ●     one token after another; the norm and the LM
-                             │ ↘     │ ↘     │     head after layer E give the next guess (↘)
+                             │ ↘     │ ↘     │     head after layer E give the next guess (↘);
                              │ x̂_1   │ x̂_2   │     the hidden states after layer E are kept (│)
     late, layers E + 1 … L   ●       ●       ●     all tokens at once, from these hidden states
                             p_1     p_2     p_3    the whole model's distributions judge the guesses
 
-A column is a row of the whole model's cache. If x̂_1 is accepted and x̂_2 is not, then the first two
-columns stay in all layers. The late layers go on where the early ones stopped. So p is the whole
-model's, and a round of γ guesses runs γ E + L layers one after the other, for up to γ + 1 tokens.
+The late layers go on where the early layers stopped, so p_i is the whole model's distribution. They
+run in one call, and so a round of γ guesses runs γ E + L layers one after the other, for up to
+γ + 1 tokens.
 
-Training makes early layers say more (Section 4.1): later layers are left out at random, and exits
-share the loss. Output is that of the TUNED model, exactly, by the rule of speculative sampling.
+The early and the late rows of a column are together one row of the whole model's cache. If x̂_1 is
+accepted and x̂_2 is not, then the first two columns stay, in all layers.
+
+Training teaches an exit after an early layer to guess what the last layer says (Section 4.1).
+Layers are left out at random, late layers more often than early ones, and several exits share the
+loss. The output is that of the TUNED model, exactly, by the rule of speculative sampling.
 
 Departures:
 - What is trained. Paper: all weights. Here: changes of low rank (low_rank.py), on the model's own
-  answers. Why: a tuning of minutes, in a small file.
-- Layer dropout. Paper: drawn for each sample. Here: for a batch. Why: the samples of a batch go
-  through a layer together. A layer that is left out is run all the same, so no time is saved.
-- Exits of a step. Paper: every R-th layer, in rotation, with R of 8 to 39. Here: every third, of a
-  random turn. Why: with 12 layers a larger R leaves no exit. A turn that is drawn does not depend
-  on the number of the step, so a stopped run goes on alike.
-- Highest rate of dropout, and scale of early losses. Paper: several, by the data. Here: 0.1 and 1,
-  which are the paper's for fine-tuning on code.
-
+  answers. Why: a tuning takes minutes, and its file is small.
+- Layer dropout. Paper: each sample of a batch draws the layers that it leaves out. Here: a batch
+  draws them once. Why: the samples of a batch go through a layer together. A layer that is left out
+  runs all the same, and its output is thrown away, so no time is saved.
+- Exits of a step. Paper: every R-th layer, with R of 8 to 39, and steps take turns at which layer
+  is the first. Here: every third layer, and the first is drawn. Why: with R of 8 or more, 12 layers
+  would have one or two early exits in a step, or none. A first layer that is drawn does not depend
+  on the number of the step, so a stopped run goes on as if it had not stopped.
+- Highest rate of dropout, and scale of early losses. Paper: several, by the data. Here: 0.1 and 1.
+  Why: these are the paper's for fine-tuning on code.
 Left out: the curriculum that raises dropout in the course of pretraining.
 """
 import copy
@@ -55,49 +64,55 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 TUNED = f"{MODELS}/layerskip.safetensors"
-R = 3  # every R-th layer has an exit in a training step
+R = 3  # in a training step every R-th layer has an exit
 
 
 # ---------------------------------------------------------------------------------- decoding
 
 def self_speculate(target: CachedLM, early: CachedLM, late: CachedLM, prompt: list[int],
                    gamma: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
-    """Draft with the early layers, and verify with the late ones. Section 4.3.
+    """Draft with the early layers, and verify with the late layers (Section 4.3).
 
-    target  whose calls those of the late layers count as
-    early   layers 1 … E with an exit; features are the hidden states after layer E
-    late    the other layers, which read these hidden states
+    target  the whole model. The calls of the late layers count as its calls; it does not run itself
+    early   layers 1 … E with an exit. Its features are the hidden states after layer E
+    late    layers E + 1 … L, which read these hidden states in place of tokens
+    prompt  the tokens of the prompt
+    gamma   how many tokens are drafted in a round
+    sample  draws the guesses and judges them
+    log     gets {"drafted", "accepted", "layers"} of each round. None: nothing is logged
     yields  chunks of 1 to gamma + 1 tokens
     """
     early.start(prompt[:-1])
     late.start([])
-    for i in range(0, len(prompt) - 1, WIDTHS[-1]):  # a long prompt comes in parts
+    # The late layers cache the context from its hidden states. A long prompt comes in parts.
+    for i in range(0, len(prompt) - 1, WIDTHS[-1]):
         part = early.features[i:i + WIDTHS[-1]]
         late.forward(part, keep=0, counts=False)
         late.commit(range(len(part)))
     root = prompt[-1]
     while True:
-        # Self-drafting (4.3.1): an exit after layer E
+        # Self-drafting (4.3.1): the early layers run once a token, and their exit guesses the next.
         guesses, draft_probs, hidden = [], [], []
         token = root
         for _ in range(gamma):
             logits = early.forward([token])  # [1, V]
-            hidden.append(early.features)  # [1, d]
+            hidden.append(early.features)  # [1, d], for the paper's exit query cache
             draft_probs.append(sample.probs(logits))
             [token] = sample.draw(draft_probs[-1])
             guesses.append(token)
-        early.forward([token], keep=0)  # the last guess needs a hidden state, but no guess after it
+        # The last guess needs a hidden state too, but the exit does not guess after it.
+        early.forward([token], keep=0)
         hidden.append(early.features)
-        # Self-verification (4.3.2): the other layers for all of these, at once
+        # Self-verification (4.3.2): the late layers run once, for the root and all guesses.
         logits = late.forward(torch.cat(hidden))  # [γ+1, V]
         target_probs = sample.probs(logits)
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
-        # One cache (4.3.3): the rows of the accepted tokens stay, in all layers
+        # Reusing the cache (4.3.3): the rows of the accepted tokens stay, in all layers.
         early.commit(range(1 + accepted))
         late.commit(range(1 + accepted))
         move_counts(late, target)
         if log is not None:
-            layers = gamma * depth_of(early.model) + depth_of(target.model)
+            layers = gamma * depth_of(early.model) + depth_of(target.model)  # γ E + L
             log.append({"drafted": gamma, "accepted": accepted, "layers": layers})
         yield guesses[:accepted] + [root]
 
@@ -105,16 +120,19 @@ def self_speculate(target: CachedLM, early: CachedLM, late: CachedLM, prompt: li
 def layerskip(target: CachedLM, prompt: list[int], *, E: int = 0, gamma: int = 4,
               tuning: str = TUNED, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
-    """Draft with the first layers of a model that was tuned for it, through the model's own norm
-    and LM head, and verify with the other layers. Section 4.3. Lossless for the TUNED model, whose
-    text this is.
+    """Draft with the first layers of a tuned model, and verify with its other layers (Section 4.3).
 
-    E:      layers of the draft; 0: as the file of the tuning says
-    gamma:  tokens drafted a round
-    tuning: file of low-rank changes, made by `python -m survey.layerskip tune`; empty: the model
-            as it is, and E is to be given
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round. The last
-    is how many layers ran one after the other.
+    The first layers guess through the model's own last norm and LM head. The output is that of the
+    TUNED model, exactly.
+
+    E:      how many layers draft. 0 takes the number that the file of the tuning says
+    gamma:  how many tokens are drafted in a round, 1 or more
+    tuning: the file of the low-rank changes, made by `python -m survey.layerskip tune`. If it is
+            empty, the target decodes as it is, and E must be given
+
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round.
+
+    In the log "layers" is how many layers ran one after the other.
     """
     if gamma < 1:
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
@@ -132,17 +150,22 @@ def layerskip(target: CachedLM, prompt: list[int], *, E: int = 0, gamma: int = 4
 # -------------------------------------------------------------------------------------- the loss
 
 def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> dict[int, torch.Tensor]:
-    """Run all layers over ids [B, T], where some hand on their input in place of their output.
+    """Run a model over texts, where some layers are left out at random (layer dropout, 4.1.1).
 
-    Section 4.1.1: layer l of 0 … L - 1 does so with the probability 0.1 (2^{l / (L - 1)} - 1).
+    Such a layer hands on its input in place of its output. Section 4.1.1 counts layers from 0, and
+    leaves layer l out with the probability 0.1 (2^{l / (L - 1)} - 1). So the first layer is never
+    left out, and the last one in a tenth of all steps.
 
-    returns  {l: [B, T, d], what layer l of 1 … L handed on}
+    ids      [B, T]
+    rng      draws the layers that are left out
+    returns  for each l of 1 … L what l layers handed on, [B, T, d]
     """
     _, decoder, layers, _ = open_model(model)
     L = depth_of(model)
     handed_on, hooks = {}, []
 
     def hand_on(l: int, left_out: bool, layer, inputs: tuple, output):
+        """Replace a layer's output by its input if it is left out, and note what it hands on."""
         in_tuple = isinstance(output, tuple)
         x = output[0] if in_tuple else output
         if left_out:
@@ -151,6 +174,7 @@ def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> dict[int, 
         if in_tuple:
             return (x, *output[1:])
         return x
+
     for l, layer in enumerate(decoder._modules[layers]):
         chance = 0.1 * (2 ** (l / max(1, L - 1)) - 1)
         left_out = rng.random() < chance
@@ -165,13 +189,15 @@ def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> dict[int, 
 
 def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[int]]],
                 rng: random.Random) -> torch.Tensor:
-    """Compute LayerSkip's loss of (prompt, answer) pairs, on the tokens of the answers.
+    """Compute LayerSkip's loss of pairs, on the tokens of the answers (early exit loss, 4.1.2).
 
-    Section 4.1.2: the mean cross-entropy (nats) of the exits after every third layer and after the
-    last one. The exit after layer l weighs 1 + … + (l - 1).
+    The loss is a weighted mean of the cross-entropy at several exits: after every R-th layer, and
+    after the last one.
 
     to_logits  turns the LM head's output into logits (parts.logits_of)
-    rng        draws the layers that are left out, and the turn of the exits
+    pairs      each a prompt and its answer
+    rng        draws the layers that are left out and the exits
+    returns    the loss, in nats
     """
     from models.training import pad_pairs
     _, decoder, _, norm = open_model(model)
@@ -182,9 +208,9 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
     ids, learns = ids.to(model.device), learns.to(model.device)
     labels = ids[:, 1:][learns]  # [tokens of answers]
     handed_on = run_with_dropout(model, ids[:, :-1], rng)
-    turn = rng.randrange(R)
-    exits = [l for l in range(1, L) if l % R == turn] + [L]
-    weights = [l * (l - 1) / 2 for l in exits]
+    first = rng.randrange(R)  # the paper goes through these numbers in turn
+    exits = [l for l in range(1, L) if l % R == first] + [L]
+    weights = [l * (l - 1) / 2 for l in exits]  # 1 + … + (l - 1): the paper's e(l - 1), scale 1
     loss = 0.0
     for l, weight in zip(exits, weights):
         hidden = last_norm(handed_on[l][learns])
@@ -199,8 +225,10 @@ def collect_states(model, data: list[tuple[list[int], list[int]]], layers: int) 
     """Collect the hidden states from which the tokens of answers are guessed.
 
     data     pairs of a prompt and its answer
-    layers   after how many layers. After all of them, the states are behind the last norm
-    returns  [tokens of answers, d], the state of the position before each, bfloat16 on the CPU
+    layers   how many layers the states come after. After all layers they also went through the
+             last norm
+    returns  [tokens of answers, d]: for each token the state of the position before it, in bfloat16
+             on the CPU
     """
     if layers < depth_of(model):
         model = view(model, 0, layers)
@@ -214,11 +242,12 @@ def collect_states(model, data: list[tuple[list[int], list[int]]], layers: int) 
 
 @torch.inference_mode()
 def measure_exit(model, data: list, layers: int, ranks: int = 1) -> float:
-    """Measure how often an exit through the model's last norm and LM head has the next token.
+    """Measure how often an exit, through the model's last norm and LM head, has the next token.
 
-    data    pairs of a prompt and its answer
-    layers  how many layers are before the exit
-    ranks   how many of the likeliest tokens may be the next one
+    data     pairs of a prompt and its answer
+    layers   how many layers stand before the exit
+    ranks    how many likeliest tokens count as guesses
+    returns  for which share of the tokens a guess is right
     """
     exit_model = model
     if layers < depth_of(model):
@@ -235,16 +264,18 @@ def measure_exit(model, data: list, layers: int, ranks: int = 1) -> float:
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 3,
          rank: int = 16, max_new_tokens: int = 200, steps: int = 150, batch: int = 16,
          lr: float = 5e-4, seed: int = 0) -> None:
-    """Train a model's layers for early exits, on the model's own answers to prompts. A stopped run
-    goes on.
+    """Train low-rank changes of a model's layers for early exits, on the model's own answers.
+
+    A stopped run goes on where it was.
 
     out:   the safetensors file to make
-    work:  folder of answers and checkpoints (default: OUT.work)
-    E:     layers of the draft
-    rank:  of the change of each matrix
-    max_new_tokens: of an answer
-    batch: answers a step
-    lr:    the highest rate, after a warm-up
+    work:  the folder of the answers and the checkpoints. The default is OUT.work
+    E:     how many layers are to draft, which the file keeps. Training itself does not use it, but
+           measures the exit after E layers on held-out answers
+    rank:  the rank of the change of each matrix
+    max_new_tokens: the most tokens of an answer
+    batch: how many answers a step has
+    lr:    the highest learning rate. It is reached after a twentieth of the steps, and falls to 0
     """
     from models.training import (Training, collect_examples, count_tokens, digest, require,
                                  require_training_options, sample_alike, warm_linear)
@@ -252,7 +283,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
     if work is None:
         work = Path(f"{out}.work")
-    split_layers(CachedLM(model), E)
+    split_layers(CachedLM(model), E)  # refuses a model that cannot be split
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     to_logits = logits_of(model)
     fingerprint = digest(model.state_dict()), data, held_out, batch
@@ -280,9 +311,10 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 def load_tuned(path: str | Path, model):
     """Load the changes of a tuning, and make a model that has them in its weights.
 
-    path     of the file; an empty one means no tuning
-    returns  the tuned model, a copy, and E. Without a tuning: the model itself, and 0. InputError
-             where the file was made for another model
+    path     the file that `tune` made. If it is empty, there is no tuning
+    model    the model that the tuning must be for. It stays as it is
+    returns  the tuned model, which is a copy, and E. Without a tuning they are the model itself
+             and 0. InputError if the file was made for another model
     """
     if not path:
         return model, 0
@@ -295,7 +327,7 @@ def load_tuned(path: str | Path, model):
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    """Say how many guesses were made and accepted, and how many layers ran for a token."""
+    """Say how many guesses a round had, how many were accepted, and how many layers ran a token."""
     drafted = sum(record["drafted"] for record in run.log)
     accepted = sum(record["accepted"] for record in run.log)
     layers = sum(record["layers"] for record in run.log)
