@@ -3,20 +3,32 @@
     python -m survey.hybrid fit        # measures the trust; hybrid.py decodes with it
 
 The last 8, 4, 2 and 1 tokens are looked up, each in the text itself, then in a datastore (rest.py).
-What followed them there is an entry. The longest entry comes first. Each entry takes a part of the
-belief that is left, its trust, and splits it among its followers by their shares. What it leaves
-goes to the next entry. After "… sat on the":
+An *entry* is one of these suffixes in one of these sources, with the tokens that followed it there
+and how often each did. The entry of the longest suffix comes first.
 
-    entry       followers             trust    takes           and gives
-    "on the"    mat 2, hat 1           .6      .6 of 1         mat .40, hat .20
-    "the"       mat 4, hat 2, cat 4    .5      .2 of the .4    mat .08, hat .04, cat .08
-                                               in all          mat .48, hat .24, cat .08
+At first a mass of 1 is left to be given to tokens. Each entry takes a share of the mass that is
+left, and this share is its *trust*. It splits what it takes among its followers, in proportion to
+their counts. What it did not take is left to the next entry. After "… sat on the":
 
-Trust depends on the source of an entry (the text or the datastore), on how often the entry was seen
-and on how many different tokens followed it. These are 2 x 5 x 3 numbers, fitted by EM. So the
-model is smoothed like that of Jelinek and Mercer, 1980, with weights by counts.
+    entry       followers             trust    takes              and gives
+    "on the"    mat 2, hat 1           .6      .6 of 1  = .6      mat .40, hat .20
+    "the"       mat 4, hat 2, cat 4    .5      .5 of .4 = .2      mat .08, hat .04, cat .08
+                                               all: .8            mat .48, hat .24, cat .08
 
-A place in the trust is a triple (source, often, variety), as `list_entries` makes it.
+The last .2 is given to no token.
+
+The trust of an entry depends on three things: on its source, on how often its suffix was seen, and
+on how many different tokens followed. Classes of these make 2 x 5 x 3 numbers, which are fitted by
+EM (`fit_trust`). So the model is smoothed like that of Jelinek and Mercer, 1980, with weights by
+counts.
+
+The *class* of an entry is a triple (source, often, variety) of indices into these numbers:
+
+    source     0 for the text, 1 for the datastore
+    often      0 for a suffix that was seen once, 1 for twice, 2 for up to 5 times, 3 for up to 15
+               times, 4 for more
+    variety    0 for one follower, 1 for several that are at most a third of the times seen, 2 for
+               more
 """
 from collections import Counter
 from itertools import product
@@ -28,16 +40,16 @@ import torch
 
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
 SOURCES = TEXT, STORE = (0, 1)
-SEEN = (1, 2, 5, 15)  # five classes: an entry was seen once, twice, up to 5 times, up to 15, more
-LEAST = 0.01  # a smaller rest of the belief is given to no token
+SEEN = (1, 2, 5, 15)  # the upper bounds of the first four values of `often`
+LEAST = 0.01  # where less mass than this is left, no further entry is asked
 
 
 class NGrams:
-    """Predict what follows a text, by what followed its last tokens earlier.
+    """Tell what follows a text, by what followed its last tokens before.
 
     text    the text so far, as rest.as_text writes it
     store   the datastore that is searched beside the text
-    trust   [source][often][variety]: which part of the belief that is left an entry takes
+    trust   the trust of each class of entries, [source][often][variety]
     """
 
     def __init__(self, text: str, store: Datastore, trust: list):
@@ -49,7 +61,10 @@ class NGrams:
         self.add(text)
 
     def add(self, text: str) -> None:
-        """Append tokens to the text."""
+        """Append tokens to the text.
+
+        text   the tokens, as rest.as_text writes them
+        """
         for token in text:
             for n in LENGTHS:
                 if n <= len(self.text):
@@ -59,7 +74,13 @@ class NGrams:
             self.text += token
 
     def count_followers(self, source: int, s: str) -> Counter:
-        """Count the tokens that followed a suffix s in a source, the TEXT or the STORE."""
+        """Count the tokens that followed a suffix in a source.
+
+        source   TEXT or STORE
+        s        the suffix
+        returns  {token: how often it followed}. Of many places the last MATCHES count in the text,
+                 and an even sample of them in the datastore
+        """
         if source == TEXT:
             return Counter(self.text_followers.get(s, ""))
         if s not in self.store_followers:
@@ -69,12 +90,12 @@ class NGrams:
         return self.store_followers[s]
 
     def list_entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
-        """Yield the entries for the text and a path of guesses below it.
+        """Yield the entries for the end of the text and of a path of guesses below it.
 
-        The longest entry comes first, and of two equally long ones the text's.
+        The entry of the longest suffix comes first, and of two with the same suffix the text's.
 
         path    the guesses, "" for none
-        yields  (place in the trust, Counter of the followers) for each entry that was seen
+        yields  for each entry its class, and the counts of its followers
         """
         end = self.text[-LENGTHS[0]:] + path
         found = {}
@@ -82,7 +103,7 @@ class NGrams:
             for n in reversed(LENGTHS):
                 counts = self.count_followers(source, end[-n:]) if n <= len(end) else None
                 if not counts:
-                    break  # a longer suffix was not seen either
+                    break  # no longer suffix was seen, because it would end in this one
                 found[n, source] = counts
         for n, source in product(LENGTHS, SOURCES):
             if (n, source) in found:
@@ -91,24 +112,33 @@ class NGrams:
                 yield (source, often, class_of_variety(counts)), counts
 
     def predict(self, path: str) -> dict[str, float]:
-        """Return {next token: its chance} after the text and a path. Their sum is below 1."""
+        """Tell with which chance each token comes next.
+
+        path     guesses below the text, "" for none
+        returns  {token: its chance} after the text and the path. The chances sum to 1 or less
+        """
         return mix_entries(self.list_entries(path), self.trust)
 
 
 def class_of_variety(counts: Counter) -> int:
-    """Return 0 for one follower, 1 for different ones that are at most a third of all, else 2."""
+    """Return the variety of an entry, as the file's header lists it.
+
+    counts   the counts of the followers
+    returns  0, 1 or 2
+    """
     if len(counts) == 1:
         return 0
     return 1 if 3 * len(counts) <= counts.total() else 2
 
 
 def mix_entries(entries: Iterable[tuple], trust: list) -> dict[str, float]:
-    """Mix entries into {next token: its chance}.
+    """Give the mass to tokens, entry by entry, as the table of the file's header shows it.
 
     entries   what `list_entries` yields
     trust     as for `NGrams`
+    returns   {next token: its chance}
     """
-    left = 1.0  # of the belief
+    left = 1.0  # the mass that no entry has taken so far
     chances = {}
     for (source, often, variety), counts in entries:
         mass = left * trust[source][often][variety]
@@ -124,11 +154,12 @@ def mix_entries(entries: Iterable[tuple], trust: list) -> dict[str, float]:
 # ------------------------------------------------------------------------------- how far to trust
 
 def split_chance(chain: list, trust: list) -> tuple[list[float], float]:
-    """Split the chance of a token into what each entry gave to it.
+    """Split the chance of one token into what each entry gave to it.
 
-    chain     for each entry, in order, its place in the trust and the token's share of followers
+    chain     for each entry, in order, its class and its share: the token's count over the counts
+              of all followers
     trust     as for `NGrams`
-    returns   the part of each entry, and the belief that is left in the end
+    returns   the part that each entry gave to the token, and the mass that is left in the end
     """
     left = 1.0
     parts = []
@@ -142,45 +173,65 @@ def split_chance(chain: list, trust: list) -> tuple[list[float], float]:
 def fit_trust(chains: list, rounds: int = 15) -> list:
     """Find the trust that makes tokens likeliest, by EM.
 
+    A token has a chain of entries 1, 2, …, n. Entry i has the trust t_i of its class. So it takes
+    t_i r_i, where r_i is the mass that is left, and it gives the share s_i of this to the token:
+
+        r_1 = 1,    r_{i+1} = (1 - t_i) r_i
+        part_i = r_i t_i s_i                       what entry i gives to the token
+        total  = Σ_i part_i + r_{n+1} · 1e-4       the chance of the token. From the mass that is
+                                                   left each token gets a little
+
+    E step. Given the token, these are the chances that it came from entry i, and that the mass it
+    came from got as far as entry i:
+
+        took_i    = part_i / total
+        reached_i = (total - part_1 - … - part_{i-1}) / total
+
+    M step. Sums over all entries of a class c, in all chains, give its new trust:
+
+        t_c = (1/2 + Σ took_i) / (1 + Σ reached_i)
+
+    The 1/2 and the 1 are an imagined token that reached the class and was taken with chance 1/2. A
+    class that never occurred would have 0 / 0 without them.
+
     chains    for each token a chain, as `split_chance` takes it
     rounds    steps of EM
-    returns   [source][often][variety], numbers from 0 to 0.99
+    returns   the trust [source][often][variety], numbers from 0 to 0.99
     """
     trust = torch.full((len(SOURCES), len(SEEN) + 1, 3), 0.5)
     for _ in range(rounds):
-        # Count how often the belief of a token reached an entry of each place, and how often the
-        # entry took it. Each place begins with one imagined token, half of which was taken. Without
-        # that token, a place that never occurred would have no trust at all.
+        # Both sums begin with the imagined token.
         reached = torch.ones_like(trust)
         took = reached / 2
         table = trust.tolist()
         for chain in chains:
-            # E step: which entry did this token come from? Any token can come from none of them.
+            # The E step asks which entry this token came from. It may have come from none.
             parts, left = split_chance(chain, table)
             total = sum(parts) + left * 1e-4
-            remaining = total  # the chance that no entry so far gave the token
-            for (place, _), part in zip(chain, parts):
-                reached[place] += remaining / total
-                took[place] += part / total
+            remaining = total  # what this entry and all after it gave
+            for (group, _), part in zip(chain, parts):
+                reached[group] += remaining / total
+                took[group] += part / total
                 remaining -= part
-        # M step. An entry that took everything would leave nothing to those after it.
+        # The M step. An entry with a trust of 1 would leave nothing to the entries after it.
         trust = (took / reached).clamp(max=0.99)
     return trust.tolist()
 
 
 def fit_weight(p: list[float], q: list[float]) -> float:
-    """Find the w for which the mixture w p + (1 - w) q makes tokens likeliest, by EM.
+    """Find the weight w for which the mixture w p + (1 - w) q makes tokens likeliest, by EM.
 
-    Tokens with no chance by either have no influence on it.
+    The E step finds with which chance each token came from p, w p / (w p + (1 - w) q). The M step
+    makes w the mean of these. A token to which both p and q give no chance does not count.
 
-    p         the chance of each token by a trained part
-    q         the chance of each token by n-grams
+    p         for each token the chance that a trained part gave it
+    q         for each token the chance that n-grams gave it
     returns   w
     """
     p, q = torch.tensor(p), torch.tensor(q)
     w = 0.5
     for _ in range(50):
-        total = w * p + (1 - w) * q + 1e-6
+        total = w * p + (1 - w) * q + 1e-6  # where both are 0, the token adds 0 and not 0 / 0
         by_part = (w * p / total).sum()
         by_ngrams = ((1 - w) * q / total).sum()
         w = (by_part / (by_part + by_ngrams + 1e-6)).item()
