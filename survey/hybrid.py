@@ -13,16 +13,24 @@ hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained gu
                            ╎                                    The price of a row is .10 here, so
                            ╎  there .06                         "there" is not grown.
 
-    on, the, mat, in, a: this is the order in which they are added. The call is expected to give
+    The nodes are added in the order on, the, mat, in, a. The call is expected to give
     1 + .71 + .52 + .30 + .12 + .11 = 2.76 tokens.
 
 The children of a node come from n-grams of the text and of a datastore (ngrams.py), looked up after
-the text and the node's path. At the root, where the n-grams are not sure, a trained guess is mixed
-in, w p_guess + (1 - w) p_ngram.
+the text and the node's path. At the root a trained part guesses as well, unless the n-grams give a
+token a chance of 1/2 or more. The chance of a child is then w p_guess + (1 - w) p_ngram.
 
 The tree grows best first. It ends where a node's chance is below the price of a row:
 
     price = seconds that one more row takes · final tokens a second, by the latest calls
+
+The price is a number of tokens: those that the seconds of a row would bring if they were spent on
+more calls. A row should bring as many itself, and it brings its node's chance.
+
+The price is that of a straight line. Measured costs rise in steps instead, so a second rule may cut
+the tree once more. It keeps the n best nodes for which this is largest:
+
+    worth(n) = Σ chances of the n best nodes - final tokens a second · seconds of a call of n rows
 
 So the number of rows to verify is chosen by chances and measured costs in each round. This is the
 small readable form of a rule that others found for batches of texts and for other guesses:
@@ -37,7 +45,8 @@ small readable form of a rule that others found for batches of texts and for oth
 
 Here the chances come from counts, there is one text, and guesses are nodes of a tree.
 
-Lossless, because the tree depends on final text, features and measured costs alone (`walk`).
+The output is lossless, because the tree depends on final text, features and measured costs alone
+(`walk`).
 """
 import heapq
 import sys
@@ -60,7 +69,7 @@ from tqdm import tqdm
 
 MOST = 64  # the most nodes of a tree
 LEAST = 0.01  # the least chance of a node
-RANKS = 10  # guesses that a trained part gives
+RANKS = 10  # how many guesses a trained part gives
 SURE = 0.5  # where n-grams give a token this chance or more, no trained part is asked
 RECENT = 64  # the latest calls, from which prices are estimated
 GUESSES = ("none", "medusa", "hydra", "eagle")
@@ -69,13 +78,13 @@ GUESSES = ("none", "medusa", "hydra", "eagle")
 # ------------------------------------------------------------------------------ a trained part
 
 class Trained:
-    """A trained part that guesses what comes after the text.
+    """Hold a trained part that guesses what comes after the text.
 
-    The part reads pairs of a token and the target's feature before it. Pairs wait until the part is
-    asked. A first head of Medusa or Hydra reads the last pair alone. EAGLE's layer reads all that
-    are waiting, because its cache has the earlier ones.
+    A pair is a token, and the target's feature of the token before it. The part reads pairs. They
+    wait until the part is asked. A first head of Medusa or Hydra reads the last pair alone. EAGLE's
+    layer reads all waiting pairs, because its cache has the earlier ones.
 
-    target   the model whose features it reads
+    target   the model whose features the part reads
     kind     medusa, hydra or eagle
     path     the file of the heads or of the layer
     """
@@ -94,18 +103,27 @@ class Trained:
             self.to_logits = target.once((self.part, "logits"), lambda: logits_of(model))
 
     def start(self, pairs: Pairs) -> None:
-        """Forget everything and begin with the pairs of a prompt."""
+        """Forget everything and begin a text.
+
+        pairs    the pairs of the prompt. A prompt of one token has none
+        """
         self.waiting = [pairs] if pairs.tokens else []
         if self.layer:
             self.layer.start([])
 
     def add(self, pairs: Pairs) -> None:
-        """Append the pairs of tokens that became final."""
+        """Append pairs.
+
+        pairs    the pairs of the tokens that became final, one or more
+        """
         self.waiting = [*self.waiting, pairs] if self.layer else [pairs]
 
     @torch.inference_mode()
     def predict(self) -> dict[str, float]:
-        """Return {next token: its chance} for the likeliest tokens, and {} where no pair waits."""
+        """Guess the next token.
+
+        returns  {next token: its chance} for the RANKS likeliest tokens. {} if no pair waits
+        """
         if not self.waiting:
             return {}
         before, features, tokens = zip(*self.waiting)
@@ -127,11 +145,14 @@ class Trained:
 # ---------------------------------------------------------------------------------- the tree
 
 def predict_children(ngrams: NGrams, path: str, ask: Callable | None, w: float) -> dict[str, float]:
-    """Return {token: its chance} for the children of a node, where the node itself is accepted.
+    """Tell with which chance each token follows a node, if the node itself is accepted.
 
-    path   the tokens from below the root down to the node, "" for the root
-    ask    ask() gives a trained part's {token: its chance} after the root. None: there is no part
-    w      the weight of the part's chances
+    ngrams   the n-gram model with the text so far
+    path     the tokens from below the root down to the node, "" for the root
+    ask      a function without arguments. It returns a trained part's {token: its chance} after
+             the root. None: there is no part
+    w        the weight of the part's chances
+    returns  {token: its chance}
     """
     chances = ngrams.predict(path)
     sure = max(chances.values(), default=0.0) >= SURE
@@ -148,11 +169,12 @@ def grow(ngrams: NGrams, ask: Callable[[], dict[str, float]] | None, w: float, m
     """Grow the tree of the likeliest nodes, best first.
 
     ngrams   the n-gram model with the text so far
-    ask      a trained part, as for `predict_children`
-    w        the weight of the part
+    ask      as for `predict_children`
+    w        the weight of the trained part's chances
     most     the most nodes, the root among them
     least    the least chance of a node
-    returns  ids, parents and chances of the nodes, the root first
+    returns  ids, parents and chances of the nodes, the root first. The chances never rise, so the
+             first n nodes are the best tree of n nodes
     """
     nodes, parents, chances = [], [], []  # nodes: the path of each
     heap = [(-1.0, 0, -1, "")]  # (minus the chance, number, parent, path)
@@ -179,33 +201,41 @@ def estimate_prices(costs: list[float], recent: Iterable[tuple]) -> tuple[float,
     row  = the slope of a line through the (rows, seconds) of calls
     rate = final tokens of all calls / their seconds
 
-    Calls of 1 and of 16 rows, as the clock measured them, count for the slope besides the latest
-    ones. Otherwise a text whose calls all have one row would give no slope. For the rate the call
-    of one row counts as autoregressive, with one token, and that of 16 rows does not count.
+    Two calls are added to the latest ones, with the seconds that the clock measured:
 
-    costs    [n]: seconds of a call of n rows, as the clock measured them
-    recent   (rows, seconds, final tokens) of the latest calls
+    - One of 1 row, which gave 1 token, as every call of autoregressive decoding does. Without it
+      the first round of a text would have no rate, since there are no latest calls yet.
+    - One of 16 rows, for the slope alone. A line needs calls of two widths. Without this call there
+      would be no slope in the first round, nor in a text whose calls all have one row. It gave no
+      tokens, so the rate leaves it out.
+
+    costs    costs[n]: the seconds of a call of n rows, as the clock measured them
+    recent   (rows, seconds, final tokens) of each of the latest calls
     returns  row, the seconds of one more row, and rate, the final tokens a second
     """
     one, sixteen = costs[1], costs[16]
     calls = [(1, one, 1), (16, sixteen, 0), *recent]
     rows, seconds, tokens = zip(*calls)
     slope = linear_regression(rows, seconds).slope
+    # A noisy clock can make the slope negative. More rows would then seem to save time.
     return max(0.0, slope), sum(tokens) / (sum(seconds) - sixteen)
 
 
 def choose_width(chances: list[float], costs: list[float], rate: float) -> int:
     """Choose how many of the best nodes to verify.
 
-    Costs rise in steps, so the last of these nodes may be one that pays for a step. The chosen n
-    has the largest worth:
+    The chosen n has the largest worth, the tokens that the call is expected to give beyond those
+    that the same time gives on average:
 
-    worth(n) = Σ chances of the first n nodes - rate · costs[n]
+        worth(n) = Σ chances of the first n nodes - rate · costs[n]
+
+    Costs rise in steps. So one more node can be worth less than nothing where it begins a step,
+    and the nodes after it can make up for this. Therefore all n are compared.
 
     chances  the chances of the nodes, the best first
-    costs    [n]: seconds of a call of n rows
-    rate     how many tokens a second is worth, the final tokens a second
-    returns  n
+    costs    costs[n]: the seconds of a call of n rows
+    rate     the final tokens a second, on average
+    returns  n, 1 or more
     """
     worth = [tokens - rate * cost for tokens, cost in zip(accumulate(chances), costs[1:])]
     return worth.index(max(worth)) + 1
@@ -216,7 +246,8 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Verify the likeliest continuations by n-grams and a trained guess, as many as pay.
 
-    guess:     what guesses the root's next token: none, medusa, hydra or eagle
+    guess:     the trained part that guesses the token after the root. It is medusa, hydra or
+               eagle, or none for n-grams alone
     nodes:     nodes of a tree, the root among them. With 0, as many as pay in each call
     adapter:   the file of the heads or the layer, by default models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
@@ -224,7 +255,8 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
 
     Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path"} a call.
 
-    "chances" are those of the guesses. "path" says which guesses, from 0, were accepted.
+    The log's "chances" are those of the guesses, in the order of the tree. Its "path" has the
+    numbers of the accepted guesses in this order, from 0.
     """
     if guess not in GUESSES:
         raise InputError(f"--guess must be {', '.join(GUESSES)}, got {guess}")
@@ -243,11 +275,12 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
     ngrams = NGrams(as_text(prompt), store, facts["trust"])
     recent = deque(maxlen=RECENT)  # calls
     while True:
-        # Grow the tree as far as a node's chance is worth a row. The costs of rows are measured
-        # again whenever the context has doubled.
+        # The costs of rows are measured again whenever the context has doubled. This is no part of
+        # the call, so `began` comes after it.
         power = max(target.length, 255).bit_length()
         costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
         began = time.perf_counter()
+        # Grow the tree as far as a node's chance is above the price of a row, then cut it.
         row, rate = estimate_prices(costs, recent)
         least = LEAST if nodes else max(LEAST, row * rate)
         ids, parents, chances = grow(ngrams, ask, facts["w"][guess], nodes or MOST, least)
@@ -273,7 +306,8 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
         datastore: str = DATASTORE, adapters: str = MODELS, max_new_tokens: int = 200) -> None:
     """Measure on a model's own answers how far to trust n-grams, and trained parts beside them.
 
-    The training of the parts should not have seen the prompts.
+    The result is the trust of each class of entries (ngrams.py), and for each trained part its
+    weight w. The parts should not have been trained on these prompts.
 
     out:       the JSON file to make
     work:      the folder of answers, by default OUT.work
@@ -284,8 +318,9 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     from models.training import collect_examples
     work = work or Path(f"{out}.work")
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=0), [])
-    # Leave these answers out of the datastore, which would know them all by heart. They are
-    # recognised by their first tokens.
+    # Leave these answers out of the datastore, which would know them all by heart. A text of the
+    # datastore begins with BEGIN tokens of a prompt. The tokens behind these tell whether it is one
+    # of the answers.
     few = min(32, max_new_tokens)
     begins = {as_text(answer[:few]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)
@@ -297,9 +332,10 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
         if path.exists():
             parts[kind] = Trained(lm, kind, str(path))
     tokens, entries, guessed = replay_answers(lm, data, store, parts)
+    # For each entry before a token: its class, and the token's share of the followers.
     chains = []
     for token, found in zip(tokens, entries):
-        chains.append([(place, counts[token] / counts.total()) for place, counts in found])
+        chains.append([(group, counts[token] / counts.total()) for group, counts in found])
     trust = fit_trust(chains)
     # The weight of a part is fitted to the tokens before which it would be asked.
     by_ngrams = [mix_entries(found, trust) for found in entries]
@@ -319,8 +355,8 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
     data     pairs of a prompt and an answer
     store    the datastore of the n-grams
     parts    {kind of part: the part}
-    returns  tokens, those of all answers as one text; entries, what `list_entries` yields before
-             each token; and {kind of part: its chance of each token}
+    returns  tokens, those of all answers as one text, entries, which has for each token what
+             `list_entries` yields before it, and {kind of part: its chance of each token}
     """
     tokens = ""
     entries = []
@@ -333,6 +369,7 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
             part.start(Pairs(prompt[:-1], features[:len(prompt) - 1], prompt[1:]))
         for i, token in enumerate(as_text(answer), len(prompt) - 1):
             entries.append([*ngrams.list_entries("")])
+            # Here i is the position of the token before this one, so features[i] led to this token.
             pair = Pairs(as_tokens(ngrams.text[-1]), features[i:i + 1], as_tokens(token))
             ngrams.add(token)
             for kind, part in parts.items():
@@ -345,8 +382,10 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
 def load_trust(path: str, model) -> dict:
     """Read a file that `fit` made for this model.
 
-    returns  {"trust": the trust of `NGrams`, "w": {guess: its weight}} and other facts. InputError
-             if the file is damaged, or for another model
+    path     the file
+    model    the model that the file must be for
+    returns  a dictionary with "trust", as for `NGrams`, and "w", {guess: its weight}. InputError if
+             the file is damaged, or for another model
     """
     def parse(facts: dict) -> dict:
         numbers = torch.tensor(facts["trust"])
