@@ -1,13 +1,14 @@
-"""Files of what was trained or measured for a model, and three things that trained parts ask of it.
+"""This file keeps what was trained or measured for a model, and has three helpers of trained parts.
 
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
-    draft_for                 a draft that fits a model
-    logits_of                 from the output of a model's LM head to its logits
-    head_for                  an LM head for a part of the vocabulary
+    draft_for                 a draft that has a model's tokenizer
+    logits_of                 a function from the output of a model's LM head to its logits
+    head_for                  a smaller LM head, for a part of the vocabulary
 
-Every file holds some embeddings of each model that it was made for, its fingerprint. So a file of
-another model is refused. bita.py has a file format of its own, because it stands alone.
+A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
+that it was made for. So a file of another model is refused. The file format of bita.py is another
+one, because bita.py works without survey/.
 """
 import json
 from pathlib import Path
@@ -30,7 +31,9 @@ def some_embeddings(model) -> torch.Tensor:
 
     The mean is taken off because the embeddings of two models can be alike in their mean alone.
 
-    returns  [64, 64] or fewer numbers, float32
+    model    the model
+    returns  float32 [64, 64], or less of a small model: every 16th of the first 1,024 tokens, and
+             the first 64 numbers of each
     """
     some = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
     return some - some.mean(0)
@@ -39,13 +42,16 @@ def some_embeddings(model) -> torch.Tensor:
 def belongs(fingerprint: torch.Tensor, model) -> bool:
     """Tell whether a fingerprint is of this model, or of one that was tuned or quantised from it.
 
-    fingerprint  the first rows and columns of `some_embeddings` of the model that a file is for
+    fingerprint  what `some_embeddings` gave for the model that a file is for, or the first rows and
+                 columns of that
     model        the model that the file is to be used with
+    returns      whether the file may be used
     """
     here = some_embeddings(model)[:fingerprint.shape[0], :fingerprint.shape[1]]
     if fingerprint.shape != here.shape:
         return False
-    # Two models that were trained apart have a similarity near 0, for models of one origin near 1.
+    # The cosine similarity of two models is near 0 if they were trained apart, and near 1 if one
+    # was made from the other.
     return F.cosine_similarity(fingerprint.float().flatten(), here.flatten(), 0).item() > 0.5
 
 
@@ -54,7 +60,7 @@ def belongs(fingerprint: torch.Tensor, model) -> bool:
 def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **header) -> None:
     """Write trained tensors for a model to a safetensors file, floating-point ones in bfloat16.
 
-    path     the file to make, in a folder that may be new
+    path     the file to make. Its folder is made if there is none
     kind     what the part is, in words that an error message can use
     model    the model that the part is for
     tensors  the tensors, by name
@@ -72,10 +78,10 @@ def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch
     """Read a file that `save_part` made.
 
     path     the file
-    kind     what the part must be
+    kind     what the part must be, in the words that `save_part` was given
     model    the model that the part must be for
-    returns  the header without its kind, and the tensors by name. InputError if the file is
-             damaged, of another kind, or for another model
+    returns  the header, a dictionary of the other facts, and the tensors by name. InputError if the
+             file is damaged, of another kind, or for another model
     """
     try:
         with safe_open(path, "pt") as file:
@@ -96,9 +102,11 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
          path: str | Path) -> None:
     """Set the parameters of a part to the tensors of its file.
 
-    parameters  what is set, by name
-    tensors     the values; InputError if their names or shapes differ, or a number is not finite
-    path        the file, for the message
+    An InputError is raised if names or shapes differ, or if a number is not finite.
+
+    parameters  the parameters that are set, by name
+    tensors     their values, by name
+    path        the file that the tensors are from, for the message of the error
     """
     expected = {name: tuple(p.shape) for name, p in parameters.items()}
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
@@ -115,14 +123,16 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
 def save_facts(path: Path, models: dict, **facts) -> None:
     """Write what was measured on some models to a JSON file.
 
-    models  {what the file calls a model: the model}, whose fingerprints are kept
+    path    the file to make. Its folder is made if there is none
+    models  {the name of a model in the file: the model}. Their fingerprints are kept
     facts   what was measured, which JSON can hold
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fingerprints = {}
     for name, model in models.items():
         rows = some_embeddings(model)[:16, :16].tolist()
-        # Four digits tell models apart. A fixed number of decimals would lose small embeddings.
+        # Four significant digits are enough to tell models apart. A fixed number of decimals would
+        # round small embeddings to 0.
         fingerprints[name] = [[float(f"{x:.4g}") for x in row] for row in rows]
     path.write_text(json.dumps(fingerprints | facts) + "\n", encoding="utf-8")
 
@@ -130,10 +140,12 @@ def save_facts(path: Path, models: dict, **facts) -> None:
 def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
     """Read a file that `save_facts` made, and return what `parse` makes of its facts.
 
-    models    {what the file calls a model: the model that it must be for}
-    expected  how the message of an InputError names a good file
-    parse     parse(facts) gets all of the file, a dictionary. It raises any error if facts are
-              missing or wrong, and returns what the caller needs.
+    path      the file
+    models    {the name of a model in the file: the model that the file must be for}
+    expected  how the message of an InputError describes a good file
+    parse     a function of a dictionary, which is all of the file. It returns what the caller
+              needs, and raises any error if facts are missing or wrong.
+    returns   what `parse` returned. InputError if the file is damaged, or for another model
     """
     try:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -148,15 +160,15 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
         raise InputError(f"expected {expected}, got {str(path)!r}: {error}") from error
 
 
-# ----------------------------------------------------------- what parts ask of a model and its kin
+# ----------------------------------------------------------------------- helpers of trained parts
 
 def draft_for(model, tokenizer, path: str):
     """Load a draft with the type and the device of a model.
 
     model      the model that the draft is for
     tokenizer  the model's tokenizer, whose vocabulary the draft must share
-    path       a directory or hub id
-    returns    the draft's model. InputError if its tokenizer has another vocabulary
+    path       the draft's directory or hub id
+    returns    the draft's model. InputError if the draft's tokenizer has another vocabulary
     """
     draft, its_tokenizer = load(path, str(model.device), model.dtype)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -168,18 +180,20 @@ def draft_for(model, tokenizer, path: str):
 def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
     """Find out how a model turns the output x of its LM head into logits.
 
-    logits = cap · tanh(c x / cap)
+        logits = cap · tanh(c x / cap)
 
-    Most models have c = 1 and no cap. Granite and Cohere scale by c, and Gemma 2 has a cap. A cap
-    stands in the config. One pass over four tokens shows c: it is the slope of logits over x, once
-    the cap is undone.
+    Most models have c = 1 and no cap. Then the logits are x itself. Granite and Cohere scale by c,
+    and Gemma 2 has a cap. A cap stands in the config. The factor c is measured in one pass over
+    four tokens: once the cap is undone, it is the slope of the logits over x.
 
+    model    the model
     returns  a function from x to logits. InputError if the formula does not fit the model
     """
     lm = CachedLM(model)
     lm.start([])
     logits = lm.forward(range(4)).float()
     x = model.get_output_embeddings()(lm.features).float()
+    # A model without a cap has cap = 1e9 here. The formula then gives c x, and c x is computed.
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 1e9
     before = cap * (logits / cap).clamp(-0.999, 0.999).atanh()  # logits before the cap: c x
     c = ((before * x).sum() / x.square().sum()).item()  # by least squares
@@ -194,9 +208,10 @@ def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
 def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:
     """Make an LM head of some rows of another, so that a pass costs less.
 
-    FR-Spec, Zhao et al., arXiv 2502.14856.
+    This is the idea of FR-Spec, Zhao et al., arXiv 2502.14856: a draft only needs to guess frequent
+    tokens.
 
-    head     the LM head
+    head     the LM head with a row for each token of the vocabulary
     vocab    the tokens that the new head's rows stand for, in this order
     returns  the new head, which is not trained
     """
