@@ -303,10 +303,10 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     Let levels be [1, 2], and let every node have two guesses. The draft's row of a node reads the
     node's own token, and the feature that the row of its parent made. In the header's letters:
 
-        node           row of the draft                  reads       makes   guesses
-        0, the root    the last of the context, or -1    t_4, f_3    f̂_4     nodes 1 and 2, its t̂_5
-        1, below 0     0, below row -1                   t̂_5, f̂_4    f̂_5     nodes 3 and 4, its t̂_6
-        2, below 0     1, below row -1                   t̂_5, f̂_4    f̂_5     nodes 5 and 6, its t̂_6
+        node           row of the draft                  reads       makes   is parent of
+        0, the root    the last of the context, or -1    t_4, f_3    f̂_4     nodes 1 and 2
+        1, below 0     0, below row -1                   t̂_5, f̂_4    f̂_5     nodes 3 and 4
+        2, below 0     1, below row -1                   t̂_5, f̂_4    f̂_5     nodes 5 and 6
         3, 4, 5, 6     none, since they get no children
 
     Nodes 1 and 2 hold different tokens t̂_5. So they make different features f̂_5.

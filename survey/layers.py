@@ -98,7 +98,7 @@ def copy_weights(model, small, numbers: list[int]) -> None:
 def pass_on(layer, args: tuple, kwargs: dict, output):
     """Make a layer pass its input on, as its forward hook.
 
-    layer         the layer, which has computed for nothing
+    layer         the layer, whose own result is thrown away
     args, kwargs  what the layer was given: its input comes first, or by name
     output        what the layer computed, the hidden state or a tuple that begins with it
     returns       the same as `output`, with the layer's input for the hidden state
@@ -185,7 +185,8 @@ def make_smaller(model, config, numbers: list[int], changes: dict):
     for name, value in changes.items():
         setattr(text, name, value)
     attention = model.config.get_text_config()._attn_implementation
-    with torch.random.fork_rng():  # random weights that are replaced must not cost random numbers
+    # The new model begins with random weights. Drawing them must not change what is drawn later.
+    with torch.random.fork_rng():
         small = AutoModelForCausalLM.from_config(config, dtype=model.dtype,
                                                  attn_implementation=attention)
     small = small.to(model.device).eval()
