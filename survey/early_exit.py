@@ -1,28 +1,34 @@
 """An early exit of a frozen model: a small network after its first layers, through which it drafts.
 
-After Kangaroo: Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting",
-arXiv 2404.18911; released code: Equationliu/Kangaroo. The model stays as it is, and so does its
-text: what the exit guesses, the other layers verify. The loop is LayerSkip's (layerskip.py).
+This is Kangaroo with another exit. Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via
+Double Early Exiting", arXiv 2404.18911, with released code in Equationliu/Kangaroo. The model stays
+as it is, and so does its output, since the other layers verify what the exit guesses. The loop is
+LayerSkip's (layerskip.py).
 
     python -m survey.early_exit --prompt "..."
     python -m survey.early_exit train --prompts FILE --out my.safetensors
     python -m survey.early_exit --exit my.safetensors --prompt "..."
 
-    layers 1 … E ── x ──┬── layers E + 1 … L ── norm ── LM head      p, the model's own choice
-                        └── exit ── LM head                          q, a guess
+    layers 1 … E ── x ──┬── layers E + 1 … L ── norm ── LM head      p, the model's own distribution
+                        └── exit ── LM head                          q, from which a guess is drawn
 
-    exit(x) = norm(x + W_2 SiLU(W_1 norm'(x)))
-    loss    = cross-entropy of q with p
+    exit(x) = norm_2(x + W_2 SiLU(W_1 norm_1(x)))
+    loss    = - Σ_v p(v) log q(v), the cross-entropy of q with p
 
-Departures from Kangaroo:
-- The exit. Kangaroo: one block of attention between two norms, without an MLP. Here: an MLP without
+The LM head is the same in both lines. Only the exit is trained: norm_1, W_1, W_2 and norm_2, which
+begins as a copy of the model's last norm. W_2 begins as 0, so that at first q is what LayerSkip's
+exit would say.
+
+Departures:
+- The exit. Paper: one block of attention between two norms, without an MLP. Here: an MLP without
   attention, the opposite half. Why: an exit without attention has no cache.
-- End of a draft. Kangaroo: a second "early exit" ends a draft after a guess of low confidence (0.6
-  in the released code), or after 6 guesses. Here: a draft always has γ guesses. Why: one loop
-  serves LayerSkip too.
-- Sampling. Released: greedy decoding alone. Here: also sampling, exact.
-- Training data. Kangaroo: ShareGPT. Here: the model's own greedy answers, on their tokens alone.
-  Why: those are the tokens that the exit is asked for.
+- End of a draft. Paper: a second "early exit" ends a draft after a guess of low confidence (0.6 in
+  the released code), or after 6 guesses. Here: a draft always has γ guesses. Why: one loop serves
+  LayerSkip too.
+- Sampling. Paper: greedy decoding alone, in the released code. Here: sampling too, exactly. Why:
+  LayerSkip's loop has the rule of speculative sampling already.
+- Training data. Paper: ShareGPT. Here: the model's own greedy answers, on their tokens alone. Why:
+  these are the tokens that the exit has to guess.
 """
 import copy
 import random
@@ -46,9 +52,9 @@ EXIT = f"{MODELS}/exit.safetensors"
 class Exit(torch.nn.Module):
     """Turn the hidden states x [n, d] after layer E into what the model's LM head reads.
 
-    model  whose last norm the exit begins with, so that at first it is the model's own exit
-    E      layers before the exit
-    width  of the MLP
+    model  the model that the exit is for. The exit begins with a copy of its last norm
+    E      how many layers stand before the exit
+    width  the width of the exit's MLP
     """
 
     def __init__(self, model, E: int, width: int):
@@ -56,16 +62,17 @@ class Exit(torch.nn.Module):
         _, decoder, _, norm = open_model(model)
         d = model.get_output_embeddings().weight.shape[1]
         self.E = E
-        self.norm = copy.deepcopy(decoder._modules[norm]).float()
-        self.before = torch.nn.LayerNorm(d)
+        self.norm = copy.deepcopy(decoder._modules[norm]).float()  # norm_2
+        self.before = torch.nn.LayerNorm(d)  # norm_1
         self.W_1 = torch.nn.Linear(d, width)
         self.W_2 = torch.nn.Linear(width, d)
+        # At first the MLP adds nothing, so training begins with the exit that the model has.
         torch.nn.init.zeros_(self.W_2.weight)
         torch.nn.init.zeros_(self.W_2.bias)
         self.requires_grad_(True).to(model.device)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Name the parameters that are trained and kept, which are all."""
+        """Name the parameters that are trained and saved: all of the exit's."""
         return dict(self.named_parameters())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,9 +80,11 @@ class Exit(torch.nn.Module):
 
 
 def score_states(model, to_logits: Callable, x: torch.Tensor) -> torch.Tensor:
-    """Compute the logits [n, V] that a model's LM head makes of states x [n, d] behind a norm.
+    """Compute the logits that a model's LM head makes of hidden states.
 
     to_logits  turns the LM head's output into logits (parts.logits_of)
+    x          [n, d], hidden states behind the last norm or behind an exit
+    returns    [n, V], float32
     """
     head = model.get_output_embeddings()
     return to_logits(head(x.to(head.weight.dtype)).float())
@@ -83,10 +92,13 @@ def score_states(model, to_logits: Callable, x: torch.Tensor) -> torch.Tensor:
 
 def exit_loss(model, to_logits: Callable, network: Exit, early: torch.Tensor,
               last: torch.Tensor) -> torch.Tensor:
-    """Compute the cross-entropy (nats) of an exit's distribution with the model's own.
+    """Compute the cross-entropy of an exit's distribution q with the model's own distribution p.
 
-    early  [n, d], hidden states after layer E, float32
-    last   [n, d], of the same positions, behind the last norm
+    to_logits  turns the LM head's output into logits (parts.logits_of)
+    network    the exit
+    early      [n, d], hidden states after layer E, float32
+    last       [n, d], hidden states of the same positions behind the last norm
+    returns    the mean over the n positions, in nats
     """
     p = score_states(model, to_logits, last).softmax(-1)
     q_logits = score_states(model, to_logits, network(early))
@@ -98,13 +110,17 @@ def exit_loss(model, to_logits: Callable, network: Exit, early: torch.Tensor,
 def early_exit(target: CachedLM, prompt: list[int], *, gamma: int = 6, exit: str = EXIT,
                trained: Exit | None = None, sample: Sampler = greedy,
                log: list | None = None) -> Iterator[list[int]]:
-    """Draft with the first layers and a trained exit before the frozen LM head, and verify with the
-    other layers. Lossless.
+    """Draft with the first layers and a trained exit, and verify with the other layers.
 
-    gamma: tokens drafted a round
-    exit:  file of an exit, made by `python -m survey.early_exit train`
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round. The last
-    is how many layers ran one after the other. `trained` is an Exit in place of a file.
+    The exit stands before the frozen LM head. The output is the model's own, exactly.
+
+    gamma: how many tokens are drafted in a round, 1 or more
+    exit:  the file of an exit, made by `python -m survey.early_exit train`
+
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round.
+
+    In the log "layers" is how many layers ran one after the other. In Python, `trained` may be an
+    Exit, which takes the place of the file.
     """
     if gamma < 1:
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
@@ -118,16 +134,24 @@ def early_exit(target: CachedLM, prompt: list[int], *, gamma: int = 6, exit: str
 
 def fit(model, network: Exit, data: list, held_out: list, *, steps: int, batch: int, lr: float,
         seed: int = 0, work: Path | None = None) -> dict:
-    """Train an exit, while the model stays as it is.
+    """Train an exit in place, while the model stays as it is.
 
-    data      pairs of a prompt and its answer
-    held_out  pairs that are only measured
-    returns   {step: {"right": how often the exit's likeliest token is the model's}}
+    network   the exit
+    data      pairs of a prompt and its answer, to train on
+    held_out  pairs on which the exit is only measured
+    steps     how many updates there are
+    batch     how many positions a step learns from
+    lr        the learning rate at the beginning, which falls along a cosine
+    seed      another seed draws other positions
+    work      the folder of the checkpoints. None: there are none
+    returns   the figure {"right": r} of some steps and of the last one. r is how often the exit's
+              likeliest token is the model's
     """
     from models.training import Training, digest
     model.requires_grad_(False)
     to_logits = logits_of(model)
     L = depth_of(model)
+    # The frozen model's states never change, so the model runs only once over all answers.
     train_early = collect_states(model, data, network.E)
     train_last = collect_states(model, data, L)
     held_early = collect_states(model, held_out, network.E)
@@ -150,6 +174,7 @@ def fit(model, network: Exit, data: list, held_out: list, *, steps: int, batch: 
             same.append(guesses == choices)
         right = torch.cat(same).float().mean().item()
         return {"right": right}, f"held-out guesses right {right:.3f}"
+
     fingerprint = digest(model.state_dict()), network.E, data, held_out, batch
     return Training(network.trainable(), fingerprint, name="exit", steps=steps, lr=lr, seed=seed,
                     folder=work).train(loss_of, evaluate)
@@ -158,16 +183,17 @@ def fit(model, network: Exit, data: list, held_out: list, *, steps: int, batch: 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,
           width: int = 512, max_new_tokens: int = 200, steps: int = 2000, batch: int = 512,
           lr: float = 2e-3, seed: int = 0) -> None:
-    """Train an exit for a frozen model on the model's own answers to prompts. A stopped run goes
-    on.
+    """Train an exit for a frozen model, on the model's own answers to prompts.
+
+    A stopped run goes on where it was.
 
     out:   the safetensors file to make
-    work:  folder of answers and checkpoints (default: OUT.work)
-    E:     layers before the exit
-    width: of the exit's MLP
-    max_new_tokens: of an answer
-    batch: positions a step
-    lr:    where the cosine begins
+    work:  the folder of the answers and the checkpoints. The default is OUT.work
+    E:     how many layers stand before the exit
+    width: the width of the exit's MLP
+    max_new_tokens: the most tokens of an answer
+    batch: how many positions a step learns from
+    lr:    the learning rate at the beginning, which falls along a cosine
     """
     from models.training import collect_examples, require, require_training_options
     require_training_options(lr, width=width, max_new_tokens=max_new_tokens, steps=steps,
@@ -175,7 +201,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
     if work is None:
         work = Path(f"{out}.work")
-    split_layers(CachedLM(model), E)
+    split_layers(CachedLM(model), E)  # refuses a model that cannot be split
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -190,7 +216,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ------------------------------------------------------------------------------------- its file
 
 def load_exit(path: str | Path, model) -> Exit:
-    """Load an exit, in the model's type; InputError where it was made for another model."""
+    """Load an exit and give it the type and the device of a model.
+
+    path     the file that `train` made
+    model    the model that the exit must be for
+    returns  the exit. InputError if the file was made for another model
+    """
     header, tensors = load_part(path, "an early exit", model)
     network = Exit(model, header["E"], header["width"])
     fill(network.trainable(), tensors, path)
