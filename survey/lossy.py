@@ -9,27 +9,34 @@ specdec   Xia et al., "Speculative Decoding: Exploiting Speculative Execution fo
     specdec:  a guess passes if it is among the β tokens that the target finds likeliest, and if
               log p(best) - log p(guess) <= τ
 
-p is the target's distribution at temperature 1. The first guess that does not pass is replaced by
-the target's own choice. Both are lossy: what comes out may be what the draft would rather say. The
-docstring of each names the limits in which greedy output is the target's.
+p is the target's distribution at temperature 1. The target's own choice replaces the first guess
+that does not pass. Both are lossy: a token that passes may be one that the target would not choose.
+The docstring of each method says with which options its greedy output is the target's.
 
-A round with γ = 3 after "… the cat sat", where the target's own choice would be on, the, mat:
+A greedy round with γ = 3 after "… the cat sat". The target is fed sat, on, a, mat, and each column
+shows what it makes of one guess after the guesses before it:
 
-    draft     on      a       mat
-    p         0.9     0.3     0.6       of the guess
-    best      on 0.9  the 0.5 mat 0.6   the target's likeliest token there and its p
+    draft     on      a       mat       the guesses
+    p         0.9     0.3     0.6       the target's probability of each guess
+    best      on 0.9  the 0.5 mat 0.6   the target's likeliest token in this place, and its p
     lossless  on      the               "a" is rejected, as it is not the target's choice
     bild      on      a       mat       -log 0.3 = 1.2 passes with rollback 2, and so do the others
-    specdec   on      a       mat       log 0.5 - log 0.3 = 0.5 passes with τ = 3
+    specdec   on      a       mat       log 0.5 - log 0.3 = 0.5 passes with τ = 3, and "a" is among
+                                        the β likeliest
+
+The chunk of bild and specdec is on, a, mat and one more token, the target's choice after "mat".
 
 Departures (paper / here / why):
+    length of BiLD's drafts: as long as the draft is sure / gamma tokens at most / a draft that is
+        always sure must be verified too
     sampling: SpecDec is greedy / guesses and replacements are drawn at a temperature, and the test
         stays that of temperature 1 / every method here takes a temperature
     SpecDec's drafter: an encoder-decoder that writes a block of 25 tokens in one pass / a small
         model that writes token by token / what is compared is the test
 
-Left out: batches, and BiLD's training of the draft on what the target writes, which models/train.py
-does (distil).
+Left out:
+    batches            one text at a time is what the methods make faster
+    BiLD's training    `models/train.py distil` trains a draft on what the target writes
 """
 import sys
 from typing import Callable, Iterator
@@ -45,11 +52,16 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
                    log: list | None) -> Iterator[list[int]]:
     """Draft up to gamma tokens, and replace the first that does not pass by the target's choice.
 
-    passes     says which of n guesses pass: passes(logits [n, V], guesses [n, 1]) is a bool [n, 1]
+    passes     a function that is given the target's logits [n, V] in the places of n guesses, and
+               the guesses [n, 1]. It returns bool [n, 1], which of them pass
+    target     the model whose output is wanted
+    draft      the model that drafts
+    prompt     token ids
     gamma      tokens drafted a round, at most
     fallback   drafting stops where the draft's largest probability (at temperature 1) is below this
-
-    The other arguments and what is yielded are those of `bild`.
+    sample     `greedy`, or a Sampler
+    log        a list that gets {"drafted", "accepted"} a round, or None
+    Yields chunks of 1 to gamma + 1 tokens.
     """
     target.start(prompt[:-1])
     draft.start(prompt[:-1])
@@ -68,15 +80,16 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
         logits = target.forward([root, *guesses]).float()  # [n + 1, V]
         column = torch.tensor(guesses, dtype=torch.long, device=logits.device)[:, None]  # [n, 1]
         passed = passes(logits[:-1], column)
-        accepted = int(passed.cumprod(0).sum())  # guesses before the first that does not pass
+        # Count the guesses before the first that does not pass
+        accepted = int(passed.cumprod(0).sum())
         [root] = sample(logits[accepted:accepted + 1])
         target.commit(range(1 + accepted))
-        # Keep the draft's rows of what became final. The draft was fed the last guess only where
-        # it was asked for one more and was too unsure to give it
-        known = unseen + guesses[:accepted]
-        fed = min(len(known), len(draft.parents))
+        # Keep the draft's rows of what is final. After gamma guesses the draft was never fed the
+        # last one. Where the draft was too unsure to give another guess, it was fed all of them.
+        final = unseen + guesses[:accepted]  # the tokens to be cached
+        fed = min(len(final), len(draft.parents))  # how many of them the draft was fed
         draft.commit(range(fed))
-        unseen = [*known[fed:], root]
+        unseen = [*final[fed:], root]
         if log is not None:
             log.append({"drafted": len(guesses), "accepted": accepted})
         yield [*guesses[:accepted], root]
@@ -85,9 +98,9 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
 def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5,
          fallback: float = 0.5, rollback: float = 2.0, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
-    """Draft while the draft is confident, and replace the first guess that the target finds too
-    unlikely. Kim et al., Section 3. Lossy: greedy output is the target's with rollback 0, or with
-    fallback above 1, where nothing is drafted.
+    """Draft while the draft model is sure, and replace the first guess that the target finds too
+    unlikely. Kim et al., Section 3. The method is lossy. Greedy output is the target's with
+    rollback 0, or with a fallback above 1, where nothing is drafted.
 
     gamma:    tokens drafted a round, at most
     fallback: stop before a token where the draft's largest probability (at temperature 1) is below
@@ -113,12 +126,14 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
             tau: float = 3.0, sample: Sampler = greedy, log: list | None = None):
     """Accept a guess if it is among the target's beta likeliest tokens and nearly as likely as the
     best of them. The target replaces the first guess that does not pass. Xia et al.,
-    "Spec-Verification". An end of the text is a token like any other. Lossy: greedy output is the
-    target's with beta 1 or tau 0. Then the argmax alone passes, and no token that ties with it.
+    "Spec-Verification". The test is the same for a guess that ends the answer. The method is lossy.
+    Greedy output is the target's with beta 1 or tau 0. Then the argmax alone passes, and no token
+    that ties with it.
 
     gamma: tokens drafted a round (the paper's block)
-    beta:  a guess must be among so many tokens (β)
-    tau:   log p of a guess may lie so far below that of the best (τ, nats, at temperature 1)
+    beta:  a guess must be among the so many likeliest tokens (β)
+    tau:   log p of a guess may be lower than log p of the best by so much (τ, nats, at temperature
+           1)
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
@@ -132,7 +147,8 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
         if beta == 1 or tau == 0:
             return guesses == logits.argmax(-1, keepdim=True)
-        # A row's logits are log p plus a number, which differences do not depend on
+        # A row's logits are log p plus the same number for all tokens. Differences of logits are
+        # differences of log p.
         guessed = logits.gather(-1, guesses)
         best = logits.amax(-1, keepdim=True)
         better = (logits > guessed).sum(-1, keepdim=True)

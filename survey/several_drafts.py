@@ -5,19 +5,23 @@ specinfer   Miao et al., "SpecInfer", arXiv 2305.09781. The drafts come from one
 spectr      Sun et al., "SpecTr", arXiv 2310.15141. The drafts come from one model, and all draws at
             a node are judged alike (k-SEQ)
 
-    sat ─┬─ on ─┬─ the ─── mat      three drafts of one model, drawn independently:
-         │      └─ my ──── hat      "on the mat", "on my hat" and "in a box". The target verifies
-         └─ in ─── a ───── box      all in one call. The draws at the root are on, on and in
+A *draw* is the token that one draft has after a node. Drafts are drawn independently, so some draws
+at a node may be equal. Equal draws share a child of the node, but each is judged by itself.
 
-    specinfer, at a node with draws x_1 … x_K, each from its own q_k:
+    sat ─┬─ on ─┬─ the ─── mat      three drafts of one model: "on the mat", "on my hat" and "in a
+         │      └─ my ──── hat      box". The target verifies all in one call. The draws at the root
+         └─ in ─── a ───── box      are on, on and in
+
+    specinfer, at a node with draws x_1 … x_K, where x_k was drawn from q_k:
         accept x_1 with probability min(1, p(x_1) / q_1(x_1));
-        else p <- norm(max(0, p - q_1)), and try x_2 alike, …; at last draw from p
-    spectr, at a node with draws x_1 … x_K, all from the same q:
-        accept each with probability min(1, p(x) / (ρ q(x)));
-        if none is accepted draw from what p has beyond what the accepted ones took
+        else p <- norm(max(0, p - q_1)), and try x_2 with this p and q_2; and so on;
+        if all K are rejected draw a token from the last p
+    spectr, at a node with draws x_1 … x_K, all of them from the same q:
+        accept each x with probability min(1, p(x) / (ρ q(x))), and go on with the first accepted;
+        if none is accepted draw from norm(p - min(q, p / ρ) (1 - (1 - β)^K) / β)
         ρ in [1, K] solves 1 - (1 - β(ρ))^K = ρ β(ρ), where β(ρ) = Σ_x min(q(x), p(x) / ρ)
 
-Both are lossless. For K = 1 they are speculative sampling (../speculative.py). At temperature 0 all
+Both are lossless. For K = 1 both are speculative sampling (../speculative.py). At temperature 0 all
 drafts of one model are the same.
 
 Departures (paper / here / why):
@@ -26,9 +30,13 @@ Departures (paper / here / why):
         value
     shape of the tree: SpecInfer expands it by a fixed number of children a level / K whole drafts
         are merged / one number is enough, and SpecTr has the same tree
+    tree of several models: SpecInfer merges a tree of each model / the K drafts are shared out
+        among the models in turn / K counts all drafts, with one model or with several
     ρ: SpecTr has a binary search / a grid that is refined eight times / no step waits for a GPU
 
-Left out: batches, the training of several drafts that complement each other (survey/online.py).
+Left out:
+    batches           one text at a time is what the methods make faster
+    boosted drafts    survey/online.py trains drafts that complement each other
 """
 import sys
 from typing import Callable, Iterator, NamedTuple, Sequence
@@ -38,8 +46,8 @@ from speculative import report_acceptance, residual
 
 import torch
 
-PARTS = 8  # of the interval that holds ρ, in each step that refines it
-STEPS = 8  # ρ is off by (K - 1) / 8^8 at most
+PARTS = 8  # each step divides the interval that holds ρ into so many parts
+STEPS = 8  # after so many steps ρ is off by (K - 1) / 8^8 at most
 
 
 # ------------------------------------------------------------------ the rules, at one node
@@ -51,32 +59,32 @@ def multi_step(p: torch.Tensor, q: torch.Tensor,
     A draw x_k is accepted with probability min(1, p(x_k) / q_k(x_k)). If it is rejected, the
     residual norm(max(0, p - q_k)) takes the place of p, and the next draw is tried.
 
-    p        [V], the target's distribution at the node
-    q        [K, V], what each draw was drawn from
-    draws    x_1 … x_K, equal ones too
-    returns  accept, for each draw the probability that it is accepted once those before it were
-             rejected; and rest [V], the distribution of the token if all were rejected
+    p         [V], the target's distribution at the node
+    q         [K, V]. Row k is the distribution that draw x_k was drawn from
+    draws     the tokens x_1 … x_K. Some may be equal
+    returns   accept, for each draw the probability that it is accepted if all before it were
+              rejected; and rest [V], the distribution of the next token if all K are rejected
     """
     ratios = []
     for x, q_x in zip(draws, q):
         ratios.append(p[x] / q_x[x])
         p = residual(p, q_x)
-    # A model that overflows gives nan: no coin is below that, so the draw is rejected
+    # A model that overflows gives nan. No coin is below nan, so the draw is rejected.
     return torch.stack(ratios).clamp(max=1).tolist(), p
 
 
 def find_rho(p: torch.Tensor, q: torch.Tensor, K: int) -> torch.Tensor:
     """Find SpecTr's ρ, which is the smallest that keeps the rule exact.
 
-    p        [V], the target's distribution, float64
-    q        [V], the draft's, float64
-    K        how many draws there are
-    returns  ρ on the device of p. It lies above the exact root by (K - 1) / 8^8 at most. Below the
-             root the residual would have negative entries
+    p         [V], the target's distribution, float64
+    q         [V], the draft's distribution, float64
+    K         how many draws there are
+    returns   ρ on the device of p. It lies above the exact root by (K - 1) / 8^8 at most. Below the
+              root the residual would have negative entries
 
-    ρ β(ρ) grows with ρ, and 1 - (1 - β(ρ))^K falls. So the root lies behind all points of a grid
-    at which the first is still smaller. Each step computes β at all inner points of the grid at
-    once, and goes on with the part between two points.
+    ρ β(ρ) grows with ρ, and 1 - (1 - β(ρ))^K falls. Where ρ β(ρ) is still smaller, the root lies
+    behind that ρ. Each step computes both at all inner points of the interval at once, and counts
+    the points that lie before the root. The next step has the part behind these points.
     """
     low = torch.ones((), dtype=p.dtype, device=p.device)
     width = float(K - 1)
@@ -95,23 +103,30 @@ def find_rho(p: torch.Tensor, q: torch.Tensor, K: int) -> torch.Tensor:
 def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[float], torch.Tensor]:
     """Judge the draws at a node by SpecTr's rule, k-SEQ (Sun et al., Alg. 2 and 3).
 
-    A draw x is accepted with probability min(1, p(x) / (ρ q(x))). Arguments and returned values are
-    those of `multi_step`, but all rows of q are the same.
+    A draw x is accepted with probability min(1, p(x) / (ρ q(x))).
+
+    p         [V], the target's distribution at the node
+    q         [K, V]. All rows are the same, since one model has drawn all draws
+    draws     the tokens x_1 … x_K. Some may be equal
+    returns   accept, for each draw the probability that it is accepted; and rest [V], the
+              distribution of the next token if all K are rejected
     """
     K = len(draws)
     p = p.double()
     q = q[0].double()
     rho = find_rho(p, q, K)
     accept = (p[draws] / (rho * q[draws])).clamp(max=1)
-    # A draw is x and is accepted with probability `each`. Some draw is accepted with p_acc
+    # One draw is the token x, and is accepted, with probability each[x]. At least one of the K
+    # draws is accepted with probability p_acc.
     each = torch.minimum(q, p / rho)  # [V]
     beta = each.sum()
     p_acc = 1 - (1 - beta) ** K
-    # The token is an accepted draw with probability `taken`; what p has beyond that is left
+    # The next token is x, as an accepted draw, with probability taken[x]. The rest of p(x) is left
+    # for the case that no draw is accepted.
     taken = each * (p_acc / beta)
     left = (p - taken).clamp(min=0)
-    # Where no draw can be accepted nothing is taken. Where one always is, nothing is left, and
-    # what this returns is never drawn from
+    # Where p_acc is 0 nothing is taken, and p itself is left. Where p_acc is 1 nothing is left.
+    # Then no token is ever drawn from `rest`, and p stands there because it is a distribution.
     rest = torch.where((p_acc > 0) & (p_acc < 1), left, p)
     return accept.tolist(), (rest / rest.sum()).float()
 
@@ -119,28 +134,28 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
 # ---------------------------------------------------------------------- drafting and verifying
 
 class Drawn(NamedTuple):
-    """The drafts of one model. Those that begin alike share what belongs to a prefix of them."""
-    texts: list[tuple[int, ...]]
-    probs: dict[tuple[int, ...], torch.Tensor]  # what the token after a prefix was drawn from [V]
-    nodes: dict[tuple[int, ...], int]  # a prefix' node in the model's pending tree
+    """Hold the drafts of one model. Drafts with the same prefix share its distribution and node."""
+    texts: list[tuple[int, ...]]  # the tokens of each draft
+    probs: dict[tuple[int, ...], torch.Tensor]  # prefix: [V], which the next token was drawn from
+    nodes: dict[tuple[int, ...], int]  # prefix: the node of its last token in the model's own tree
 
 
 class Draft(NamedTuple):
-    """One draft, as it is verified."""
-    text: tuple[int, ...]
-    probs: dict[tuple[int, ...], torch.Tensor]  # of its own model: Drawn.probs
+    """Hold what the verification needs to know of one draft."""
+    text: tuple[int, ...]  # its tokens
+    probs: dict[tuple[int, ...], torch.Tensor]  # the `Drawn.probs` of the model that drew it
     path: list[int]  # its nodes in the target's tree, the root first
 
 
 def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler) -> Drawn:
     """Draw K drafts of gamma tokens independently, with a draft call for each level of their tree.
 
-    draft    the model that drafts
-    unseen   the final tokens that the model has not been fed, the root last
-    gamma    tokens of a draft
-    K        how many drafts there are
-    sample   draws the tokens
-    returns  the drafts, with what the verification needs to know of each
+    draft     the model that drafts
+    unseen    the final tokens that the model has not been fed. The root comes last
+    gamma     tokens of a draft
+    K         how many drafts are drawn
+    sample    the Sampler that draws the tokens
+    returns   the drafts with their distributions and nodes
     """
     root_node = len(unseen) - 1
     logits = draft.forward(unseen)
@@ -148,8 +163,9 @@ def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: 
     nodes = {(): root_node}
     probs = {(): sample.probs(logits[-1:])[0]}
     for depth in range(gamma):
-        if depth > 0:  # the last tokens of the drafts are never fed
-            # Drafts that are equal so far are one node
+        # Feed the tokens that the depth before has drawn. The last depth's are never fed.
+        if depth > 0:
+            # Drafts that are equal so far share one node.
             prefixes = list(dict.fromkeys(texts))
             first = len(draft.parents)
             tokens = [prefix[-1] for prefix in prefixes]
@@ -158,7 +174,7 @@ def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: 
             for i, prefix in enumerate(prefixes):
                 nodes[prefix] = first + i
                 probs[prefix] = rows[i]
-        # A draw for each draft, also where drafts are equal so far
+        # Each draft gets a draw of its own, also where drafts are equal so far.
         tokens = sample.draw(torch.stack([probs[text] for text in texts]))
         texts = [(*text, token) for text, token in zip(texts, tokens)]
     return Drawn(texts, probs, nodes)
@@ -168,20 +184,20 @@ def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[Draft],
                 sample: Sampler) -> tuple[tuple[int, ...], list[int], torch.Tensor]:
     """Go down the tree of drafts, from each node to the first draw that `rule` accepts.
 
-    rule          multi_step or k_seq
-    target_probs  [nodes, V], the target's distribution after each node
-    drafts        all drafts, of the same length
-    sample        flips the coins
-    returns       the accepted guesses, their nodes after the root's, and the distribution [V] of
-                  the token after them
+    rule           multi_step or k_seq
+    target_probs   [nodes, V], the target's distribution after each node
+    drafts         all drafts. They have the same length
+    sample         the Sampler that flips the coins
+    returns        accepted, the accepted guesses; path, the root and the nodes of these guesses;
+                   and the distribution [V] of the next token
 
-    For example the drafts "on the mat" and "on my hat" after "sat", whose tree is
+    For example, let the drafts after "sat" be "on the mat" and "on my hat". Numbers are nodes:
 
         sat 0 ─── on 1 ─┬─ the 2 ─── mat 3
                         └─ my 4 ──── hat 5
 
     At node 0 both drafts have a draw, [on, on]. Each draw gets a coin of its own. With one coin for
-    both the output would not have the target's distribution. Say that one is accepted. At node
+    both the output would not have the target's distribution. Say that one "on" is accepted. At node
     1 both drafts begin with "on", and the draws are [the, my]. Say that "the" is rejected and "my"
     accepted. At node 4 the first draft does not begin with "on my", and the only draw is [hat]. If
     it is rejected, the accepted guesses are (on, my) and the nodes [0, 1, 4].
@@ -200,11 +216,17 @@ def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[Draft],
             return accepted, path, rest
         accepted = passed[0].text[:depth + 1]
         path = passed[0].path[:depth + 2]
-    return accepted, path, target_probs[path[-1]]  # a whole draft: one more of the target's
+    # A whole draft is accepted, and one more token is the target's own.
+    return accepted, path, target_probs[path[-1]]
 
 
 def check_options(gamma: int, K: int, models: int) -> None:
-    """Raise InputError if an option cannot be used with so many draft models."""
+    """Raise InputError if an option cannot be used.
+
+    gamma    tokens of a draft, 1 or more
+    K        drafts a round, 1 or more for each model
+    models   how many models draft
+    """
     if gamma < 1:
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
     if K < models:
@@ -214,20 +236,23 @@ def check_options(gamma: int, K: int, models: int) -> None:
 
 def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], prompt: list[int],
                    gamma: int, K: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
-    """Draw K drafts, for which the models take turns, and verify all as one tree in a target call.
+    """Draw K drafts, and verify all of them as one tree in one target call. The models take turns.
 
     rule     multi_step or k_seq
+    target   the model whose output is wanted
     models   the models that draft
+    prompt   token ids
     gamma    tokens of a draft
-    K        drafts a round
-
-    The other arguments and what is yielded are those of `specinfer`.
+    K        drafts a round, of all models together
+    sample   `greedy`, or a Sampler
+    log      a list that gets {"drafted", "accepted"} a round, or None
+    Yields chunks of 1 to gamma + 1 tokens.
     """
     n = len(models)
     check_options(gamma, K, n)
     for lm in (target, *models):
         lm.start(prompt[:-1])
-    turns = [i % n for i in range(K)]  # draft i is of model turns[i]
+    turns = [i % n for i in range(K)]  # draft i is drawn by model number turns[i]
     root = prompt[-1]
     unseen = [[root]] * n  # for each model the final tokens that it has not been fed
     while True:
@@ -240,16 +265,16 @@ def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], pro
         guesses, path, rest = verify_tree(rule, target_probs, drafts, sample)
         [root] = sample.draw(rest[None])
         target.commit(path)
-        # Of the accepted guesses a model keeps the rows of those that it was fed. These are the
-        # ones with which a draft of its own begins, but for the last token of a whole draft
+        # A model keeps the rows of those accepted guesses that it was fed. It was fed a prefix of
+        # the accepted guesses if one of its own drafts begins with this prefix and is longer.
         prefixes = [guesses[:length] for length in range(len(guesses) + 1)]
         for m, lm in enumerate(models):
             nodes = drawn[m].nodes
-            fed = [nodes[prefix] for prefix in prefixes if prefix in nodes]
+            kept = [nodes[prefix] for prefix in prefixes if prefix in nodes]
             before_root = range(len(unseen[m]) - 1)
-            lm.commit([*before_root, *fed])
-            known = len(fed) - 1  # how many guesses are cached. The first of `fed` is the root
-            unseen[m] = [*guesses[known:], root]
+            lm.commit([*before_root, *kept])
+            cached = len(kept) - 1  # the first node of `kept` is the root, the others are guesses
+            unseen[m] = [*guesses[cached:], root]
         if log is not None:
             log.append({"drafted": len(ids) - 1, "accepted": len(guesses)})
         yield [*guesses, root]
@@ -260,15 +285,15 @@ def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], pro
 def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
               more_drafts: Sequence[CachedLM] = (), sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
-    """Draw several drafts and try each node's draws one after the other. Miao et al., Section 4.3.
-    More models that draft (`more_drafts`, or --draft again) take turns with the first. A draw is
-    judged by the q of its own model.
+    """Draw several drafts, and try the draws at each node one after the other. Miao et al., Section
+    4.3. More models that draft (`more_drafts`, or --draft again) take turns with the first model. A
+    draw is judged by the distribution q of the model that drew it.
 
     gamma: tokens of a draft
-    K:     drafts a round, drawn independently (at temperature 0 those of a model are the same)
+    K:     drafts a round, drawn independently (at temperature 0 all drafts of a model are the same)
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round, where
-    "drafted" counts the nodes of the tree below the root.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
+    numbers of nodes below the root and of accepted guesses.
     """
     models = [draft, *more_drafts]
     return decode_by_rule(multi_step, target, models, prompt, gamma, K, sample, log)
@@ -276,13 +301,13 @@ def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
 
 def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Draw several drafts and accept by k-SEQ. Sun et al., Alg. 1 to 3.
+    """Draw several drafts, and judge all draws at a node alike by k-SEQ. Sun et al., Alg. 1 to 3.
 
     gamma: tokens of a draft
     K:     drafts a round, drawn independently (at temperature 0 all are the same)
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round, where
-    "drafted" counts the nodes of the tree below the root.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
+    numbers of nodes below the root and of accepted guesses.
     """
     return decode_by_rule(k_seq, target, [draft], prompt, gamma, K, sample, log)
 
