@@ -38,8 +38,7 @@ Departures (paper / here / why):
         the static tree of the same size / a small tree cannot use more guesses. Up to about 8 nodes
         that is one node a level, a chain whose siblings compete, and no beam search
     size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ
-    depth of a tree: fixed, 6 levels in EAGLE-2 / up to 8 levels / the planned tree has the depth
-        that pays
+    depth of a tree: fixed / up to 8 levels / the planned tree has the depth that pays
     layer: Llama's, in the released code without its input norm / of the target's class, with its
         input norm / any family can be the target
     data: a fixed set of dialogues / the target's own greedy answers / the draft guesses those
@@ -320,7 +319,7 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     dynamic   whether chances are the draft's own
     returns   ids and parents of the nodes
     """
-    ids, parents, chances = [root], [-1], [1.0]  # of each node, with many more nodes than are kept
+    ids, parents, chances = [root], [-1], [1.0]  # of each node; most nodes are not kept
 
     def add_children(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
         """Append the likeliest children of some nodes to ids, parents and chances.

@@ -39,19 +39,20 @@ guesses each. Below every parent a Medusa head has the same guesses, and a Hydra
                           └─ my                                └─ the
 
 The output is the target's own, greedily or with one sample of the target at each node. With
---typical the output differs from the target's own, except at temperature 0.
+--typical the output may differ from the target's own, except at temperature 0.
 
 Departures (paper / here / why):
     LM heads: each head trains its own / all share the model's, frozen / they would multiply a file
         of a few MB
     W_k of Medusa: without a bias / with the bias b_k / as in the released code
-    number of heads: 5 are trained / 4, or --K / the deepest guesses are accepted most rarely
+    number of heads: 5 are found to suffice / 4, or --K / the deepest guesses are accepted most
+        rarely
     training data: Medusa-1 has ShareGPT / the model's own greedy answers, as in Medusa's
         self-distillation (Section 2.3.2) / verification asks for those tokens
     a step of training: all positions of some texts / positions drawn at random from all texts / the
         model is frozen, so its features are computed once and kept
-    optimiser: 8-bit AdamW, whose cosine follows a warm-up / AdamW and a cosine without warm-up / a
-        head begins as the LM head, and its weights are few
+    learning rate: in the released command a cosine after a warm-up / a cosine without warm-up / a
+        head begins as the LM head
     accuracies that a tree is planned by: counted at all positions / counted where the right token
         is among the ten likeliest of each earlier head / only there a node of the tree is reached
     size of the tree: fixed, 64 nodes / as many as pay on this machine, or --nodes / rows that are
