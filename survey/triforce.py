@@ -1,40 +1,53 @@
 """TriForce: for long texts, the target drafts with a part of its cache, and a small model for it.
 
 Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical
-Speculative Decoding", arXiv 2404.11912; released code: Infini-AI-Lab/TriForce.
+Speculative Decoding", arXiv 2404.11912. Released code: Infini-AI-Lab/TriForce
 
     python -m survey.triforce --budget 512 --prompt "a long text"
 
-On a long text a call waits for its cache more than for its weights, and attention looks at a few
-places. So there are two models and three caches, and each one drafts for the one below it:
+On a long text a call waits for its cache more than for its weights. Attention looks at a few places
+of the text only. So there are two models and three caches. Each line drafts for the line below it:
 
-    M_q, C_q   the draft, with the first and the newest rows of its cache      γ1 tokens a review
-    M_p, C_r   the target, with the rows of its cache that it looks at most    γ2 tokens a round
-    M_p, C_p   the target, with all rows                                       verifies them
+    M_q, C_q   the draft, with the first and the newest rows of its cache
+    M_p, C_r   the target, with the rows of its cache that it looks at most
+    M_p, C_p   the target, with all rows
 
-Rows of a key head's cache (#) after a context of 24 tokens and 3 more, with chunks of 4, a budget
-of 12, 2 first rows (`sinks`) and a window of 4:
+A row of a cache is the key and the value of one token. A round with γ1 = 2 and γ2 = 4:
+
+    M_q, C_q   draws γ1 tokens       the cat         on my
+    M_p, C_r   reviews them          the cat sat     on the         "sat" and "the" are its own
+    M_p, C_p   verifies γ2 tokens    the cat sat on                 one call
+    chunk                            the cat sat by                 "on" is rejected, for "by"
+
+Here two reviews give five tokens. The fifth is cut off, because γ2 = 4.
+
+Rows are retrieved by chunks. As in the paper, a chunk of a cache is a block of rows that lie
+together. Below are the rows (#) of a key head's cache after a context of 24 tokens and 3 more. A
+chunk has 4 rows, and the budget is 12 rows. There are 2 first rows (`sinks`) and a window of 4:
 
     C_q   ##..................#######     the first rows, the window, and what came after it
     C_r   ####....####....####....###     the first chunk, two by attention, and what came later
     C_p   ###########################     all
 
-Every review is Leviathan's rule (../speculative.py). So a token that leaves a level has exactly the
-distribution of that level, and the next level judges it by that one: the output is lossless.
+The output is lossless. Every review is Leviathan's rule (../speculative.py), so a token that leaves
+a level has exactly the distribution of that level. The next level divides by this distribution.
 
-Departures:
-- Review by C_r. Released: after a rejection it draws from p again, which is not exact. Here: from
-  the residual. Why: exactness.
-- γ1. Released: 1. Here: `inner`, 2 by default.
-- Newest rows in C_r. Released: they overwrite the last retrieved ones, so that C_r keeps its size.
-  Here: they come beside them. Why: nothing that was retrieved is lost in a long answer.
-- Prompt of the draft. Released: read with C_q's few rows, under positions within C_q. Here: read
-  with full attention, and cut to C_q afterwards; rows keep their positions. Why: all drafts are
-  prefilled alike. So the paper's own draft, of 2,048 positions, cannot read a longer text here.
-- Cut of C_q. Released: after every round. Here: when there are two windows of newest rows. Why: a
-  cut copies all rows.
-- Retrieval. Released: models whose heads each have keys of their own. Here also: a group of query
-  heads that shares keys adds its scores up. As released, rows are retrieved once, at the prompt.
+Departures (released code / here / why):
+    after a rejection by M_p with C_r: a token is drawn from p / it is drawn from the residual of
+        p / only so has it the distribution p, which the next level divides by
+    γ1: 1 / `inner`, 2 by default / which number is best depends on the two models
+    newest rows in C_r: they overwrite the last retrieved rows, so that C_r keeps its size / they
+        come beside the retrieved rows / nothing that was retrieved is lost in a long answer
+    prompt of the draft: read with the few rows of C_q, under positions within C_q / read with full
+        attention and cut to C_q afterwards, and rows keep their positions / all drafts of this
+        project read prompts alike. The price: the paper's own draft has 2,048 positions, so it
+        cannot read a longer text here
+    cut of C_q: after every round / when it has two windows of newest rows / a cut copies all rows
+    models: each query head has keys of its own / a group of query heads may share keys, and then
+        their scores are summed / newer models share keys
+
+Left out: retrieving again later in a text. As in the released code, rows are retrieved once, at the
+prompt.
 """
 import sys
 from contextlib import contextmanager
@@ -53,32 +66,42 @@ from transformers.masking_utils import sdpa_mask
 # ------------------------------------------------------------------------- a part of a cache
 
 class PartialLM(CachedLM):
-    """A model whose cache has some rows of a text: chosen ones, and all of the newest tokens.
+    """Run a model whose cache has some rows of a text: chosen ones, and those of the newest tokens.
 
         rows        [  kept rows  |      newest rows       |  pending nodes  ]
         how many       prefix            length              len(parents)
         positions      their own         skipped …           skipped + length …
 
-    Kept rows are a prefix that every node sees, whatever positions they came from. So no window of
-    a layer leaves them out. `skipped` counts the tokens of the text before the newest ones.
+    Kept rows are a prefix that every node sees. So no window of a layer hides them, however far
+    before a node their tokens stand. Their keys hold the positions of these tokens in the text.
+
+    skipped   how many tokens of the text stand before the first of the newest rows. Some of them
+              have kept rows, and the others have no row
     """
 
     skipped = 0
 
     @property
     def text_length(self) -> int:
-        """Count the tokens of the text, with those that have no row."""
+        """Count all tokens of the text, also those that have no row."""
         return self.skipped + self.length
 
     @torch.inference_mode()
     def take(self, lm: CachedLM, slots: dict[int, torch.Tensor], kept: int, length: int) -> None:
-        """Copy rows from the cache of the same model, or from its own.
+        """Replace all rows by copies of chosen rows from a cache of the same model.
 
-        slots   {layer: [heads, n]}, where the rows are; those of the newest tokens are the last
-        kept    how many of the n are kept rows, and not the newest tokens'
-        length  tokens of the text that ends with the newest rows
+        For a text of 12 tokens, of which rows 0, 1, 4 and 5 are kept beside the newest three:
+
+            slots   [ 0  1  4  5  |  9 10 11 ]     kept = 4, length = 12
+                      kept rows      newest        then prefix = 4, self.length = 3, skipped = 9
+
+        lm      has the cache that is read. It may be this PartialLM itself
+        slots   {layer: [heads, n]}, the slots that are read. First come the slots of kept rows,
+                which heads may choose differently, and then those of the newest rows
+        kept    how many of the n slots are those of kept rows
+        length  how many tokens the whole text has, whose last tokens the newest rows belong to
         """
-        n = kept
+        n = kept  # an empty context has no layers in its cache, and then kept is 0
         for layer, buffers in lm.cache.layers.items():
             n = slots[layer].shape[1]
             index = slots[layer][None, :, :, None].to(buffers[0].device)
@@ -92,7 +115,11 @@ class PartialLM(CachedLM):
 
     @torch.inference_mode()
     def copy_newest(self, lm: CachedLM, position: int) -> None:
-        """Copy the rows from a position on from the cache that has all rows, over its own."""
+        """Copy the newest rows of another cache over those of this one, from one position on.
+
+        lm        has all rows of the text, of the same model
+        position  of the first token whose row is overwritten, `skipped` or more
+        """
         self.cache.start = self.prefix + position - self.skipped
         for layer, buffers in lm.cache.layers.items():
             rows = [x[:, :, position:lm.length] for x in buffers]
@@ -101,11 +128,21 @@ class PartialLM(CachedLM):
         self.parents = []
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens of the text, among them all that have no row."""
+        """Keep the rows of the first `length` tokens of the text, and no pending node.
+
+        length   `skipped` or more, since kept rows cannot be cut
+        """
         super().truncate(length - self.skipped)
 
     def layout(self, parents: list[int], sees_prefix: list[bool]):
-        """Let all nodes see the kept rows, and place the nodes in the whole text."""
+        """Compute where the newest pending nodes stand and what they see.
+
+        Every node sees the kept rows. Positions are those in the whole text.
+
+        parents       the parents of all pending nodes
+        sees_prefix   for each of the newest n nodes a bool, which does not count here
+        returns       their positions [1, n], and the mask [1, 1, n, slots]
+        """
         positions, mask = super().layout(parents, [True] * len(sees_prefix))
         return (positions + self.skipped).clamp(max=self.max_length - 1), mask
 
@@ -113,10 +150,14 @@ class PartialLM(CachedLM):
 def choose_ends(lm: CachedLM, sinks: int, window: int) -> tuple[dict[int, torch.Tensor], int]:
     """Choose the first and the newest rows of a cache. StreamingLLM, Xiao et al., arXiv 2309.17453.
 
-    sinks    how many of the first rows
-    window   how many of the newest rows
-    returns  slots and kept, as `PartialLM.take` has them: kept is `sinks`, or 0 if all rows fit
+    lm       has the cache, whole or already cut to its ends
+    sinks    how many of the first rows are chosen
+    window   how many of the newest rows are chosen
+    returns  slots and kept, as `PartialLM.take` reads them. If the cache has no more rows than
+             sinks + window, all are chosen and count as newest rows, so that kept is 0. Otherwise
+             kept is sinks
     """
+    # Rows that an earlier cut kept are the prefix, so that the first rows stay the same
     slots = torch.arange(lm.prefix + lm.length)
     kept = 0
     if len(slots) > sinks + window:
@@ -130,10 +171,14 @@ def choose_ends(lm: CachedLM, sinks: int, window: int) -> tuple[dict[int, torch.
 
 @contextmanager
 def record_queries(model) -> Iterator[dict[int, torch.Tensor]]:
-    """Record what a model's attention asks for, in {layer: the queries [heads, d] of the last row
-    of its last pass}."""
+    """Record the queries of a model's last row, as long as the `with` block runs.
+
+    model    its attention must be `grouped_attention`, which `load` chooses where a model allows it
+    yields   {layer: [heads, d]}, the queries of the last row of the latest call
+    """
     if model.config._attn_implementation != "grouped":
-        raise InputError(f"expected attention that can be replaced, got {type(model).__name__}")
+        raise InputError("--target must be a model with attention that can be replaced, got "
+                         f"{type(model).__name__}")
     queries = {}
 
     def record(module, query, key, value, attention_mask, **options):
@@ -153,26 +198,33 @@ def retrieve(lm: CachedLM, token: int, budget: int,
              chunk: int) -> tuple[dict[int, torch.Tensor], int]:
     """Choose the rows of the context that a token looks at most. Section 4.1.
 
-    Rows are chosen by chunks, for each layer and key head: the chunks whose mean key the token's
-    query likes best, and always the first one. What is left behind the last chunk counts as newest.
+    Rows are chosen by chunks, for each layer and each key head. A chunk scores the product of its
+    mean key and the token's query. The first chunk is always chosen. The rows behind the last whole
+    chunk are chosen too, and count as newest rows.
 
-    token    comes after the context
-    budget   how many rows, at most
-    chunk    how many rows lie together
-    returns  slots and kept, as `PartialLM.take` has them
+    lm       has the whole context in its cache
+    token    the token after the context, whose queries are asked. Its row does not stay in the
+             cache
+    budget   how many rows of whole chunks are chosen, at most
+    chunk    how many rows a chunk has
+    returns  slots and kept, as `PartialLM.take` reads them
     """
+    # 1. What the token asks for, in a call after which its row is forgotten
     with record_queries(lm.model) as queries:
         lm.forward([token], keep=0, counts=False)
     lm.truncate(lm.length)
+    # 2. How many chunks there are, and how many are chosen
     chunks = lm.length // chunk
     chosen = min(chunks, max(1, budget // chunk))
     slots = {}
     for layer, query in queries.items():
+        # 3. Score each chunk by its mean key, summed over the query heads that share a key head
         keys = lm.cache.layers[layer][0][0, :, :chunks * chunk]  # [heads, slots, d]
         means = keys.unflatten(1, (chunks, chunk)).float().mean(2)  # [heads, chunks, d]
         groups = query.float().unflatten(0, (len(keys), -1))  # [heads, queries of a head, d]
         scores = torch.einsum("hcd,hgd->hc", means, groups)
-        scores[:, :1] = torch.inf
+        scores[:, :1] = torch.inf  # the first chunk, which attention falls back on (sinks)
+        # 4. Choose the best chunks, in the order of the text, and all rows behind the last chunk
         best = scores.topk(chosen).indices.sort().values.cpu()  # [heads, chosen]
         inside = (best[:, :, None] * chunk + torch.arange(chunk)).flatten(1)
         behind = torch.arange(chunks * chunk, lm.length).expand(len(keys), -1)
@@ -182,31 +234,39 @@ def retrieve(lm: CachedLM, token: int, budget: int,
 
 # ---------------------------------------------------------------------------------- decoding
 
-def update_caches(levels: list[Level], text: list[int], old: int) -> None:
-    """Drop the rows of rejected guesses from all three caches, and mend those of C_r.
+def update_caches(levels: list[Level], context: list[int], old: int) -> None:
+    """Drop the rows of rejected guesses from all three caches, and renew the newest rows of C_r.
 
-    levels  M_p with C_p, M_p with C_r, and M_q with C_q
-    text    without the root, whose row no cache has
-    old     how many of its tokens had rows before this round
+    levels   M_p with C_p, M_p with C_r, and M_q with C_q
+    context  the text after this round without its root, whose row no cache has yet
+    old      how many tokens the context had before this round
     """
-    whole, retrieved, small = levels
-    whole.keep(text)
-    retrieved.lm.copy_newest(whole.lm, old)  # its own rows saw a part of the text alone
-    retrieved.text = text
-    small.keep(text)
+    whole, retrieved, ends = levels
+    whole.keep(context)
+    # The newest rows that C_r made itself saw only a part of the text. Those of C_p saw all of it
+    retrieved.lm.copy_newest(whole.lm, old)
+    retrieved.text = context
+    ends.keep(context)
 
 
 def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5,
              inner: int = 2, budget: int = 512, chunk: int = 8, sinks: int = 16, window: int = 240,
              sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Let the draft, with the ends of its cache, draft for the target with the retrieved part of
-    its cache, which drafts for the target with its whole cache. Section 4, Alg. 1. For long texts.
+    """Draft for the target's whole cache with a part of it, and for this part with a small model.
 
-    gamma:  tokens a round for the target (γ2)
-    inner:  tokens of the draft for a review by the target with a part of its cache (γ1)
-    budget, chunk: rows of the prompt that are retrieved; how many of them lie together
-    sinks, window: first and newest rows that the draft keeps
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "reviews" by a part}.
+    Section 4, Alg. 1. It is made for long texts.
+
+    gamma:  tokens a round that the target with a part of its cache drafts (γ2), 1 or more
+    inner:  tokens that the small model drafts for each review by this part (γ1). With 0 the small
+            model is never called
+    budget: rows of the prompt that the part has, at least those of one chunk
+    chunk:  rows of the prompt that are retrieved together
+    sinks:  first rows that the small model's cache keeps
+    window: newest rows that the small model's cache keeps
+
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "reviews"} a round. A
+    review is a call of the target with a part of its cache. It is not counted as a call of the
+    target.
     """
     for name, value, least in (("gamma", gamma, 1), ("inner", inner, 0), ("chunk", chunk, 1),
                                ("budget", budget, chunk), ("sinks", sinks, 1),
@@ -215,7 +275,7 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
             raise InputError(f"--{name} must be {least} or more, got {value}")
     if type(target.cache) is not KVCache:
         raise InputError("--graphs must be off for triforce, which copies a part of a cache")
-    # Alg. 1, before its loop: fill C_p and C_q, and build C_r
+    # Alg. 1, before its loop: fill C_p with the context, build C_r out of it, and fill C_q
     text = list(prompt)
     context = text[:-1]
     for lm in (target, draft):
@@ -225,26 +285,29 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
     small.take(draft, *choose_ends(draft, sinks, window), len(context))
     levels = [Level(lm, context) for lm in (target, part, small)]
     while True:
-        # Inner loop: M_p with C_r reviews γ1 tokens of M_q at a time, until there are γ2 tokens
+        # Inner loop: M_p with C_r reviews γ1 tokens of M_q at a time, until there are γ2 tokens.
+        # A review gives the accepted ones and one more token. [[inner], []] says that M_p reviews
+        # `inner` tokens of M_q, and that M_q reviews none
         guesses, guess_probs, reviews = [], [], 0
         while len(guesses) < gamma:
             tokens, probs = review(levels[1:], [[inner], []], text + guesses, sample)
             guesses += tokens
             guess_probs.append(probs)
             reviews += 1
+        # The last review may have given more than γ2 tokens
         guesses = guesses[:gamma]
         draft_probs = torch.cat(guess_probs)[:gamma]  # [γ2, V]
-        # Outer loop: M_p with C_p verifies these, and adds a token of its own
+        # Outer loop: M_p with C_p verifies the γ2 tokens, and adds one more token
         logits = levels[0].score(text + guesses, gamma + 1)
         target_probs = sample.probs(logits)  # [γ2 + 1, V]
         accepted, root = verify(target_probs, draft_probs, guesses, sample)
         tokens = guesses[:accepted] + [root]
         text = text + tokens
-        # Update C_p, C_r and C_q; evict rows of C_q
+        # Update C_p, C_r and C_q. Then cut C_q, if its newest rows fill two windows
         update_caches(levels, text[:-1], len(text) - len(tokens) - 1)
         if small.prefix + small.length > sinks + 2 * window:
             small.take(small, *choose_ends(small, sinks, window), small.text_length)
-        move_counts(small, draft)
+        move_counts(small, draft)  # `draft` itself was only called for the prompt
         if log is not None:
             log.append({"drafted": gamma, "accepted": accepted, "reviews": reviews})
         yield tokens

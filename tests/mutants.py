@@ -910,7 +910,7 @@ MUTANTS = {
         ("indices.sort().values.cpu()", "indices.cpu()", "chunks lie in the order of their scores"),
         ("finally:\n        model.set_attn_implementation(\"grouped\")", "finally:\n        pass",
          "the recording attention stays"),
-        ("retrieved.lm.copy_newest(whole.lm, old)", "retrieved.lm.truncate(len(text))",
+        ("retrieved.lm.copy_newest(whole.lm, old)", "retrieved.lm.truncate(len(context))",
          "C_r keeps rows that saw a part of the text alone"),
         ("guesses = guesses[:gamma]", "guesses = guesses[-gamma:]", "the first guesses are lost"),
         ("draft_probs = torch.cat(guess_probs)[:gamma]",
