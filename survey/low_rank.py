@@ -9,9 +9,10 @@ file is then a small part of the model.
     B [out, rank]   zero at first, so that training begins with the model as it is
 
 Departures from LoRA:
-- Scale. Paper: W + (α / rank) B A. Here: W + B A. Why: it is one more factor of the learning rate.
-- Matrices. Paper: those of the attention. Here: all of the layers. Why: the two
-  papers tune the whole model.
+- Scale. Paper: W + (α / rank) B A. Here: W + B A. Why: the factor would do little more than
+  change the learning rate.
+- Matrices. Paper: those of the attention. Here: all matrices of the layers. Why: the papers of
+  layerskip.py and masks.py tune the whole model.
 """
 from common import InputError
 from survey.views import open_model
@@ -21,7 +22,11 @@ from torch.nn.utils import parametrize
 
 
 class LowRank(torch.nn.Module):
-    """Turn a weight W [out, in] into W + B A, as torch's parametrizations ask for it."""
+    """Turn a weight W into W + B A, each time that torch asks for the parametrized weight.
+
+    weight  W [out, in], which gives A and B their shapes
+    rank    the rank of the change: the rows of A and the columns of B
+    """
 
     def __init__(self, weight: torch.Tensor, rank: int):
         super().__init__()
@@ -35,7 +40,8 @@ class LowRank(torch.nn.Module):
 def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     """Give every matrix of a model's layers a change of low rank, in place.
 
-    rank     of each change
+    model    the model that is changed
+    rank     the rank of each change
     returns  the parameters A and B, float32, by the name of their matrix within the layers.
              InputError for a model whose matrices are not of torch's class Linear (GPT-2)
     """
@@ -53,9 +59,10 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
 
 
 def merge_changes(model):
-    """Write a model's changes into its weights, in place, and train it no more.
+    """Write a model's changes into its weights, in place.
 
-    returns  the same model, without parametrizations
+    model    a model to which `add_low_rank` gave changes
+    returns  the same model, without parametrizations and with no weight that is trained
     """
     for part in model.modules():
         if parametrize.is_parametrized(part, "weight"):
