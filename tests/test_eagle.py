@@ -183,6 +183,24 @@ def test_a_prompt_comes_in_parts():
     torch.testing.assert_close(logits, expected[-1:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_draft_that_overflows_at_some_nodes(dynamic, monkeypatch):
+    """What hangs below them comes after them, and the output is autoregressive text."""
+    model, forward, rng = llama(), CachedLM.forward, random.Random(2)
+    target, draft = CachedLM(model), random_draft(model)
+    draft.accept = [[0.5, 0.42, 0.05, 0.04, 0.03, 0.02, 0.01]] * 6
+    expected = tokens_of(autoregressive(target, PROMPT), 30)
+
+    def broken(lm, *given, **options):
+        logits = forward(lm, *given, **options).clone()
+        some = [lm.model is draft.lm and rng.random() < 0.3 for _ in logits]
+        logits[torch.tensor(some, dtype=torch.bool)] = math.nan
+        return logits
+    monkeypatch.setattr(CachedLM, "forward", broken)
+    chunks = eagle(target, PROMPT, nodes=64, dynamic=dynamic, trained=draft)
+    assert tokens_of(chunks, 30) == expected
+
+
 # ------------------------------------------------------------------------- the tree that pays
 
 def test_levels_of_a_tree():
