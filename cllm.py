@@ -10,43 +10,63 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
     L_GC = sum_i D( stopgrad q(. | y*_<i, x) || q(. | y_<i, x) )        global consistency, Eq. 4
     L    = L_GC + w L_AR                                                                     Eq. 7
 
-y is a state on the trajectory. y* is its fixed point, the greedy output of the model before
-training. A block is the paper's n-token sequence: its root, which is known, and n - 1 unknown
-tokens.
+The model in training is q, and the text before the block is x. A block is the paper's n-token
+sequence: its root, which is known, and the n - 1 tokens after the root. A state of the block on the
+Jacobi trajectory is y. The last state is the fixed point y*, the greedy output of the model before
+training. L_AR (Eq. 6) is the ordinary loss of the whole answer, token by token.
 
-A trajectory, and what the loss makes of a state that is wrong from its third token on:
+On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
+y(1), which is wrong from its third token on:
 
     y(0)   root  w1  w2  w3         root ── a1 ─┬─ a2 ── a3     the answer: y* is the teacher
     y(1)   root  a1  x2  x3                     └─ x2           y(1) is the student
     y(2)   root  a1  a2  z3
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
 
-The last token of a block predicts nothing in its block, so x3 is no node of the tree. Before a2 and
-x2 teacher and student are the same node, where D is 0.
+Up to a1 teacher and student are the same nodes, and D is 0 there. What follows the last token of a
+block is outside the block. So x3 is no node of the tree, and y(2), wrong in its last token alone,
+adds nothing to the loss.
 
-One forward pass over this tree evaluates the answer and all states of its blocks together.
+One forward pass over such a tree evaluates the whole answer and states of all its blocks together.
 
-Decoding is lossless for the trained model: greedy output is its own autoregressive output. The
-trained model is another one than the model before training. So its quality has to be measured, on
-text that it writes itself, for repetitive text decodes fast.
+Decoding is lossless for the trained model: its output is what it would say token by token, greedily
+or at a temperature. But training changes what the model says. So the quality of the text that the
+trained model writes has to be measured too. Speed alone misleads, since repetitive text decodes
+fast.
 
 Departures in decoding (paper / here / why):
-    first root: Alg. 3 computes it from the prompt / the prompt's last token / a call less
-    block's end: Alg. 3 as printed never ends, its i* is at most len - 1 / the block's last token is
-        the next block's root / no call is needed for it
-    first guesses: the paper's are random tokens, the released code's are of all text so far / of
-        the prompt alone / as when the trajectories were collected
-    sampling: the paper is greedy / at a temperature too / one sample a position is exact
+    first root: Alg. 3 computes it from the prompt / it is the prompt's last token / that saves a
+        call
+    end of a block: Alg. 3 as printed never ends, since i* is at most len - 1 / a block ends when
+        its last token is final, and the last token that is final is the next root / the next root
+        needs no call of its own
+    first guesses: Alg. 3 draws them from x, which in the released code is all text so far / they
+        are tokens of the prompt alone, in `collect` too / a model begins where it was trained to
+        begin, and the loop need not keep the text
+    sampling: the paper is greedy / at a temperature too / one sample after each node is exact
+    Table 3: which blocks count is not said / blocks that are complete and have no EOS / what a
+        state has after an EOS is no part of the answer
+
 Departures in training (paper / here / why):
-    losses: Eqs. 4 and 6 sum over tokens / means over the tokens of a batch, D over the positions
-        from the first disagreement on, as in the released code / answers differ in length. So w is
-        not comparable with the paper's
-    states: Alg. 2 draws one state of a trajectory, y* among them / several of each block, only
-        before y*, as in the released code / at y* the loss is 0, and one pass serves them all
-    augmentation: Alg. 1 corrects wrong tokens of every state and gives no rate / in half of the
-        states, each with a probability / half of the states stay as decoding meets them
+    collecting: Alg. 1 solves one prompt at a time / several side by side, each with the same
+        trajectory as alone / a batch takes less time
+    repetition: samples that a rule finds are dropped, and the rule is not given / whole answers
+        are dropped by the rule of `repeats` / it can be read and tested
+    augmentation: Alg. 1 corrects wrong tokens of every state and gives no rate / half of the states
+        are corrected, and in these each wrong token but the first is, with a probability / the
+        other half stays as decoding meets it, and the released code keeps the first one wrong too
+    states: Alg. 2 draws one state of a trajectory, which may be y* / several of each block are
+        drawn, only before y*, as in the released code / the loss of y* is 0, and one pass serves
+        all states of an answer
+    losses: Eqs. 4 and 6 sum over tokens / both are means over the tokens of a batch, and D counts
+        only from the first disagreement on, as in the released code / answers differ in length. So
+        w is not comparable with the paper's
     labels of L_AR: the released code smooths them by 0.1 / no smoothing / Eq. 6 has none
-    schedule: the paper gives none, the released code a cosine / linear to 0 / never compared
+    optimizer: the paper names none, the released recipe is AdamW / AdamW with betas of 0.9 and
+        0.95, no weight decay, and gradients cut to length 1 / never compared
+    schedule: the paper gives none, the released code a warm-up and a cosine / a warm-up over a
+        twentieth of the steps, then linear to 0 / never compared
+
 Left out: several GPUs.
 """
 import itertools
@@ -69,21 +89,23 @@ from transformers import GenerationConfig
 
 TRAINED = str(Path(__file__).resolve().parent / "models/cllm")
 DIVERGENCES = ("forward-kl", "reverse-kl", "jsd")
-KEPT = 32  # an answer that begins with the same KEPT tokens counts as unchanged by the training
+KEPT = 32  # an answer whose first KEPT tokens are those of before counts as unchanged by training
 
 
 # ---------------------------------------------------------------------------------- decoding
 
 def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
-    """Guess a block of n - 1 tokens after the root, recompute all of them in one call, and repeat
-    until none changes. Alg. 3 and Eq. 3. The loop is the one of jacobi.py.
+    """Guess the n - 1 tokens that follow the root in a block, and recompute in each call all
+    guesses that are not final yet. The block ends when all are final. Alg. 3 and Eq. 3. The loop is
+    the one of jacobi.py, word for word.
 
-    n: tokens of a block with its root, 2 or more. Best is the n of the training
-    Yields chunks of 1 to n tokens; logs {"states", "final"} a block, extended by every call.
-    states[j] is y(j) of the Jacobi trajectory, a list of n tokens whose first is the root. final[j]
-    is how many leading tokens of states[j] are final. It is n + 1 if the token after the block, the
-    next root, is final as well.
+    n: tokens of a block, its root included, 2 or more. Best is the n of the training
+
+    Yields chunks of 1 to n tokens; logs {"states", "final"} a block. Every call extends both lists.
+    The state y(j) of the Jacobi trajectory is states[j], a list of n tokens with the root first.
+    The number of its leading tokens that are final is final[j]. Where the token after the block is
+    final as well, final[j] is n + 1, and that token is the next root.
     """
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
@@ -125,13 +147,17 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
 def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float, float]:
     """Count what Jacobi decoding gained, over the complete blocks of a log. Section 3.3, Table 3.
 
-    log      records of `cllm`
-    eos      token ids that end an answer. A block that has one does not count
-    returns  the number of complete blocks, fast-forwarded tokens a call, stationary tokens a block
+    log      what `cllm` logged, a record for each block
+    eos      token ids that end an answer. A block that has such a token after its root is left out
 
-    Fast-forwarded tokens are those that a call made final, with the one that autoregressive
-    decoding would give too. A stationary token was right in a state in which a token before it was
-    wrong, and stayed right ever after.
+    returns  the number of complete blocks, the fast-forwarded tokens per call, and the stationary
+             tokens per block
+
+    Fast-forwarded tokens are all tokens that a call makes final. As in Table 3, the one token that
+    autoregressive decoding would make final too is counted with them.
+
+    A stationary token is right in some state in which a token before it is wrong, and it is right
+    in every later state.
     """
     blocks = [r for r in log if r["final"][-1] >= len(r["states"][0])
               and not eos & set(r["states"][-1][1:])]
@@ -141,7 +167,8 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
     for states in (r["states"] for r in blocks):
         y_star = states[-1]
         for i, token in enumerate(y_star):
-            last_wrong = 0  # y(0) was not predicted: even a right guess in it does not count
+            # Nobody predicted y(0), so a guess of y(0) that happens to be right does not count
+            last_wrong = 0
             for j, y in enumerate(states):
                 if y[i] != token:
                     last_wrong = j
@@ -152,18 +179,21 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
 # ----------------------------------------------------------------------- Alg. 2: the losses
 
 class StatePair(NamedTuple):
-    """A state y of a block, and the state that it is to agree with."""
-    start: int  # the place of the block's root in prompt and answer
+    """Hold a state y of a block, and the state that y is to agree with."""
+    start: int  # where the block's root stands in prompt + answer
     y: list[int]
     y_goal: list[int]  # y* for the global loss, the next state for the local one
 
 
 def distance(kind: str, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Return D of Eq. 4, in nats, from logits [..., V].
+    """Return the distance D between two distributions. Eqs. 4 and 5.
 
-    kind     forward-kl for KL(p, q), reverse-kl for KL(q, p), or jsd for Jensen-Shannon
-    teacher  logits of p, the side of Eq. 4 through which no gradient flows
-    student  logits of q
+    kind     forward-kl for KL(p || q), reverse-kl for KL(q || p), or jsd for the Jensen-Shannon
+             divergence. In these p is the teacher's distribution, and q is the student's.
+    teacher  logits [..., V] of p. The caller stops their gradient.
+    student  logits [..., V] of q
+
+    returns  D in nats, [...]
     """
     p, q = (x.log_softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
             for x in (teacher, student))
@@ -177,23 +207,26 @@ def distance(kind: str, teacher: torch.Tensor, student: torch.Tensor) -> torch.T
 
 
 def training_tree(example: dict, pairs: list[StatePair]) -> tuple[list[int], list[int], list]:
-    """Build the tree of one answer and the states of its blocks, and list what is compared.
+    """Build one tree of an answer and of states of its blocks, and list the nodes to compare.
 
-    The trunk is prompt and answer, whose blocks are the fixed points. A state is a branch that
-    leaves the trunk at its first wrong token. Up to there teacher and student are the same node and
-    D is 0, so only the positions after it are compared.
+    The trunk of the tree is the prompt followed by the answer. The answer consists of the fixed
+    points of its blocks. A state follows the trunk up to its first wrong token, where it branches
+    off. Up to there teacher and student are the same nodes and D is 0. So only the nodes from the
+    first wrong token on are compared.
 
-    example  {"prompt", "answer", …}
-    pairs    states of its blocks
-    returns  ids, parents, and the (teacher, student) nodes to compare
+    example  {"prompt", "answer", …}, a line that `collect` made
+    pairs    the states of the example's blocks that are learnt from
+
+    returns  ids and parents of the tree, and a list of pairs (teacher, student) of nodes. D
+             compares what follows the one node with what follows the other.
     """
     ids = example["prompt"] + example["answer"]
     parents = [*range(-1, len(ids) - 1)]
     compared = []
 
     def add_state(start: int, y: list[int]) -> list[int]:
-        """Add a state to the tree, and return its nodes but the last: the last token of a block
-        predicts nothing in its block."""
+        """Add a state to the tree without its last token, and return the nodes of the others. What
+        follows the last token is outside the block."""
         path = [start]
         for i in range(1, len(y) - 1):
             # A wrong token changes all that follows, so a branch never comes back to the trunk
@@ -206,7 +239,8 @@ def training_tree(example: dict, pairs: list[StatePair]) -> tuple[list[int], lis
                 path.append(len(ids) - 1)
         return path
     for pair in pairs:
-        # Node by node: the distribution after y*_<i is the teacher's, after y_<i the student's
+        # Token i is predicted at the node before it: by the teacher after y*_<i, and by the student
+        # after y_<i. With local consistency the next state takes the place of y*
         teachers = add_state(pair.start, pair.y_goal)
         students = add_state(pair.start, pair.y)
         compared += [(t, s) for t, s in zip(teachers, students) if t != s]
@@ -214,18 +248,22 @@ def training_tree(example: dict, pairs: list[StatePair]) -> tuple[list[int], lis
 
 
 def pad_trees(trees: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, ...]:
-    """Put trees side by side in one batch, padded behind.
+    """Put trees side by side in one batch, with padding after the shorter ones.
 
-    trees    (ids, parents) of each
-    returns  ids [B, n], positions [B, n], and visible [B, n, n], whether a node sees another
+    trees    the ids and parents of each tree
+
+    returns  ids [B, n] and positions [B, n] of the nodes, and visible [B, n, n]: whether the node
+             of the second index sees the node of the third
     """
     longest = max(len(ids) for ids, _ in trees)
-    width = math.ceil(longest / 16) * 16  # few shapes, for kernels are made for each
+    # A GPU may compile its kernels anew for every shape. Multiples of 16 make fewer shapes
+    width = math.ceil(longest / 16) * 16
     ids, positions = torch.zeros(2, len(trees), width, dtype=torch.long)
-    visible = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1)  # padding sees itself
+    # Padding sees itself, since the softmax of a row that sees nothing is nan
+    visible = torch.eye(width, dtype=torch.bool).repeat(len(trees), 1, 1)
     for b, (tokens, parents) in enumerate(trees):
         m = len(tokens)
-        ancestors = ancestor_mask(parents)  # a node sees its own path from the prompt on alone
+        ancestors = ancestor_mask(parents)  # a node sees its path from the first token down
         ids[b, :m] = torch.tensor(tokens)
         visible[b, :m, :m] = ancestors
         # Branches stand at the positions of the tokens that they replace, as in decoding
@@ -235,37 +273,40 @@ def pad_trees(trees: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, .
 
 def losses(model, examples: list[dict], pairs: list[list[StatePair]],
            kind: str = "forward-kl") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the consistency loss and the AR loss, Eq. 6, each a mean over tokens in nats.
+    """Return the consistency loss and the AR loss of a batch, from one forward pass.
 
-    One forward pass gives both: the answer's own nodes are Eq. 6 and Eq. 4's teacher, the branches
-    are the students.
+    Eq. 6 reads the logits of the answers' own tokens. With global consistency these nodes are the
+    teachers of Eq. 4 too, and the branches are the students.
 
     examples  {"prompt", "answer", …} of each answer
-    pairs     for each answer, states to compare: Eq. 4 where y_goal is y*, Eq. 5 where it is the
-              next state. Where nothing is compared the consistency loss is 0
-    kind      the distance D
+    pairs     for each answer a list of states to learn from. The loss is Eq. 4 where y_goal is y*,
+              and Eq. 5 where y_goal is the next state.
+    kind      the distance D, one of DIVERGENCES
+
+    returns   the consistency loss, a mean over all pairs of nodes that are compared, or 0 if there
+              are none; and the AR loss, a mean over all tokens of the answers. Both are in nats.
     """
-    trees = [training_tree(example, chosen) for example, chosen in zip(examples, pairs)]
+    trees = [training_tree(example, some) for example, some in zip(examples, pairs)]
     ids, positions, visible = pad_trees([(ids, parents) for ids, parents, _ in trees])
-    first = min(len(example["prompt"]) for example in examples) - 1  # no loss reads logits before
+    first = min(len(example["prompt"]) for example in examples) - 1  # no loss reads earlier logits
     like = model.get_input_embeddings().weight
     mask = attention_mask(windows_of(model), visible, positions, positions, like)
     logits = model(input_ids=ids.to(like.device), position_ids=positions.to(like.device),
                    attention_mask=mask, use_cache=False,
                    logits_to_keep=torch.arange(first, ids.shape[1])).logits
-    # Row i of `logits` is that of node first + i, for `logits_to_keep` left out the others
+    # `logits_to_keep` left out the nodes before `first`. So row i of `logits` is node first + i's
     before_tokens = []
     for rows, example in zip(logits, examples):
         begin = len(example["prompt"]) - 1 - first
         before_tokens.append(rows[begin:begin + len(example["answer"])])
-    # Eq. 6: the answer itself is learnt, so that the model keeps its quality
+    # Eq. 6: the answer itself is learnt. Else the model could agree with itself on worse text
     tokens = [token for example in examples for token in example["answer"]]
     ar = F.cross_entropy(torch.cat(before_tokens), torch.tensor(tokens, device=logits.device))
     compared = [(b, t, s) for b, (_, _, nodes) in enumerate(trees) for t, s in nodes]
     if not compared:
         return torch.zeros_like(ar), ar
     b, teacher, student = torch.tensor(compared, device=logits.device).T
-    # Eq. 4 stops the gradient of the teacher. Else y* would move towards the states
+    # Eq. 4 stops the teacher's gradient. Else what follows y* would move towards what follows y
     stopped = logits[b, teacher - first].detach()
     return distance(kind, stopped, logits[b, student - first]).mean(), ar
 
@@ -274,35 +315,45 @@ def losses(model, examples: list[dict], pairs: list[list[StatePair]],
 
 def sample_pairs(examples: list[dict], batch: int, per_block: int, local: bool,
                  rng: random.Random) -> tuple[list[dict], list[list[StatePair]]]:
-    """Draw examples, and states of all their blocks, uniformly among the states before y*.
+    """Draw examples, and in each of their blocks some of the states before y*, all equally likely.
 
-    batch      number of examples
-    per_block  the most states of a block
+    examples   lines that `collect` made
+    batch      how many examples are drawn
+    per_block  the most states that are drawn in a block
     local      whether a state is to agree with the next state instead of y*
-    rng        draws examples and states
-    returns    the examples, and for each a list of pairs
+    rng        the source of randomness
+
+    returns    the examples, and for each of them a list of pairs of states
     """
     # Alg. 2 draws a prompt and a state. One pass over an answer serves states of all its blocks
-    chosen, pairs = rng.sample(examples, min(batch, len(examples))), []
-    for example in chosen:
+    drawn, pairs = rng.sample(examples, min(batch, len(examples))), []
+    for example in drawn:
         pairs.append([])
         for start, trajectory in example["blocks"]:
             *states, y_star = trajectory
-            # y* is no state to learn from, for its loss is 0. Eq. 5 pairs neighbours, Eq. 4 has y*
+            # Nothing is to be learnt from y* as a state, since its loss is 0. A state's goal is the
+            # next state in Eq. 5, and y* in Eq. 4
             goals = trajectory[1:] if local else [y_star] * len(states)
             block = [StatePair(start, y, y_goal) for y, y_goal in zip(states, goals)]
             pairs[-1] += rng.sample(block, min(per_block, len(block)))
-    return chosen, pairs
+    return drawn, pairs
 
 
 def decode_examples(model, examples: list[dict], eos: set[int],
                     n: int) -> tuple[list[list[int]], dict]:
-    """Decode the examples' prompts by Jacobi decoding, up to the lengths of their answers.
+    """Answer the examples' prompts by Jacobi decoding, and measure speed and change.
 
-    n        tokens of a block
-    returns  the answers, and figures by name. per_call and each are tokens per call, of all prompts
-             and of each. fast_forwarded and stationary are those of `profile_of`. kept is the share
-             of answers that begin with the same KEPT tokens as the examples'
+    examples  {"prompt", "answer", …}. A new answer is no longer than the answer of its example.
+    eos       token ids that end an answer
+    n         tokens of a block
+
+    returns   the new answers, and a dictionary of figures:
+
+        per_call         tokens per call, over all prompts together
+        each             a list of the tokens per call of every prompt
+        fast_forwarded   fast-forwarded tokens per call, as `profile_of` counts them
+        stationary       stationary tokens per block, as `profile_of` counts them
+        kept             the share of new answers whose first KEPT tokens are those of the example
     """
     lm, log, answers, each = CachedLM(model), [], [], []
     for example in examples:
@@ -323,22 +374,39 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
         divergence: str = "forward-kl", local: bool = False, recompute: bool = False, seed: int = 0,
         shown: list[dict] | None = None, watch: Callable = lambda answers: {}, reports: int = 10,
         work: Path | None = None) -> dict:
-    """Train all weights of a model. The released recipe is AdamW at 2e-5, a warm-up, then a cosine.
-    Ours is a warm-up over a twentieth of the steps, then linear to 0, gradients cut to length 1.
+    """Train all weights of a model on both losses, and measure the model now and then. Alg. 2.
 
-    examples  what `collect` made of each answer, to learn from
-    held_out  answers to measure the losses on
-    n         tokens of a block in the decoding that is measured
-    shown     examples that are decoded for the figures of `decode_examples`, by default 20 held out
-    watch     a function of the decoded answers that gives more figures
-    reports   how often all this is measured
-    returns   {step: {"consistency", "ar", and these figures}}
-    The other arguments are options of `train`.
+    What is learnt:
+
+        model       the model, whose weights change in place
+        examples    lines that `collect` made, to learn from
+        held_out    lines that `collect` made, on which the losses are measured
+        eos         token ids that end an answer
+        n           tokens of a block in the decoding that is measured
+
+    Options of `train`, which explains them:
+
+        steps, batch, states, accumulate, lr, w, divergence, local, recompute, seed
+
+    What is measured. `train` leaves the first three as they are, and results/curves.py sets them:
+
+        shown       examples that are decoded for the figures of `decode_examples`. None takes the
+                    first 20 of `held_out`.
+        watch       a function that is given the decoded answers and returns more figures by name
+        reports     how often the model is measured in training, besides before the first step and
+                    after the last
+        work        the folder of the checkpoints. None writes no checkpoint.
+
+    returns a dictionary with an entry for each step at which the model was measured. The entry has
+    the held-out losses "consistency" and "ar", the figures of `decode_examples` and those of
+    `watch`.
     """
     from models.training import Training, warm_linear
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        model.train(recompute)  # layers recompute in train mode alone; eval mode has no dropout
+        # Dropout is not wanted, so the model is in eval mode. But transformers recomputes
+        # activations in train mode alone
+        model.train(recompute)
         drawn = sample_pairs(examples, batch, states, local, rng)
         consistency, ar = losses(model, *drawn, divergence)
         return consistency + w * ar  # Eq. 7
@@ -364,9 +432,14 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
 
 
 def read_examples(path: Path, model, seed: int) -> tuple[int, list[dict], list[dict]]:
-    """Read what `collect` wrote, and hold a tenth of it out, 100 examples at most.
+    """Read what `collect` wrote, and hold out a tenth of the examples, 100 at most.
 
-    returns  tokens of a block, examples to train on, examples held out
+    path     the file that `collect` wrote
+    model    the model to be trained. Its vocabulary must have every token of the file.
+    seed     the seed of the order of the examples, and so of which are held out
+
+    returns  tokens of a block, the examples to train on, and the examples held out. Answers that
+             repeat themselves are in neither list. InputError is raised if fewer than 2 are left.
     """
     settings, examples = read_trajectories(path)
     examples = [example for example in examples if example["blocks"]]
@@ -391,14 +464,18 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     data:   file of trajectories, made by `python cllm.py collect`
     out:    model directory to make, in bfloat16
     work:   folder of checkpoints, by default OUT.work
+    steps:  updates of the weights
     batch:  answers of a pass
-    states: states of each block of an answer
+    states: the most states of each block of an answer
     accumulate: passes of a step
-    lr:     learning rate. 5e-4 suited 10M parameters, and the released script for 7B has 2e-5
-    w:      weight of the AR loss, Eq. 7. Table 6 has 1, which is faster, and 10, more accurate
+    lr:     learning rate after the warm-up. With 10M parameters 5e-4 worked well. The released
+            script for 7B parameters has 2e-5
+    w:      weight of the AR loss, Eq. 7. In Table 6 a model is faster with 1, and more accurate
+            with 10
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     local:  use local consistency, Eq. 5, in place of global consistency, Eq. 4
     recompute: compute activations a second time in the backward pass, to need less memory
+    seed:   seed of the order of the examples and of the states drawn
     """
     from models.training import require, require_training_options
     require_training_options(lr, steps=steps, batch=batch, states=states, accumulate=accumulate)
@@ -409,12 +486,14 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     work = work or Path(f"{out}.work")
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    if recompute:  # a checkpoint a layer: activations inside are computed again
+    if recompute:  # transformers keeps the inputs of each layer alone, and computes the rest again
         model.gradient_checkpointing_enable()
     fit(model, examples, held_out, eos, n, steps=steps, batch=batch, states=states,
         accumulate=accumulate, lr=lr, w=w, divergence=divergence, local=local, recompute=recompute,
         seed=seed, work=work)
-    model.generation_config = GenerationConfig(  # greedy: leftover sampling settings can fail
+    # Sampling settings left from the model before training can make `save_pretrained` fail. So the
+    # trained model has settings of its own, which decode greedily
+    model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(eos) or None,
         pad_token_id=tokenizer.pad_token_id)
     model.to(torch.bfloat16).save_pretrained(out)
@@ -426,26 +505,31 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
 class SideBySide:
     """Solve the blocks of several prompts side by side, with one cache.
 
-    The prompts without their last tokens are padded on the left to `width` rows. All prompts go on
-    block by block together, so every pass overwrites the same rows of each, and no prompt is ever
-    rolled back alone.
+    Every prompt leaves out its last token, which is the first root, and is padded on the left to
+    `width` rows. All prompts begin a block in the same pass, and end the block in the same pass. So
+    a pass writes the same rows for every prompt, and no prompt needs a rollback of its own.
     """
 
     def __init__(self, model, prompts: list[list[int]]):
         self.model = model
         self.cache = KVCache()
         self.width = max(map(len, prompts)) - 1
+        # How many rows of padding stand before each prompt
         self.padding = torch.tensor([self.width + 1 - len(p) for p in prompts])[:, None]  # [B, 1]
         padded = [[p[0]] * (self.width + 1 - len(p)) + p[:-1] for p in prompts]
+        # Feed the prompts, 128 rows a pass. A mask over all rows at once could need much memory
         for i in range(0, self.width, 128):
             self.forward([row[i:i + 128] for row in padded], i, keep=1)
 
     def forward(self, ids: list[list[int]], start: int, keep: int | None = None) -> list[list[int]]:
-        """Run the model over rows of every prompt, and return the argmax after each of them.
+        """Run the model over m rows of every prompt.
 
-        ids    tokens [B, m] of the rows
-        start  where the rows begin in the cache, at the same place for every prompt
-        keep   return the argmaxes after the last `keep` rows alone; None returns all
+        ids      tokens [B, m] of the rows
+        start    the place of the first of these rows in the cache, the same for every prompt. Rows
+                 that the cache had from there on are overwritten.
+        keep     how many of the last rows an argmax is wanted for. None wants all m.
+
+        returns  the argmax after each of these rows, [B, keep]
         """
         m = len(ids[0])
         like = self.model.get_input_embeddings().weight
@@ -453,7 +537,8 @@ class SideBySide:
         rows = slots[start:, None]  # [m, 1]
         causal = slots <= rows  # [m, slots]
         real = slots >= self.padding[:, None]  # [B, 1, slots]
-        itself = slots == rows  # a row of padding sees itself alone: one that sees nothing is nan
+        # A row of padding sees itself, since the softmax of a row that sees nothing is nan
+        itself = slots == rows
         visible = (causal & real) | itself  # [B, m, slots]
         positions = (slots - self.padding).clamp(0, context_length(self.model) - 1)  # [B, slots]
         mask = attention_mask(windows_of(self.model), visible, positions[:, start:], positions,
@@ -471,20 +556,21 @@ class SideBySide:
         """Iterate a block of every prompt until all are fixed points.
 
         states   y(0) of each prompt, n tokens with the root first
-        start    where the rows of the blocks begin in the cache
-        returns  the trajectory y(0), y(1), …, y* of each prompt, and the token after its y*
+        start    the place of the root in the cache
+
+        returns  the trajectory y(0), y(1), …, y* of each prompt, and the token after each y*
         """
         history = [states]
-        for final in range(1, len(states[0]) + 1):  # so many leading tokens are right, at least
-            # Eq. 3: every token of y is computed anew from the tokens of the last y before it.
-            # Step by step one more token is right, and its row in the cache stays
+        for final in range(1, len(states[0]) + 1):  # at least `final` leading tokens are right
+            # Eq. 3: a token of the new y is the argmax after the tokens before it in the old y. In
+            # each step at least one more leading token is right, and its row in the cache stays
             chosen = self.forward([y[final - 1:] for y in states], start + final - 1)
             new = [y[:final] + row[:-1] for y, row in zip(states, chosen)]
             if new == states:  # the fixed points y* of all prompts
                 break
             states = new
             history.append(states)
-        # A prompt that was solved before the others repeats its y*: keep one
+        # A block that is solved before the others repeats its y* until they are: keep the first
         solved = [[y for y, _ in itertools.groupby(steps)] for steps in zip(*history)]
         return solved, [row[-1] for row in chosen]
 
@@ -492,30 +578,42 @@ class SideBySide:
 @torch.inference_mode()
 def find_trajectories(model, prompts: list[list[int]], numbers: list[int], *, n: int, limit: int,
                       eos: set[int], seed: int = 0) -> list[list[list[list[int]]]]:
-    """Solve the blocks of prompts until an EOS or at least `limit` new tokens.
+    """Solve block after block of every prompt, until an EOS or at least `limit` new tokens. Alg. 1.
 
-    All blocks have n tokens but the last, whose states end where y* has its EOS.
+    A block has n tokens. Where y* has an EOS, all states of the block are cut after its place, and
+    the block is the last one.
 
-    numbers  of the prompts; a block's first guesses are seeded by `seed`, the prompt's number and
-             the block's
-    returns  [prompt][block][state][token of the block]
+    prompts  token ids of the prompts, which are solved side by side
+    numbers  the number of each prompt in the file
+
+    n        tokens of a block
+    limit    how many new tokens are enough, though the last block may bring a few more
+    eos      token ids that end an answer
+
+    seed     first guesses are seeded by this, the prompt's number and the block's number. So they
+             do not depend on which prompts are solved together.
+
+    returns  nested lists of tokens: [prompt][block][state][place in the block]
     """
     side = SideBySide(model, prompts)
     roots = [p[-1] for p in prompts]
     found = [[] for _ in prompts]
     ended = [False] * len(prompts)
-    for block in range(limit // n + 1):  # Alg. 1's while: so many blocks have `limit` tokens
-        # Alg. 1 begins every block with random tokens, here with tokens of the prompt
+    # Alg. 1's while. The first root is no new token, so that b blocks have b n - 1 new tokens
+    for block in range(limit // n + 1):
+        # The first guesses are random tokens of the prompt, as in decoding
         states = [[root, *random.Random(f"{seed} {i} {block}").choices(p, k=n - 1)]
                   for root, i, p in zip(roots, numbers, prompts)]
         solved, roots = side.solve(states, side.width + block * n)
-        # An EOS counts among new tokens: the first block's root is the prompt's last token
+        # Only new tokens can end the answer. The first block's root is the prompt's last token
         new = range(0 if block else 1, n)
         for b, trajectory in enumerate(solved):
             if not ended[b]:
                 y_star = trajectory[-1]
                 ends = [i for i in new if y_star[i] in eos]
-                if ends:  # what a state has behind the EOS of y* is never decoded, nor learnt
+                if ends:
+                    # Nothing after the EOS of y* is ever decoded, so nothing there is learnt. Once
+                    # they are cut, states that are the same count once
                     cut = (y[:ends[0] + 1] for y in trajectory)
                     trajectory = [y for y, _ in itertools.groupby(cut)]
                     ended[b] = True
@@ -526,19 +624,23 @@ def find_trajectories(model, prompts: list[list[int]], numbers: list[int], *, n:
 
 
 def count_right(y: list[int], y_star: list[int]) -> int:
-    """Count the leading tokens of y that are those of y*."""
+    """Count the leading tokens of y that are right, which means equal to those of y*."""
     right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(y, y_star))
     return len(list(right))
 
 
 def augment_states(trajectory: list[list[int]], share: float,
                    rng: random.Random) -> list[list[int]]:
-    """Set wrong tokens right in half of the states before y*. Alg. 1.
+    """Set some wrong tokens right, in half of the states before y*. Alg. 1.
 
-    The first wrong token stays wrong, as in the released code, which keeps the state beside its
-    corrected copy.
+    The first wrong token of a state stays wrong, as in the released code. That code adds a
+    corrected copy and keeps the state too. Here the copy takes the state's place.
 
-    share  the probability that a wrong token is set right
+    trajectory  the states of a block, y* last
+    share       the probability that a wrong token after the first one is set right
+    rng         the source of randomness
+
+    returns     the trajectory with the corrected states
     """
     *states, y_star = trajectory
     for j, y in enumerate(states):
@@ -550,14 +652,18 @@ def augment_states(trajectory: list[list[int]], share: float,
 
 
 def repeats(tokens: list[int], text: str) -> bool:
-    """Tell whether an answer repeats itself. Section 3.2.1 wants a rule and gives none.
+    """Tell whether an answer repeats itself. Section 3.2.1 uses a rule, but does not give it.
 
-    Ours: it has the same 1 to 8 tokens five times or more in a row, 12 tokens or more in all. Or it
-    has the same line or sentence of 20 characters or more three times. Ordinary code, whose lines
-    are short, passes.
+    The rule here has two halves, and one of them is enough. Token by token: the same 1 to 8 tokens
+    stand five times or more in a row, and have 12 tokens or more in all. Sentence by sentence: the
+    same line or sentence of 20 characters or more stands three times anywhere. Ordinary code
+    passes, since its lines that recur are short.
+
+    tokens  token ids of the answer
+    text    the same answer as a string
     """
     for period in range(1, 9):
-        length = period
+        length = period  # how many tokens up to here have repeated every `period` tokens
         for before, token in zip(tokens, tokens[period:]):
             length = length + 1 if token == before else period
             if length >= max(12, 5 * period):
@@ -567,10 +673,11 @@ def repeats(tokens: list[int], text: str) -> bool:
 
 
 def read_trajectories(path: Path) -> tuple[dict, list[dict]]:
-    """Read a file that `collect` wrote, without a last line that was cut off.
+    """Read a file that `collect` wrote, and leave out a last line that was cut off.
 
-    returns  the settings, which its first line has, and the other lines: {"number", "prompt",
-             "answer", "blocks"}, where blocks are [start, trajectory] pairs
+    path     the file
+    returns  the settings, from the first line, and a list of the other lines. Such a line is what
+             `make_example` returned. InputError is raised if the file is not of this kind.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -586,9 +693,16 @@ def read_trajectories(path: Path) -> tuple[dict, list[dict]]:
 
 
 def resume(out: Path, settings: dict, prompts: list[list[int]]) -> set[int]:
-    """Prepare the file of trajectories, and return the numbers of the prompts that it has already.
+    """Prepare the file of trajectories, so that lines can be added to it.
 
-    A file that exists must be of the same settings and prompts. It loses a line that was cut off.
+    A new file gets a line with the settings. A file that exists loses a last line that was cut off.
+
+    out       the file
+    settings  what the trajectories depend on
+    prompts   token ids of all prompts
+
+    returns   the numbers of the prompts that the file has already. InputError is raised if the file
+              has other settings or other prompts.
     """
     before, examples = settings, []
     if out.exists():
@@ -610,10 +724,17 @@ def resume(out: Path, settings: dict, prompts: list[list[int]]) -> set[int]:
 
 def make_example(number: int, prompt: list[int], solved: list[list[list[int]]], tokenizer,
                  augment: float, seed: int) -> dict:
-    """Make a line of the file; an answer that repeats itself gets no blocks.
+    """Make a line of the file. An answer that repeats itself gets no blocks.
 
-    number  of the prompt, which seeds the augmentation
-    solved  the trajectory of each block
+    number     the number of the prompt
+    prompt     token ids of the prompt
+    solved     the trajectory of each block
+    tokenizer  turns the answer into text, in which repeated sentences are looked for
+    augment    the probability of setting a wrong token right
+    seed       the augmentation is seeded by this and the prompt's number
+
+    returns    {"number", "prompt", "answer", "blocks"}. A block is a pair of start, which is the
+               place of its root in prompt + answer, and its augmented trajectory.
     """
     fixed_points = [trajectory[-1] for trajectory in solved]
     answer = [token for y_star in fixed_points for token in y_star]
@@ -632,11 +753,12 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
             seed: int = 0) -> None:
     """Collect the Jacobi trajectories of a model's own answers. Alg. 1. A stopped run goes on.
 
-    out:     the file to make, a line a prompt
-    n:       tokens of a block
-    max_new_tokens: tokens of an answer (N), which may run on to the end of a block
-    batch:   prompts at a time
+    out:     the file to make. It has a line for the settings, then one for each prompt
+    n:       tokens of a block, its root included
+    max_new_tokens: tokens of an answer (N). An answer may run on to the end of its last block
+    batch:   how many prompts are solved side by side
     augment: probability of setting a wrong token right, in half of the states
+    seed:    seed of the first guesses and of the augmentation
     """
     from models.training import digest, require
     require(n >= 2, "n", "2 or more", n)
@@ -649,7 +771,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     eos = eos_ids(model, tokenizer)
     longest = context_length(model) - max_new_tokens - n
     numbers = {i for i, prompt in enumerate(prompts) if len(prompt) <= longest}
-    # Prompts of like lengths are solved together, for little is padding then
+    # Prompts of similar lengths are solved together, so that they need little padding
     todo = sorted(numbers - done, key=lambda i: (len(prompts[i]), i))
     dropped = 0
     bar = tqdm(total=len(todo), desc="trajectories")
@@ -672,11 +794,11 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
 
 def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED, n: int = 16,
             max_new_tokens: int = 128) -> None:
-    """Count fast-forwarded and stationary tokens of Jacobi decoding, for a model and for what was
-    trained from it. Table 3.
+    """Count fast-forwarded and stationary tokens of Jacobi decoding, for a model before training
+    and for the trained model. Table 3.
 
     after: directory of the trained model
-    n:     tokens of a block
+    n:     tokens of a block, its root included
     max_new_tokens: the most tokens of an answer
     """
     if n < 2:
