@@ -4,8 +4,15 @@ Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference", arXiv
 
     python -m survey.cascade --draft SMALL --draft SMALLER --prompt "..."
 
-A round with two drafts, γ = 5, tail = 2 and inner = 3. Each token is shown as the level that drew
-it: 1 and 2 are the drafts, and m is Max-Gram, which copies what followed earlier in the text.
+A vertical cascade: a draft does not draw its tokens one by one. It reviews guesses of the next
+cheaper draft, as the target does. The last of them is Max-Gram, which has no weights: it copies
+what followed earlier in the text.
+
+A horizontal cascade: early guesses of a round are accepted more often than late ones. So the better
+drafts write the early guesses, and the cheaper drafts the late ones.
+
+A round with two drafts, γ = 5, tail = 2 and inner = 3. A token is shown as 1 or 2, the draft that
+drew it, or as m for Max-Gram:
 
     target     root  1 1 1 1 1  2 2  m m    one call reviews guesses of all levels    (horizontal)
                      └───┬───┘  └┬┘
@@ -14,18 +21,26 @@ it: 1 and 2 are the drafts, and m is Max-Gram, which copies what followed earlie
     draft 2            m m m   m m m        reviews `inner` tokens of Max-Gram at a time, until it
                                             has what draft 1 or the target asked for
 
-Early guesses are accepted more often than late ones, so the better drafts write the early ones.
-Every review is Leviathan's rule (../speculative.py). So a token that leaves a level has exactly the
-distribution of that level's model, and the next better level judges it by that one: lossless.
+The output is lossless. Every review is Leviathan's rule (../speculative.py), so a token that leaves
+a level has exactly the distribution of that level's model. The next better level divides by this
+distribution.
 
-Departures:
-- How many tokens a level gives. Paper: a matrix, which is searched. Here: one number for each
-  direction, and only the target has tokens of several levels to review. Why: three options can be
-  tuned by hand.
-- Review. Paper: a lenient review by drafts too. Here: none. Why: leniency is not exact when
-  sampling.
-- Max-Gram. Released: 10 guesses whenever it is asked. Here: as many as are asked for. Bigrams are
-  counted in REST's datastore (rest.py).
+Departures (paper or released code / here / why):
+    how many tokens a level gives: a matrix of numbers, which is searched / `gamma`, `tail` and
+        `inner` fill it, so that a draft reviews tokens of the next cheaper one only / three options
+        can be tuned by hand
+    review by a draft: lenient, so that more guesses pass / exact / leniency is not lossless when
+        tokens are sampled
+    temperature: 0 in the experiments / any / every token has the distribution of the level that
+        gave it
+    Max-Gram's guesses: 10 whenever it is asked / as many as are asked for / a level never reviews
+        more
+    Max-Gram's match: of any length / of at most 16 tokens, as in rest.py / a search of every length
+        would take longer with every token
+    bigrams: counted in a corpus of text / in the datastore of rest.py / it is there already, and it
+        has the model's own answers
+
+Left out: encoder-decoder models, as everywhere (common.py).
 """
 import sys
 from collections import Counter
@@ -43,16 +58,21 @@ import torch.nn.functional as F
 # -------------------------------------------------------------------------- levels and reviews
 
 class Level:
-    """A model, and the text that its cache has the rows of."""
+    """Hold a model together with the text whose rows are in its cache.
+
+    lm     the model
+    text   its tokens have rows in the cache. A text to be scored need not begin with all of them
+    """
 
     def __init__(self, lm: CachedLM, text: list[int]):
         self.lm = lm
         self.text = text
 
     def keep(self, text: list[int]) -> int:
-        """Drop all rows but those of the tokens that a text begins with.
+        """Drop all rows from the first token on in which the cached text differs from another.
 
-        returns  how many tokens these are
+        text     the other text
+        returns  how many tokens keep their rows
         """
         same = min(len(self.text), len(text))
         while self.text[:same] != text[:same]:
@@ -62,9 +82,12 @@ class Level:
         return same
 
     def score(self, text: list[int], n: int) -> torch.Tensor:
-        """Compute the logits [n, V] after each of the last n tokens of a text, and cache all of it.
+        """Compute the logits after each of the last n tokens of a text, and cache the whole text.
 
-        Only tokens that the cache does not have are fed.
+        text     the whole text, guesses included
+        n        how many of its last tokens are scored. They are fed even if they have rows. Of the
+                 tokens before them only those without rows are fed
+        returns  [n, V]
         """
         same = self.keep(text[:-n])
         logits = self.lm.forward(text[same:], keep=n)
@@ -74,11 +97,11 @@ class Level:
 
 
 class MaxGram:
-    """The cheapest guesser, which looks up what followed the end of the text earlier in it.
+    """Guess without a model: look up what followed the end of the text where it occurred earlier.
 
-    bigrams  {a token: the token that follows it most often}, characters as in `as_text`, for a
-             token that is new to the text
-    V        guesses are tokens below V
+    bigrams  {a token: the token that follows it most often in other texts}, as characters of
+             `as_text`. They are asked if the text's last token did not occur earlier
+    V        how many tokens the vocabulary has. A guess that is not below V ends the guesses
     """
 
     def __init__(self, bigrams: dict[str, str], V: int):
@@ -86,7 +109,12 @@ class MaxGram:
         self.V = V
 
     def following(self, text: str) -> str:
-        """Find all that followed the latest of the longest earlier occurrences of a text's end."""
+        """Find what followed the longest end of a text that occurred earlier.
+
+        text     characters, as `as_text` writes them
+        returns  all characters behind its latest earlier occurrence. If not even the last token
+                 occurred earlier: its most frequent follower, or nothing
+        """
         for n in range(min(LONGEST, len(text) - 1), 0, -1):
             at = text.rfind(text[-n:], 0, len(text) - 1)
             if at >= 0:
@@ -94,11 +122,16 @@ class MaxGram:
         return self.bigrams.get(text[-1], "")
 
     def guess(self, text: list[int], most: int) -> list[int]:
-        """Guess up to `most` tokens after a text; what is found goes on from guesses, too."""
+        """Guess the tokens after a text.
+
+        text     the tokens
+        most     how many tokens are guessed. They are fewer if nothing is found
+        returns  the guesses
+        """
         written = as_text(text)
         wanted = len(text) + most
         while len(written) < wanted:
-            more = self.following(written)
+            more = self.following(written)  # guesses that are written already are looked up, too
             if not more:
                 break
             written += more
@@ -110,21 +143,43 @@ def review(levels: list, counts: list[list[int]], text: list[int],
            sample: Sampler) -> tuple[list[int], torch.Tensor]:
     """Let the first level review guesses of the other levels, in one call of its model.
 
+    `review` and `draw` call each other, each time with fewer levels and fewer rows of `counts`. For
+    the round of the header, where levels are the target, draft 1, draft 2 and Max-Gram:
+
+        counts = [[5, 2, 2],      the target reviews 5 tokens of draft 1, then 2 and 2 of the others
+                  [3],            draft 1 reviews 3 tokens of draft 2
+                  [3]]            draft 2 reviews 3 tokens of Max-Gram
+
+        review   target, draft 1, draft 2, Max-Gram    [[5, 2, 2], [3], [3]]
+          draw 5 tokens   draft 1, draft 2, Max-Gram   [[3], [3]]
+            review        draft 1, draft 2, Max-Gram   [[3], [3]]      again, until there are 5
+              draw 3      draft 2, Max-Gram            [[3]]
+                review    draft 2, Max-Gram            [[3]]           again, until there are 3
+                  draw 3  Max-Gram                     []
+          draw 2 tokens   draft 2, Max-Gram            [[3]]           and so on
+          draw 2 tokens   Max-Gram                     []
+
     levels   from the best model to the cheapest
-    counts   counts[i][j]: how many tokens level i reviews that level i + 1 + j draws
-    returns  the tokens after the text, and the distributions [n, V] of the first level from which
-             they were drawn
+    counts   counts[i][j]: how many tokens of level i + 1 + j level i reviews. Max-Gram has no row,
+             because it reviews nothing
+    text     the tokens so far, whose last one is the root of this call
+    sample   makes distributions, flips the coins and draws tokens
+    returns  the n tokens after the text, accepted guesses and one more, and [n, V]: the
+             distributions of the first level which they have
     """
     first, *others = levels
+    # Horizontal: each level goes on after the guesses of the better ones
     guesses, guess_probs = [], []
     for i, count in enumerate(counts[0]):
         if count > 0:
             tokens, probs = draw(others[i:], counts[1 + i:], text + guesses, count, sample)
             guesses += tokens
             guess_probs.append(probs)
+    # One call of the first level scores the root and all guesses
     logits = first.score(text + guesses, len(guesses) + 1)
     p = sample.probs(logits)  # [guesses + 1, V]
     q = torch.cat([p[:0], *(probs.to(p.device) for probs in guess_probs)])  # [guesses, V]
+    # q[i] is the distribution of the level that drew guess i, so Leviathan's rule is exact
     accepted, token = verify(p, q, guesses, sample)
     return guesses[:accepted] + [token], p[:accepted + 1]
 
@@ -133,13 +188,18 @@ def draw(levels: list, counts: list[list[int]], text: list[int], most: int,
          sample: Sampler) -> tuple[list[int], torch.Tensor]:
     """Let the first level draw tokens after a text, with the help of the other levels.
 
-    most     how many; Max-Gram may have fewer
-    returns  the tokens, and the distributions [n, V] from which they were drawn; Max-Gram is sure
-             of each of its tokens
+    levels   from the one that draws to the cheapest
+    counts   as in `review`, for these levels alone
+    text     the tokens so far
+    most     how many tokens are drawn. Max-Gram may give fewer
+    sample   makes distributions, flips the coins and draws tokens
+    returns  the n tokens, and [n, V]: the distributions of the first level which they have
     """
     if isinstance(levels[0], MaxGram):
+        # Max-Gram is sure of each of its tokens: its distributions are one-hot
         tokens = levels[0].guess(text, most)
         return tokens, F.one_hot(torch.tensor(tokens, dtype=torch.long), levels[0].V).float()
+    # Vertical: a review gives one token or more, also if all guesses are rejected
     tokens, probs = [], []
     while len(tokens) < most:
         new_tokens, new_probs = review(levels, counts, text + tokens, sample)
@@ -153,12 +213,15 @@ def draw(levels: list, counts: list[list[int]], text: list[int], most: int,
 def count_bigrams(path: str, model) -> dict[str, str]:
     """Find the most frequent follower of each token in a datastore of survey/rest.py.
 
-    path  of the datastore; an empty one means none, and no followers
+    path     of the datastore. With an empty path there is no datastore, and no token has a follower
+    model    the datastore must have been made with it
+    returns  {token: its follower}, as characters of `as_text`
     """
     if not path:
         return {}
     text = load_datastore(path, model).text
     best = {}
+    # The most frequent pairs come first, so the first follower of a token is the one that is wanted
     for (x, y), _ in Counter(zip(text, text[1:])).most_common():
         if BOUNDARY not in (x, y):
             best.setdefault(x, y)
@@ -168,14 +231,18 @@ def count_bigrams(path: str, model) -> dict[str, str]:
 def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, inner: int = 3,
             tail: int = 2, grams: str = DATASTORE, more_drafts: Sequence[CachedLM] = (),
             sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Let drafts draft for drafts. Chen et al., Alg. 1. `more_drafts` (--draft again) are the next
-    cheaper ones, in order, and the last draft is always Max-Gram.
+    """Let drafts draft for drafts. Chen et al., Alg. 1.
+
+    Each further --draft (`more_drafts`) is the next cheaper one. Max-Gram is always the last.
 
     gamma: tokens a round that the first draft gives the target
-    inner: tokens that a draft is given by the next one for a review
-    tail:  tokens a round that each later draft appends to those, the better one first
-    grams: a datastore of `python -m survey.rest build`, whose bigrams are counted, or nothing
-    Yields chunks of 1 to gamma + (drafts) tail + 1 tokens; logs {"drafted", "accepted"} a round.
+    inner: tokens of the next cheaper draft that a draft reviews in a call. With 0 it draws alone
+    tail:  tokens a round that every other draft, Max-Gram too, gives the target after those
+    grams: path of a datastore (python -m survey.rest build), whose bigrams Max-Gram uses. An empty
+           path means no bigrams
+
+    Yields chunks of 1 to gamma + D tail + 1 tokens, with D times --draft; logs {"drafted",
+    "accepted"} a round.
     """
     for name, value in (("gamma", gamma), ("inner", inner), ("tail", tail)):
         if value < 0:
@@ -189,6 +256,7 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
         V = target.model.get_output_embeddings().weight.shape[0]
     levels = [*(Level(lm, prompt[:-1]) for lm in lms), MaxGram(followers, V)]
     drafts = len(lms) - 1
+    # The target reviews tokens of all drafts. Each draft reviews tokens of the next cheaper one
     counts = [[gamma] + [tail] * drafts] + [[inner]] * drafts
     text = list(prompt)
     while True:
@@ -196,6 +264,7 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
         tokens, _ = review(levels, counts, text, sample)
         text = text + tokens
         if log is not None:
+            # The target's call had a row for the root, and one for each guess
             log.append({"drafted": target.rows - rows - 1, "accepted": len(tokens) - 1})
         yield tokens
 
