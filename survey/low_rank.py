@@ -4,9 +4,12 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.0968
 masks.py tune a model this way, where their papers train all weights. What is trained and kept in a
 file is then a small part of the model.
 
-    W [out, in]     frozen
-    A [rank, in]    random at first
-    B [out, rank]   zero at first, so that training begins with the model as it is
+    x ──┬── W [out, in], frozen ─────────────────────────── + ── y
+        └── A [rank, in] ── B [out, rank]: the branch ──────┘
+
+A is random at first. B is zero at first, so that training begins with the model as it is. While A
+and B are trained, the branch computes y = W x + B (A x). The matrix W + B A would be one more copy
+of the model in each pass. It is made once, when training has ended.
 
 Departures from LoRA:
 - Scale. Paper: W + (α / rank) B A. Here: W + B A. Why: the factor would do little more than
@@ -18,23 +21,28 @@ from common import InputError
 from survey.views import open_model
 
 import torch
-from torch.nn.utils import parametrize
+import torch.nn.functional as F
 
 
 class LowRank(torch.nn.Module):
-    """Turn a weight W into W + B A, each time that torch asks for the parametrized weight.
+    """Compute the branch B A beside a matrix W; a hook adds it to what W gives.
 
-    weight  W [out, in], which gives A and B their shapes
+    linear  the layer of W [out, in], which gets the hook
     rank    the rank of the change: the rows of A and the columns of B
     """
 
-    def __init__(self, weight: torch.Tensor, rank: int):
+    def __init__(self, linear: torch.nn.Linear, rank: int):
         super().__init__()
-        self.A = torch.nn.Parameter(torch.randn(rank, weight.shape[1]) / weight.shape[1] ** 0.5)
-        self.B = torch.nn.Parameter(torch.zeros(weight.shape[0], rank))
+        out, width = linear.weight.shape
+        self.A = torch.nn.Parameter(torch.randn(rank, width) / width ** 0.5)
+        self.B = torch.nn.Parameter(torch.zeros(out, rank))
+        self.hook = linear.register_forward_hook(self.add_branch)
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + (self.B @ self.A).to(weight)
+    def add_branch(self, linear, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        return output + self(inputs[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(x, self.A.to(x)), self.B.to(x))
 
 
 def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
@@ -47,24 +55,27 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     """
     _, decoder, layers, _ = open_model(model)
     changes = {}
-    for name, part in decoder._modules[layers].named_modules():
+    for name, part in [*decoder._modules[layers].named_modules()]:
         if isinstance(part, torch.nn.Linear):
-            change = LowRank(part.weight, rank).to(part.weight.device)
-            parametrize.register_parametrization(part, "weight", change)
-            changes[f"{name}.A"] = change.A
-            changes[f"{name}.B"] = change.B
+            part.change = LowRank(part, rank).to(part.weight.device)
+            changes[f"{name}.A"] = part.change.A
+            changes[f"{name}.B"] = part.change.B
     if not changes:
         raise InputError(f"expected matrices of type Linear in {type(model).__name__}")
     return changes
 
 
+@torch.no_grad()
 def merge_changes(model):
     """Write a model's changes into its weights, in place.
 
     model    a model to which `add_low_rank` gave changes
-    returns  the same model, without parametrizations and with no weight that is trained
+    returns  the same model, without branches and with no weight that is trained
     """
-    for part in model.modules():
-        if parametrize.is_parametrized(part, "weight"):
-            parametrize.remove_parametrizations(part, "weight")  # the changed weight stays
+    for part in [*model.modules()]:
+        change = getattr(part, "change", None)
+        if isinstance(change, LowRank):
+            part.weight += (change.B @ change.A).to(part.weight)
+            change.hook.remove()
+            del part.change
     return model.requires_grad_(False)

@@ -1,7 +1,6 @@
 """Changes of low rank: nothing at first, W + B A afterwards, and the same when they are merged."""
 import pytest
 import torch
-from torch.nn.utils import parametrize
 
 from common import InputError
 from families import deep, tiny
@@ -9,11 +8,25 @@ from survey.low_rank import LowRank, add_low_rank, merge_changes
 
 
 def test_a_change_by_hand():
-    W = torch.randn(5, 7)
-    change = LowRank(W, 2)
+    """x (W + B A)ᵀ, where the columns of B and the rows of A are multiplied one by one."""
+    linear, x = torch.nn.Linear(7, 5), torch.randn(3, 7)
+    W, before = linear.weight.detach().clone(), linear(x)
+    change = LowRank(linear, 2)
     change.B.data.normal_()
-    expected = W + sum(torch.outer(change.B[:, r], change.A[r]) for r in range(2))
-    torch.testing.assert_close(change(W), expected)
+    added = sum(torch.outer(change.B[:, r], change.A[r]) for r in range(2))
+    torch.testing.assert_close(linear(x), before + x @ added.T)
+    assert torch.equal(linear.weight, W)
+
+
+def test_training_keeps_no_matrix_of_the_models_size():
+    """Backward passes of a model of 8B would else keep 14 GB of changed weights."""
+    model, kept = deep("llama", hidden_size=128), []
+    add_low_rank(model.requires_grad_(False), 2)
+    frozen = {p.data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.append(x) or x, lambda x: x):
+        model(input_ids=torch.tensor([[3, 14, 15]])).logits.sum()
+    assert max(x.numel() for x in kept if x.data_ptr() not in frozen) < 1000
 
 
 def test_changes_are_nothing_at_first_and_those_of_a_merged_model_stay():
@@ -27,7 +40,7 @@ def test_changes_are_nothing_at_first_and_those_of_a_merged_model_stay():
     changed = model(input_ids=ids).logits
     assert not torch.allclose(changed, expected)
     merged = merge_changes(model)
-    assert merged is model and not any(parametrize.is_parametrized(x) for x in model.modules())
+    assert merged is model and not any(isinstance(x, LowRank) for x in model.modules())
     torch.testing.assert_close(model(input_ids=ids).logits, changed, atol=1e-4, rtol=1e-4)
     assert not any(p.requires_grad for p in model.parameters())
 
