@@ -6,13 +6,17 @@ arXiv 2401.12522
     python bita.py train --prompts FILE --out my.safetensors        # tune (Section 3.1)
     python bita.py --adapter my.safetensors --prompt "..."          # decode (Section 3.2)
 
-Mask token j (1 … M) after a real token at position a stands at position a + j and predicts the
-token of position a + j + 1. That of a + 1 is the real token's own prediction. The P prompt tokens
-are a soft prompt, seen by mask tokens only. Real tokens never see it, so the output stays the
-model's own: lossless, greedily or with one sample of the model at each node of the tree.
+A mask token is a trained embedding that stands for a token which is not known yet. A group of M
+mask tokens follows a real token. If the real token is at position a, mask token j (1 … M) stands at
+position a + j and predicts the token of position a + j + 1. The token of position a + 1 needs no
+mask: it is the real token's own prediction.
 
-The rows of one call, with M = 2 and two candidates a and b for the root's next token. An x says
-that the row on the left sees the column:
+The P prompt tokens are trained too. Together they are the soft prompt, which only mask tokens see.
+Real tokens see neither the soft prompt nor masks, so the output stays the model's own. It is
+lossless, greedily or with one sample of the model after each node of the tree.
+
+These are the rows of one call, with M = 2 and two candidates a and b for the root's next token. An
+x says that the row on the left sees the column:
 
                      soft prompt   text   root   a   b   root's masks   a's masks   b's masks
     root                  .          x      x    .   .      .  .          .  .        .  .
@@ -22,28 +26,44 @@ that the row on the left sees the column:
     mask 2 of root        x          x      x    .   .      x  x          .  .        .  .
     mask 1 of a           x          x      x    x   .      .  .          x  .        .  .
     mask 2 of a           x          x      x    x   .      .  .          x  x        .  .
-    masks 1, 2 of b       x          x      x    .   x      .  .          .  .        as a's
+    mask 1 of b           x          x      x    .   x      .  .          .  .        x  .
+    mask 2 of b           x          x      x    .   x      .  .          .  .        x  x
 
-If the root's next token is a, the masks of a give the candidates of the next call.
+If the target chooses a after the root, a is accepted. What the target chooses after a is the next
+root, and the masks of a give the candidates that follow the next root. If it chooses neither a nor
+b, its choice is the next root, and the root's masks give the candidates.
 
     L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
 
-Departures (paper / here / why):
-    tree: one of 1 + M k nodes, of which each level's first alone has children (Fig. 5) / by default
-        the nodes that are likeliest to be accepted, as many as pay on this machine / rows that are
-        free on a GPU are expensive on a CPU. The paper's tree is --tree efficient
-    masks behind a node: all M / with the default tree the first M' of them, as many as pay / a node
+Departures in decoding (paper / here / why):
+    tree: one of 1 + M k nodes, in which only the first node of each level has children (Fig. 5) /
+        by default the nodes that are likeliest to be accepted, as many as pay on this machine /
+        rows that are free on a GPU are expensive on a CPU. The paper's tree is --tree efficient
+    masks behind a node: all M / with the default tree only the first M', as many as pay / a node
         with its masks is 1 + M' rows
+    candidates: the 5 likeliest of each mask / with efficient and full trees --k of them, 5 by
+        default; with the default tree those of its nodes, of the 10 likeliest / there the tree is
+        planned by how often each is right
+    --k with another tree: the paper has no such option / it is refused with the default tree and
+        with a chain / they have no k, and an option that is ignored misleads
+    sampling: the paper is greedy / at a temperature too / one sample after each node is exact
+
+Departures in training (paper / here / why):
     Eq. 1: its sum runs from k + 1 to k + M / from k + 2 to k + M + 1 / by Section 3.2 and Fig. 4
         position k + 1 is predicted by the last real token, and the masks predict what follows it
-    loss: a sum / a mean over labels / the rate does not depend on the number of labels
-    trained positions: one k of an answer at random, in the released code up to 64 neighbours, all
-        labels inside the answer / up to --anchors of them, anywhere from the prompt's last token on
-        / one pass over the text serves them all
+    loss: a sum / a mean over labels / a good rate does not depend on the number of labels then
+    trained positions: one k of an answer at random, in the released code up to 64 neighbouring
+        ones / up to --anchors of them, 64 by default, anywhere in the answer / one pass over the
+        text serves them all
+    their range: all labels lie inside the answer, and y_0 is always seen / from the prompt's last
+        token on, and masks beyond the answer's end have no label / decoding meets these places too
+    length: 4 epochs, 128 answers a step / --steps steps of --batch x --accumulate answers, 16 by
+        default / a small model needs less
     deep soft prompt: the released code has a key and a value for each query head / for each key
-        head / a model with grouped queries has no others
-    shallow soft prompt: embeddings before the text / run alone, once / real tokens must not see it
-    sampling: the paper is greedy / at a temperature too / one sample a node is exact
+        head / a model with grouped queries has no other heads for keys
+    shallow soft prompt: embeddings before the text / they are run alone, once / real tokens must
+        not see them
+
 Left out: several GPUs.
 """
 import json
@@ -63,7 +83,7 @@ from safetensors.torch import save_file
 DESIGNS = ("deep", "shallow", "none")  # Table 3
 TREES = ("best", "efficient", "full", "chain")
 RANKS = 10  # guesses of a mask token whose accuracies are measured, and candidates in a best tree
-MOST = 64  # rows of the largest call with a best tree
+MOST = 64  # the most rows of a call with a best tree
 CANDIDATES = 5  # candidates of a mask token in efficient and full trees
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
@@ -71,10 +91,12 @@ ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 # ----------------------------------------------------------------------------- what is tuned
 
 class TrainingCache:
-    """Let a pass in training attend to the rows of earlier passes, in place of transformers' cache.
+    """Let a pass in training see the rows of earlier passes. It stands in for transformers' cache.
 
-    before   a list for each earlier pass: (keys, values) [B or 1, heads, n, d] of each layer
-    new      the (keys, values) of each layer that this pass has computed
+    before   for each earlier pass a list of the (keys, values) of each layer. Both are
+             [B or 1, heads, n, d].
+
+    new      the (keys, values) of each layer that this pass has computed so far
     """
 
     def __init__(self, *before: list):
@@ -93,16 +115,18 @@ class TrainingCache:
 
 
 def run_model(model, inputs, visible, positions, slots=None, before=(), head: bool = True):
-    """Run a model over rows, each of which sees the slots that `visible` names. The slots are the
-    rows of `before` and then the rows themselves.
+    """Run a model over n new rows, each of which sees the slots that `visible` names. The m slots
+    are the rows of `before`, followed by the new rows themselves.
 
-    inputs     ids [B, n] or embeddings [B, n, d]
-    visible    bool [B, n, m], whether a row sees a slot
-    positions  positions of the rows, [B, n]
-    slots      positions of the slots, [B, m], which may be left out where `before` is empty
+    inputs     ids [B, n] or embeddings [B, n, d] of the new rows
+    visible    bool [B, n, m], whether a new row sees a slot
+    positions  positions of the new rows, [B, n]
+
+    slots      positions of the slots, [B, m]. None is enough where `before` is empty.
     before     rows of earlier passes, as in `TrainingCache`
     head       False if no logits are wanted
-    returns    logits [B, n, V] or None, and the new (keys, values) of each layer
+
+    returns    logits [B, n, V] or None, and the new rows' (keys, values) of each layer
     """
     like = model.get_input_embeddings().weight
     cache = TrainingCache(*before)
@@ -116,13 +140,16 @@ def run_model(model, inputs, visible, positions, slots=None, before=(), head: bo
 
 
 def causal_mask(n: int) -> torch.Tensor:
-    """Return which of n rows see which: all before them and themselves, [1, n, n]."""
+    """Return the mask [1, n, n] with which each of n rows sees the rows before it and itself."""
     return torch.ones(1, n, n, dtype=torch.bool).tril()
 
 
 def shape_of(model) -> dict:
-    """Return what a tuning must fit, the numbers of the model's layers and key heads, and its
-    sizes."""
+    """Return what a tuning has in common with its model.
+
+    returns   the name of the model's class as "model", and numbers: "layers", "heads" (the key
+              heads of a layer), "head_dim" (the size of a key) and "width" (that of an embedding)
+    """
     with torch.inference_mode():
         _, layers = run_model(model, torch.tensor([[0]]), causal_mask(1), torch.tensor([[0]]),
                               head=False)
@@ -134,16 +161,19 @@ def shape_of(model) -> dict:
 
 
 class Tuning(torch.nn.Module):
-    """What is tuned: P prompt tokens and M mask tokens.
+    """Hold what is tuned: P prompt tokens and M mask tokens.
 
-    shape        the model's, from `shape_of`
+    shape        what `shape_of` returns for the model
     design       where the soft prompt enters, one of DESIGNS
+    seed         seed of the numbers that the tuning begins with
 
-    masks        [M, width]
-    soft_prompt  deep: keys and values of every layer, [layers, 2, heads, P, head_dim]. Shallow:
-                 embeddings [P, width] that are run once, alone, at positions 0 to P - 1
-    accept       accept[j - 1][r], how often the guess of rank r of mask j is right on held-out
-                 answers
+    masks        embeddings of the mask tokens, [M, width]
+
+    soft_prompt  With the deep design these are keys and values of every layer,
+                 [layers, 2, heads, P, head_dim]. With the shallow design they are embeddings
+                 [P, width], which are run once, alone, at positions 0 to P - 1.
+    accept       accept[j - 1][r] is how often the guess of rank r of mask j is right on held-out
+                 answers. Rank 0 is the likeliest. The list is empty until the tuning is measured.
     """
 
     def __init__(self, shape: dict, design: str = "deep", P: int = 16, M: int = 3, seed: int = 0):
@@ -160,8 +190,12 @@ class Tuning(torch.nn.Module):
         self.masks = torch.nn.Parameter(0.02 * torch.randn(M, shape["width"], generator=rng))
 
     def soft_rows(self, model) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the soft prompt as (keys, values) [heads, P, head_dim] of each layer, [] if there
-        is none. Deep keys are not rotated, as released."""
+        """Return the soft prompt as (keys, values) [heads, P, head_dim] of each layer. Without a
+        soft prompt the list is empty.
+
+        The deep design tunes keys as attention reads them. No position is rotated into them, as in
+        the released code.
+        """
         if self.design == "none":
             return []
         if self.design == "deep":
@@ -179,18 +213,20 @@ class Tuning(torch.nn.Module):
 # ---------------------------------------------------------------------------------- the loss
 
 def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
-    """Batch pairs of a prompt and its answer, and draw anchors in each: real tokens, the paper's k,
-    with a group of masks after them. Within a group the mask is that of Fig. 3.
+    """Make a batch of prompts with their answers, and draw anchors in each answer. An anchor is a
+    real token with a group of masks after it, the paper's token k.
 
     data     pairs of a prompt and its answer, token ids
     M        number of masks of a group
     most     the most anchors of an answer
-    rng      draws the anchors
-    returns  ids [B, T], the anchors' positions [B, G], and labels [B, G, M]. A label is -100 where
-             there is no anchor or the answer has ended. Mask j after position a has the label of
-             position a + j + 1.
+    rng      the source of randomness
+
+    returns  ids [B, T], the anchors' positions [B, G], and labels [B, G, M]. Mask j after position
+             a has the token of position a + j + 1 for its label. A label is -100 where there is no
+             anchor, or where the answer has ended before.
     """
-    spans = [range(len(p) - 1, len(p) + len(a) - 2) for p, a in data]  # what a mask can predict
+    # From the prompt's last token on, as long as the answer has a token for mask 1 to predict
+    spans = [range(len(p) - 1, len(p) + len(a) - 2) for p, a in data]
     chosen = [sorted(rng.sample(span, min(most, len(span)))) for span in spans]
     G = max(1, max(map(len, chosen)))
     ids = torch.zeros(len(data), max(len(p) + len(a) for p, a in data), dtype=torch.long)
@@ -208,18 +244,21 @@ def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, r
 
 def mask_logits(model, masks: torch.Tensor, soft_rows: list, ids: torch.Tensor,
                 anchors: torch.Tensor) -> torch.Tensor:
-    """Return the logits [B, G, M, V] of groups of mask tokens behind anchors.
+    """Return the logits of groups of mask tokens behind anchors.
 
     Real tokens see neither masks nor soft prompt, so their keys and values are computed first,
     without gradients.
 
-    masks      [M, width]
-    soft_rows  `Tuning.soft_rows`, which mask tokens see
+    masks      embeddings of the mask tokens, [M, width]
+    soft_rows  what `Tuning.soft_rows` returns. Only mask tokens see these rows.
     ids        real tokens [B, T]
-    anchors    positions [B, G] of the real tokens that groups stand behind
+    anchors    positions [B, G] of the real tokens that have a group behind them
+
+    returns    logits [B, G, M, V]
     """
     (B, T), G, M = ids.shape, anchors.shape[1], len(masks)
-    # The text first. Stored activations for rows on which nothing tuned depends would cost memory
+    # Run the text first. It needs no gradients, for nothing tuned changes it. With gradients its
+    # activations would be stored, which takes memory
     context = torch.arange(T).expand(B, -1)
     with torch.no_grad():
         _, text = run_model(model, ids, causal_mask(T).expand(B, -1, -1), context, head=False)
@@ -249,11 +288,11 @@ def sar_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------- decoding
 
 def build_efficient_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Build the tree of Fig. 5, 1 + M k nodes: level j has the k likeliest tokens of mask j, and
-    only a level's first has children.
+    """Build the tree of Fig. 5, which has 1 + M k nodes. Level j has the k likeliest tokens of mask
+    j, and only the first node of a level has children.
 
     candidates  for each mask its likeliest tokens, the best first
-    returns     ids and parents; node 0 is the root, whose id, -1 here, is left to the caller
+    returns     ids and parents. The id of the root, node 0, is -1, and the caller replaces it.
     """
     ids, parents = [-1], [-1]
     first = 0
@@ -279,8 +318,13 @@ def build_full_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
 
 def build_planned_tree(plan: list[Node],
                        candidates: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Build the tree that `best_tree` planned, no deeper than there are candidates. Arguments and
-    result are those of `build_efficient_tree`."""
+    """Build the tree that `best_tree` planned. Where candidates lack for the deepest levels, these
+    levels are left out.
+
+    plan        the nodes of the planned tree, which say depth, rank and parent
+    candidates  for each mask its likeliest tokens, the best first
+    returns     ids and parents. The id of the root, node 0, is -1, and the caller replaces it.
+    """
     ids, parents = [-1], [-1]
     built = {0: 0}  # for each node of the plan its number in the tree
     for i, node in enumerate(plan[1:], 1):
@@ -295,8 +339,12 @@ def build_tree(tree: str, plan: list[Node], candidates: list[list[int]],
                root: int) -> tuple[list[int], list[int]]:
     """Build the tree of candidates below a root, and return its ids and parents.
 
-    tree  one of TREES; a chain is an efficient tree with one candidate a level
-    plan  of a best tree
+    tree        one of TREES
+    plan        the nodes of the planned tree, which only a best tree reads
+    candidates  for each mask its likeliest tokens, the best first
+    root        the token of node 0
+
+    A chain is an efficient tree with one candidate on each level.
     """
     if tree == "best":
         ids, parents = build_planned_tree(plan, candidates)
@@ -309,11 +357,13 @@ def build_tree(tree: str, plan: list[Node], candidates: list[list[int]],
 
 
 def list_plans(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
-    """Yield trees with their expected tokens and seconds, for `fastest` to choose from.
+    """Yield plans of a best tree, for `fastest` to choose one.
 
-    accept  how often the guess of each rank of each mask is right: `Tuning.accept`
-    yields  (nodes, M'), expected tokens and seconds. The tree has these nodes, with M' masks below
-            each of them, and no node lies deeper than M'.
+    target  the model, whose calls are timed
+    accept  how often the guess of each rank of each mask is right, as in `Tuning.accept`
+
+    yields  a plan (nodes, M'), the tokens that a call is expected to make final, and the seconds
+            that it takes. Each node of the plan has M' masks below it, and lies no deeper than M'.
     """
     costs = row_costs(target, MOST)
     for M in range(len(accept) + 1):
@@ -324,9 +374,13 @@ def list_plans(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
 
 
 def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
-    """Return the parents of a tree with a chain of M mask tokens below each of some nodes.
+    """Add a group of masks below some nodes of a tree. A group is a chain of M mask tokens.
 
-    owners  the nodes that get masks
+    parents  parents of the tree of real tokens
+    owners   the nodes that get a group
+    M        number of masks of a group
+
+    returns  parents of the real tokens, followed by those of the masks, group after group
     """
     parents = list(parents)
     if M == 0:
@@ -338,8 +392,12 @@ def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
 
 
 def count_candidates(tree: str, k: int) -> int:
-    """Return how many candidates of a mask a tree uses. Raise InputError for an option of `bita`
-    that is wrong, or that the tree ignores."""
+    """Return how many candidates of each mask a tree uses.
+
+    tree   `bita`'s option. InputError is raised if it is not one of TREES.
+    k      `bita`'s option. InputError is raised if it is negative, or if it is given for a tree
+           that would ignore it.
+    """
     if tree not in TREES:
         raise InputError(f"--tree must be {', '.join(TREES)}, got {tree}")
     if k < 0:
@@ -356,14 +414,18 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
          log: list | None = None) -> Iterator[list[int]]:
     """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
 
-    tuning   a tuning to use in place of a file's
+    tuning   a tuning that is used instead of the file of --adapter
 
-    tree:    best (the likeliest nodes, as many as pay on this machine), efficient (the paper's,
-             where only the likeliest candidate of a mask has children), full (all have), or chain
-             (straightforward, one group of masks after the root)
-    k:       candidates of each mask token, in efficient and full trees alone, where 0 means 5
+    tree:    best has the likeliest nodes, as many as pay on this machine. efficient is the paper's
+             tree, in which only the likeliest candidate of a mask has children. full has children
+             below every node. chain is the paper's straightforward decoding, which has one
+             candidate of each mask, and one group of masks, after the root
+    k:       candidates of each mask token in efficient and full trees, where 0 means 5. The other
+             trees refuse it
     adapter: file of prompt and mask tokens, made by `python bita.py train`
-    Yields chunks of 1 to M + 1 tokens; logs a record a call: {"guessed", "accepted", "rows"}.
+
+    Yields chunks of 1 to M + 1 tokens; logs {"guessed", "accepted", "rows"} a call. They are the
+    numbers of candidates, of accepted candidates, and of all rows of the call.
     """
     k = count_candidates(tree, k)
     tuning = tuning or target.once(("bita", adapter), lambda: load_tuning(adapter, target.model))
@@ -376,7 +438,8 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
     while True:
         if tree == "best":  # ours: more nodes or masks only where their rows pay on this machine
             plan, M = fastest(target, tuning, lambda: list_plans(target, tuning.accept))
-        # Fig. 5: the last call's guesses become a tree of real tokens below the root
+        # Fig. 5: the last call's candidates become a tree of real tokens below the root. `real` has
+        # the parents of these
         ids, real = build_tree(tree, plan, candidates, root)
         n = len(real)
         # Section 3.2: whichever node is accepted last, masks behind it have looked ahead already.
@@ -386,7 +449,7 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
         with torch.inference_mode():
             tokens = embed(torch.tensor(ids, device=masks.device))
             inputs = torch.cat([tokens, masks[:M].repeat(len(owners), 1)])
-        sees_prefix = [False] * n + [True] * (len(inputs) - n)  # only masks do
+        sees_prefix = [False] * n + [True] * (len(inputs) - n)  # real tokens never do
         logits = target.forward(inputs, parents, sees_prefix=sees_prefix)
         # Verification: the accepted guesses and the target's own token are final. The cache keeps
         # real tokens alone, for a mask's row in it would change the output
@@ -395,7 +458,9 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
         root = chunk[-1]
         # Generation: the masks behind the last accepted node predict what follows the new root
         groups = logits[n:].view(len(owners), M, logits.shape[1])
-        if tree == "chain":  # the only group stands behind the root: its first masks are stale
+        if tree == "chain":
+            # The only group stands behind the old root. Its first masks predicted tokens that are
+            # final by now, one for each accepted candidate
             stale = len(path) - 1
             group = groups[0, stale:]
         else:
@@ -413,10 +478,13 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
              size: int = 16) -> tuple[float, list[list[float]]]:
     """Measure a tuning on pairs of a prompt and its answer.
 
-    data     pairs to measure on
+    tuning   the tuning
+    data     the pairs
     anchors  the most anchors of an answer
-    size     pairs of a pass
-    returns  the mean loss, and how often each mask's guess of each rank is right
+    size     how many pairs a pass has
+
+    returns  the loss, a mean over passes, and how often each mask's guess of each rank is right, as
+             in `Tuning.accept`
     """
     rng = random.Random(0)
     losses = []
@@ -437,14 +505,17 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
         lr: float, accumulate: int = 1, seed: int = 0, work: Path | None = None) -> dict:
     """Tune on pairs of a prompt and its answer, the model frozen, and set `tuning.accept`.
 
-    Section 4.1 has a rate that is a cosine from 3e-2, and 128 answers a step. The released scripts
-    cut gradients to length 1 and use AdamW without decay.
+    In Section 4.1 the learning rate is a cosine that begins at 3e-2, and a step has 128 answers.
+    Gradients are cut to length 1, and AdamW has no weight decay, as in the released scripts.
 
+    tuning    the tuning, which changes in place
     data      pairs to learn from
-    held_out  pairs to measure by
-    work      folder of checkpoints, of which None makes none
-    returns   {step: {"loss", "accept"}} on `held_out`
-    The other arguments are options of `train`.
+    held_out  pairs to measure the tuning on
+    work      the folder of the checkpoints. None writes no checkpoint.
+
+    steps, batch, anchors, lr, accumulate, seed   are options of `train`, which explains them
+
+    returns   {step: {"loss", "accept"}}, measured on `held_out`
     """
     from models.training import Training, count_tokens, digest, sample_alike
     model.requires_grad_(False)
@@ -475,7 +546,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     out:    the safetensors file to make
     work:   folder of answers and checkpoints, by default OUT.work
-    design: where the prompt tokens enter, deep (in every layer), shallow (at the input) or none
+    design: where the prompt tokens enter. With deep they enter in every layer, with shallow only
+            at the input. With none there are no prompt tokens
     P, M:   numbers of prompt tokens and of mask tokens
     max_new_tokens: the most tokens of an answer
     batch:  answers of a pass
@@ -498,7 +570,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ---------------------------------------------------------------------------------- its file
 
 def some_embeddings(model) -> torch.Tensor:
-    """Return enough of a model's embeddings, [16, 16], to know it by, whatever type it is in."""
+    """Return a corner of a model's embeddings, [16, 16] in float32, which is enough to recognise
+    the model."""
     return model.get_input_embeddings().weight[:16, :16].detach().float().cpu()
 
 
@@ -545,7 +618,7 @@ def load_tuning(path: str, model) -> Tuning:
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
-    """Return a line that says what a call of the model had and accepted."""
+    """Return a line with the mean rows, candidates and accepted candidates of a call."""
     guessed, accepted, rows = (sum(r[name] for r in run.log) / len(run.log)
                                for name in ("guessed", "accepted", "rows"))
     return f"a call: {rows:.1f} rows, {guessed:.1f} of them candidates, {accepted:.2f} accepted"
