@@ -7,20 +7,30 @@ boost    Miao et al., "SpecInfer", arXiv 2305.09781: a second draft, for what th
     python -m survey.online boost --prompts FILE --out DRAFT2            # then:
     python -m survey.several_drafts --draft DRAFT --draft DRAFT2 --prompt "..."
 
-    request     … a  b  x̂         after b the target chose another token than x̂: its row is kept
-    some later  a step on all rows kept, D(the target there, the draft there); then they are dropped
+Every rejection of a request is a failure of the draft, and one row is kept for it. With γ = 3:
+
+    text       … the cat sat     "sat" is the root
+    guesses    on  my  hat       "on" is accepted, "my" is rejected, "hat" is not looked at
+    kept       the row of "on"   the draft should have guessed like the target behind "on"
+
+After some requests the draft makes one step on all rows that are kept. It reduces the mean of
+D(p, q) over these rows, where p is the target's distribution there and q the draft's. Then the rows
+are dropped.
 
 The draft changes between requests only, because its cached keys and values were computed with the
-weights of the request. Whatever it learns, the output is the target's (../speculative.py).
+weights that it had when the request began. Whatever it learns, the output is the target's
+(../speculative.py).
 
 Departures (paper or released code / here / why):
-- the released code learns one row later / the row that predicts the corrected token / that is the
-  row which was wrong.
-- the released code trains a draft that is loaded in float32 / the copy that learns is float32 and
-  also serves, whatever --dtype says / half precision would lose the small steps of its weights. On
-  a GPU a draft call then reads twice the bytes.
-- SpecInfer leaves whole prompts that the first draft gets right out of boosting / single places / a
-  prompt is seldom all right.
+    row of a failure: the released code learns one row later / the row that predicts the corrected
+        token / only this row was wrong
+    type of the draft: float32 in the released code / the copy that learns and serves is float32,
+        whatever --dtype says / half precision would lose the small steps of its weights. The price:
+        on a GPU a draft call reads twice the bytes
+    boosting, what is left out: SpecInfer leaves out whole prompts that the first draft gets right /
+        single tokens that it gets right are left out / a prompt is seldom all right
+
+Left out: a draft for each topic (Liu et al.), and a third draft by boosting (SpecInfer).
 """
 import copy
 import json
@@ -48,23 +58,31 @@ KINDS = ("forward-kl", "reverse-kl", "jsd")
 # ---------------------------------------------------------------------------- serve and learn
 
 def constant(done: int, steps: int) -> float:
-    """Return the same rate for all steps."""
+    """Return 1, so that all steps have the same learning rate.
+
+    done    how many steps are made
+    steps   how many there will be
+    """
     return 1.0
 
 
 class Learner:
-    """A float32 copy of a draft that serves requests and learns from its failures.
+    """Serve requests with a float32 copy of a draft, which learns from its failures.
 
+    target    the model that verifies
+    draft     the model that is copied. It does not change itself
     kind      the divergence that a step reduces: forward-kl, reverse-kl or jsd
     lr        the learning rate
-    folder    of checkpoints; None keeps none
-    settings  everything else that a checkpoint must belong to
-
-    `training` counts the steps and makes checkpoints. It has no end and no plan of its own, because
-    each step is made when enough requests were served.
-
-    `kept` has (text, failed) for each request since the last step. `failed` is {place of the last
-    correct token: the target's feature there} for each rejection.
+    folder    the folder of checkpoints. None: no checkpoints are written
+    settings  everything else on which the weights of the copy will depend. A checkpoint of other
+              settings is not read
+    lm        the copy, with a cache of its own
+    training  makes the steps, counts them in `done`, and writes checkpoints. It does not run its
+              own loop, because a step is made when enough requests were served. So the number of
+              steps that it is made for does not count
+    kept      [(text, failed)] for each request since the last step. text is all its tokens. failed
+              is {place: feature}, for each rejection the place in the text of the last token before
+              the rejected guess, and the target's feature there
     """
 
     def __init__(self, target: CachedLM, draft: CachedLM, kind: str, lr: float,
@@ -83,20 +101,33 @@ class Learner:
 
     def serve(self, prompt: list[int], gamma: int, sample: Sampler,
               log: list) -> Iterator[list[int]]:
-        """Decode speculatively without end, yield the chunks, and keep the failures."""
+        """Decode speculatively without end, and keep the failures.
+
+        prompt   the tokens of the request
+        gamma    how many tokens are drafted a round
+        sample   makes distributions and draws tokens
+        log      gets a record for each round, from which this function reads as well
+        yields   the chunks
+        """
         text = list(prompt)
         failed = {}
-        self.kept.append((text, failed))  # both grow below
+        # Both objects grow below, so that what is kept is right whenever the caller stops
+        self.kept.append((text, failed))
         for chunk in speculative(self.target, self.lm, prompt, gamma=gamma, sample=sample, log=log):
             accepted = log[-1]["accepted"]
             if accepted < gamma:
+                # Row 0 of the target's call was the root, at the end of the text. Row `accepted`
+                # gave the token in place of the rejected guess
                 place = len(text) - 1 + accepted
                 failed[place] = self.target.features[accepted].clone()
             text += chunk
             yield chunk
 
     def learn(self) -> None:
-        """Make one step on all failures that were kept, and drop them."""
+        """Make one step on all failures that were kept, and drop them.
+
+        The target's features were kept and not its logits, which are as many as the vocabulary.
+        """
         kept = [(text, failed) for text, failed in self.kept if failed]
         self.kept = []
         head = self.target.model.get_output_embeddings()
@@ -106,11 +137,12 @@ class Learner:
             features = torch.stack([x for _, failed in kept for x in failed.values()])
             with torch.no_grad():
                 teacher = self.to_logits(head(features).float()).to(device)  # [failures, V]
+            # The draft has to run again, because decoding keeps no gradients
             student = []
             for text, failed in kept:
                 ids = torch.tensor([text[:max(failed) + 1]], device=device)
                 logits = self.lm.model(input_ids=ids, use_cache=False).logits[0]
-                student.append(logits[[*failed]])
+                student.append(logits[[*failed]])  # rows of failures, in the order of the features
             student = torch.cat(student)  # [failures, V]
             vocab = slice(self.lm.vocab)
             return measure_divergence(self.kind, teacher[:, vocab], student[:, vocab]).mean()
@@ -125,45 +157,52 @@ def online(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int =
            log: list | None = None) -> Iterator[list[int]]:
     """Decode speculatively with a draft that learns from one prompt to the next (Alg. 2).
 
-    What it learnt is lost when the process ends. `serve` keeps it.
+    What the draft learnt is lost when the process ends. `serve` keeps it.
 
-    gamma: tokens drafted a round
-    every: prompts between two steps
-    divergence: of the target from the draft: forward-kl, reverse-kl or jsd
-    lr:    the learning rate
+    gamma: tokens drafted a round, 1 or more
+    every: how many prompts are served before each step
+    divergence: what a step reduces, D(target, draft), which is forward-kl, reverse-kl or jsd
+    lr:    the learning rate of a step
+
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
     require(gamma >= 1, "gamma", "1 or more", gamma)
     require(every >= 1, "every", "1 or more", every)
     learner = draft.once(("online", target, divergence, lr),
                          lambda: Learner(target, draft, divergence, lr))
+    # A step comes before a prompt, since nobody says when the last chunk of a prompt was taken
     if len(learner.kept) >= every:
         learner.learn()
-    for chunk in learner.serve(prompt, gamma, sample, [] if log is None else log):
-        move_counts(learner.lm, draft)
+    if log is None:
+        log = []  # the learner reads what it logs
+    for chunk in learner.serve(prompt, gamma, sample, log):
+        move_counts(learner.lm, draft)  # the copy's calls are reported as the draft's
         yield chunk
 
 
 # ---------------------------------------------------------------------------------- a stream
 
 def cut_answers(file, prompts: list[list[int]], requests: int, every: int) -> None:
-    """Cut a file of answers after those that the draft has learnt from.
+    """Cut a file of answers behind the last answer that the draft has learnt from.
 
-    file      of JSON lines, opened with "a+b"
-    prompts   the stream
-    requests  how many of them the draft has learnt from. InputError unless the file has the answers
-              to these, to at most `every` more, and to nothing else.
+    file      a file of JSON lines, opened with "a+b"
+    prompts   all prompts of the stream, in their order
+    requests  how many of the first prompts the draft has learnt from
+    every     how many prompts are served before each step. So an earlier run may have answered as
+              many prompts more, of which the draft has not learnt yet
+    raises    InputError unless the file has the answers to the first prompts, to at least
+              `requests` and at most `requests` + `every` of them, and nothing else
     """
     file.seek(0)
-    lines = [line for line in file if line.endswith(b"\n")]  # not one that was cut off
+    lines = [line for line in file if line.endswith(b"\n")]  # not one that was cut off half written
     try:
         answered = [json.loads(line)["prompt"] for line in lines]
     except (ValueError, LookupError, TypeError):
         answered = None
     ours = answered == prompts[:len(lines)]
     if not (ours and requests <= len(lines) <= requests + every):
-        raise InputError(f"expected the answers to the first {requests} prompts in {file.name}, of "
-                         "which the draft has learnt, or a new file")
+        raise InputError(f"--out must hold the answers to the first {requests} prompts, of which "
+                         f"the draft has learnt, or be a new file, got {file.name}")
     file.truncate(sum(map(len, lines[:requests])))
 
 
@@ -173,13 +212,16 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
           temperature: float = 0.0, seed: int = 0) -> None:
     """Answer prompts in their order, and learn on the way.
 
-    A stopped run goes on. It answers the requests since the last step again, so that none is lost.
+    A stopped run goes on. It answers the requests since the last step again, so that the draft
+    learns from all of them.
 
-    out:   file of answers, JSON lines: {"prompt", "answer": token ids, "drafted", "accepted"}
-    work:  folder of the draft's checkpoints, and of the draft in the end (default: OUT.work)
-    draft: the small model to begin with
+    out:   file of the answers. Each line is JSON with "prompt" and "answer", both token ids, and
+           the numbers "drafted" and "accepted"
+    work:  folder of the draft's checkpoints. When all prompts are answered, the draft is saved in
+           its folder draft (default: OUT.work)
+    draft: the small model that the stream begins with
     gamma, every, divergence: as in `online`
-    temperature: of an answer; 0: greedy
+    temperature: 0 makes answers greedy. Above 0 they are sampled
     """
     require_training_options(lr, gamma=gamma, every=every, max_new_tokens=max_new_tokens)
     small = draft_for(model, tokenizer, draft)
@@ -188,17 +230,20 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     most = max(map(len, prompts))
     require(most <= longest, "prompts", f"texts of at most {longest} tokens", most)
     require(gamma <= longest, "gamma", f"at most {longest}", gamma)
-    work = work or Path(f"{out}.work")
+    if work is None:
+        work = Path(f"{out}.work")
     work.mkdir(parents=True, exist_ok=True)
     target = CachedLM(model, vocab_size(model, tokenizer))
     first = CachedLM(small, vocab_size(small, tokenizer))
     settings = gamma, every, max_new_tokens, temperature, seed
     learner = Learner(target, first, divergence, lr, work, settings)
-    served = learner.training.done * every  # requests that an earlier run learnt from
+    # A checkpoint is written after each step, so an earlier run learnt from so many requests
+    served = learner.training.done * every
     with open(out, "a+b") as file:
         cut_answers(file, prompts, served, every)
         for i in tqdm(range(served, len(prompts)), desc="requests"):
             log = []
+            # The coins of a request depend on its number alone, also in a run that was stopped
             sample = Sampler(temperature, seed=seed + i)
             chunks = until(learner.serve(prompts[i], gamma, sample, log), max_new_tokens, eos, log)
             row = {"prompt": prompts[i], "answer": [token for chunk in chunks for token in chunk]}
@@ -217,18 +262,20 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           draft: str = f"{MODELS}/draft", max_new_tokens: int = 200, steps: int = 500,
           batch: int = 8, lr: float = 1e-3, seed: int = 0) -> None:
-    """Train a second draft, a copy of the first, where the first does not guess the next token.
+    """Train a second draft, which begins as a copy of the first, where the first one is wrong.
 
-    It learns from the target's own answers. A stopped run goes on.
+    It learns from the target's own answers, at the tokens that the first draft does not guess. A
+    stopped run goes on.
 
     out:   directory of the second draft
-    work:  folder of answers and checkpoints (default: OUT.work)
-    draft: the first one
-    batch: answers a step
+    work:  folder of the target's answers and of checkpoints (default: OUT.work)
+    draft: the first draft, which does not change
+    batch: how many answers a step learns from
     """
     require_training_options(lr, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
     first = draft_for(model, tokenizer, draft).float()
-    work = work or Path(f"{out}.work")
+    if work is None:
+        work = Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     second = copy.deepcopy(first).requires_grad_(True)
 
@@ -237,9 +284,10 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         with torch.no_grad():
             teacher, labels = score_answers(model, pairs)
             guessed, _ = score_answers(first, pairs)
+            # The places where the first draft does not guess the answer's next token
             wrong = guessed.argmax(-1) != labels
         student, _ = score_answers(second, pairs)
-        if not wrong.any():  # a mean of nothing would be no number
+        if not wrong.any():  # a loss needs one place, since the mean of none is not a number
             wrong[0] = True
         return measure_divergence("forward-kl", teacher[wrong], student[wrong]).mean()
 

@@ -186,10 +186,10 @@ def stopped(method, after: int):
 
 def test_answers_that_the_draft_has_learnt_from_must_be_there(pair, tmp_path):
     serve(pair, Tokenizer(), PROMPTS[:4], out=tmp_path / "a", **STREAM)
-    with pytest.raises(InputError, match="expected the answers to the first 4 prompts in"):
+    with pytest.raises(InputError, match="--out must hold the answers to the first 4 prompts"):
         serve(pair, Tokenizer(), PROMPTS[::-1], out=tmp_path / "a", **STREAM)
     (tmp_path / "a").write_text("")
-    with pytest.raises(InputError, match="expected the answers to the first 4 prompts in"):
+    with pytest.raises(InputError, match="--out must hold the answers to the first 4 prompts"):
         serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", **STREAM)
     serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", work=tmp_path / "w", **STREAM)
     assert len(open(tmp_path / "a").readlines()) == 8
@@ -199,13 +199,13 @@ def test_answers_that_the_draft_has_learnt_from_must_be_there(pair, tmp_path):
 def test_no_other_file_is_overwritten(pair, tmp_path, text):
     """Nor the answers of another run."""
     (tmp_path / "a").write_text(text)
-    with pytest.raises(InputError, match="or a new file"):
+    with pytest.raises(InputError, match="or be a new file"):
         serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "a", **STREAM)
     assert (tmp_path / "a").read_text() == text
     serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "b", **STREAM)
     known = (tmp_path / "b").read_text()
     for change in (dict(lr=1e-3), dict(every=1), dict(temperature=1.0), dict(gamma=2)):
-        with pytest.raises(InputError, match="or a new file"):
+        with pytest.raises(InputError, match="or be a new file"):
             serve(pair, Tokenizer(), PROMPTS, out=tmp_path / "b", **STREAM | change)
     assert (tmp_path / "b").read_text() == known
 
