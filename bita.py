@@ -119,9 +119,9 @@ def run_model(model, inputs, visible, positions, slots=None, before=(), head: bo
     are the rows of `before`, followed by the new rows themselves.
 
     inputs     ids [B, n] or embeddings [B, n, d] of the new rows
-    visible    bool [B, n, m], whether a new row sees a slot
     positions  positions of the new rows, [B, n]
 
+    visible    bool [B, n, m], whether a new row sees a slot
     slots      positions of the slots, [B, m]. None is enough where `before` is empty.
     before     rows of earlier passes, as in `TrainingCache`
     head       False if no logits are wanted
@@ -217,6 +217,7 @@ def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, r
     real token with a group of masks after it, the paper's token k.
 
     data     pairs of a prompt and its answer, token ids
+
     M        number of masks of a group
     most     the most anchors of an answer
     rng      the source of randomness

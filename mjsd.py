@@ -5,17 +5,18 @@ Inference", arXiv 2407.09722, version 1. Later versions of the paper have the ti
 Multi-Token Joint Decoding with Auxiliary Model for LLM Inference", and the methods other names:
 
     MJGD in version 1, and here   MTJD later
-    MJSD in version 1, and here   MTAD later; MMTAD where it verifies several beams, here --width
+    MJSD in version 1, and here   MTAD later. MMTAD verifies several beams, as --width does here
 
     MJGD   x_{t+1:t+K} = argmax p(x_{t+1:t+K} | x_{1:t}), here by beam search            Def. 3.1
     MJSD   accept the longest prefix of a draft x with
            min(1, p(x_{t+1:t+i} | x_{1:t}) / q(x_{t+1:t+i} | x_{1:t})) > τ                  Alg. 1
 
-p and q are joint probabilities, the target's and the draft's, after temperature, top-k and top-p.
-At temperature 0 both are taken as they are, and the next token is the target's argmax.
+The joint probability of some tokens is p under the target and q under the draft, after temperature,
+top-k and top-p. At temperature 0 both are the models' own probabilities, and the token that the
+target adds after the accepted prefix is its argmax.
 
-A round with gamma = 3 and 2 beams: the draft grows the tree by a level a call and keeps the two
-likeliest leaves. The target verifies the best beam in one call.
+This is a round with gamma = 3 and 2 beams. Each call of the draft adds a level to the tree, of
+which the two likeliest leaves stay. Then the target verifies the best beam in one call:
 
     root ─┬─ the ─┬─ cat ─── sat     q = 0.30, the best beam
           │       └─ dog             less likely than both others: dropped
@@ -26,26 +27,39 @@ likeliest leaves. The target verifies the best beam in one call.
     the cat         0.50    0.040  0.08      not above τ
     the cat sat     0.30    0.039  0.13      > τ: the longest that passes, so all three stay
 
-Lossy by design: the aim is a likelier text (lower perplexity), not the target's own. Of an accepted
-prefix -log p = -log q + log(q / p). Beams lower the first term alone. The test bounds the second
-term alone, by log(1 / τ), 2.3 nats at the default τ of 0.1, however small p is. So an unlikely
-prefix passes where the draft is unsure too, and a text is likelier than autoregressive text with
-several beams and a good draft. On a real model that is from a 1 - TVD of about 0.6 on
-(results/mjsd.md).
+Lossy by design: the aim is not the target's own text but a likelier one, which is a text of lower
+perplexity under the target. For an accepted prefix
+
+    -log p = -log q + log(q / p)
+
+The first term is small if the beams find a likely text. The second is below log(1 / τ), since the
+prefix passed the test. At the default τ of 0.1 that is 2.3 nats. The test does not ask how small p
+itself is. So a prefix that the target finds unlikely passes where the draft finds it unlikely too.
+The text is likelier than autoregressive text if there are several beams and the draft is good. On a
+real model the draft was good enough where 1 - TVD was about 0.6 or more (results/mjsd.md). TVD is
+the total variation distance between the next-token probabilities of draft and target.
 
 Departures (paper / here / why):
-    Alg. 1: it has η ← -1 and η ← j / 0 and i / misprints, by the text of Section 3
+    Alg. 1, η: it has η ← -1 and η ← j / they are η ← 0 and η ← i / the text of Section 3 shows that
+        the former are misprints
+    temperature 0: the paper samples / beams have the likeliest tokens, p and q are unwarped, and
+        the added token is the argmax / p of an argmax is 0 or 1, so that the test would accept
+        nothing but the target's own text
+    top-k and top-p: 20 and 0.9 in the experiments / as the options say / they suit those models
+    draft's length: γ tokens / fewer where an EOS ends the beam / nothing after an EOS may count for
+        or against the beam, which stays as likely as it is
+    MJGD's length: any number of tokens in each step / always K, as in Fig. 1 / Def. 3.1 leaves the
+        number open
     verified beams: the best one / the best `width` ones, as a tree / the later versions' MMTAD
-    choice among verified beams (`merit`): v1 has one beam / the longest accepted prefix, where a
-        beam that an EOS ends and that is accepted whole counts as gamma tokens / else a short
-        answer that is complete would lose to a long one that is cut
-    EOS: not mentioned / ends a beam, which stays as likely as it is / nothing after an EOS may
-        count for or against it
+    choice among verified beams: v1 has one beam / the longest accepted prefix. A beam that an EOS
+        ends counts as gamma tokens if it is accepted whole (`merit`) / else a short answer that is
+        complete would lose to a long one that is cut
     beams at a temperature: `beams` tokens are drawn for each beam, and the likeliest sequences
-        stay (Section 2.1) / the same, drawn without replacement / a beam twice is a beam less.
-        The released code (ZongyueQin/LLMSpeculativeSampling) draws all beams' children at once from
-        a softmax over beams and vocabulary, takes that softmax at each step for q, and verifies
-        all beams
+        stay (Section 2.1) / the same, drawn without replacement / a token drawn twice would make
+        the same beam twice. The released code (ZongyueQin/LLMSpeculativeSampling) draws the
+        children of all beams at once from a softmax over beams and vocabulary, takes that softmax
+        at each step for q, and verifies all beams
+
 Left out: batches.
 """
 import itertools
@@ -59,20 +73,24 @@ import torch
 
 
 def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:
-    """Return the factors of joint probabilities, [..., V] in nats: the sampler's, but at
-    temperature 0 the model's own."""
+    """Return the log-probabilities of which joint ones are sums. They are the sampler's, but at
+    temperature 0 they are the model's own.
+
+    logits   [..., V]
+    sample   the sampler, which warps the logits
+    returns  log-probabilities in nats, [..., V]
+    """
     if sample.temperature == 0:
         return logits.float().log_softmax(-1)
     return sample.probs(logits).log()
 
 
 def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """Compute the perplexity of outputs under the target's own distribution. Eq. 1, pooled over all
-    tokens of all outputs.
+    """Compute the perplexity of outputs under the target's own distribution. Eq. 1.
 
     prompts  token ids of each prompt
     outputs  token ids of the text after each prompt
-    returns  exp of the mean -log p of a token, in nats
+    returns  exp of the mean of -log p, over all tokens of all outputs together
     """
     total = 0.0
     for prompt, output in zip(prompts, outputs):
@@ -94,7 +112,7 @@ def propose_children(logits: torch.Tensor, beams: int,
     logits   [n, V]
     beams    the most tokens of a row
     sample   the sampler that draws
-    returns  for each row its tokens with their log-probabilities
+    returns  for each row a list of pairs (token, its log-probability)
     """
     logp = log_probs(logits, sample)
     score = logp
@@ -111,13 +129,13 @@ class Beams(NamedTuple):
     """Hold what a beam search found: a tree of beams, whose node 0 is the root."""
     ids: list[int]
     parents: list[int]
-    logps: list[float]  # of a node's path from the root down: joint, nats
+    logps: list[float]  # for each node the joint log-probability of its path from the root, in nats
     leaves: list[int]  # the ends of the beams, the likeliest first
 
 
 class Candidate(NamedTuple):
-    """A sequence that may be a beam of the next level."""
-    logp: float  # joint, nats
+    """Hold a sequence that may be a beam of the next level."""
+    logp: float  # the joint log-probability of the sequence, in nats
     node: int  # the end of the beam that it continues
     token: int | None  # what it adds, or None where the beam ended with an EOS
 
@@ -127,16 +145,19 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
     """Search `depth` levels below the last token of `unseen`, and keep the `beams` likeliest
     sequences of each level.
 
-    A sequence that ended with an EOS keeps its probability and is not extended. Node i of the
-    result is node len(unseen) - 1 + i of lm's pending tree. Nodes of the last level are never fed
-    to lm, for nobody needs what comes after them.
+    A sequence that ended with an EOS keeps its probability and is not extended. Nodes of the last
+    level are never fed to lm, for nobody needs what comes after them.
 
-    lm      the model that is searched, with its cached context
-    unseen  final tokens that lm has not been fed, of which the last is the root
-    depth   levels, tokens of a beam
-    beams   sequences kept of each level
-    sample  gives the factors of joint probabilities and, at a temperature, draws children
+    lm      the model that proposes tokens, with its cached context
+    unseen  final tokens that lm has not been fed. The last of them is the root.
+    depth   the number of levels, which is the number of tokens of a beam
+
+    beams   how many sequences of each level stay
+    sample  the sampler, which warps probabilities and, at a temperature, draws children
     eos     token ids that end a sequence
+
+    returns the tree of all beams. Node i of this tree is node len(unseen) - 1 + i of the tree that
+            lm has been fed since its last commit.
     """
     base = len(unseen) - 1
     ids, parents, logps = unseen[-1:], [-1], [0.0]
@@ -145,7 +166,7 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
     logits = lm.forward(unseen)[-1:]
     # Section 2.1: each beam proposes its children, and the likeliest sequences of all stay
     for level in range(1, depth + 1):
-        # An ended beam competes as it is. Else what may follow an EOS would count against it
+        # A beam that ended competes as it is. Else what may follow an EOS would count against it
         candidates = [Candidate(logps[node], node, None) for node in ended]
         for node, row in zip(fed, propose_children(logits, beams, sample)):
             if node not in ended:
@@ -185,10 +206,12 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     """Decode the likeliest K tokens at a time, by beam search on the target itself: multi-token
     joint greedy decoding. Def. 3.1.
 
-    K:     tokens decoded together; 1 is greedy decoding
-    beams: sequences kept at each step of the beam search, exact with V ** (K - 1) of them
-    Yields chunks of K tokens, fewer where an EOS ends them, for as many target calls; logs {"logp"}
-    a chunk: its joint log-probability.
+    K:     tokens decoded together, of which 1 is greedy decoding
+    beams: sequences that stay at each step of the beam search. With V ** (K - 1) of them the search
+           finds the argmax itself
+
+    Yields chunks of K tokens, or fewer where an EOS ends the chunk; logs {"logp"} a chunk. This is
+    the chunk's joint log-probability in nats. The search takes a target call for each level.
     """
     if K < 1:
         raise InputError(f"--K must be 1 or more, got {K}")
@@ -216,7 +239,9 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
 def longest_prefix(target_logp: list[float], draft_logp: list[float], tau: float) -> int:
     """Return the length of the longest prefix with min(1, p / q) > τ. Alg. 1, lines 6 to 13.
 
-    target_logp, draft_logp  joint log-probabilities of the prefixes of 1, 2, … tokens
+    target_logp  the target's joint log-probabilities of the prefixes of 1, 2, … tokens
+    draft_logp   the draft's joint log-probabilities of the same prefixes
+    tau          the threshold τ
     """
     if tau >= 1:  # min(1, p / q) is never above 1
         return 0
@@ -229,13 +254,13 @@ class Verified(NamedTuple):
     """Hold what the target's call said about a beam."""
     draft_nodes: list[int]  # its nodes in the draft's tree, the root first
     target_nodes: list[int]  # its nodes in the target's tree, the root first
-    target_logp: list[float]  # of its prefixes of 1, 2, … tokens: joint, nats
-    draft_logp: list[float]  # the same of the draft
+    target_logp: list[float]  # the target's joint log p of its prefixes of 1, 2, … tokens, in nats
+    draft_logp: list[float]  # the draft's joint log q of the same prefixes
     eta: int  # how many of its tokens are accepted (η)
 
     def merit(self, gamma: int) -> int:
-        """Return what beams are compared by: η, or gamma for a beam that is accepted whole, as one
-        may be that an EOS ends before gamma tokens."""
+        """Return the number by which beams are compared. It is gamma for a beam that is accepted
+        whole, even if an EOS ends the beam earlier. For all others it is η."""
         whole = self.eta == len(self.draft_nodes) - 1
         return gamma if whole else self.eta
 
@@ -257,9 +282,10 @@ def verify_beams(found: Beams, paths: list[list[int]], nodes_of: list[list[int]]
     """Find the accepted prefix of each beam. Alg. 1, lines 6 to 13.
 
     found      the draft's tree
-    paths      the nodes of each beam in the draft's tree
-    nodes_of   the nodes of each beam in the target's tree
-    node_logp  the target's log-probability of each node of its tree, given the nodes before it
+    paths      the nodes of each beam in the draft's tree, the root first
+    nodes_of   the nodes of each beam in the target's tree, the root first
+
+    node_logp  the target's log-probability of each node of its tree, given the nodes above it
     tau        the threshold τ
     """
     verified = []
@@ -277,20 +303,22 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     """Draft by beam search, and accept the longest prefix that is jointly likely enough:
     multi-token joint speculative decoding. Alg. 1.
 
-    gamma: tokens of a draft (γ), fewer where an EOS ends it
+    gamma: tokens of a beam (γ), fewer where an EOS ends the beam
     beams: beams of the draft's beam search
     tau:   accept a prefix where min(1, p / q) is above this (τ). 1 accepts nothing, so that greedy
-           output is the target's. 0 accepts whatever is possible
-    width: beams verified in one call, as one tree. The longest accepted prefix of all stays
-    Yields chunks of 1 to gamma + 1 tokens; logs a record a round: {"drafted", "accepted",
-    "target_logp", "draft_logp"}, the last two of the chosen beam's prefixes (joint, nats).
+           output is the target's. 0 accepts every prefix that the target can say at all
+    width: beams verified in one call, as one tree. The longest prefix that is accepted stays
+
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "target_logp",
+    "draft_logp"} a round. The first two count the chosen beam's tokens. The others are lists of the
+    joint log-probabilities, in nats, of the chosen beam's prefixes.
     """
     check_options(gamma, beams, tau, width)
     target.start(prompt[:-1])
     draft.start(prompt[:-1])
     unseen = prompt[-1:]  # final tokens that the draft has not been fed
     while True:
-        # Line 3: the draft model searches for x and its q. The best beams become one tree, in which
+        # Line 3: the draft searches for likely beams x and their q. The best become one tree, where
         # beams that begin alike share their first nodes
         found = beam_search(draft, unseen, gamma, beams, sample, eos)
         paths = [path_to(leaf, found.parents) for leaf in found.leaves[:width]]
