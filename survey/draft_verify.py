@@ -315,9 +315,10 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
     passes: how often step 3 goes over all blocks
     """
     from models.training import generate_answers
-    batches = generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
-    answers = [answer for batch in batches for answer in batch]
-    data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
+    answers = {}  # by the number of the prompt
+    for batch in generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens):
+        answers |= batch
+    data = [(prompt, answers[i]) for i, prompt in enumerate(prompts) if answers[i]]
     costs = measure_costs(model)
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
 
