@@ -595,10 +595,10 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
         load_checked("nope/model", None, None)
     assert len(asked) == 1 and asked[0] < 10 and files == []
     monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, name: "config.json")
-    for path in ("nope/model", str(ROOT / "tests")):
+    for path in ("nope/model", str(ROOT / "models/target")):
         with pytest.raises(InputError, match="not here$"):
             load_checked(path, None, None)
-    assert len(asked) == 1 and files == ["nope/model", str(ROOT / "tests")]
+    assert len(asked) == 1 and files == ["nope/model", str(ROOT / "models/target")]
 
 
 # ----------------------------------------------------------------------------------- the clock

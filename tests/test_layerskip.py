@@ -202,7 +202,7 @@ def test_deeper_layers_are_left_out_more_often():
 def test_tuning_raises_early_exits_and_is_kept(tmp_path):
     model, rng = deep("llama"), random.Random(0)
     prompts = [[rng.randrange(61) for _ in range(3)] for _ in range(12)]
-    tune(model, WORDLESS, prompts, out=tmp_path / "t", E=1, rank=8, steps=60, batch=6, lr=2e-2,
+    tune(model, WORDLESS, prompts, out=tmp_path / "t", E=1, rank=8, steps=120, batch=6, lr=2e-2,
          max_new_tokens=10)
     tuned, E = load_tuned(tmp_path / "t", model)
     answers = [(p, tokens_of(autoregressive(CachedLM(model), p), 10)) for p in prompts]
