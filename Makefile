@@ -15,7 +15,7 @@ RUN := .venv/bin/python
 WORK := models/work
 
 .PHONY: demo test mutants bench gpu-dry models picture bita medusa \
-	eagle layerskip masks sequoia rest hybrid cllm clean
+	eagle eagle3 layerskip masks sequoia rest hybrid cllm clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -73,6 +73,13 @@ eagle: .venv/ready
 	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
 	$(RUN) -m survey.eagle train --prompts $(WORK)/prompts_eagle.jsonl --work $(WORK)/eagle \
 		--steps 1000 --begin last --lr 3e-3 --out models/eagle.safetensors
+
+# models/eagle3.safetensors: a draft layer that reads three layers of the target
+eagle3: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
+	$(RUN) -m survey.eagle3 train --prompts $(WORK)/prompts_eagle.jsonl --work $(WORK)/eagle \
+		--steps 1000 --lr 3e-3 --out models/eagle3.safetensors
 
 # models/pass.safetensors: look-ahead tokens; models/space.safetensors: changes of the target
 masks: .venv/ready

@@ -14,6 +14,7 @@ the first counts, and with a "category". The papers' own tables are in paper_tab
 import argparse
 import functools
 import inspect
+import json
 import shlex
 import sys
 import tempfile
@@ -48,6 +49,7 @@ from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
 from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
+from survey import eagle3  # noqa: E402
 from survey.hybrid import hybrid, load_trust  # noqa: E402
 from survey.layerskip import layerskip, load_tuned  # noqa: E402
 from survey.lossy import bild, specdec  # noqa: E402
@@ -280,6 +282,12 @@ class Bench:
         return self.fitting(name, lambda: self.ours(
             eagle, trained=load_draft(path, self.target), nodes=self.args.nodes, **options))
 
+    def eagle3(self, name: str, **options) -> dict[str, Ours]:
+        path = self.args.adapters / "eagle3.safetensors"
+        return self.fitting(name, lambda: self.ours(
+            eagle3.eagle3, trained=eagle3.load_draft(path, self.target), nodes=self.args.nodes,
+            **options))
+
     def rest(self, name: str, **options) -> dict[str, Ours]:
         path = self.args.adapters / "rest.safetensors"
         return self.fitting(name, lambda: self.ours(
@@ -457,6 +465,30 @@ class Results:
         return f"{sum(a.output == b.output for a, b in zip(ours, theirs))} of {len(ours)}"
 
 
+def save(path: str, bench: Bench, results: Results, methods) -> None:
+    """Write what roofline.py reads: the counts of all methods, and the sizes of the models."""
+    counted = {}
+    for method in methods:
+        counts = [count for some in results.rounds(method) for count in some]
+        calls, draft_calls = (sum(getattr(c, x) for c in counts) for x in ("calls", "draft_calls"))
+        counted[method] = {
+            "calls": calls, "draft_calls": draft_calls,
+            "rows": sum(c.rows * c.calls for c in counts) / calls,
+            "draft_rows": sum(c.draft_rows * c.draft_calls for c in counts) / max(1, draft_calls),
+            **{x: sum(results.sums(method, x)) for x in ("tokens", "total", "target", "draft")}}
+    models = {}
+    for name, model in (("target", bench.target), ("draft", bench.draft)):
+        if model:
+            tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+            unread = 0 if tied else model.get_input_embeddings().weight.numel()
+            models[name] = {"weights": sum(p.numel() for p in model.parameters()) - unread,
+                            "layers": depth_of(model), "bytes": model.dtype.itemsize}
+    lengths = [len(prompt) for _, prompt in bench.pairs()]
+    facts = {"prompts": len(lengths) * bench.args.rounds, "prompt_rows": mean(lengths),
+             "models": models, "methods": counted}
+    Path(path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
 def table(rows: list[list[str]]) -> str:
     """Format rows of cells as a Markdown table; the first row is its head."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
@@ -481,6 +513,7 @@ def all_methods(bench: Bench) -> dict[str, Ours]:
         **bench.heads("hydra"),
         **bench.eagle("eagle"),
         **bench.eagle("eagle, dynamic", dynamic=True),
+        **bench.eagle3("eagle3"),
         **bench.sequoia("sequoia"),
         **bench.fewer_layers(),
         **bench.masks(),
@@ -523,6 +556,8 @@ def table_methods(bench: Bench) -> None:
     peers = peers_of(bench)
     both = runs | dict(peers.values())
     results, names = bench.measure(both), list(bench.prompts)
+    if bench.args.save:
+        save(bench.args.save, bench, results, runs)
     exact = bench.args.temperature == 0
     rows = [["method", "tokens per target call", "target layers a token", "tokens/s", "x AR",
              *(f"x AR, {name}" for name in names), "realised share", "ms a token: target", "draft",
@@ -598,6 +633,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", nargs="*", default=[],
                         help="AR and the methods of ours named so, or whose names begin so")
+    parser.add_argument("--save", metavar="FILE", help="write the counts, which roofline.py reads")
     perform(parser, table_methods)
 
 

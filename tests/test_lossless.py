@@ -36,8 +36,8 @@ from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import tokens_of
 from laws import law, outcomes
-from survey import (cascade, draft_verify, eagle, early_exit, hybrid, layerskip, lossy, masks,
-                    medusa, online, rest, sequoia, several_drafts, triforce)
+from survey import (cascade, draft_verify, eagle, eagle3, early_exit, hybrid, layerskip, lossy,
+                    masks, medusa, online, rest, sequoia, several_drafts, triforce)
 
 ALL = FAMILIES | MORE_FAMILIES
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
@@ -151,6 +151,10 @@ METHODS = {
     "eagle, dynamic": lambda model: Line(
         eagle.eagle, dict(nodes=9, dynamic=True, trained=rand(eagle.Draft(
             model, "unshifted", "last"), RATES)), few=dict(nodes=3)),
+    "eagle3": lambda model: Line(
+        eagle3.eagle3, dict(nodes=9, trained=rand(eagle3.Draft(
+            model, eagle3.make_config(model), [0, 1, 2], range(0, families.VOCAB, 2)), RATES)),
+        few=dict(nodes=3)),
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),
         few=dict(nodes=3)),

@@ -21,7 +21,7 @@ from models import training
 from models.training import (Training, collect_answers, collect_examples, cosine, digest,
                              divergence, find_frequent, generate_answers, sample_alike,
                              score_answers, warm_linear)
-from survey import eagle, early_exit, layerskip, masks, medusa, online
+from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online
 
 
 class WORDLESS:
@@ -306,6 +306,13 @@ def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, inputs="shifted"
     eagle.fit(model, draft, data, held_out, work=work, **FIT | options)
 
 
+def train_eagle3(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), mlp=0, passes=2,
+                 vocab=range(61), form=eagle3.Form(), **options):
+    model = make_llama(noise)
+    draft = eagle3.Draft(model, eagle3.make_config(model, mlp), [*taps], vocab, form)
+    eagle3.fit(model, draft, data, held_out, passes=passes, work=work, **FIT | options)
+
+
 def train_exit(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, E=1, **options):
     model = tiny("llama", num_hidden_layers=3)
     with torch.no_grad():
@@ -378,6 +385,8 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
     "hydra": (train_heads, SPLIT + changes(kind="medusa", K=1, vocab=range(60))),
     "eagle": (train_eagle, SPLIT + changes(inputs="unshifted", begin="last", mlp=24,
                                            vocab=range(60))),
+    "eagle3": (train_eagle3, SPLIT + changes(passes=3, taps=([0, 2],), vocab=range(60), mlp=24,
+                                             form=(eagle3.Form(norm_output=True),))),
     "early exit": (train_exit, SPLIT + changes(E=2)),
     "layerskip": (train_by(layerskip.tune, E=1, rank=2), ANSWERS + changes(rank=3)),
     "space": (train_by(masks.tune, k=2, rank=2), ANSWERS + changes(k=3, rank=3, anchors=1)),

@@ -1,0 +1,640 @@
+"""EAGLE-3: one layer reads three layers of the target, and learns from what it guessed itself.
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
+Test", arXiv 2503.01840
+
+    python -m survey.eagle3 train --prompts FILE --out my.safetensors
+    python -m survey.eagle3 --adapter my.safetensors --prompt "..."
+
+What EAGLE (eagle.py) does in another way is marked with a star:
+
+    target     h_2  h_6  h_9       what enters layers 2, L/2 and L - 3 at position i        *
+                 └────┼────┘
+                     fc                                                                      *
+                      │
+    final tokens     g_i      e(t_{i+1})                 drafted tokens:  a_i in place of g_i
+                      ├── norm ──┐ │
+                      │          └─┴─ norm ── attention of the two, twice as wide            *
+                      └────── + ──────────────────┘
+                              └── + MLP ──> a_{i+1} ── norm, own LM head ──> guesses of t_{i+2}
+
+EAGLE's loss on features ties a_{i+1} to the target's own feature, and more data does not help then.
+Without that loss a_{i+1} is free, but it is another thing than g, which the layer was trained on.
+So training does what decoding will do, the *training-time test* (Section 3.2): pass n reads what
+pass n - 1 gave. Row j of pass n stands for the n-th guess after row j of the text:
+
+    pass 0   reads g_j      and t_{j+1}   sees pass 0 up to j               guesses t_{j+2}
+    pass 1   reads a of j   and t_{j+2}   sees pass 0 up to j, itself       guesses t_{j+3}
+    pass 2   reads a of j   and t_{j+3}   sees pass 0 up to j, rows j of    guesses t_{j+4}
+                                          pass 1 and pass 2
+
+    loss = Σ_n 0.8^n CrossEntropy(target's distribution, the guess of pass n)
+
+Trees are grown and verified as in EAGLE, so greedy output and samples are the target's.
+
+Departures (paper or released code / here / why):
+- passes: 7 / 5, `--passes` / a later pass weighs 0.8^n and costs as much as the first.
+- the LM head: begins at random / begins as the target's / it learns faster.
+- rate: 5e-5 with a warm-up / 1e-3 with a warm-up over a twentieth of the steps / that suits small
+  models. For a target of billions of parameters lower it.
+- data: answers of a fixed set / the target's own greedy answers / that is what the draft guesses.
+- size of a tree: 60 nodes / the best size by measured acceptance and by the clock / costs differ.
+- released heads: their acceptance is not in their files / an assumed one plans the tree, unless
+  `measure` wrote a file for `--accept` / a tree needs some acceptance.
+Left out: heads with more than one layer, heads with biases, CUDA graphs.
+"""
+import json
+import math
+import random
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterable, Iterator, NamedTuple
+
+from common import (CachedLM, InputError, Sampler, best_tree, context_length, fastest, greedy,
+                    prepare, walk)
+from survey.eagle import MOST, Pairs, count_levels, feed, grow, measure_acceptance, plan_trees
+from survey.layers import list_layers
+from survey.parts import MODELS, fill, load_facts, load_part, logits_of, save_facts, save_part
+from survey.released import read_released
+from survey.views import depth_of
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+ADAPTER = f"{MODELS}/eagle3.safetensors"
+DECAY = 0.8  # of the loss from pass to pass
+IDS = "eagle_aux_hidden_state_layer_ids"
+KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "rms_norm_eps")  # of a released head's configuration
+# How often guesses are right, where nobody has measured it. With it and --dynamic 60 nodes make
+# about the tree of the released code, whose depth is 7 with 10 guesses a node.
+ASSUMED = [[0.7, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.005, 0.005]] * 7
+
+
+# ------------------------------------------------------------------------- what the draft reads
+
+def choose_taps(model) -> list[int]:
+    """Choose the layers whose inputs the draft reads: an early, a middle and a late one."""
+    L = depth_of(model)
+    taps = sorted({2, L // 2, L - 3})
+    if len(taps) < 3 or taps[0] < 0:
+        raise InputError(f"--taps must name layers for a model of {L}, which has no layers 2, L/2 "
+                         "and L - 3")
+    return taps
+
+
+def tap_widths(model, taps: list[int]) -> list[int]:
+    """Return the width of what each tap reads."""
+    L, inside = depth_of(model), model.config.get_text_config().hidden_size
+    last = model.get_output_embeddings().weight.shape[1]
+    return [inside if i < L else last for i in taps]
+
+
+@contextmanager
+def tap_layers(model, taps: list[int]):
+    """Keep what enters some layers in every pass of a model, until the block ends.
+
+    taps    numbers of layers. The number of all layers stands for what the LM head reads
+    yields  a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
+    """
+    seen, layers = [], list_layers(model)
+
+    def keep_input(module, args, kwargs) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    hooks = [layers[i].register_forward_pre_hook(keep_input, with_kwargs=True)
+             for i in taps if i < len(layers)]
+    if len(layers) in taps:
+        hooks.append(model.get_decoder().register_forward_hook(
+            lambda module, args, output: seen.append(output[0])))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def join_taps(seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
+    """Join what `tap_layers` kept since the list was empty, and empty it.
+
+    returns  [B, n, taps * h], the rows of all passes one after the other
+    """
+    passes = [torch.cat(seen[i:i + len(taps)], -1) for i in range(0, len(seen), len(taps))]
+    seen.clear()
+    return torch.cat(passes, 1)
+
+
+# ----------------------------------------------------------------------------------- the draft
+
+class Form(NamedTuple):
+    """Say which of the released variants a draft is, by the names of their configurations."""
+    norm_before_residual: bool = False  # the residual stream begins with the normed g
+    fc_norm: bool = False  # each tapped layer is normed before `fc` (EAGLE-3.1)
+    norm_output: bool = False  # the normed output is what the next level reads (EAGLE-3.1)
+
+
+class Layer(LlamaDecoderLayer):
+    """Be a Llama layer whose attention reads a token and a feature side by side."""
+
+    def __init__(self, config: LlamaConfig, form: Form):
+        super().__init__(config, 0)
+        self.form = form
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, torch.nn.Linear(2 * config.hidden_size, rows, bias=False))
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features.
+
+        The clock times passes over tokens alone. Their embeddings [B, n, h] stand for both.
+        """
+        e, g = hidden_states, hidden_states
+        if hidden_states.shape[-1] > self.hidden_size:
+            e, g = hidden_states.chunk(2, -1)
+        normed = self.hidden_norm(g)
+        both = torch.cat([self.input_layernorm(e), normed], -1)
+        attended, _ = self.self_attn(hidden_states=both, **kwargs)
+        x = attended + (normed if self.form.norm_before_residual else g)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class NormedHead(torch.nn.Linear):
+    """Norm a feature before the LM head reads it; the feature itself goes on to the next level."""
+
+    def __init__(self, h: int, vocab: int, eps: float):
+        super().__init__(h, vocab, bias=False)
+        self.norm = LlamaRMSNorm(h, eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def make_config(model, mlp: int = 0) -> LlamaConfig:
+    """Describe a layer for a model to train: its widths are the model's.
+
+    mlp   the width of the MLP; 0 is the model's
+    """
+    text, h = model.config.get_text_config(), model.get_input_embeddings().weight.shape[1]
+    heads = text.num_attention_heads
+    return LlamaConfig(
+        hidden_size=h, intermediate_size=mlp or getattr(text, "intermediate_size", None) or 4 * h,
+        num_attention_heads=heads, num_key_value_heads=getattr(text, "num_key_value_heads", heads),
+        head_dim=getattr(text, "head_dim", None) or h // heads, num_hidden_layers=1,
+        rms_norm_eps=1e-5, max_position_embeddings=context_length(model))
+
+
+class Draft(torch.nn.Module):
+    """Guess tokens from tapped features; `lm` is a Llama of one layer with an LM head of its own.
+
+    config  of the layer, as `make_config` makes it or as a released file has it
+    taps    which layers of the target it reads
+    vocab   the tokens that it can guess, in ascending order
+    accept  accept[n][r] is how often guess r was right after n guessed features
+    """
+
+    def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
+                 form: Form = Form(), seed: int = 0):
+        super().__init__()
+        self.taps, self.form, self.accept = taps, form, []
+        self.vocab = torch.tensor([*vocab], device=model.device)
+        self.config, self.h = config, config.hidden_size
+        small = LlamaConfig(**config.to_dict() | dict(vocab_size=8, pad_token_id=None))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            lm = prepare(LlamaForCausalLM(small))
+            lm.model.layers[0] = Layer(small, form)
+            lm.lm_head = NormedHead(self.h, len(self.vocab), config.rms_norm_eps)
+            self.fc = torch.nn.Linear(sum(tap_widths(model, taps)), self.h, bias=False)
+        lm.model.norm = torch.nn.Identity()
+        if form.norm_output:  # features are normed already when the LM head reads them
+            lm.model.norm, lm.lm_head.norm = lm.lm_head.norm, lm.model.norm
+        self.norms = torch.nn.ModuleList(
+            LlamaRMSNorm(width, config.rms_norm_eps) for width in tap_widths(model, taps)
+            if form.fc_norm)
+        model.requires_grad_(False)
+        self.lm = lm
+        self.to(model.device)
+        lm.set_input_embeddings(model.get_input_embeddings())
+
+    def parts(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained, by the names of the released files."""
+        head, decoder = self.lm.lm_head, self.lm.model
+        norm = decoder.norm if self.form.norm_output else head.norm
+        return {"fc.weight": self.fc.weight, "norm.weight": norm.weight,
+                "lm_head.weight": head.weight,
+                **{f"midlayer.{name}": p for name, p in decoder.layers[0].named_parameters()},
+                **{f"fc_norm.{name}": p for name, p in self.norms.named_parameters()}}
+
+    def join(self, pairs: Pairs) -> torch.Tensor:
+        """Join tokens and features into the layer's inputs [..., 2h].
+
+        Features of final tokens are tapped ones, which `fc` maps to g. Features of drafted tokens
+        are the layer's own, h wide.
+        """
+        ids = torch.as_tensor(pairs.tokens, dtype=torch.long, device=pairs.features.device)
+        g = pairs.features.to(self.fc.weight.dtype)
+        if g.shape[-1] != self.h:
+            if self.norms:
+                each = g.split([len(norm.weight) for norm in self.norms], -1)
+                g = torch.cat([norm(x) for norm, x in zip(self.norms, each)], -1)
+            g = self.fc(g)
+        e = self.lm.get_input_embeddings()(ids)
+        return torch.cat([e.to(g.dtype), g], -1)
+
+
+class Passes:
+    """Hold the keys and values of all passes of training; gradients flow through them."""
+
+    def __init__(self):
+        self.rows = None
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_, **__) -> tuple:
+        """Add a pass's keys and values [B, heads, R, d]; return those of all passes so far."""
+        new = (keys, values)
+        if self.rows is not None:
+            new = tuple(torch.cat(both, 2) for both in zip(self.rows, new))
+        self.rows = new
+        return new
+
+    def get_seq_length(self, *_) -> int:
+        return 0
+
+
+def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, probs: torch.Tensor,
+              learns: torch.Tensor, passes: int) -> torch.Tensor:
+    """Compute the loss of the training-time test (Section 3.2, and the released code).
+
+    ids       [B, T]
+    features  [B, T, taps * h], what was tapped
+    probs     [B, T, D], the target's distribution of each place's token over the draft's vocabulary
+    learns    bool [B, T], which tokens are learned
+    passes    how often the layer runs
+    """
+    R = ids.shape[1] - 2
+    cache, total = Passes(), 0.0
+    own = torch.eye(R, dtype=torch.bool, device=ids.device)
+    sees = [torch.ones_like(own).tril()]
+    g = features[:, :R]
+    for n in range(min(passes, R)):
+        # Row j reads t_{j+1+n}. The last n rows have none: they read any token, and learn nothing.
+        tokens = F.pad(ids[:, 1 + n:-1], (0, n))
+        inputs = draft.join(Pairs(None, g, tokens))
+        mask = torch.where(torch.cat(sees, 1), 0.0, -torch.inf).to(inputs)
+        mask = mask.expand(len(ids), 1, -1, -1)  # [B, 1, R, (n + 1) R]
+        places = torch.arange(n, R + n, device=ids.device)[None]
+        g = draft.lm.model(inputs_embeds=inputs, position_ids=places, attention_mask=mask,
+                           past_key_values=cache, use_cache=True)[0]  # a of pass n, [B, R, h]
+        rows = learns[:, 2 + n:]
+        logp = draft.lm.lm_head(g[:, :R - n][rows]).float().log_softmax(-1)
+        total = total - DECAY ** n * (probs[:, 2 + n:][rows] * logp).sum(-1).mean()
+        sees.append(own)
+    return total
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
+           adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
+           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+    """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
+
+    nodes:   of the tree, the root among them, up to 64; 0: as many as pay on this machine
+    dynamic: the tree that the draft is surest of now (EAGLE-2), not the one right most often
+    adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
+             id of a released head
+    accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
+             tree is one that no measurement asks for, and --dynamic is better
+    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call. A draft that is given as
+    `trained` is used instead of the file.
+    """
+    if not 0 <= nodes <= MOST:
+        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
+    if type(target) is not CachedLM:
+        raise InputError("--graphs must be off for eagle3, since a replayed graph taps no layer")
+    draft = trained
+    if draft is None:
+        draft = target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
+        if accept:
+            draft.accept = target.once(("eagle3", accept),
+                                       lambda: load_accept(accept, target.model))
+    lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
+    lm.start([])
+    with tap_layers(target.model, draft.taps) as seen:
+        target.start(prompt[:-1])
+        root = prompt[-1]
+        unfed = []
+        if len(prompt) > 1:
+            # The last pair waits: its pass also gives the logits of the first tree.
+            pairs = Pairs(prompt[:-1], join_taps(seen, draft.taps)[0], prompt[1:])
+            feed(draft, lm, [pairs.part(slice(0, -1))])
+            unfed = [pairs.part(slice(-1, None))]
+        n, levels = nodes, count_levels(best_tree(draft.accept, max(1, nodes)))
+        while True:
+            if nodes == 0:
+                n, levels = fastest(target, draft, lambda: plan_trees(draft, lm, target))
+            ids, parents = [root], [-1]
+            if levels and unfed:
+                ids, parents = grow(draft, lm, unfed, root, n, levels, dynamic)
+                unfed = []
+            seen.clear()  # of the calls that the clock made
+            path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+            features = join_taps(seen, draft.taps)[0]
+            unfed.append(Pairs([ids[x] for x in path], features[path], chunk))
+            root = chunk[-1]
+            target.commit(path)
+            if log is not None:
+                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+            yield chunk
+
+
+# ------------------------------------------------------------------------------------ training
+
+@torch.no_grad()
+def run_target(model, draft: Draft, batch: list[tuple[list[int], list[int]]], to_logits):
+    """Run the frozen target over pairs of a prompt and an answer.
+
+    returns  ids, features, probs and learns, as `unroll_loss` takes them
+    """
+    device = model.device
+    texts = [torch.tensor(prompt + answer, device=device) for prompt, answer in batch]
+    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    final = []
+    hook = model.get_decoder().register_forward_hook(
+        lambda module, args, output: final.append(output[0]))
+    with tap_layers(model, draft.taps) as seen:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        features = join_taps(seen, draft.taps)
+    hook.remove()
+    logits = to_logits(model.get_output_embeddings()(final[0][:, :-1])).float()  # [B, T - 1, V]
+    probs = F.pad(logits[..., draft.vocab].softmax(-1), (0, 0, 1, 0))
+    place = torch.arange(ids.shape[1], device=device)
+    learns = torch.stack([(place >= len(p)) & (place < len(p) + len(a)) for p, a in batch])
+    known = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
+    known[draft.vocab] = True
+    learns[:, 1:] &= known[logits.argmax(-1)]  # rows whose token the draft cannot guess
+    return ids, features, probs, learns
+
+
+@torch.inference_mode()
+def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
+    """Run the target over held-out pairs; return what eagle.measure_acceptance takes of each."""
+    lm, texts = CachedLM(model), []
+    with tap_layers(model, draft.taps) as seen:
+        for prompt, answer in data:
+            lm.start(prompt + answer)
+            features = join_taps(seen, draft.taps)[0]
+            texts.append((torch.tensor(prompt + answer), features, len(prompt)))
+    return texts
+
+
+def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: int, batch: int,
+        lr: float, seed: int = 0, work: Path | None = None) -> dict:
+    """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
+
+    returns  {step: {"accept": as measured on the held-out pairs}}
+    """
+    from models.training import Training, count_tokens, digest, sample_alike, warm_linear
+    to_logits, texts = logits_of(model), compute_texts(model, draft, held_out)
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        some = sample_alike(data, batch, rng, count_tokens)
+        return unroll_loss(draft, *run_target(model, draft, some, to_logits), passes)
+
+    def evaluate() -> tuple[dict, str]:
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            accept = measure_acceptance(draft, texts)
+        return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
+    fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.config.to_dict(),
+                   draft.vocab.tolist(), data, held_out, batch, passes)
+    curve = Training(draft.parts(), fingerprint, name="eagle3", steps=steps, lr=lr,
+                     rate=warm_linear, max_norm=math.inf, max_value=0.5, seed=seed,
+                     folder=work).train(loss_of, evaluate)
+    draft.accept = curve[steps]["accept"]
+    return curve
+
+
+def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
+          taps: str = "", passes: int = 5, norms: bool = False, mlp: int = 0, vocab: int = 0,
+          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
+          seed: int = 0) -> None:
+    """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
+
+    out:     the safetensors file to make
+    work:    folder of answers and checkpoints (default: OUT.work)
+    taps:    numbers of layers whose inputs are read, as 2,6,9 (default: 2, L/2, L - 3); the number
+             of all layers stands for what the LM head reads
+    passes:  of the training-time test; 1: the layer never reads its own guesses in training
+    norms:   EAGLE-3.1: a norm for each tapped layer, and normed features go on to the next level
+    mlp:     width of the layer's MLP; 0: the target's
+    vocab:   how many tokens it can guess, the most frequent in prompts and answers; 0: all
+    max_new_tokens: of an answer
+    batch:   answers a step
+    lr:      after a twentieth of the steps; 1e-3 suited targets of 9M and 135M parameters
+    """
+    from models.training import (collect_examples, find_frequent, require,
+                                 require_training_options)
+    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens,
+                             passes=passes)
+    require(mlp >= 0, "mlp", "0 or more", mlp)
+    require(vocab >= 0, "vocab", "0 or more", vocab)
+    numbers = read_taps(taps, model)
+    form = Form(fc_norm=norms, norm_output=norms)
+    work = work or Path(f"{out}.work")
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
+                                      most=50)
+    every = range(len(model.get_output_embeddings().weight))
+    known = sorted(find_frequent(data, vocab)) if vocab else every
+    draft = Draft(model, make_config(model, mlp), numbers, known, form, seed)
+    begin_head(draft, model)
+    print(f"{sum(x.numel() for x in draft.parts().values()):,} parameters")
+    fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
+        work=work)
+    save_draft(out, draft, model)
+
+
+def read_taps(text: str, model) -> list[int]:
+    """Read the option `--taps`."""
+    if not text:
+        return choose_taps(model)
+    numbers = [int(x) if x.strip().isdigit() else -1 for x in text.split(",")]
+    if sorted(set(numbers)) != numbers or not 0 <= numbers[0] <= numbers[-1] <= depth_of(model):
+        raise InputError(f"--taps must be numbers from 0 to {depth_of(model)} in ascending "
+                         f"order, got {text}")
+    return numbers
+
+
+@torch.no_grad()
+def begin_head(draft: Draft, model) -> None:
+    """Let the draft's LM head and its norm begin as the target's."""
+    weight = model.get_output_embeddings().weight
+    if weight.shape[1] == draft.h:
+        draft.lm.lm_head.weight.copy_(weight[draft.vocab])
+
+
+# ------------------------------------------------------------------------------------ the file
+
+def save_draft(path: Path, draft: Draft, model) -> None:
+    """Write a draft's file, which says for which model it is."""
+    save_part(path, "an EAGLE-3 layer", model, draft.parts(), config=draft.config.to_dict(),
+              form=draft.form._asdict(), taps=draft.taps, vocab=draft.vocab.tolist(),
+              accept=draft.accept)
+
+
+def load_draft(path: str | Path, model) -> Draft:
+    """Read a draft from its file, or a released one from a directory or a hub id.
+
+    returns  the draft. InputError where it is damaged, unknown, or for another model
+    """
+    if not Path(path).is_file():
+        return load_released(str(path), model)
+    header, tensors = load_part(path, "an EAGLE-3 layer", model)
+    draft = Draft(model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
+                  Form(**header["form"]))
+    fill(draft.parts(), tensors, path)
+    draft.to(model.dtype)
+    draft.accept = header["accept"]
+    return draft
+
+
+def flatten(config: dict) -> dict:
+    """Return a released head's configuration; that of the package speculators is nested."""
+    if "transformer_layer_config" not in config:
+        return config
+    kept = {"norm_before_residual": config.get("norm_before_residual", True),
+            IDS: config.get(IDS)}
+    return config["transformer_layer_config"] | kept
+
+
+def refuse_variants(path: str, config: dict, taps: list[int]) -> None:
+    """Raise an InputError that names what this file does not compute, if the head needs it."""
+    refused = [name for name in ("attention_bias", "norm_before_fc") if config.get(name)]
+    if config.get("num_hidden_layers", 1) != 1:
+        refused.append("num_hidden_layers")
+    # Engines count differently: to some, layer i is what enters it, to others what layer i gives.
+    listed = config.get(IDS) or (config.get("eagle_config") or {}).get(IDS)
+    if listed and sorted(listed) not in (taps, [i - 1 for i in taps]):
+        refused.append(IDS)
+    if refused:
+        raise InputError(f"--adapter must be a head without {refused[0]}, got {path!r} with it")
+
+
+def make_released_config(model, config: dict) -> LlamaConfig:
+    """Describe a released layer. Its rotary base is its own, and not always its target's."""
+    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    kept = {name: config[name] for name in KEPT if config.get(name) is not None}
+    # The positions that a head allows are those of its training, and a text may be longer.
+    return LlamaConfig(**kept, num_hidden_layers=1, rope_theta=theta or 10000.0,
+                       rope_scaling=config.get("rope_scaling"),
+                       max_position_embeddings=context_length(model))
+
+
+def load_released(path: str, model) -> Draft:
+    """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
+
+    path     a directory or hub id
+    returns  the draft. Its `accept` is that of no measurement, ASSUMED
+    """
+    config, found = read_released(path)
+    config, taps = flatten(config), choose_taps(model)
+    tensors = {re.sub(r"^(model\.)?layers\.0\.", "midlayer.", name): x for name, x in found.items()}
+    if "midlayer.hidden_norm.weight" not in tensors or "lm_head.weight" not in tensors:
+        raise InputError(f"--adapter must be an EAGLE-3 head with an LM head, got {path!r}")
+    refuse_variants(path, config, taps)
+    form = Form(norm_before_residual=bool(config.get("norm_before_residual")),
+                fc_norm=any(name.startswith("fc_norm.") for name in tensors),
+                norm_output=bool(config.get("norm_output")))
+    V = len(model.get_output_embeddings().weight)
+    vocab = torch.arange(len(tensors["lm_head.weight"]))
+    if "d2t" in tensors:
+        vocab = vocab + tensors.pop("d2t")
+    tensors.pop("t2d", None)  # it says the same
+    table = tensors.pop("embed_tokens.weight", None)
+    if not 0 <= vocab.min() <= vocab.max() < V or (table is not None and len(table) != V):
+        raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
+    draft = Draft(model, make_released_config(model, config), taps, vocab.tolist(), form)
+    if table is not None:
+        own = torch.nn.Embedding.from_pretrained(table, freeze=True)
+        draft.lm.set_input_embeddings(own.to(model.device))
+    elif draft.h != model.get_input_embeddings().weight.shape[1]:
+        raise InputError(f"--adapter must have embeddings of its own where it is {draft.h} wide, "
+                         f"got {path!r} without")
+    fill(draft.parts(), tensors, path)
+    draft.to(model.dtype)
+    draft.accept = ASSUMED
+    return draft
+
+
+def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
+            work: Path = None, max_new_tokens: int = 200) -> None:
+    """Measure how often a draft's guesses are right on the model's own answers.
+
+    adapter: file, directory or hub id of a draft
+    out:     the JSON file to make, for `--accept`
+    work:    folder of answers (default: OUT.work)
+    max_new_tokens: of an answer
+    """
+    from models.training import collect_examples
+    draft = load_draft(adapter, model)
+    data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
+                                work or Path(f"{out}.work"), seed=0), [])
+    accept = measure_acceptance(draft, compute_texts(model, draft, data))
+    print(f"n-α {[round(ranks[0], 3) for ranks in accept]}")
+    save_facts(out, {"model": model}, accept=accept)
+
+
+def load_accept(path: str, model) -> list[list[float]]:
+    """Read what `measure` wrote for this model."""
+    def parse(facts: dict) -> list[list[float]]:
+        accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
+        if not accept or not all(ranks and 0 <= min(ranks) <= max(ranks) <= 1 for ranks in accept):
+            raise ValueError("no table of acceptance")
+        return accept
+    return load_facts(path, {"model": model}, "what `measure` wrote for this model", parse)
+
+
+def export(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path) -> None:
+    """Write a draft as a directory that vLLM, SGLang and EAGLE's own code load.
+
+    adapter: file of a draft layer, made by `python -m survey.eagle3 train`
+    out:     the directory to make
+    """
+    draft, V = load_draft(adapter, model), len(model.get_output_embeddings().weight)
+    tensors = {name: p.detach().cpu().contiguous() for name, p in draft.parts().items()}
+    vocab, D = draft.vocab.cpu(), len(draft.vocab)
+    if D < V:
+        tensors["d2t"] = vocab - torch.arange(D)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
+        tensors["t2d"][vocab] = True
+    config = {name: getattr(draft.config, name) for name in KEPT}
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
+               "num_hidden_layers": 1, "vocab_size": V, "draft_vocab_size": D,
+               "max_position_embeddings": draft.config.max_position_embeddings,
+               "rope_theta": draft.config.rope_parameters["rope_theta"],
+               "tie_word_embeddings": False, "hidden_act": "silu",
+               "torch_dtype": str(model.dtype).removeprefix("torch."), **draft.form._asdict()}
+    if draft.taps != choose_taps(model):
+        raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
+                         f"got {draft.taps}")
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------- the command line
+
+def report(run) -> str:
+    """Say how many guesses a call had, and how many of them were accepted."""
+    guessed, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("guessed", "accepted"))
+    return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
+
+
+if __name__ == "__main__":
+    from cli.main import main
+    sys.exit(main([eagle3], report, commands=[train, measure, export],
+                  ranges={"nodes": (4, 8, 16, 32, 64)}))
