@@ -45,8 +45,9 @@ sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked, open_chat  # noqa: E402
 from cli.text import Parser, cut_message, set_encodings  # noqa: E402
-from models.training import (Training, collect_examples, digest, divergence,  # noqa: E402
-                             generate_answers, require, require_training_options, warm_linear)
+from models.training import (Training, answer_all, collect_examples, digest,  # noqa: E402
+                             divergence, generate_answers, require, require_training_options,
+                             warm_linear)
 from survey.layers import take_layers  # noqa: E402
 from survey.parts import logits_of  # noqa: E402
 from survey.views import depth_of  # noqa: E402
@@ -169,10 +170,7 @@ def answer_prompts(model, tokenizer, prompts: list[str], temperature: float,
     returns      token ids of each answer, in the prompts' order; an EOS that ended one stays
     """
     ids = tokenizer(prompts)["input_ids"]
-    answer_of = {}
-    for answers in generate_answers(model, {tokenizer.eos_token_id}, ids, limit, temperature):
-        answer_of |= answers
-    return [answer_of[number] for number in range(len(ids))]
+    return answer_all(model, {tokenizer.eos_token_id}, ids, limit, temperature)
 
 
 def sample_answers(source, tokenizer, size: int, rng: random.Random):

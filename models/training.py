@@ -128,6 +128,18 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
         yield {number: row[:end] for number, row, end in zip(numbers, rows, ends)}
 
 
+def answer_all(model, eos: set[int], prompts: list[list[int]], limit: int,
+               temperature: float = 0.0) -> list[list[int]]:
+    """Let the model answer prompts, and return the answers in the prompts' order.
+
+    The arguments are those of `generate_answers`, which is for those who keep each batch at once.
+    """
+    answer_of = {}
+    for answers in generate_answers(model, eos, prompts, limit, temperature):
+        answer_of |= answers
+    return [answer_of[number] for number in range(len(prompts))]
+
+
 def read_whole_lines(file) -> list[bytes]:
     """Read the whole lines of a file, and cut off what follows the last of them.
 

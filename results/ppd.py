@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cli.main import main  # noqa: E402  (the path is set above)
 from common import eos_ids  # noqa: E402
-from models.training import generate_answers  # noqa: E402
+from models.training import answer_all  # noqa: E402
 from survey.layerskip import measure_exit  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
@@ -35,8 +35,8 @@ def ppd(model, tokenizer, prompts: list[list[int]], *, max_new_tokens: int = 60)
 
     max_new_tokens: the most tokens of an answer
     """
-    batches = generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
-    data = [(prompts[number], answer) for batch in batches for number, answer in batch.items()]
+    answers = answer_all(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
+    data = [*zip(prompts, answers)]
     L = depth_of(model)
     depths = sorted({max(1, round(L * share)) for share in (0.25, 0.5, 0.75)})
     print("| layers | k | right | latency |\n| --- | --- | --- | --- |")

@@ -314,11 +314,9 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
     max_new_tokens: the most tokens of an answer on which agreement is measured
     passes: how often step 3 goes over all blocks
     """
-    from models.training import generate_answers
-    answers = {}  # by the number of the prompt
-    for batch in generate_answers(model, eos_ids(model, tokenizer), prompts, max_new_tokens):
-        answers |= batch
-    data = [(prompt, answers[i]) for i, prompt in enumerate(prompts) if answers[i]]
+    from models.training import answer_all
+    answers = answer_all(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
+    data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
     costs = measure_costs(model)
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
 

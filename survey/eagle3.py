@@ -54,7 +54,8 @@ from typing import Iterable, Iterator, NamedTuple
 
 from common import (CachedLM, InputError, Sampler, best_tree, context_length, fastest, greedy,
                     prepare, walk)
-from survey.eagle import MOST, Pairs, count_levels, feed, grow, measure_acceptance, plan_trees
+from survey.eagle import (MOST, Pairs, count_levels, feed, grow, measure_acceptance, plan_trees,
+                          report)
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, load_facts, load_part, logits_of, save_facts, save_part
 from survey.released import read_released
@@ -207,8 +208,8 @@ class Draft(torch.nn.Module):
         small = LlamaConfig(**config.to_dict() | dict(vocab_size=8, pad_token_id=None))
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            lm = prepare(LlamaForCausalLM(small))
-            lm.model.layers[0] = Layer(small, form)
+            lm = LlamaForCausalLM(small)
+            lm.model.layers[0] = Layer(lm.config, form)
             lm.lm_head = NormedHead(self.h, len(self.vocab), config.rms_norm_eps)
             self.fc = torch.nn.Linear(sum(tap_widths(model, taps)), self.h, bias=False)
         lm.model.norm = torch.nn.Identity()
@@ -218,7 +219,7 @@ class Draft(torch.nn.Module):
             LlamaRMSNorm(width, config.rms_norm_eps) for width in tap_widths(model, taps)
             if form.fc_norm)
         model.requires_grad_(False)
-        self.lm = lm
+        self.lm = prepare(lm)  # while its embeddings are its own, of 8 tokens
         self.to(model.device)
         lm.set_input_embeddings(model.get_input_embeddings())
 
@@ -232,7 +233,7 @@ class Draft(torch.nn.Module):
                 **{f"fc_norm.{name}": p for name, p in self.norms.named_parameters()}}
 
     def join(self, pairs: Pairs) -> torch.Tensor:
-        """Join tokens and features into the layer's inputs [..., 2h].
+        """Put tokens and features side by side, as the layer's inputs [..., 2h].
 
         Features of final tokens are tapped ones, which `fc` maps to g. Features of drafted tokens
         are the layer's own, h wide.
@@ -304,8 +305,10 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
 
-    nodes:   of the tree, the root among them, up to 64; 0: as many as pay on this machine
-    dynamic: the tree that the draft is surest of now (EAGLE-2), not the one right most often
+    nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
+             machine
+    dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
+             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
              id of a released head
     accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
@@ -356,29 +359,25 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
 # ------------------------------------------------------------------------------------ training
 
 @torch.no_grad()
-def run_target(model, draft: Draft, batch: list[tuple[list[int], list[int]]], to_logits):
-    """Run the frozen target over pairs of a prompt and an answer.
+def run_target(model, draft: Draft, ids: torch.Tensor, answers: torch.Tensor, to_logits):
+    """Run the frozen target over a batch of texts.
 
-    returns  ids, features, probs and learns, as `unroll_loss` takes them
+    ids        [B, T]
+    answers    bool [B, T - 1], where the next token is of an answer (`training.pad_pairs`)
+    to_logits  scales or caps what the LM head gives (`parts.logits_of`)
+    returns    features, probs and learns, as `unroll_loss` takes them
     """
-    device = model.device
-    texts = [torch.tensor(prompt + answer, device=device) for prompt, answer in batch]
-    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    final = []
-    hook = model.get_decoder().register_forward_hook(
-        lambda module, args, output: final.append(output[0]))
-    with tap_layers(model, draft.taps) as seen:
+    last = depth_of(model)
+    with tap_layers(model, draft.taps) as seen, tap_layers(model, [last]) as final:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        features = join_taps(seen, draft.taps)
-    hook.remove()
-    logits = to_logits(model.get_output_embeddings()(final[0][:, :-1])).float()  # [B, T - 1, V]
-    probs = F.pad(logits[..., draft.vocab].softmax(-1), (0, 0, 1, 0))
-    place = torch.arange(ids.shape[1], device=device)
-    learns = torch.stack([(place >= len(p)) & (place < len(p) + len(a)) for p, a in batch])
-    known = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
+        features, hidden = join_taps(seen, draft.taps), join_taps(final, [last])
+    logits = to_logits(model.get_output_embeddings()(hidden[:, :-1])).float()  # [B, T - 1, V]
+    probs = logits[..., draft.vocab].softmax(-1)
+    known = torch.zeros(logits.shape[-1], dtype=torch.bool, device=ids.device)
     known[draft.vocab] = True
-    learns[:, 1:] &= known[logits.argmax(-1)]  # rows whose token the draft cannot guess
-    return ids, features, probs, learns
+    # A token that the draft cannot guess teaches it nothing.
+    learns = answers & known[logits.argmax(-1)]
+    return features, F.pad(probs, (0, 0, 1, 0)), F.pad(learns, (1, 0))  # by place, not by row
 
 
 @torch.inference_mode()
@@ -397,14 +396,17 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
         lr: float, seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
 
-    returns  {step: {"accept": as measured on the held-out pairs}}
+    passes   how many passes the training-time test has
+    returns  {step: {"accept": ...}}, the table Draft.accept on `held_out`
     """
-    from models.training import Training, count_tokens, digest, sample_alike, warm_linear
+    from models.training import (Training, count_tokens, digest, pad_pairs, sample_alike,
+                                 warm_linear)
     to_logits, texts = logits_of(model), compute_texts(model, draft, held_out)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(data, batch, rng, count_tokens)
-        return unroll_loss(draft, *run_target(model, draft, some, to_logits), passes)
+        pairs = sample_alike(data, batch, rng, count_tokens)
+        ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
+        return unroll_loss(draft, ids, *run_target(model, draft, ids, answers, to_logits), passes)
 
     def evaluate() -> tuple[dict, str]:
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
@@ -426,16 +428,18 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
-    work:    folder of answers and checkpoints (default: OUT.work)
-    taps:    numbers of layers whose inputs are read, as 2,6,9 (default: 2, L/2, L - 3); the number
-             of all layers stands for what the LM head reads
-    passes:  of the training-time test; 1: the layer never reads its own guesses in training
-    norms:   EAGLE-3.1: a norm for each tapped layer, and normed features go on to the next level
-    mlp:     width of the layer's MLP; 0: the target's
-    vocab:   how many tokens it can guess, the most frequent in prompts and answers; 0: all
-    max_new_tokens: of an answer
-    batch:   answers a step
-    lr:      after a twentieth of the steps; 1e-3 suited targets of 9M and 135M parameters
+    work:    folder of answers and checkpoints, OUT.work by default
+    taps:    numbers of the layers whose inputs are read, as 2,6,9. The number of all layers stands
+             for what the LM head reads. The default is layers 2, L/2 and L - 3
+    passes:  how many passes the training-time test has. With 1 the layer never reads its own
+             guesses in training
+    norms:   train the form of EAGLE-3.1, which norms each tapped layer and every guessed feature
+    mlp:     width of the layer's MLP, with 0 for the target's
+    vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
+             for all
+    max_new_tokens: the longest answer that is collected
+    batch:   how many answers a step learns from
+    lr:      the learning rate after the warm-up of a twentieth of the steps
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
@@ -471,7 +475,7 @@ def read_taps(text: str, model) -> list[int]:
 
 @torch.no_grad()
 def begin_head(draft: Draft, model) -> None:
-    """Let the draft's LM head and its norm begin as the target's."""
+    """Let the draft's LM head begin as the target's, where they are equally wide."""
     weight = model.get_output_embeddings().weight
     if weight.shape[1] == draft.h:
         draft.lm.lm_head.weight.copy_(weight[draft.vocab])
@@ -525,7 +529,10 @@ def refuse_variants(path: str, config: dict, taps: list[int]) -> None:
 
 
 def make_released_config(model, config: dict) -> LlamaConfig:
-    """Describe a released layer. Its rotary base is its own, and not always its target's."""
+    """Make the configuration of a released layer, whose rotary base is not always its target's.
+
+    config   the head's own, as `flatten` gives it
+    """
     theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
     kept = {name: config[name] for name in KEPT if config.get(name) is not None}
     # The positions that a head allows are those of its training, and a text may be longer.
@@ -576,8 +583,8 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
 
     adapter: file, directory or hub id of a draft
     out:     the JSON file to make, for `--accept`
-    work:    folder of answers (default: OUT.work)
-    max_new_tokens: of an answer
+    work:    folder of answers, OUT.work by default
+    max_new_tokens: the longest answer that is collected
     """
     from models.training import collect_examples
     draft = load_draft(adapter, model)
@@ -605,6 +612,9 @@ def export(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Pa
     out:     the directory to make
     """
     draft, V = load_draft(adapter, model), len(model.get_output_embeddings().weight)
+    if draft.taps != choose_taps(model):
+        raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
+                         f"got {draft.taps}")
     tensors = {name: p.detach().cpu().contiguous() for name, p in draft.parts().items()}
     vocab, D = draft.vocab.cpu(), len(draft.vocab)
     if D < V:
@@ -618,20 +628,9 @@ def export(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Pa
                "rope_theta": draft.config.rope_parameters["rope_theta"],
                "tie_word_embeddings": False, "hidden_act": "silu",
                "torch_dtype": str(model.dtype).removeprefix("torch."), **draft.form._asdict()}
-    if draft.taps != choose_taps(model):
-        raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
-                         f"got {draft.taps}")
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say how many guesses a call had, and how many of them were accepted."""
-    guessed, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("guessed", "accepted"))
-    return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
 
 
 if __name__ == "__main__":

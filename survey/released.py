@@ -39,7 +39,8 @@ def read_released(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """
     try:
         config = json.loads(find_file(path, "config.json").read_text(encoding="utf-8"))
-        name, first = next((name, file) for name in WEIGHTS if (file := find_file(path, name)))
+        found = ((name, find_file(path, name)) for name in WEIGHTS)  # none after the first is asked
+        name, first = next((name, file) for name, file in found if file)
         files = [first]
         if name.endswith(".index.json"):
             parts = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()

@@ -13,6 +13,7 @@ from cli.graphs import GraphedLM
 from common import CachedLM, InputError, autoregressive
 from families import tiny
 from helpers import tokens_of
+from models.training import pad_pairs
 from survey.eagle import Pairs
 from survey.eagle3 import (ASSUMED, Draft, Form, choose_taps, eagle3, export, join_taps,
                            load_accept, load_draft, make_config, measure, read_taps, run_target,
@@ -189,8 +190,8 @@ def test_training_gives_the_layer_what_decoding_gives_it():
     """The loss of three passes is that of guesses made one after the other, as decoding makes
     them: after row j, with the text's tokens and the layer's own features."""
     draft = make_draft(vocab=range(61))
-    pair = (TEXT[:4], TEXT[4:])
-    ids, features, probs, learns = run_target(MODEL, draft, [pair], lambda x: x)
+    ids, answers = pad_pairs([(TEXT[:4], TEXT[4:])])
+    features, probs, learns = run_target(MODEL, draft, ids, answers, lambda x: x)
     assert learns[0].tolist() == [False] * 4 + [True] * 8
     losses = {0: [], 1: [], 2: []}
     lm = CachedLM(draft.lm)
@@ -211,7 +212,8 @@ def test_training_gives_the_layer_what_decoding_gives_it():
 
 def test_tokens_that_the_draft_cannot_guess_are_not_learned():
     draft = make_draft(vocab=range(0, 61, 2))
-    *_, probs, learns = run_target(MODEL, draft, [(TEXT[:4], TEXT[4:])], lambda x: x)
+    pair = pad_pairs([(TEXT[:4], TEXT[4:])])
+    _, probs, learns = run_target(MODEL, draft, *pair, lambda x: x)
     best = MODEL(torch.tensor([TEXT])).logits[0].argmax(-1)
     assert learns[0, 4:].tolist() == [token % 2 == 0 for token in best[3:-1].tolist()]
     assert probs.shape[-1] == 31 and torch.allclose(probs[0, 1:].sum(-1), torch.ones(11))

@@ -18,8 +18,8 @@ from common import CachedLM, InputError, autoregressive
 from families import FAMILIES, SCALED, deep, near, tiny
 from helpers import interrupting, tokens_of
 from models import training
-from models.training import (Training, collect_answers, collect_examples, cosine, digest,
-                             divergence, find_frequent, generate_answers, sample_alike,
+from models.training import (Training, answer_all, collect_answers, collect_examples, cosine,
+                             digest, divergence, find_frequent, generate_answers, sample_alike,
                              score_answers, warm_linear)
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online
 
@@ -481,6 +481,13 @@ def test_sampled_answers_differ_and_end_with_an_eos_or_at_the_limit():
     for answer in answers:
         ends = [i for i, token in enumerate(answer) if token in eos]
         assert ends == ([len(answer) - 1] if len(answer) < 12 else ends) and len(answer) <= 12
+
+
+def test_all_answers_come_in_the_prompts_order():
+    """The longest prompts are answered first; here the last one is."""
+    model, prompts = tiny("llama"), [[5, 6], [7, 8, 9], [4, 3, 2, 1]]
+    expected = [tokens_of(autoregressive(CachedLM(model), prompt), 6) for prompt in prompts]
+    assert answer_all(model, set(), prompts, 6) == expected
 
 
 def test_batches_have_a_number_of_tokens_and_the_longest_prompts_come_first(monkeypatch, tmp_path):
