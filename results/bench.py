@@ -470,12 +470,12 @@ def save(path: str, bench: Bench, results: Results, methods) -> None:
     counted = {}
     for method in methods:
         counts = [count for some in results.rounds(method) for count in some]
-        calls, draft_calls = (sum(getattr(c, x) for c in counts) for x in ("calls", "draft_calls"))
-        counted[method] = {
-            "calls": calls, "draft_calls": draft_calls,
-            "rows": sum(c.rows * c.calls for c in counts) / calls,
-            "draft_rows": sum(c.draft_rows * c.draft_calls for c in counts) / max(1, draft_calls),
-            **{x: sum(results.sums(method, x)) for x in ("tokens", "total", "target", "draft")}}
+        sums = {x: sum(results.sums(method, x))
+                for x in ("tokens", "calls", "draft_calls", "total", "target", "draft")}
+        rows = sum(count.rows * count.calls for count in counts)
+        draft_rows = sum(count.draft_rows * count.draft_calls for count in counts)
+        counted[method] = sums | {"rows": rows / sums["calls"],
+                                  "draft_rows": draft_rows / max(1, sums["draft_calls"])}
     models = {}
     for name, model in (("target", bench.target), ("draft", bench.draft)):
         if model:

@@ -36,6 +36,7 @@ class Machine(NamedTuple):
     name: str = "this machine"
 
 
+COUNTS = {"tokens", "calls", "rows", "draft_calls", "draft_rows", "total", "target", "draft"}
 REACHED = 0.75  # of a GPU's nominal bandwidth, what decoding programs reach (roofline.md)
 MACHINES = {
     "h100": Machine(REACHED * 3350e9, 990e12, 6e-6, "H100 SXM"),
@@ -115,6 +116,8 @@ def read_run(path: str) -> dict:
         run = json.loads(Path(path).read_text(encoding="utf-8"))
         models = {name: Model(**facts) for name, facts in run["models"].items()}
         run["methods"] = {"AR": run["methods"]["AR"], **run["methods"]}
+        if "target" not in models or not all(COUNTS <= x.keys() for x in run["methods"].values()):
+            raise ValueError("a part is missing")
         for name in ("prompts", "prompt_rows"):
             run[name] = float(run[name])
         return {**run, "models": models}
@@ -124,9 +127,22 @@ def read_run(path: str) -> dict:
 
 
 def positive(text: str) -> float:
-    """Read a number above 0, or 0 where launches are free."""
+    """Read a number above 0."""
     value = float(text)
-    if not 0 <= value < float("inf"):
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def launch_cost(text: str) -> float:
+    """Read the seconds of a launch, which may be 0."""
+    return 0.0 if float(text) == 0 else positive(text)
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number, 1 or more."""
+    value = int(text)
+    if value < 1:
         raise ValueError
     return value
 
@@ -157,13 +173,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--machine", choices=MACHINES, default="h100", help="whose figures to begin with")
     add("--bandwidth", type=positive, help="bytes a second that the machine really reads")
     add("--flops", type=positive, help="operations a second in the type of the weights")
-    add("--launch", type=positive, help="seconds of a launch; 0: CUDA graphs")
+    add("--launch", type=launch_cost, help="seconds of a launch; 0: CUDA graphs")
     add("--weights", type=positive, help="the target's parameters (default: those of the run)")
-    add("--layers", type=int, help="the target's layers (default: those of the run)")
+    add("--layers", type=whole_number, help="the target's layers (default: those of the run)")
     add("--draft-weights", type=positive,
         help="the draft's parameters (default: in proportion to the target's)")
-    add("--draft-layers", type=int, help="the draft's layers (default: in proportion)")
-    add("--bytes", type=int, help="of a parameter: 4, 2 or 1 (default: those of the run)")
+    add("--draft-layers", type=whole_number, help="the draft's layers (default: in proportion)")
+    add("--bytes", type=whole_number, help="of a parameter: 4, 2 or 1 (default: those of the run)")
     args = parser.parse_args(argv)
     given = {name: getattr(args, name) for name in ("bandwidth", "flops", "launch")
              if getattr(args, name) is not None}

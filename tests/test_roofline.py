@@ -53,7 +53,21 @@ def test_the_command_prints_a_prediction(tmp_path, capsys):
     assert "| rest | 2.00 | 11.0 | 2 | 1.28 | 1.25 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"models": {}, "methods": {}}'])
+NO_COUNTS = json.dumps(RUN | {"methods": {"AR": {}}})
+NO_TARGET = json.dumps(RUN | {"models": {}})
+
+
+@pytest.mark.parametrize("option", ["--bandwidth 0", "--flops -1", "--launch -1", "--weights nan",
+                                    "--layers 0", "--bytes 0", "--draft-layers -2"])
+def test_figures_that_no_machine_has_are_refused(tmp_path, capsys, option):
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "run.json"), *option.split()])
+    assert stop.value.code == 2 and option.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"models": {}, "methods": {}}', NO_COUNTS,
+                                  NO_TARGET])
 def test_a_file_of_something_else_is_refused(tmp_path, capsys, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(SystemExit) as stop:

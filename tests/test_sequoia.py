@@ -254,7 +254,7 @@ def test_where_q_has_no_mass_left_children_are_drawn_evenly():
 @pytest.mark.parametrize("missing", [[], [1, 2]])
 @pytest.mark.parametrize("parents", [[-1, 0, 0, 1, 1], [-1, 0, 0, 2, 2, 2], [-1, 0, 1]])
 def test_a_round_is_exact_by_enumeration(monkeypatch, parents, missing):
-    """Three tokens in all, of which the draft has no mass for those that are missing. p is sampled
+    """There are three tokens. The draft gives no mass to the missing ones, and the target samples
     with top-k."""
     monkeypatch.setattr(module, "draw_children", choose_children)
     monkeypatch.setattr(Choosing, "probs", Sampler(1.2, top_k=2).probs)
@@ -393,7 +393,7 @@ def test_calibration_and_decoding_on_the_command_line(tmp_path, monkeypatch, cap
 
 
 class Vocabulary(SimpleNamespace):
-    """All that is asked of a tokenizer."""
+    """Stand in for a tokenizer, of which only the vocabulary is read."""
 
     def get_vocab(self):
         return {f"t{i}": i for i in range(self.n)}

@@ -45,7 +45,8 @@ def checked(run: dict) -> list[int]:
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
 def test_every_method_writes_a_page(method, tmp_path, capsys):
-    """Of itself, and of token by token with --compare; the output is the one without a trace."""
+    """The page shows the method and, with --compare, token by token too. The output is the same as
+    without a trace."""
     argv = ["--method", method.__name__, "--prompt", TEXT, "--max-new-tokens", "40"]
     argv += [x for name, value in OWN.get(method.__name__, {}).items()
              for x in (f"--{name}", value)]
