@@ -462,7 +462,7 @@ def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
     for ids, features, length in held_out:
         first = max(0, length - 2)  # the first row that guesses a token of the answer
         lm.start([])
-        pairs = Pairs(ids[:-2], features[:-2].to(draft.fc.weight.device), ids[1:-1])
+        pairs = Pairs(ids[:-2], features[:-2].to(draft.lm.device), ids[1:-1])
         above = None  # the rows of step 0 are a chain
         for n in range(min(DEPTH, len(ids) - 2 - first)):
             logits = lm.forward(draft.join(pairs), above)

@@ -50,14 +50,15 @@ import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import (CachedLM, InputError, Sampler, best_tree, context_length, fastest, greedy,
                     prepare, walk)
 from survey.eagle import (MOST, Pairs, count_levels, feed, grow, measure_acceptance, plan_trees,
                           report)
 from survey.layers import list_layers
-from survey.parts import MODELS, fill, load_facts, load_part, logits_of, save_facts, save_part
+from survey.parts import (MODELS, fill, head_for, load_facts, load_part, logits_of, save_facts,
+                          save_part)
 from survey.released import read_released
 from survey.views import depth_of
 
@@ -69,6 +70,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 ADAPTER = f"{MODELS}/eagle3.safetensors"
 DECAY = 0.8  # of the loss from pass to pass
+MTP_DECAY = 0.6
 IDS = "eagle_aux_hidden_state_layer_ids"
 KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "head_dim", "rms_norm_eps")  # of a released head's configuration
@@ -133,10 +135,21 @@ def join_taps(seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
 # ----------------------------------------------------------------------------------- the draft
 
 class Form(NamedTuple):
-    """Say which of the released variants a draft is, by the names of their configurations."""
+    """Say which variant a draft is; released heads have the first three in their configurations."""
     norm_before_residual: bool = False  # the residual stream begins with the normed g
     fc_norm: bool = False  # each tapped layer is normed before `fc` (EAGLE-3.1)
     norm_output: bool = False  # the normed output is what the next level reads (EAGLE-3.1)
+    mtp: bool = False  # the layer is that of multi-token prediction
+
+
+def split_inputs(inputs: torch.Tensor, h: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split a layer's inputs [B, n, 2h] into embeddings and features, [B, n, h] each.
+
+    The clock times passes over tokens alone. Their embeddings [B, n, h] stand for both.
+    """
+    if inputs.shape[-1] == h:
+        return inputs, inputs
+    return inputs[..., :h], inputs[..., h:]
 
 
 class Layer(LlamaDecoderLayer):
@@ -144,25 +157,37 @@ class Layer(LlamaDecoderLayer):
 
     def __init__(self, config: LlamaConfig, form: Form):
         super().__init__(config, 0)
-        self.form = form
+        self.norm_before_residual = form.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
             rows = getattr(self.self_attn, name).out_features
             setattr(self.self_attn, name, torch.nn.Linear(2 * config.hidden_size, rows, bias=False))
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features.
-
-        The clock times passes over tokens alone. Their embeddings [B, n, h] stand for both.
-        """
-        e, g = hidden_states, hidden_states
-        if hidden_states.shape[-1] > self.hidden_size:
-            e, g = hidden_states.chunk(2, -1)
+        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features."""
+        e, g = split_inputs(hidden_states, self.hidden_size)
         normed = self.hidden_norm(g)
         both = torch.cat([self.input_layernorm(e), normed], -1)
         attended, _ = self.self_attn(hidden_states=both, **kwargs)
-        x = attended + (normed if self.form.norm_before_residual else g)
+        x = attended + (normed if self.norm_before_residual else g)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MTPLayer(LlamaDecoderLayer):
+    """Be a Llama layer over a projection of a feature and a token (DeepSeek-V3, Eq. 21 and 22)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config, 0)
+        h = config.hidden_size
+        self.hnorm = LlamaRMSNorm(h, config.rms_norm_eps)
+        self.enorm = LlamaRMSNorm(h, config.rms_norm_eps)
+        self.eh_proj = torch.nn.Linear(2 * h, h, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features."""
+        e, g = split_inputs(hidden_states, self.hidden_size)
+        both = torch.cat([self.hnorm(g), self.enorm(e)], -1)
+        return super().forward(self.eh_proj(both), **kwargs)
 
 
 class NormedHead(torch.nn.Linear):
@@ -193,44 +218,60 @@ def make_config(model, mlp: int = 0) -> LlamaConfig:
 class Draft(torch.nn.Module):
     """Guess tokens from tapped features; `lm` is a Llama of one layer with an LM head of its own.
 
-    config  of the layer, as `make_config` makes it or as a released file has it
-    taps    which layers of the target it reads
-    vocab   the tokens that it can guess, in ascending order
-    accept  accept[n][r] is how often guess r was right after n guessed features
+    config    of the layer, as `make_config` makes it or as a released file has it
+    taps      which layers of the target it reads
+    vocab     the tokens that it can guess, in ascending order
+    own_head  whether the LM head is trained, or stays what it begins as: the target's rows
+
+    accept    accept[n][r] is how often guess r was right after n guessed features
     """
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
-                 form: Form = Form(), seed: int = 0):
+                 form: Form = Form(), seed: int = 0, own_head: bool = True):
         super().__init__()
         self.taps, self.form, self.accept = taps, form, []
         self.vocab = torch.tensor([*vocab], device=model.device)
-        self.config, self.h = config, config.hidden_size
+        self.config, self.h, self.own_head = config, config.hidden_size, own_head
+        widths = tap_widths(model, taps)
         small = LlamaConfig(**config.to_dict() | dict(vocab_size=8, pad_token_id=None))
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             lm = LlamaForCausalLM(small)
-            lm.model.layers[0] = Layer(lm.config, form)
+            lm.model.layers[0] = MTPLayer(lm.config) if form.mtp else Layer(lm.config, form)
             lm.lm_head = NormedHead(self.h, len(self.vocab), config.rms_norm_eps)
-            self.fc = torch.nn.Linear(sum(tap_widths(model, taps)), self.h, bias=False)
+            self.fc = None  # a single tapped layer of the same width is read as it is
+            if widths != [self.h]:
+                self.fc = torch.nn.Linear(sum(widths), self.h, bias=False)
         lm.model.norm = torch.nn.Identity()
         if form.norm_output:  # features are normed already when the LM head reads them
             lm.model.norm, lm.lm_head.norm = lm.lm_head.norm, lm.model.norm
-        self.norms = torch.nn.ModuleList(
-            LlamaRMSNorm(width, config.rms_norm_eps) for width in tap_widths(model, taps)
-            if form.fc_norm)
+        self.norms = torch.nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps)
+                                         for width in widths if form.fc_norm)
+        rows = model.get_output_embeddings().weight.detach()
+        if rows.shape[1] == self.h:
+            lm.lm_head.weight.data.copy_(rows[self.vocab])
+        elif not own_head:
+            raise InputError("--own-head must be on where the target's LM head is "
+                             f"{rows.shape[1]} wide and not {self.h}")
+        lm.lm_head.weight.requires_grad_(own_head)
         model.requires_grad_(False)
         self.lm = prepare(lm)  # while its embeddings are its own, of 8 tokens
         self.to(model.device)
         lm.set_input_embeddings(model.get_input_embeddings())
-
     def parts(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained, by the names of the released files."""
+        """Return all weights of the draft, by the names of the released files."""
         head, decoder = self.lm.lm_head, self.lm.model
         norm = decoder.norm if self.form.norm_output else head.norm
-        return {"fc.weight": self.fc.weight, "norm.weight": norm.weight,
-                "lm_head.weight": head.weight,
-                **{f"midlayer.{name}": p for name, p in decoder.layers[0].named_parameters()},
-                **{f"fc_norm.{name}": p for name, p in self.norms.named_parameters()}}
+        parts = {"norm.weight": norm.weight, "lm_head.weight": head.weight}
+        if self.fc is not None:
+            parts["fc.weight"] = self.fc.weight
+        parts |= {f"midlayer.{name}": p for name, p in decoder.layers[0].named_parameters()}
+        return parts | {f"fc_norm.{name}": p for name, p in self.norms.named_parameters()}
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained and kept in a file: all parts but an LM head of the target's."""
+        return {name: p for name, p in self.parts().items()
+                if self.own_head or name != "lm_head.weight"}
 
     def join(self, pairs: Pairs) -> torch.Tensor:
         """Put tokens and features side by side, as the layer's inputs [..., 2h].
@@ -239,7 +280,7 @@ class Draft(torch.nn.Module):
         are the layer's own, h wide.
         """
         ids = torch.as_tensor(pairs.tokens, dtype=torch.long, device=pairs.features.device)
-        g = pairs.features.to(self.fc.weight.dtype)
+        g = pairs.features.to(self.lm.lm_head.weight.dtype)
         if g.shape[-1] != self.h:
             if self.norms:
                 each = g.split([len(norm.weight) for norm in self.norms], -1)
@@ -267,17 +308,19 @@ class Passes:
         return 0
 
 
-def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, probs: torch.Tensor,
-              learns: torch.Tensor, passes: int) -> torch.Tensor:
+def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
+                probs: torch.Tensor, passes: int) -> torch.Tensor:
     """Compute the loss of the training-time test (Section 3.2, and the released code).
 
     ids       [B, T]
     features  [B, T, taps * h], what was tapped
-    probs     [B, T, D], the target's distribution of each place's token over the draft's vocabulary
     learns    bool [B, T], which tokens are learned
+    probs     [N, D], for each learned token the target's distribution over the draft's vocabulary
     passes    how often the layer runs
     """
     R = ids.shape[1] - 2
+    decay = MTP_DECAY if draft.form.mtp else DECAY
+    number = learns.flatten().cumsum(0).view(learns.shape) - 1  # the row of `probs` of each token
     cache, total = Passes(), 0.0
     own = torch.eye(R, dtype=torch.bool, device=ids.device)
     sees = [torch.ones_like(own).tril()]
@@ -291,9 +334,10 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, probs: 
         places = torch.arange(n, R + n, device=ids.device)[None]
         g = draft.lm.model(inputs_embeds=inputs, position_ids=places, attention_mask=mask,
                            past_key_values=cache, use_cache=True)[0]  # a of pass n, [B, R, h]
+        # Row j guesses t_{j+2+n}.
         rows = learns[:, 2 + n:]
-        logp = draft.lm.lm_head(g[:, :R - n][rows]).float().log_softmax(-1)
-        total = total - DECAY ** n * (probs[:, 2 + n:][rows] * logp).sum(-1).mean()
+        logits = draft.lm.lm_head(g[:, :R - n][rows]).float()
+        total = total + decay ** n * F.cross_entropy(logits, probs[number[:, 2 + n:][rows]])
         sees.append(own)
     return total
 
@@ -359,25 +403,33 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
 # ------------------------------------------------------------------------------------ training
 
 @torch.no_grad()
-def run_target(model, draft: Draft, ids: torch.Tensor, answers: torch.Tensor, to_logits):
-    """Run the frozen target over a batch of texts.
+def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the frozen target over texts [B, T].
+
+    returns  what is tapped [B, T, taps * h], and what the target's LM head reads [B, T, f]
+    """
+    last = depth_of(model)
+    with tap_layers(model, taps) as seen, tap_layers(model, [last]) as final:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        return join_taps(seen, taps), join_taps(final, [last])
+
+
+@torch.no_grad()
+def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidden: torch.Tensor,
+                   to_logits: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the tokens to be learned, and compute the target's distributions of them.
 
     ids        [B, T]
     answers    bool [B, T - 1], where the next token is of an answer (`training.pad_pairs`)
-    to_logits  scales or caps what the LM head gives (`parts.logits_of`)
-    returns    features, probs and learns, as `unroll_loss` takes them
+    hidden     [B, T, f], what the target's LM head reads
+    to_logits  a function from rows [N, f] to the target's logits [N, D] over the draft's vocabulary
+    returns    learns and probs, as `unroll_loss` takes them
     """
-    last = depth_of(model)
-    with tap_layers(model, draft.taps) as seen, tap_layers(model, [last]) as final:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        features, hidden = join_taps(seen, draft.taps), join_taps(final, [last])
-    logits = to_logits(model.get_output_embeddings()(hidden[:, :-1])).float()  # [B, T - 1, V]
-    probs = logits[..., draft.vocab].softmax(-1)
-    known = torch.zeros(logits.shape[-1], dtype=torch.bool, device=ids.device)
-    known[draft.vocab] = True
-    # A token that the draft cannot guess teaches it nothing.
-    learns = answers & known[logits.argmax(-1)]
-    return features, F.pad(probs, (0, 0, 1, 0)), F.pad(learns, (1, 0))  # by place, not by row
+    # An answer is greedy, so its token is the target's likeliest. One that the draft cannot guess
+    # teaches it nothing. Rows are chosen before the LM head, which is most of the work.
+    learns = answers & torch.isin(ids[:, 1:], draft.vocab)
+    probs = to_logits(hidden[:, :-1][learns]).float().softmax(-1)
+    return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
 
 
 @torch.inference_mode()
@@ -401,20 +453,23 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
     """
     from models.training import (Training, count_tokens, digest, pad_pairs, sample_alike,
                                  warm_linear)
-    to_logits, texts = logits_of(model), compute_texts(model, draft, held_out)
+    scale, texts = logits_of(model), compute_texts(model, draft, held_out)
+    head = head_for(model.get_output_embeddings(), draft.vocab)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
-        return unroll_loss(draft, ids, *run_target(model, draft, ids, answers, to_logits), passes)
+        features, hidden = read_target(model, draft.taps, ids)
+        learns, probs = choose_lessons(draft, ids, answers, hidden, lambda x: scale(head(x)))
+        return unroll_loss(draft, ids, features, learns, probs, passes)
 
     def evaluate() -> tuple[dict, str]:
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
             accept = measure_acceptance(draft, texts)
         return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
     fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.config.to_dict(),
-                   draft.vocab.tolist(), data, held_out, batch, passes)
-    curve = Training(draft.parts(), fingerprint, name="eagle3", steps=steps, lr=lr,
+                   draft.vocab.tolist(), draft.own_head, data, held_out, batch, passes)
+    curve = Training(draft.trained(), fingerprint, name="eagle3", steps=steps, lr=lr,
                      rate=warm_linear, max_norm=math.inf, max_value=0.5, seed=seed,
                      folder=work).train(loss_of, evaluate)
     draft.accept = curve[steps]["accept"]
@@ -422,18 +477,23 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          taps: str = "", passes: int = 5, norms: bool = False, mlp: int = 0, vocab: int = 0,
-          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
-          seed: int = 0) -> None:
+          taps: str = "", passes: int = 5, norms: bool = False, mtp: bool = False,
+          head: str = "own", mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200,
+          steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
     work:    folder of answers and checkpoints, OUT.work by default
     taps:    numbers of the layers whose inputs are read, as 2,6,9. The number of all layers stands
-             for what the LM head reads. The default is layers 2, L/2 and L - 3
+             for what the LM head reads, which is the default with --mtp. Without it the default
+             is layers 2, L/2 and L - 3
     passes:  how many passes the training-time test has. With 1 the layer never reads its own
              guesses in training
     norms:   train the form of EAGLE-3.1, which norms each tapped layer and every guessed feature
+    mtp:     train the layer of multi-token prediction, a plain one over a projection of [norm of
+             the feature; norm of the token]
+    head:    own, an LM head that begins as the target's and is trained, or target, the target's
+             rows as they are, which the file then need not hold
     mlp:     width of the layer's MLP, with 0 for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
@@ -447,16 +507,17 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                              passes=passes)
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
-    numbers = read_taps(taps, model)
-    form = Form(fc_norm=norms, norm_output=norms)
+    require(head in ("own", "target"), "head", "own or target", head)
+    numbers = read_taps(taps or (str(depth_of(model)) if mtp else ""), model)
+    require(not norms or len(numbers) > 1, "norms", "off where one layer is read", "it")
+    form = Form(fc_norm=norms, norm_output=norms, mtp=mtp)
     work = work or Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                       most=50)
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
-    draft = Draft(model, make_config(model, mlp), numbers, known, form, seed)
-    begin_head(draft, model)
-    print(f"{sum(x.numel() for x in draft.parts().values()):,} parameters")
+    draft = Draft(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
+    print(f"{sum(x.numel() for x in draft.trained().values()):,} parameters")
     fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
         work=work)
     save_draft(out, draft, model)
@@ -473,21 +534,13 @@ def read_taps(text: str, model) -> list[int]:
     return numbers
 
 
-@torch.no_grad()
-def begin_head(draft: Draft, model) -> None:
-    """Let the draft's LM head begin as the target's, where they are equally wide."""
-    weight = model.get_output_embeddings().weight
-    if weight.shape[1] == draft.h:
-        draft.lm.lm_head.weight.copy_(weight[draft.vocab])
-
-
 # ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: Draft, model) -> None:
     """Write a draft's file, which says for which model it is."""
-    save_part(path, "an EAGLE-3 layer", model, draft.parts(), config=draft.config.to_dict(),
-              form=draft.form._asdict(), taps=draft.taps, vocab=draft.vocab.tolist(),
-              accept=draft.accept)
+    save_part(path, "an EAGLE-3 layer", model, draft.trained(), config=draft.config.to_dict(),
+              form=draft.form._asdict(), own_head=draft.own_head, taps=draft.taps,
+              vocab=draft.vocab.tolist(), accept=draft.accept)
 
 
 def load_draft(path: str | Path, model) -> Draft:
@@ -499,8 +552,8 @@ def load_draft(path: str | Path, model) -> Draft:
         return load_released(str(path), model)
     header, tensors = load_part(path, "an EAGLE-3 layer", model)
     draft = Draft(model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
-                  Form(**header["form"]))
-    fill(draft.parts(), tensors, path)
+                  Form(**header["form"]), own_head=header.get("own_head", True))
+    fill(draft.trained(), tensors, path)
     draft.to(model.dtype)
     draft.accept = header["accept"]
     return draft

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, autoregressive
@@ -16,8 +17,9 @@ from helpers import tokens_of
 from models.training import pad_pairs
 from survey.eagle import Pairs
 from survey.eagle3 import (ASSUMED, Draft, Form, choose_taps, eagle3, export, join_taps,
-                           load_accept, load_draft, make_config, measure, read_taps, run_target,
-                           save_draft, tap_layers, unroll_loss)
+                           choose_lessons, load_accept, load_draft, make_config, measure,
+                           read_taps, read_target, save_draft, tap_layers, unroll_loss)
+from survey.parts import head_for
 from survey.released import read_released
 
 MODEL = tiny("llama", num_hidden_layers=7)
@@ -25,11 +27,11 @@ WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), mlp=0) -> Draft:
-    """Make a draft whose every weight is random."""
-    draft = Draft(MODEL, make_config(MODEL, mlp), [*taps], vocab, form)
+def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), mlp=0, own_head=True) -> Draft:
+    """Make a draft whose every trained weight is random."""
+    draft = Draft(MODEL, make_config(MODEL, mlp), [*taps], vocab, form, own_head=own_head)
     rng = torch.Generator().manual_seed(1)
-    for p in draft.parts().values():
+    for p in draft.trained().values():
         p.data = 1 + 0.3 * torch.randn(p.shape, generator=rng) if p.ndim == 1 else \
             0.2 * torch.randn(p.shape, generator=rng)
     draft.accept = [[0.5, 0.3, 0.1]] * 4
@@ -186,13 +188,16 @@ def test_a_tree_of_guesses_equals_its_paths():
     assert torch.allclose(tree[3], guess([(7, 5), (9, 7), (2, 8)], [-1, 0, 1])[-1], atol=1e-4)
 
 
-def test_training_gives_the_layer_what_decoding_gives_it():
+@pytest.mark.parametrize("mtp, taps, decay", [(False, (2, 3, 4), 0.8), (True, (7,), 0.6)],
+                         ids=["EAGLE-3", "MTP"])
+def test_training_gives_the_layer_what_decoding_gives_it(mtp, taps, decay):
     """The loss of three passes is that of guesses made one after the other, as decoding makes
     them: after row j, with the text's tokens and the layer's own features."""
-    draft = make_draft(vocab=range(61))
+    draft = make_draft(taps, form=Form(mtp=mtp))
     ids, answers = pad_pairs([(TEXT[:4], TEXT[4:])])
-    features, probs, learns = run_target(MODEL, draft, ids, answers, lambda x: x)
-    assert learns[0].tolist() == [False] * 4 + [True] * 8
+    features, hidden = read_target(MODEL, draft.taps, ids)
+    learns, probs = choose_lessons(draft, ids, answers, hidden, MODEL.lm_head)
+    assert learns[0].tolist() == [False] * 4 + [True] * 8 and probs.shape == (8, 61)
     losses = {0: [], 1: [], 2: []}
     lm = CachedLM(draft.lm)
     for j in range(len(TEXT) - 2):
@@ -205,18 +210,60 @@ def test_training_gives_the_layer_what_decoding_gives_it():
             if n < 2 and j + 2 + n < len(TEXT):
                 step = Pairs(None, lm.features[-1:], [TEXT[j + 2 + n]])
                 logits = lm.forward(draft.join(step))
-    expected = sum(0.8 ** n * torch.stack(some).mean() for n, some in losses.items())
-    assert unroll_loss(draft, ids, features, probs, learns, 3).item() == \
+    expected = sum(decay ** n * torch.stack(some).mean() for n, some in losses.items())
+    assert unroll_loss(draft, ids, features, learns, probs, 3).item() == \
         pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_tokens_that_the_draft_cannot_guess_are_not_learned():
     draft = make_draft(vocab=range(0, 61, 2))
-    pair = pad_pairs([(TEXT[:4], TEXT[4:])])
-    _, probs, learns = run_target(MODEL, draft, *pair, lambda x: x)
-    best = MODEL(torch.tensor([TEXT])).logits[0].argmax(-1)
-    assert learns[0, 4:].tolist() == [token % 2 == 0 for token in best[3:-1].tolist()]
-    assert probs.shape[-1] == 31 and torch.allclose(probs[0, 1:].sum(-1), torch.ones(11))
+    ids, answers = pad_pairs([(TEXT[:4], TEXT[4:]), (TEXT[:7], TEXT[7:9])])
+    _, hidden = read_target(MODEL, draft.taps, ids)
+    head = head_for(MODEL.lm_head, draft.vocab)
+    learns, probs = choose_lessons(draft, ids, answers, hidden, head)
+    assert learns.tolist() == [[i > 3 and t % 2 == 0 for i, t in enumerate(TEXT)],
+                               [i in (7, 8) and t % 2 == 0 for i, t in enumerate(TEXT)]]
+    logits = MODEL(ids).logits[:, :-1][learns[:, 1:]]
+    assert torch.allclose(probs, logits[:, ::2].softmax(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [Form(), Form(norm_output=True), Form(mtp=True)])
+def test_one_tapped_layer_is_read_as_it_is(form):
+    draft = make_draft([7], form=form)
+    features = tapped(draft, TEXT)
+    assert torch.equal(draft.join(Pairs(None, features, TEXT))[:, 32:], features)
+    assert "fc.weight" not in draft.parts()
+
+
+def test_the_layer_of_mtp_is_a_plain_one_over_a_projection():
+    """DeepSeek-V3, Eq. 21: M [norm(h); norm(e)], then a block as the target's own."""
+    draft = make_draft([7], form=Form(mtp=True))
+    w, h, e = draft.parts(), torch.randn(1, 9, 32), torch.randn(1, 9, 32)
+    x = torch.cat([rms(h, w["midlayer.hnorm.weight"]), rms(e, w["midlayer.enorm.weight"])], -1)
+    block = LlamaDecoderLayer(draft.lm.config, 0)
+    block.load_state_dict({name: p for name, p in draft.lm.model.layers[0].state_dict().items()
+                           if "proj" in name.replace("eh_proj", "") or "layernorm" in name})
+    mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    how = dict(attention_mask=mask,
+               position_embeddings=draft.lm.model.rotary_emb(x, torch.arange(9)[None]))
+    expected = block(x @ w["midlayer.eh_proj.weight"].T, **how)
+    found = draft.lm.model.layers[0](torch.cat([e, h], -1), **how)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_head_of_the_target_is_neither_trained_nor_kept(tmp_path):
+    draft = make_draft(vocab=range(0, 61, 2), own_head=False)
+    assert torch.equal(draft.parts()["lm_head.weight"], MODEL.lm_head.weight[::2])
+    assert "lm_head.weight" not in draft.trained()
+    fresh = Draft(MODEL, make_config(MODEL), [2, 3, 4], range(61), own_head=False)
+    assert {x for x in fresh.parts() if not fresh.parts()[x].requires_grad} == {"lm_head.weight"}
+    save_draft(tmp_path / "x", draft, MODEL)
+    assert "lm_head.weight" not in load_file(tmp_path / "x")
+    again = load_draft(tmp_path / "x", MODEL)
+    assert torch.equal(again.parts()["lm_head.weight"], MODEL.lm_head.weight[::2])
+    export(MODEL, None, [], adapter=tmp_path / "x", out=tmp_path / "head")
+    head = load_file(tmp_path / "head/model.safetensors")["lm_head.weight"]
+    assert torch.equal(head, MODEL.lm_head.weight[::2])
 
 
 def test_a_file_gives_the_same_draft(tmp_path):

@@ -153,7 +153,8 @@ METHODS = {
             model, "unshifted", "last"), RATES)), few=dict(nodes=3)),
     "eagle3": lambda model: Line(
         eagle3.eagle3, dict(nodes=9, trained=rand(eagle3.Draft(
-            model, eagle3.make_config(model), [0, 1, 2], range(0, families.VOCAB, 2)), RATES)),
+            model, eagle3.make_config(model), [0, 1, 2],
+            range(0, len(model.get_output_embeddings().weight), 2)), RATES)),
         few=dict(nodes=3)),
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),

@@ -307,9 +307,10 @@ def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, inputs="shifted"
 
 
 def train_eagle3(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), mlp=0, passes=2,
-                 vocab=range(61), form=eagle3.Form(), **options):
+                 vocab=range(61), form=eagle3.Form(), own_head=True, **options):
     model = make_llama(noise)
-    draft = eagle3.Draft(model, eagle3.make_config(model, mlp), [*taps], vocab, form)
+    draft = eagle3.Draft(model, eagle3.make_config(model, mlp), [*taps], vocab, form,
+                         own_head=own_head)
     eagle3.fit(model, draft, data, held_out, passes=passes, work=work, **FIT | options)
 
 
@@ -386,7 +387,8 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
     "eagle": (train_eagle, SPLIT + changes(inputs="unshifted", begin="last", mlp=24,
                                            vocab=range(60))),
     "eagle3": (train_eagle3, SPLIT + changes(passes=3, taps=([0, 2],), vocab=range(60), mlp=24,
-                                             form=(eagle3.Form(norm_output=True),))),
+                                             form=(eagle3.Form(norm_output=True),),
+                                             own_head=False)),
     "early exit": (train_exit, SPLIT + changes(E=2)),
     "layerskip": (train_by(layerskip.tune, E=1, rank=2), ANSWERS + changes(rank=3)),
     "space": (train_by(masks.tune, k=2, rank=2), ANSWERS + changes(k=3, rank=3, anchors=1)),
