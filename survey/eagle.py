@@ -10,6 +10,11 @@
     python -m survey.eagle train --prompts FILE --out my.safetensors
     python -m survey.eagle --adapter my.safetensors --prompt "..."
 
+A head that others have released decodes as well (not tried here, since it is for a large model):
+
+    python -m survey.eagle --target meta-llama/Meta-Llama-3-8B-Instruct --chat \
+        --adapter yuhuili/EAGLE-LLaMA3-Instruct-8B --prompt "..."
+
 The feature f_i of position i is what the LM head reads to choose token t_{i+1}. The draft's row i:
 
     fc [e(t_{i+1}); f_i]  ->  one decoder layer  ->  f̂_{i+1}  ->  LM head  ->  guesses of t_{i+2}
@@ -37,10 +42,12 @@ Departures (paper / here / why):
     --dynamic: the 10 surest nodes of every level get children / as many nodes get children as in
         the static tree of the same size / a small tree cannot use more guesses. Up to about 8 nodes
         that is one node a level, a chain whose siblings compete, and no beam search
-    size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ
+    size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ. A
+        released head that nobody has measured gets the tree of the released code, which is dynamic
     depth of a tree: fixed / up to 8 levels / the planned tree has the depth that pays
     layer: Llama's, in the released code without its input norm / of the target's class, with its
-        input norm / any family can be the target
+        input norm / any family can be the target. `train --released` makes the released layer, and
+        `export` writes it for engines
     data: a fixed set of dialogues / the target's own greedy answers / the draft guesses those
     learning rate: 3e-5, in the released code after 2,000 steps of warm-up and then falling in a
         line / 1e-3 and a cosine without warm-up / it suits small models and 1,000 steps. Use a
@@ -70,12 +77,15 @@ from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fast
                     prepare, row_costs, walk)
 from survey.layers import take_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.released import (describe_layer, is_released, load_accept, make_config, read_head,
+                             read_layer_config, refuse_settings, save_accept, take_embeddings,
+                             write_head)
 from survey.views import depth_of
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
 INPUTS = ("shifted", "unshifted", "feature", "token")
@@ -84,6 +94,10 @@ RANKS = 10  # how many guesses a node has
 MOST = 64  # the most nodes that a tree has
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
+# The released code's tree, for a draft whose acceptance nobody has measured: how many nodes it has
+# with its root, and how many nodes of each level get RANKS children.
+RELEASED_NODES, RELEASED_LEVELS = 60, [1, 10, 10, 10, 10, 10, 10, 10]
+ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
 Text = tuple[torch.Tensor, torch.Tensor, int]  # ids [T], features [T, f], length of the prompt
 
@@ -124,6 +138,18 @@ def make_layer(model, mlp: int) -> tuple:
     return prepare(lm), last
 
 
+def make_released_layer(config: PreTrainedConfig):
+    """Make a random layer of the released form, which has no input norm, as a model of 8 tokens.
+
+    config   of the layer
+    """
+    config = copy.deepcopy(config)
+    config.vocab_size, config.pad_token_id = 8, None
+    lm = prepare(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    lm.model.layers[0].input_layernorm = torch.nn.Identity()
+    return lm
+
+
 @torch.no_grad()
 def copy_layer(last, lm) -> None:
     """Copy the weights of the target's last layer into a draft's layer.
@@ -149,32 +175,43 @@ class Draft(torch.nn.Module):
     begin    how the layer begins: random, or last (as the target's last layer)
     mlp      the width of the layer's MLP. 0: as wide as the target's
     seed     a seed for the random weights
+    config   of a layer of the released form, which is random and has no input norm. None: the layer
+             is of the target's class
+    bias     whether `fc` has a bias
 
     accept   accept[n][r], how often the guess of rank r is right on held-out answers. The last n
-             features are guessed there.
+             features are guessed there. It is empty if nobody has measured that.
     vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
 
     def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
-                 seed: int = 0):
+                 seed: int = 0, config: PreTrainedConfig | None = None, bias: bool = True):
         super().__init__()
         if inputs not in INPUTS:
             raise InputError(f"--inputs must be {', '.join(INPUTS[:-1])} or {INPUTS[-1]}, got "
                              f"{inputs}")
         if begin not in ("random", "last"):
             raise InputError(f"--begin must be random or last, got {begin}")
+        if begin == "last" and config is not None:
+            raise InputError(f"--begin must be random with --released, got {begin}")
+        if inputs != "shifted" and config is not None:
+            raise InputError(f"--inputs must be shifted with --released, got {inputs}")
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e, f = table.weight.shape[1], head.weight.shape[1]
         widths = {"shifted": e + f, "unshifted": e + f, "feature": f, "token": e}
         self.inputs = inputs
         self.begin = begin
         self.mlp = mlp
+        self.config = config
         self.accept = []
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            lm, last = make_layer(model, mlp)
-            self.fc = torch.nn.Linear(widths[inputs], e)
+            if config is None:
+                lm, last = make_layer(model, mlp)
+            else:
+                lm = make_released_layer(config)
+            self.fc = torch.nn.Linear(widths[inputs], e, bias)
         if begin == "last":
             copy_layer(last, lm)
         for name, part in list(lm.get_decoder().named_children()):
@@ -320,6 +357,8 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     returns   ids and parents of the nodes
     """
     ids, parents, chances = [root], [-1], [1.0]  # of each node; most nodes are not kept
+    # Where nobody has measured acceptance, the tree is dynamic: only the number of ranks counts.
+    table = draft.accept or [[0.0] * min(RANKS, len(draft.vocab))] * len(levels)
 
     def add_children(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
         """Append the likeliest children of some nodes to ids, parents and chances.
@@ -341,10 +380,10 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
 
     # The last pair that is fed is the root's: its token is the root. So this pass makes the root's
     # feature and guesses the root's children.
-    leaves = add_children([0], feed(draft, lm, unfed), draft.accept[0])
+    leaves = add_children([0], feed(draft, lm, unfed), table[0])
     row_of = {0: -1}  # the row of a node in the draft's pending tree. -1: the end of the context
     feature_of = {0: lm.features[-1]}  # the feature that the row of a node made
-    for expanded, accept in zip(levels[1:], draft.accept[1:]):
+    for expanded, accept in zip(levels[1:], table[1:]):
         # EAGLE-2's expansion: the likeliest nodes of the newest level get children.
         nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
         # The row of a node reads its token, and what the row of its parent made.
@@ -367,9 +406,22 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
+def plan_levels(draft: Draft, nodes: int) -> tuple[int, list[int], bool]:
+    """Plan a tree of a given size. A draft that nobody has measured gets the released code's tree.
+
+    nodes     how many nodes the tree is to have, the root among them. 0: as many as pay, which
+              `fastest` says later, or as in the released code
+    returns   how many nodes, how many of each level get children, and whether it must be dynamic
+    """
+    if draft.accept:
+        return nodes, count_levels(best_tree(draft.accept, max(1, nodes))), False
+    n = nodes or RELEASED_NODES
+    return n, RELEASED_LEVELS[:n - 1], True
+
+
 def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
-          adapter: str = ADAPTER, trained: Draft | None = None, sample: Sampler = greedy,
-          log: list | None = None) -> Iterator[list[int]]:
+          adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
+          sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
 
     trained   a draft to use in place of a file's
@@ -378,7 +430,10 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
              right most often
-    adapter: file of a draft layer, made by `python -m survey.eagle train`.
+    adapter: file of a draft layer, made by `python -m survey.eagle train`, or the directory or hub
+             id of a released head
+    accept:  file that `python -m survey.eagle measure` made for a released head. Without it the
+             tree of such a head is the released code's own: dynamic, with 60 nodes if --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     if not 0 <= nodes <= MOST:
@@ -386,6 +441,9 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     draft = trained
     if draft is None:
         draft = target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
+        if accept:
+            draft.accept = target.once(("eagle", accept),
+                                       lambda: load_accept(accept, target.model))
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     target.start(prompt[:-1])
     lm.start([])
@@ -395,9 +453,11 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     pairs = Pairs(prompt[:-1], target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
-    n, levels = nodes, count_levels(best_tree(draft.accept, max(1, nodes)))
+    n, levels, unmeasured = plan_levels(draft, nodes)
+    dynamic = dynamic or unmeasured
     while True:
-        if nodes == 0:  # the clock chooses, and may choose anew as the context grows
+        # The clock chooses, and may choose anew as the context grows.
+        if nodes == 0 and not unmeasured:
             n, levels = fastest(target, draft, lambda: plan_trees(draft, lm, target))
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has the root alone, and new pairs wait until a tree is grown.
@@ -517,6 +577,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
     fingerprint = (digest(model.state_dict()), draft.inputs, draft.mlp, draft.vocab.tolist(), data,
                    held_out, batch)
+    if draft.config is not None:
+        fingerprint += (draft.config.to_dict(),)
     curve = Training(draft.trainable(), fingerprint, name="eagle", steps=steps, lr=lr,
                      max_norm=math.inf, max_value=0.5, seed=seed,
                      folder=work).train(loss_of, evaluate)
@@ -525,9 +587,9 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          inputs: str = "shifted", begin: str = "random", mlp: int = 0, vocab: int = 0,
-          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
-          seed: int = 0) -> None:
+          inputs: str = "shifted", begin: str = "random", released: bool = False, mlp: int = 0,
+          vocab: int = 0, max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
+          lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
@@ -537,6 +599,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              feature)
     begin:   how the layer begins, at random as in the paper, or as the target's last layer. That
              learns faster only where the layer adds no more than about a feature's size
+    released: train a layer of the released form, which `export` can write. It is Llama's without
+             its input norm, it begins at random, and `fc` has no bias
     mlp:     width of the layer's MLP, with 0 for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
@@ -550,7 +614,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
-    draft = Draft(model, inputs, begin, mlp, seed)
+    config = make_config(model, mlp) if released else None
+    draft = Draft(model, inputs, begin, mlp, seed, config, bias=not released)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                       most=50)
     if vocab:
@@ -570,20 +635,26 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     model   the target
     """
     header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
+    if draft.config is not None:
+        header |= {"config": draft.config.to_dict(), "bias": draft.fc.bias is not None}
     if len(draft.vocab) < len(model.get_output_embeddings().weight):
         header["vocab"] = draft.vocab.tolist()
     save_part(path, "an EAGLE layer", model, draft.trainable(), **header)
 
 
 def load_draft(path: str | Path, model) -> Draft:
-    """Read a draft from a file.
+    """Read a draft from a file, or a released one from a directory or a hub id.
 
-    path      the safetensors file
+    path      the safetensors file, the directory or the hub id
     model     the target
-    returns   the draft. InputError if the file is of another model
+    returns   the draft. InputError if it is damaged, unknown, or of another model
     """
+    if is_released(path):
+        return load_released(str(path), model)
     header, tensors = load_part(path, "an EAGLE layer", model)
-    draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0))
+    config = LlamaConfig(**header["config"]) if "config" in header else None
+    draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0), config=config,
+                  bias=header.get("bias", True))
     fill(draft.trainable(), tensors, path)
     for p in draft.trainable().values():
         p.data = p.data.to(model.dtype)
@@ -591,6 +662,85 @@ def load_draft(path: str | Path, model) -> Draft:
     if "vocab" in header:
         draft.keep(header["vocab"])
     return draft
+
+
+# ------------------------------------------------------------------------------- released heads
+
+def name_released(draft: Draft) -> dict[str, torch.nn.Parameter]:
+    """Return what is trained in a draft, by the names of the released files."""
+    return {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
+
+
+def load_released(path: str, model) -> Draft:
+    """Read a draft in the released form of EAGLE and EAGLE-2, whose heads are the same.
+
+    path     a directory or hub id
+    returns  the draft, which nobody has measured. InputError if it is damaged, unknown, or of
+             another model
+    """
+    config, tensors = read_head(path, "an EAGLE head")
+    refuse_settings(path, config, ())
+    biases = [x for x in "qkvo" if f"layers.0.self_attn.{x}_proj.bias" in tensors]
+    # With biases of queries, keys and values alone the attention is Qwen2's.
+    family = Qwen2Config if biases == [*"qkv"] else LlamaConfig
+    layer = read_layer_config(path, config, model, family)
+    layer.attention_bias = "o" in biases
+    widths = {x.weight.shape[1] for x in (model.get_input_embeddings(),
+                                          model.get_output_embeddings())}
+    if widths != {layer.hidden_size}:
+        raise InputError(f"--adapter must be a head for features of width {max(widths)}, got "
+                         f"{path!r} for {layer.hidden_size}")
+    draft = Draft(model, config=layer, bias="fc.bias" in tensors)
+    own = take_embeddings(path, tensors, model, layer.hidden_size)
+    if own is not None:
+        draft.lm.set_input_embeddings(own)
+    fill(name_released(draft), tensors, path)
+    for p in draft.trainable().values():
+        p.data = p.data.to(model.dtype)
+    return draft
+
+
+def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
+            work: Path = None, max_new_tokens: int = 200) -> None:
+    """Measure how often a draft's guesses are right on the model's own answers.
+
+    adapter: file, directory or hub id of a draft
+    out:     the JSON file to make, for `--accept`
+    work:    folder of answers, OUT.work by default
+    max_new_tokens: the longest answer that is collected
+    """
+    from models.training import collect_examples
+    draft = load_draft(adapter, model)
+    data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
+                                work or Path(f"{out}.work"), seed=0), [])
+    save_accept(out, model, measure_acceptance(draft, compute_features(model, data)))
+
+
+def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:
+    """Write a draft in the released form, as a directory that an engine loads.
+
+    adapter: file of a draft layer, made by `python -m survey.eagle train --released`
+    out:     the directory to make
+    engine:  vllm or sglang. They know the architecture by other names. vLLM's `fc` has no bias and
+             SGLang's has one
+    """
+    if engine not in ARCHITECTURES:
+        raise InputError(f"--engine must be vllm or sglang, got {engine}")
+    draft = load_draft(adapter, model)
+    tensors = name_released(draft)
+    if draft.config is None or any("_proj.bias" in name for name in tensors):
+        raise InputError(f"--adapter must be a layer trained with --released, got {str(adapter)!r}")
+    if len(draft.vocab) < len(model.get_output_embeddings().weight):
+        raise InputError(f"--adapter must guess all tokens, got {str(adapter)!r}, trained with "
+                         "--vocab")
+    if engine == "vllm" and draft.fc.bias is not None:
+        raise InputError(f"--engine must be sglang for a head whose fc has a bias, got {engine}")
+    if engine == "sglang":
+        tensors.setdefault("fc.bias", torch.zeros_like(draft.fc.weight[:, 0]))
+    tensors["embed_tokens.weight"] = draft.lm.get_input_embeddings().weight
+    # "bias" says to EAGLE's own code whether fc has one, and to engines whether queries have one.
+    config = describe_layer(draft.config, model) | {"bias": False}
+    write_head(out, config | {"architectures": [ARCHITECTURES[engine]]}, tensors)
 
 
 # ------------------------------------------------------------------------- the command line
@@ -607,4 +757,5 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([eagle], report, commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main([eagle], report, commands=[train, measure, export],
+                  ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -39,11 +39,10 @@ Departures (paper or released code / here / why):
   models. For a target of billions of parameters lower it.
 - data: answers of a fixed set / the target's own greedy answers / that is what the draft guesses.
 - size of a tree: 60 nodes / the best size by measured acceptance and by the clock / costs differ.
-- released heads: their acceptance is not in their files / an assumed one plans the tree, unless
-  `measure` wrote a file for `--accept` / a tree needs some acceptance.
+- tree of a released head: 60 nodes, dynamic / the same, until `measure` has written a file for
+  `--accept` / their acceptance is not in their files.
 Left out: heads with more than one layer, heads with biases, CUDA graphs.
 """
-import json
 import math
 import random
 import re
@@ -52,31 +51,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import (CachedLM, InputError, Sampler, best_tree, context_length, fastest, greedy,
-                    prepare, walk)
-from survey.eagle import (MOST, Pairs, count_levels, feed, grow, measure_acceptance, plan_trees,
+from common import CachedLM, InputError, Sampler, fastest, greedy, prepare, walk
+from survey.eagle import (MOST, Pairs, feed, grow, measure_acceptance, plan_levels, plan_trees,
                           report)
 from survey.layers import list_layers
-from survey.parts import (MODELS, fill, head_for, load_facts, load_part, logits_of, save_facts,
-                          save_part)
-from survey.released import read_released
+from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.released import (describe_layer, is_released, load_accept, make_config, read_head,
+                             read_layer_config, refuse_settings, save_accept, take_embeddings,
+                             write_head)
 from survey.views import depth_of
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/eagle3.safetensors"
 DECAY = 0.8  # of the loss from pass to pass
 MTP_DECAY = 0.6
-IDS = "eagle_aux_hidden_state_layer_ids"
-KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "rms_norm_eps")  # of a released head's configuration
-# How often guesses are right, where nobody has measured it. With it and --dynamic 60 nodes make
-# about the tree of the released code, whose depth is 7 with 10 guesses a node.
-ASSUMED = [[0.7, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.005, 0.005]] * 7
 
 
 # ------------------------------------------------------------------------- what the draft reads
@@ -199,20 +191,6 @@ class NormedHead(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.norm(x))
-
-
-def make_config(model, mlp: int = 0) -> LlamaConfig:
-    """Describe a layer for a model to train: its widths are the model's.
-
-    mlp   the width of the MLP; 0 is the model's
-    """
-    text, h = model.config.get_text_config(), model.get_input_embeddings().weight.shape[1]
-    heads = text.num_attention_heads
-    return LlamaConfig(
-        hidden_size=h, intermediate_size=mlp or getattr(text, "intermediate_size", None) or 4 * h,
-        num_attention_heads=heads, num_key_value_heads=getattr(text, "num_key_value_heads", heads),
-        head_dim=getattr(text, "head_dim", None) or h // heads, num_hidden_layers=1,
-        rms_norm_eps=1e-5, max_position_embeddings=context_length(model))
 
 
 class Draft(torch.nn.Module):
@@ -356,7 +334,7 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
              id of a released head
     accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
-             tree is one that no measurement asks for, and --dynamic is better
+             tree of such a head is the released code's own: dynamic, with 60 nodes if --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call. A draft that is given as
     `trained` is used instead of the file.
     """
@@ -381,9 +359,10 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
             pairs = Pairs(prompt[:-1], join_taps(seen, draft.taps)[0], prompt[1:])
             feed(draft, lm, [pairs.part(slice(0, -1))])
             unfed = [pairs.part(slice(-1, None))]
-        n, levels = nodes, count_levels(best_tree(draft.accept, max(1, nodes)))
+        n, levels, unmeasured = plan_levels(draft, nodes)
+        dynamic = dynamic or unmeasured
         while True:
-            if nodes == 0:
+            if nodes == 0 and not unmeasured:
                 n, levels = fastest(target, draft, lambda: plan_trees(draft, lm, target))
             ids, parents = [root], [-1]
             if levels and unfed:
@@ -548,7 +527,7 @@ def load_draft(path: str | Path, model) -> Draft:
 
     returns  the draft. InputError where it is damaged, unknown, or for another model
     """
-    if not Path(path).is_file():
+    if is_released(path):
         return load_released(str(path), model)
     header, tensors = load_part(path, "an EAGLE-3 layer", model)
     draft = Draft(model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
@@ -559,75 +538,47 @@ def load_draft(path: str | Path, model) -> Draft:
     return draft
 
 
-def flatten(config: dict) -> dict:
-    """Return a released head's configuration; that of the package speculators is nested."""
-    if "transformer_layer_config" not in config:
-        return config
-    kept = {"norm_before_residual": config.get("norm_before_residual", True),
-            IDS: config.get(IDS)}
-    return config["transformer_layer_config"] | kept
+# ------------------------------------------------------------------------------- released heads
 
-
-def refuse_variants(path: str, config: dict, taps: list[int]) -> None:
-    """Raise an InputError that names what this file does not compute, if the head needs it."""
-    refused = [name for name in ("attention_bias", "norm_before_fc") if config.get(name)]
-    if config.get("num_hidden_layers", 1) != 1:
-        refused.append("num_hidden_layers")
+def check_taps(path: str, config: dict, taps: list[int]) -> None:
+    """Raise an InputError for a head that reads other layers than `taps`, by its configuration."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    listed = config.get(name) or (config.get("eagle_config") or {}).get(name)
     # Engines count differently: to some, layer i is what enters it, to others what layer i gives.
-    listed = config.get(IDS) or (config.get("eagle_config") or {}).get(IDS)
     if listed and sorted(listed) not in (taps, [i - 1 for i in taps]):
-        refused.append(IDS)
-    if refused:
-        raise InputError(f"--adapter must be a head without {refused[0]}, got {path!r} with it")
-
-
-def make_released_config(model, config: dict) -> LlamaConfig:
-    """Make the configuration of a released layer, whose rotary base is not always its target's.
-
-    config   the head's own, as `flatten` gives it
-    """
-    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
-    kept = {name: config[name] for name in KEPT if config.get(name) is not None}
-    # The positions that a head allows are those of its training, and a text may be longer.
-    return LlamaConfig(**kept, num_hidden_layers=1, rope_theta=theta or 10000.0,
-                       rope_scaling=config.get("rope_scaling"),
-                       max_position_embeddings=context_length(model))
+        raise InputError(f"--adapter must be a head that reads layers {taps}, got {path!r} with "
+                         f"{name} {listed}")
 
 
 def load_released(path: str, model) -> Draft:
     """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
 
     path     a directory or hub id
-    returns  the draft. Its `accept` is that of no measurement, ASSUMED
+    returns  the draft, which nobody has measured
     """
-    config, found = read_released(path)
-    config, taps = flatten(config), choose_taps(model)
-    tensors = {re.sub(r"^(model\.)?layers\.0\.", "midlayer.", name): x for name, x in found.items()}
-    if "midlayer.hidden_norm.weight" not in tensors or "lm_head.weight" not in tensors:
-        raise InputError(f"--adapter must be an EAGLE-3 head with an LM head, got {path!r}")
-    refuse_variants(path, config, taps)
+    config, found = read_head(path, "an EAGLE-3 head")
+    refuse_settings(path, config, ("attention_bias", "norm_before_fc"))
+    taps = choose_taps(model)
+    check_taps(path, config, taps)
+    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
     form = Form(norm_before_residual=bool(config.get("norm_before_residual")),
                 fc_norm=any(name.startswith("fc_norm.") for name in tensors),
                 norm_output=bool(config.get("norm_output")))
+    if "lm_head.weight" not in tensors:
+        raise InputError(f"--adapter must have an LM head of its own, got {path!r} without")
     V = len(model.get_output_embeddings().weight)
     vocab = torch.arange(len(tensors["lm_head.weight"]))
     if "d2t" in tensors:
         vocab = vocab + tensors.pop("d2t")
     tensors.pop("t2d", None)  # it says the same
-    table = tensors.pop("embed_tokens.weight", None)
-    if not 0 <= vocab.min() <= vocab.max() < V or (table is not None and len(table) != V):
+    if not 0 <= vocab.min() <= vocab.max() < V:
         raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
-    draft = Draft(model, make_released_config(model, config), taps, vocab.tolist(), form)
-    if table is not None:
-        own = torch.nn.Embedding.from_pretrained(table, freeze=True)
-        draft.lm.set_input_embeddings(own.to(model.device))
-    elif draft.h != model.get_input_embeddings().weight.shape[1]:
-        raise InputError(f"--adapter must have embeddings of its own where it is {draft.h} wide, "
-                         f"got {path!r} without")
+    draft = Draft(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
+    own = take_embeddings(path, tensors, model, draft.h)
+    if own is not None:
+        draft.lm.set_input_embeddings(own)
     fill(draft.parts(), tensors, path)
-    draft.to(model.dtype)
-    draft.accept = ASSUMED
-    return draft
+    return draft.to(model.dtype)
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
@@ -643,22 +594,10 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    accept = measure_acceptance(draft, compute_texts(model, draft, data))
-    print(f"n-α {[round(ranks[0], 3) for ranks in accept]}")
-    save_facts(out, {"model": model}, accept=accept)
+    save_accept(out, model, measure_acceptance(draft, compute_texts(model, draft, data)))
 
 
-def load_accept(path: str, model) -> list[list[float]]:
-    """Read what `measure` wrote for this model."""
-    def parse(facts: dict) -> list[list[float]]:
-        accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
-        if not accept or not all(ranks and 0 <= min(ranks) <= max(ranks) <= 1 for ranks in accept):
-            raise ValueError("no table of acceptance")
-        return accept
-    return load_facts(path, {"model": model}, "what `measure` wrote for this model", parse)
-
-
-def export(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path) -> None:
+def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     """Write a draft as a directory that vLLM, SGLang and EAGLE's own code load.
 
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`
@@ -668,22 +607,21 @@ def export(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Pa
     if draft.taps != choose_taps(model):
         raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
                          f"got {draft.taps}")
-    tensors = {name: p.detach().cpu().contiguous() for name, p in draft.parts().items()}
-    vocab, D = draft.vocab.cpu(), len(draft.vocab)
+    tensors, vocab, D = draft.parts(), draft.vocab.cpu(), len(draft.vocab)
     if D < V:
         tensors["d2t"] = vocab - torch.arange(D)
         tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
         tensors["t2d"][vocab] = True
-    config = {name: getattr(draft.config, name) for name in KEPT}
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
-               "num_hidden_layers": 1, "vocab_size": V, "draft_vocab_size": D,
-               "max_position_embeddings": draft.config.max_position_embeddings,
-               "rope_theta": draft.config.rope_parameters["rope_theta"],
-               "tie_word_embeddings": False, "hidden_act": "silu",
-               "torch_dtype": str(model.dtype).removeprefix("torch."), **draft.form._asdict()}
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    table = draft.lm.get_input_embeddings()
+    if table is not model.get_input_embeddings():
+        tensors["embed_tokens.weight"] = table.weight
+    form = draft.form._asdict()
+    if form.pop("mtp"):
+        raise InputError(f"--adapter must be trained without --mtp, got {str(adapter)!r}")
+    # No numbers of layers are written, since engines count them differently.
+    config = describe_layer(draft.config, model) | form
+    write_head(out, config | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D},
+               tensors)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class Trained:
         else:
             feature = features[-1][-1:]  # [1, d]
             between = self.embed(torch.tensor(tokens[-1][-1:], device=feature.device))[:, None]
-            logits = self.to_logits(self.part.lm_head(self.part(1, feature, between)))
+            logits = self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
         p = logits[0, :self.vocab].float().softmax(-1)
         p = p.nan_to_num(0.0)  # so that a part that overflows guesses nothing
         best = p.topk(min(RANKS, len(p)))

@@ -12,6 +12,11 @@ the authors exit after 8 layers and draft 6 tokens (not tried here):
 
     python -m survey.layerskip --target facebook/layerskip-llama2-7B --tuning "" --E 8 --gamma 6
 
+`export` makes such a model of a tuning. transformers decodes it with `assistant_early_exit=E` of
+`generate`, and an engine serves it as any other model, without early exits:
+
+    python -m survey.layerskip export --tuning my.safetensors --out tuned
+
 A round with γ = 2, where ● is the row that one token has in the cache of some layers:
 
                            root    x̂_1     x̂_2
@@ -324,6 +329,18 @@ def load_tuned(path: str | Path, model):
     return merge_changes(tuned), header["E"]
 
 
+def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
+    """Write a tuned model as a directory of its own, which needs no file of the tuning.
+
+    tuning: the file of the low-rank changes, made by `python -m survey.layerskip tune`
+    out:    the directory to make
+    """
+    tuned, E = load_tuned(tuning, model)
+    tuned.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    print(f"python -m survey.layerskip --target {out} --tuning \"\" --E {E}")
+
+
 # ------------------------------------------------------------------------- the command line
 
 def report(run) -> str:
@@ -338,5 +355,5 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([layerskip], report, lossy=[layerskip], commands=[tune],
+    sys.exit(main([layerskip], report, lossy=[layerskip], commands=[tune, export],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

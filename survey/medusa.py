@@ -10,6 +10,12 @@
     python -m survey.medusa train --prompts FILE --heads hydra --out my.safetensors
     python -m survey.medusa --heads hydra --adapter my.safetensors --prompt "..."
 
+Medusa heads that others have released decode as well (not tried here, since they are for a large
+model):
+
+    python -m survey.medusa --target lmsys/vicuna-7b-v1.3 \
+        --adapter FasterDecoding/medusa-vicuna-7b-v1.3 --prompt "..."
+
 The feature f of position t is what the LM head reads to choose token t + 1. Head k (1 … K) guesses
 token t + k + 1. What the head computes goes through the same LM head:
 
@@ -43,7 +49,7 @@ The output is the target's own, greedily or with one sample of the target at eac
 
 Departures (paper / here / why):
     LM heads: each head trains its own / all share the model's, frozen / they would multiply a file
-        of a few MB
+        of a few MB. Released heads that have their own keep them
     W_k of Medusa: without a bias / with the bias b_k / as in the released code
     number of heads: 5 are found to suffice / 4, or --K / the deepest guesses are accepted most
         rarely
@@ -57,6 +63,8 @@ Departures (paper / here / why):
         is among the ten likeliest of each earlier head / only there a node of the tree is reached
     size of the tree: fixed, 64 nodes / as many as pay on this machine, or --nodes / rows that are
         free on a GPU are expensive on a CPU
+    tree of released heads that nobody has measured: one for each model that the released code knows
+        / the one that it has for all other models / it is of no model in particular
     acceptance: typical / exact, or typical with --typical / the output is then the target's own
     first token with --typical: the target's greedy choice after the prompt / judged as any other
         guess / the prompt's last token is the first root, and the prompt costs no call
@@ -68,8 +76,8 @@ Departures (paper / here / why):
         them in prompts and answers, and trains heads with the few tokens / training then sees what
         decoding will use
 
-Left out: Medusa-2, which tunes the model as well. Hydra++ is left out too: its heads are four
-layers deep, and read features from one more decoder layer, which is EAGLE's idea.
+Left out: the training of Medusa-2, which tunes the model as well. Hydra++ is left out too: its
+heads are four layers deep, and read features from one more decoder layer, which is EAGLE's idea.
 
 Older files load too. Their header names no residual, and f stands in place of R_k z + c_k. Both
 forms are compared in results/hydra.md.
@@ -81,8 +89,9 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import (CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy, row_costs,
-                    walk)
+                    trie, walk)
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.released import is_released, load_accept, read_head, save_accept, write_head
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +101,12 @@ KINDS = ("medusa", "hydra")
 DECAY = {"medusa": 0.8, "hydra": 1.0}  # the weight of head k in the loss is DECAY ** k
 MOST = 64  # how many nodes the largest tree has that the clock may choose
 RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
+# The released code's tree `mc_sim_7b_63`, for heads whose acceptance nobody has measured. A word
+# is a node below the root: its digits are the ranks along its path.
+RELEASED_TREE = """
+    0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40
+    21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90
+    060 0001 16 070""".split()
 
 
 # ------------------------------------------------------------------------- the heads, their loss
@@ -104,14 +119,17 @@ class Heads(torch.nn.Module):
     K          how many heads there are
     residual   what SiLU(…) is added to: "feature" (f) or "trained" (R_k z + c_k). An empty text
                takes what the kind has by default, the feature for Medusa and "trained" for Hydra.
+    own        whether each head has an LM head of its own, which the caller fills
 
+    lm_heads   the LM head of each head, where released heads have their own. Else there are none
     accept     accept[k - 1][r], how often the guess of rank r of head k is right. Only held-out
                positions count where each earlier head has the right token among its RANKS guesses.
+               It is empty if nobody has measured that.
     vocab      [V'], the tokens that heads can guess. Row i of `lm_head` stands for vocab[i].
     row_of     [V], the inverse: the row of each token in `lm_head`. A token without a row has -100.
     """
 
-    def __init__(self, model, kind: str, K: int, residual: str = ""):
+    def __init__(self, model, kind: str, K: int, residual: str = "", own: bool = False):
         super().__init__()
         if kind not in KINDS:
             raise InputError(f"--heads must be medusa or hydra, got {kind}")
@@ -131,6 +149,8 @@ class Heads(torch.nn.Module):
         if self.residual == "trained":
             self.R.extend(torch.nn.Linear(width, d) for width in widths)
         self.begin_as_the_lm_head()
+        self.lm_heads = torch.nn.ModuleList(  # without random weights, which take time to draw
+            torch.nn.utils.skip_init(torch.nn.Linear, d, V, bias=False) for _ in range(K * own))
         self.to(self.lm_head.weight.device)
         self.vocab = torch.arange(V, device=self.lm_head.weight.device)
         self.row_of = self.vocab  # until `keep` is called, token i has row i
@@ -183,15 +203,19 @@ class Heads(torch.nn.Module):
         residual = f if self.residual == "feature" else self.R[k - 1](z)
         return residual + F.silu(self.W[k - 1](z))
 
-    def rank_tokens(self, x: torch.Tensor, vocab: int | None) -> list[list[int]]:
-        """Find the likeliest tokens after each row that the LM head reads.
+    def lm_head_of(self, k: int) -> torch.nn.Linear:
+        """Return the LM head that reads what head k gives."""
+        return self.lm_heads[k - 1] if self.lm_heads else self.lm_head
 
-        x         what a head gave to be read by the LM head, [n, d]
+    def rank_tokens(self, logits: torch.Tensor, vocab: int | None) -> list[list[int]]:
+        """Find the likeliest tokens by each row of logits.
+
+        logits    what an LM head gave, [n, V']
         vocab     how many of the first rows of `lm_head` count, since embeddings are often padded
                   beyond the tokenizer. None: all
-        returns   for each row of x its RANKS likeliest tokens, the likeliest first
+        returns   for each row its RANKS likeliest tokens, the likeliest first
         """
-        logits = self.lm_head(x)[:, :vocab]
+        logits = logits[:, :vocab]
         return self.vocab[logits.topk(min(RANKS, logits.shape[1])).indices].tolist()
 
 
@@ -211,7 +235,7 @@ def head_logits(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tok
     labels = trained.labels(tokens)
     for k in range(1, trained.K + 1):  # column 0 is x_{t+1}, so head k has the label in column k
         x = trained(k, f, between[:, :k]).to(model.dtype)
-        yield to_logits(trained.lm_head(x).float()), labels[:, k]
+        yield to_logits(trained.lm_head_of(k)(x).float()), labels[:, k]
 
 
 def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
@@ -234,7 +258,8 @@ def fill_medusa_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: in
                      tree: list[Node]) -> list[int]:
     """Fill a planned tree with the guesses of Medusa heads.
 
-    A Medusa head ignores the guesses before its own. So one pass of the LM head serves all levels.
+    A Medusa head ignores the guesses before its own. So one pass of the LM head serves all levels,
+    unless released heads have LM heads of their own.
 
     trained   the heads
     target    the model whose features they read
@@ -246,8 +271,12 @@ def fill_medusa_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: in
     depth = max(node.depth for node in tree)
     if depth == 0:
         return [root]
-    x = torch.cat([trained(k, f, None) for k in range(1, depth + 1)])  # [depth, d]
-    ranked = trained.rank_tokens(x, target.vocab)  # [depth][rank]
+    x = [trained(k, f, None) for k in range(1, depth + 1)]  # each [1, d]
+    if trained.lm_heads:
+        logits = torch.cat([head(row) for head, row in zip(trained.lm_heads, x)])
+    else:
+        logits = trained.lm_head(torch.cat(x))
+    ranked = trained.rank_tokens(logits, target.vocab)  # [depth][rank]
     # A node of depth k and rank r holds the guess of rank r of head k, whatever its parent holds.
     return [root] + [ranked[node.depth - 1][node.rank] for node in tree[1:]]
 
@@ -267,7 +296,7 @@ def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int
         owners = sorted({tree[i].parent for i in level})
         between = embed(torch.tensor([tokens_to[node] for node in owners], device=f.device))
         x = trained(k, f.expand(len(owners), -1), between)  # [owners, d]
-        ranked = dict(zip(owners, trained.rank_tokens(x, target.vocab)))
+        ranked = dict(zip(owners, trained.rank_tokens(trained.lm_head(x), target.vocab)))
         for i in level:
             parent = tree[i].parent
             tokens_to[i] = tokens_to[parent] + [ranked[parent][tree[i].rank]]
@@ -284,6 +313,21 @@ def grow(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
     if trained.kind == "medusa":
         return fill_medusa_tree(trained, target, f, root, tree)
     return fill_hydra_tree(trained, target, f, root, tree)
+
+
+def plan_tree(trained: Heads, nodes: int) -> list[Node]:
+    """Plan a tree of a given size. Heads that nobody has measured get the released code's tree.
+
+    nodes     how many nodes the tree has, the root among them. 0: the root alone, or all nodes of
+              the released tree
+    returns   the nodes. Those of the released tree have no chances, which are 0 here
+    """
+    if trained.accept:
+        return best_tree(trained.accept, max(nodes, 1))
+    paths = [[int(rank) for rank in word] for word in RELEASED_TREE if len(word) <= trained.K]
+    ranks, parents, ends = trie(0, paths[:(nodes or MOST) - 1])
+    depths = {path[-1]: len(path) - 1 for path in ends} | {0: 0}
+    return [Node(0.0, parents[i], depths[i], ranks[i]) for i in range(len(ranks))]
 
 
 def list_plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
@@ -358,7 +402,7 @@ def check_options(heads: str, nodes: int, epsilon: float, delta: float) -> None:
 
 def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
            typical: bool = False, epsilon: float = 0.09, delta: float = 0.3, adapter: str = "",
-           trained: "Heads | None" = None, sample: Sampler = greedy,
+           accept: str = "", trained: "Heads | None" = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from the feature before the root, verify it in one call, and keep one path.
 
@@ -371,21 +415,27 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
     epsilon: for typical acceptance, a probability that is always enough (ε)
     delta:   for typical acceptance, the factor δ. A probability above δ exp(-entropy) is enough,
              too
-    adapter: file of heads, made by `python -m survey.medusa train`. Without a name it is
-             models/HEADS.safetensors.
+    adapter: file of heads, made by `python -m survey.medusa train`, or the directory or hub id of
+             released Medusa heads. Without a name it is models/HEADS.safetensors
+    accept:  file that `python -m survey.medusa measure` made for released heads. Without it their
+             tree is the released code's own, with 64 nodes if --nodes is 0
     Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
     """
     check_options(heads, nodes, epsilon, delta)
     file = adapter or f"{MODELS}/{heads}.safetensors"
-    trained = trained or target.once((heads, file), lambda: load_heads(file, heads, target.model))
+    if trained is None:
+        trained = target.once((heads, file), lambda: load_heads(file, heads, target.model))
+        if accept:
+            trained.accept = target.once((heads, accept), lambda: load_accept(accept, target.model))
     target.start(prompt[:-1])
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    tree = best_tree(trained.accept, max(nodes, 1))  # the plan stays, its tokens change
+    tree = plan_tree(trained, nodes)  # the plan stays, its tokens change
     while True:
-        if nodes == 0:  # the clock chooses, and may choose anew as the context grows
+        # The clock chooses, and may choose anew as the context grows.
+        if nodes == 0 and trained.accept:
             tree = fastest(target, trained, lambda: list_plans(trained, target, f))
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
         parents = [node.parent for node in tree]
@@ -559,13 +609,15 @@ def save_heads(path: Path, trained: Heads, model) -> None:
 
 
 def load_heads(path: str | Path, kind: str, model) -> Heads:
-    """Read heads from a file.
+    """Read heads from a file, or released ones from a directory or a hub id.
 
-    path      the safetensors file
+    path      the safetensors file, the directory or the hub id
     kind      medusa or hydra
     model     the model that the heads must be for
-    returns   the heads. InputError if the file is of another model or of another kind
+    returns   the heads. InputError if they are damaged, of another model or of another kind
     """
+    if is_released(path):
+        return load_released(str(path), kind, model)
     header, tensors = load_part(path, f"{kind} heads", model)
     trained = Heads(model, kind, header["K"], header.get("residual", "feature"))
     fill(trained.trainable(), tensors, path)
@@ -573,6 +625,74 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
     if "vocab" in header:
         trained.keep(header["vocab"])
     return trained.to(model.dtype)
+
+
+# ------------------------------------------------------------------------------- released heads
+
+def load_released(path: str, kind: str, model) -> Heads:
+    """Read released Medusa heads, with LM heads of their own or for the target's.
+
+    Medusa-2 has its heads in the files of a whole model, which is their target.
+
+    path      a directory or hub id
+    kind      what is wanted. Hydra's are of another form than what is computed here
+    model     the model that the heads must be for
+    returns   the heads, which nobody has measured. InputError if they are damaged, unknown, or of
+              another model
+    """
+    if kind != "medusa":
+        raise InputError(f"--heads must be medusa for released heads, got {kind}")
+    _, found = read_head(path, "Medusa heads")
+    tensors = {name.removeprefix("medusa_head."): x for name, x in found.items()}
+    if any(name.startswith("medusa_head.") for name in found):  # the others are the target's
+        known = {name.removeprefix("model.") for name in model.state_dict()}
+        tensors = {name: x for name, x in tensors.items() if name not in known}
+    numbers = {name.partition(".")[0] for name in tensors}
+    K = sum(number.isdigit() for number in numbers)
+    trained = Heads(model, "medusa", K, own="0.1.weight" in tensors)
+    fill(name_released(trained), tensors, path)
+    return trained.to(model.dtype)
+
+
+def name_released(trained: Heads) -> dict[str, torch.nn.Parameter]:
+    """Return what is kept of Medusa heads by the names of released files, which count from 0."""
+    named = {}
+    for k, layer in enumerate(trained.W):
+        named |= {f"{k}.0.linear.{name}": p for name, p in layer.named_parameters()}
+    return named | {f"{k}.1.weight": head.weight for k, head in enumerate(trained.lm_heads)}
+
+
+def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
+            heads: str = "medusa", work: Path = None, max_new_tokens: int = 200) -> None:
+    """Measure how often the guesses of heads are right on the model's own answers.
+
+    adapter: file, directory or hub id of heads
+    out:     the JSON file to make, for `--accept`
+    heads:   medusa or hydra
+    work:    folder of answers, OUT.work by default
+    max_new_tokens: the longest answer that is collected
+    """
+    from models.training import collect_examples
+    trained = load_heads(adapter, heads, model)
+    data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
+                                work or Path(f"{out}.work"), seed=0), [])
+    read = collect_features(model, data, trained.K)
+    save_accept(out, model, accuracy(trained, model, logits_of(model), *read)[1])
+
+
+def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
+    """Write Medusa heads in the released form, as a directory.
+
+    adapter: file of heads, made by `python -m survey.medusa train`
+    out:     the directory to make
+    """
+    trained = load_heads(adapter, "medusa", model)
+    if len(trained.vocab) < len(trained.row_of):
+        raise InputError(f"--adapter must guess all tokens, got {str(adapter)!r}, trained with "
+                         "--vocab")
+    config = {"medusa_num_heads": trained.K, "medusa_num_layers": 1,
+              "base_model_name_or_path": model.config._name_or_path}
+    write_head(out, config, name_released(trained), "medusa_lm_head.safetensors")
 
 
 # ------------------------------------------------------------------------- the command line
@@ -589,4 +709,5 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([medusa], report, commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
+    sys.exit(main([medusa], report, commands=[train, measure, export],
+                  ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -26,17 +26,22 @@ MODELS = Path(__file__).resolve().parent.parent / "models"
 
 # ------------------------------------------------------------------- which model a file is for
 
-def some_embeddings(model) -> torch.Tensor:
-    """Take a model's fingerprint: some of its embeddings, less their mean.
+def some_rows(table: torch.Tensor) -> torch.Tensor:
+    """Take the fingerprint of a model out of its table of embeddings: some, less their mean.
 
     The mean is taken off because the embeddings of two models can be alike in their mean alone.
 
-    model    the model
+    table    the embeddings [V, e]
     returns  float32 [64, 64], or less of a small model: every 16th of the first 1,024 tokens, and
              the first 64 numbers of each
     """
-    some = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
+    some = table[:1024:16, :64].detach().float().cpu()
     return some - some.mean(0)
+
+
+def some_embeddings(model) -> torch.Tensor:
+    """Take a model's fingerprint, as `some_rows` has it."""
+    return some_rows(model.get_input_embeddings().weight)
 
 
 def belongs(fingerprint: torch.Tensor, model) -> bool:
@@ -110,8 +115,11 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
     """
     expected = {name: tuple(p.shape) for name, p in parameters.items()}
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    if shapes != expected:
-        raise InputError(f"expected tensors {expected}, got {str(path)!r} with {shapes}")
+    wrong = {name for name in expected | shapes if expected.get(name) != shapes.get(name)}
+    if wrong:
+        wanted, given = ({name: some[name] for name in sorted(wrong) if name in some}
+                         for some in (expected, shapes))
+        raise InputError(f"expected tensors {wanted}, got {str(path)!r} with {given}")
     if not all(x.isfinite().all() for x in tensors.values()):
         raise InputError(f"expected finite numbers, got {str(path)!r} with others")
     for name, p in parameters.items():

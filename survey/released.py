@@ -1,17 +1,53 @@
-"""Read heads that others have trained and released, as their files are."""
-import json
-from pathlib import Path
+"""This file reads heads that others have trained and released, and writes heads as they do.
 
-from common import InputError, shorten
+A released head is a directory or a hub id, with config.json and files of tensors. What kind of head
+it is, the names of its tensors tell, since configurations say it in many ways or not at all:
+
+    kind        a name that only its files have                        read by
+    EAGLE-3     midlayer.hidden_norm.weight, or with layers.0          eagle3.py
+    EAGLE       fc.weight, and none of EAGLE-3's                       eagle.py
+    Medusa      0.0.linear.weight, of head 0                           medusa.py
+    Hydra++     hydra_mlp.0.1.linear.weight                            nothing here
+    Kangaroo    layers.0.self_attn.q_proj.weight, and no MLP           nothing here
+
+Every tensor of a file is used, or the file is refused. A pickled file may hold tensors alone, and
+no code of it is run. How often the guesses of a head are right is in no released file. A command
+`measure` of the files above measures it on the target's own answers, for the option --accept.
+"""
+import json
+import re
+from pathlib import Path
+from typing import Iterable
+
+from common import InputError, context_length, shorten
+from survey.parts import belongs, load_facts, save_facts, some_rows
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 # In this order: a repository may have its weights in two forms. Those of a large head may come in
 # parts, which an index lists.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-           "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+           "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt",
+           "hydra_lm_head.pt")
+KINDS = {  # what a message calls a kind of head, and the names that only its files have
+    "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
+    "Hydra++ heads, which nothing here reads": r"hydra_mlp\..*",
+    "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
+    "an EAGLE head": r"fc\.weight",
+    "a Kangaroo adapter, which nothing here reads": r"layers\.0\.self_attn\.q_proj\.weight"}
+SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+         "head_dim", "rms_norm_eps")  # what a configuration says of a layer, but for its positions
+ROTARY = ("default", "linear", "llama3")  # kinds of rotary positions that do not depend on a length
+
+
+# ------------------------------------------------------------------------------------- reading
+
+def is_released(path: str | Path) -> bool:
+    """Tell the path of a released head, a directory or hub id, from that of a file made here."""
+    return not Path(path).is_file() and Path(path).suffix != ".safetensors"
 
 
 def find_file(path: str, name: str) -> Path | None:
@@ -52,3 +88,174 @@ def read_released(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     except Exception as error:  # the readers of the file formats raise all kinds
         raise InputError(f"expected a trained file, or a directory or hub id with config.json and "
                          f"weights, got {path!r}: {shorten(error)}") from error
+
+
+def tell_kind(names: Iterable[str]) -> str:
+    """Tell from the names of its tensors what kind of head a file has."""
+    for kind, pattern in KINDS.items():
+        if any(re.fullmatch(pattern, name) for name in names):
+            if "Kangaroo" in kind and any(".mlp." in name for name in names):
+                break  # a whole model has such an attention, too
+            return kind
+    return "a file without a head that is known here"
+
+
+def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Read a released head of one kind.
+
+    path     a directory or hub id
+    kind     what a message calls the kind, as in KINDS
+    returns  its configuration, which is flat, and its tensors by name, where "model." is left out.
+             InputError for a head of another kind
+    """
+    config, tensors = read_released(path)
+    tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
+    found = tell_kind(tensors)
+    if found != kind:
+        raise InputError(f"--adapter must be {kind}, got {path!r}, {found}")
+    if "transformer_layer_config" in config:  # the package speculators writes nested ones
+        # By their silence on it they say that the residual stream is normed.
+        config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
+    return config, tensors
+
+
+def refuse_settings(path: str, config: dict, names: Iterable[str]) -> None:
+    """Raise an InputError for a head whose configuration asks for what is not computed here.
+
+    path     the head's, for the message
+    config   its configuration
+    names    settings that only a head has which is not computed here
+    """
+    refused = [name for name in names if config.get(name)]
+    if config.get("num_hidden_layers", 1) != 1:
+        refused.append("num_hidden_layers")
+    if config.get("hidden_act", "silu") != "silu":
+        refused.append("hidden_act")
+    if refused:
+        raise InputError(f"--adapter must be a head without {refused[0]}, got {path!r} with "
+                         f"{config[refused[0]]}")
+
+
+# ---------------------------------------------------------------------------------- the layer
+
+def make_config(model, mlp: int = 0) -> LlamaConfig:
+    """Describe a Llama layer for a model to train: its widths are the model's.
+
+    mlp   the width of the MLP; 0 is the model's
+    """
+    text, h = model.config.get_text_config(), model.get_input_embeddings().weight.shape[1]
+    heads = text.num_attention_heads
+    return LlamaConfig(
+        hidden_size=h, intermediate_size=mlp or getattr(text, "intermediate_size", None) or 4 * h,
+        num_attention_heads=heads, num_key_value_heads=getattr(text, "num_key_value_heads", heads),
+        head_dim=getattr(text, "head_dim", None) or h // heads, num_hidden_layers=1,
+        rms_norm_eps=1e-5, max_position_embeddings=context_length(model))
+
+
+def read_layer_config(path: str, config: dict, model,
+                      family: type[PreTrainedConfig] = LlamaConfig) -> PreTrainedConfig:
+    """Make the configuration of a released layer, whose rotary base is not always its target's.
+
+    path     the head's, for messages
+    config   its own configuration
+    model    the target, whose texts may be longer than those that the head was trained on
+    family   the class of the configuration
+    returns  the configuration. InputError for rotary positions that are not computed here
+    """
+    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
+    if kind not in ROTARY:
+        raise InputError(f"--adapter must be a head with rotary positions of type "
+                         f"{', '.join(ROTARY)}, got {path!r} with {kind}")
+    # The released code turns keys by the base 10,000 where a configuration names none.
+    rope["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    kept = {name: config[name] for name in SHAPE if config.get(name) is not None}
+    return family(**kept, num_hidden_layers=1, rope_parameters=rope,
+                  max_position_embeddings=context_length(model))
+
+
+def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
+                    h: int) -> torch.nn.Embedding | None:
+    """Take the table of embeddings out of the tensors of a head.
+
+    path     the head's, for messages
+    tensors  the head's, from which the table is taken
+    model    the target
+    h        how wide the layer is
+    returns  the table. None if the target's serves: there is none in the file, or the same one.
+             InputError if it is of another model, or missing
+    """
+    own = model.get_input_embeddings().weight
+    table = tensors.pop("embed_tokens.weight", None)
+    if table is None:
+        if h != own.shape[1]:
+            raise InputError(f"--adapter must have embeddings of its own where it is {h} wide, got "
+                             f"{path!r} without")
+        return None
+    if len(table) != len(own):
+        raise InputError(f"--adapter must be a head for {len(own)} tokens, got {path!r} for "
+                         f"{len(table)}")
+    if table.shape == own.shape and not belongs(some_rows(table), model):
+        raise InputError(f"--adapter must be a head for this model, got {path!r}, another's")
+    table = table.to(own)
+    if torch.equal(table, own):
+        return None
+    return torch.nn.Embedding.from_pretrained(table, freeze=True)
+
+
+# ------------------------------------------------------------------------------------- writing
+
+def describe_layer(config: PreTrainedConfig, model) -> dict:
+    """Say of a layer what engines read in a head's config.json.
+
+    They read no nested dictionary of rotary positions, but a base and, if need be, a scaling.
+
+    config   the layer's configuration
+    model    the target
+    """
+    rope = dict(config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    told = {name: getattr(config, name) for name in SHAPE}
+    told |= {"model_type": "llama", "num_hidden_layers": 1, "rope_theta": theta,
+             "vocab_size": len(model.get_output_embeddings().weight),
+             "max_position_embeddings": context_length(model), "tie_word_embeddings": False,
+             "hidden_act": "silu", "torch_dtype": str(model.dtype).removeprefix("torch.")}
+    if rope["rope_type"] != "default":
+        told["rope_scaling"] = rope
+    return told
+
+
+def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
+               name: str = "model.safetensors") -> None:
+    """Write a head as a directory.
+
+    out      the directory to make
+    config   what its config.json says
+    tensors  the head's, by the names of the released form
+    name     the file of the tensors
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    save_file(kept, out / name, {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------- measured acceptance
+
+def save_accept(path: Path, model, accept: list[list[float]]) -> None:
+    """Write how often the guesses of a head are right for a model, and print it for first guesses.
+
+    accept   accept[n][r] is how often the guess of rank r is right, of depth n or of head n
+    """
+    print(f"right {[round(ranks[0], 3) for ranks in accept]}")
+    save_facts(path, {"model": model}, accept=accept)
+
+
+def load_accept(path: str, model) -> list[list[float]]:
+    """Read what `save_accept` wrote for this model."""
+    def parse(facts: dict) -> list[list[float]]:
+        accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
+        if not accept or not all(ranks and 0 <= min(ranks) <= max(ranks) <= 1 for ranks in accept):
+            raise ValueError("no table of acceptance")
+        return accept
+    return load_facts(path, {"model": model}, "what `measure` wrote for this model", parse)

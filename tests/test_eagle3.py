@@ -16,9 +16,9 @@ from families import tiny
 from helpers import tokens_of
 from models.training import pad_pairs
 from survey.eagle import Pairs
-from survey.eagle3 import (ASSUMED, Draft, Form, choose_taps, eagle3, export, join_taps,
-                           choose_lessons, load_accept, load_draft, make_config, measure,
-                           read_taps, read_target, save_draft, tap_layers, unroll_loss)
+from survey.eagle3 import (Draft, Form, choose_taps, eagle3, export, join_taps, choose_lessons,
+                           load_accept, load_draft, make_config, measure, read_taps, read_target,
+                           save_draft, tap_layers, unroll_loss)
 from survey.parts import head_for
 from survey.released import read_released
 
@@ -261,7 +261,7 @@ def test_a_head_of_the_target_is_neither_trained_nor_kept(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "x")
     again = load_draft(tmp_path / "x", MODEL)
     assert torch.equal(again.parts()["lm_head.weight"], MODEL.lm_head.weight[::2])
-    export(MODEL, None, [], adapter=tmp_path / "x", out=tmp_path / "head")
+    export(MODEL, None, adapter=tmp_path / "x", out=tmp_path / "head")
     head = load_file(tmp_path / "head/model.safetensors")["lm_head.weight"]
     assert torch.equal(head, MODEL.lm_head.weight[::2])
 
@@ -284,7 +284,7 @@ def test_a_file_gives_the_same_draft(tmp_path):
 def write_head(folder, draft: Draft, changes: dict = {}, drop: tuple = (), **config) -> str:
     """Export a draft, then change its tensors and its configuration."""
     save_draft(folder / "part", draft, MODEL)
-    export(MODEL, None, [], adapter=folder / "part", out=folder / "head")
+    export(MODEL, None, adapter=folder / "part", out=folder / "head")
     tensors = load_file(folder / "head/model.safetensors") | changes
     save_file({name: x for name, x in tensors.items() if name not in drop},
               folder / "head/model.safetensors")
@@ -387,7 +387,7 @@ def test_a_head_of_speculators_is_loaded(tmp_path):
     assert load_draft(folder, MODEL).form == draft.form
 
 
-def test_a_measured_table_takes_the_place_of_the_assumed_one(tmp_path):
+def test_a_measured_table_plans_the_tree(tmp_path):
     folder = write_head(tmp_path, make_draft())
     prompts = [[i, i + 1, i + 2] for i in range(3, 9)]
     measure(MODEL, WORDLESS, prompts, adapter=folder, out=tmp_path / "a.json", max_new_tokens=12)
@@ -395,7 +395,7 @@ def test_a_measured_table_takes_the_place_of_the_assumed_one(tmp_path):
     assert len(table) == 8 and all(0 <= p <= 1 for ranks in table for p in ranks)
     target = CachedLM(MODEL)
     next(eagle3(target, TEXT, nodes=4, adapter=folder, accept=str(tmp_path / "a.json")))
-    assert target.memo["eagle3", folder].accept == table != ASSUMED
+    assert target.memo["eagle3", folder].accept == table
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(InputError, match="expected what `measure` wrote for this model"):
         load_accept(str(tmp_path / "a.json"), MODEL)
@@ -405,6 +405,8 @@ REFUSED = [
     (dict(attention_bias=True), "must be a head without attention_bias"),
     (dict(norm_before_fc=True), "must be a head without norm_before_fc"),
     (dict(num_hidden_layers=2), "must be a head without num_hidden_layers"),
+    (dict(hidden_act="gelu"), "must be a head without hidden_act"),
+    (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "type default, linear, llama3"),
     (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}), "layer_ids"),
     (dict(changes={"lm_head.weight": torch.zeros(99, 32)}), "must be a head for 61 tokens"),
     (dict(changes={"d2t": torch.full((61,), 7)}), "must be a head for 61 tokens"),
@@ -427,3 +429,5 @@ def test_what_is_no_head_is_refused(tmp_path):
         load_draft(tmp_path, MODEL)
     with pytest.raises(InputError, match="which engines assume"):
         write_head(tmp_path, make_draft(taps=(1, 3, 4)))
+    with pytest.raises(InputError, match="must be trained without --mtp"):
+        write_head(tmp_path, make_draft(form=Form(mtp=True)))

@@ -307,7 +307,7 @@ def test_guesses_count_where_those_before_them_are_right():
     label is never known."""
     model, f = tiny("llama"), random_features(4)
     heads = random_heads(model, "medusa")
-    ranked = [heads.rank_tokens(heads(k, f, None), None) for k in (1, 2)]
+    ranked = [heads.rank_tokens(heads.lm_head(heads(k, f, None)), None) for k in (1, 2)]
     one, two = ([row[rank] for row, rank in zip(rows, ranks)]
                 for rows, ranks in zip(ranked, ((0, 9, 0, 0), (2, 0, 2, 0))))
     wrong = next(token for token in range(61) if token not in ranked[0][2])
