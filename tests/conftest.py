@@ -71,22 +71,3 @@ def held_out(embedded) -> list[tuple[list[int], list[int]]]:
                for example in tasks.take(task, "test", 2, seed=40)]
     target, eos = CachedLM(model), {tokenizer.eos_token_id}
     return [(p, tokens_of(autoregressive(target, p), 100, eos)) for p in prompts]
-
-
-@pytest.fixture
-def waits(monkeypatch) -> list[str]:
-    """Record the calls that would make the CPU wait for a GPU: those that ask a tensor for its
-    numbers."""
-    calls = []
-
-    def counted(name):
-        act = getattr(torch.Tensor, name)
-
-        def wrapper(*args, **options):
-            calls.append(name)
-            return act(*args, **options)
-        return wrapper
-    for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__",
-                 "__index__"):
-        monkeypatch.setattr(torch.Tensor, name, counted(name))
-    return calls

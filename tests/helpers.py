@@ -63,6 +63,16 @@ def script(name: str, *argv) -> int:
         sys.argv = before
 
 
+def forget_project(folder=ROOT) -> None:
+    """Forget all modules of a copy of the project, and where it is. Packages stay imported."""
+    def lies_there(path: str) -> bool:
+        return path.startswith(f"{folder}{os.sep}") and ".venv" not in path
+    for name, module in [*sys.modules.items()]:
+        if lies_there(str(getattr(module, "__file__", None))):
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if not lies_there(os.path.abspath(path) + os.sep)]
+
+
 def fork(act, *args) -> tuple:
     """Start a process that ends with the status act(*args). As a fork of this one it need not
     import torch again, which takes seconds.

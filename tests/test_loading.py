@@ -1,20 +1,18 @@
 """What a checkpoint may look like, and what is said of one that cannot be used: no code of its own
 runs, no weight stays random, no key of a config counts that the model ignores."""
+import inspect
 import json
-import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig,
-                          MixtralConfig, PreTrainedTokenizerFast)
+                          PreTrainedTokenizerFast)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cli.loading import encode_chat, encode_prompts, load_checked
-from cli.main import load_model
 from common import (CachedLM, InputError, autoregressive, context_length, encode, load, prepare,
                     vocab_size)
 from families import SHAPE, tiny
@@ -36,11 +34,10 @@ def change_json(file, **keys) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
-def own_tokens(model, prompt: list[int], n: int) -> list[int]:
-    """What transformers itself decodes greedily, without a cache that a config could shape."""
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(ids, max_new_tokens=n, do_sample=False, use_cache=False,
-                         eos_token_id=None, pad_token_id=0)
+def own_tokens(model, prompt: list[int], n: int, **how) -> list[int]:
+    """Let transformers decode greedily, by default without a cache that a config could shape."""
+    how = dict(use_cache=False, eos_token_id=None, pad_token_id=0) | how
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, **how)
     return out[0, len(prompt):].tolist()
 
 
@@ -82,36 +79,36 @@ def test_code_of_a_checkpoint_never_runs(folder, monkeypatch, which):
     assert marks_of(folder) == []
 
 
-def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder):
-    """A yes, nothing, and a terminal that says nothing: one line, and no mark."""
+@pytest.mark.parametrize("said", ["y\nmore text", None], ids=["yes", "silence"])
+def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder, said):
+    """A terminal that says nothing stays open. The answer is one line, and there is no mark."""
     bring_code(folder, "model")
-    for said in "y\nmore text", "", None:
-        process, stdin, out, err = fork(script, "jacobi", "--target", str(folder), "--prompt", "-")
-        if said is not None:  # else it stays open
-            stdin.write(said)
-            stdin.close()
-        assert out.read() == "" and err.read().count("\n") == 1
-        process.join()
+    process, stdin, out, err = fork(script, "jacobi", "--target", str(folder), "--prompt", "-")
+    if said is not None:
+        stdin.write(said)
         stdin.close()
-        assert process.exitcode == 2
-    assert marks_of(folder) == []
+    assert out.read() == "" and err.read().count("\n") == 1
+    process.join()
+    stdin.close()
+    assert process.exitcode == 2 and marks_of(folder) == []
 
 
 # ------------------------------------------------------------------------------ its weights
+
+FIRST = "model.layers.0.self_attn.q_proj"  # the name of a weight in the middle of a model
+
+
+def split_lora(tensors: dict) -> dict:
+    """Give weights the names of a LoRA that was saved without being merged."""
+    x = tensors.pop(f"{FIRST}.weight")
+    return tensors | {f"{FIRST}.base_layer.weight": x, f"{FIRST}.lora_A.default.weight": x[:2] + 1}
+
 
 def rename(prefix: str):
     return lambda tensors: {f"{prefix}{name}": x for name, x in tensors.items()}
 
 
-def split_lora(tensors: dict) -> dict:
-    """The names of a LoRA that was saved without being merged."""
-    name = "model.layers.0.self_attn.q_proj.weight"
-    x = tensors.pop(name)
-    stem = name.removesuffix(".weight")
-    return tensors | {f"{stem}.base_layer.weight": x, f"{stem}.lora_A.default.weight": x[:2] + 1}
-
-
-def without(part: str):
+def drop(part: str):
     return lambda tensors: {name: x for name, x in tensors.items() if part not in name}
 
 
@@ -119,77 +116,77 @@ def cut_embeddings(tensors: dict) -> dict:
     return tensors | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:-3]}
 
 
-WEIGHTS = [(rename("_orig_mod."), "begin with '_orig_mod.', which must be taken off"),
-           (rename("module."), "begin with 'module.', which must be taken off"),
-           (split_lora, "LoRA adapter, which must be merged into its base model first"),
-           (without("layers.1.mlp.up_proj"), "1 are missing .* model.layers.1.mlp.up_proj.weight"),
-           (without("layers.1."), "9 are missing or of another size: model.layers.1.input_lay"),
-           (without("model.norm"), "1 are missing or of another size: model.norm.weight"),
-           (cut_embeddings, "1 are missing or of another size: model.embed_tokens.weight")]
-
-
-@pytest.mark.parametrize("change, said", WEIGHTS, ids=[said[:24] for _, said in WEIGHTS])
-def test_weights_that_do_not_fit_are_refused(folder, change, said):
-    """transformers leaves them random, with a warning that a command line does not show."""
+def change_weights(folder, change) -> None:
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
-    with pytest.raises(InputError, match=said):
-        load_checked(str(folder), "cpu", "float32")
-    with pytest.raises(InputError, match="missing or of another size"):
-        load(str(folder), "cpu", "float32")
 
 
 def test_weights_that_a_model_may_have_besides_are_ignored(folder):
     """Rotary buffers of old checkpoints, and heads of other methods."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
     expected = load(str(folder), "cpu", "float32")[0].state_dict()
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    tensors["medusa_head.0.weight"] = torch.ones(4, 4)
-    save_file(tensors, file, {"format": "pt"})
+    change_weights(folder, lambda tensors: tensors | {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "medusa_head.0.weight": torch.ones(4, 4)})
     model, _ = load(str(folder), "cpu", "float32")
     assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
 
 
-def damage(folder, how: str) -> None:
-    """Leave a directory as clones, broken downloads and other programs leave it."""
+def cut_off(folder) -> None:
     weights = folder / "model.safetensors"
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
-    if how in ("pointer", "shard pointer"):
-        weights.write_text(pointer)
-    if how == "tokenizer pointer":
-        (folder / "tokenizer.json").write_text(pointer)
-    if how == "cut":
-        weights.write_bytes(weights.read_bytes()[:-9])
-    if how == "shards":
-        shutil.move(weights, folder / "model-00001-of-00002.safetensors")
-        names = {"model.norm.weight": "model-00001-of-00002.safetensors",
-                 "lm_head.weight": "model-00002-of-00002.safetensors"}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    if how == "mlx":
-        tensors = load_file(weights)
-        name = "model.layers.0.self_attn.q_proj"
-        tensors |= {f"{name}.weight": torch.ones(32, 4, dtype=torch.int32),
-                    f"{name}.scales": torch.ones(32, 1), f"{name}.biases": torch.ones(32, 1)}
-        save_file(tensors, weights, {"format": "mlx"})
-        change_json(folder / "config.json", quantization={"group_size": 32, "bits": 4})
-    if how == "gptq":
-        change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    if how == "adapter":
-        (folder / "adapter_config.json").write_text("{}")
+    weights.write_bytes(weights.read_bytes()[:-9])
 
 
-@pytest.mark.parametrize("how, said", [
-    ("pointer", "model.safetensors is a pointer of git-lfs"),
-    ("tokenizer pointer", "tokenizer.json is a pointer of git-lfs"),
-    ("cut", "model.safetensors is cut off or damaged"),
-    ("shards", "1 of its 2 files are missing, as model-00002-of-00002.safetensors"),
-    ("mlx", "quantised by MLX"), ("gptq", r"quantised \(gptq\)"),
-    ("adapter", "adapter_config.json: it holds a LoRA adapter")])
-def test_a_damaged_directory_is_named_by_its_file(folder, how, said):
-    damage(folder, how)
+def lose_shard(folder) -> None:
+    names = {"model.norm.weight": "model-1.safetensors", "lm_head.weight": "model-2.safetensors"}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def quantise(folder) -> None:
+    """Store a weight as MLX does."""
+    change_weights(folder, lambda tensors: tensors | {
+        f"{FIRST}.weight": torch.ones(32, 4, dtype=torch.int32),
+        f"{FIRST}.scales": torch.ones(32, 1), f"{FIRST}.biases": torch.ones(32, 1)})
+    change_json(folder / "config.json", quantization={"group_size": 32, "bits": 4})
+
+
+def write_pointer(name: str):
+    return lambda folder: (folder / name).write_text("version https://git-lfs.github.com/spec/v1")
+
+
+def of(change):
+    return lambda folder: change_weights(folder, change)
+
+
+WRONG = [  # as trainings, clones, broken downloads and other programs leave a directory
+    (of(rename("_orig_mod.")), "begin with '_orig_mod.', which must be taken off"),
+    (of(rename("module.")), "begin with 'module.', which must be taken off"),
+    (of(split_lora), "LoRA adapter, which must be merged into its base model first"),
+    (of(drop("layers.1.mlp.up_proj")), "1 are missing .* model.layers.1.mlp.up_proj.weight"),
+    (of(drop("layers.1.")), "9 are missing or of another size: model.layers.1.input_lay"),
+    (of(drop("model.norm")), "1 are missing or of another size: model.norm.weight"),
+    (of(cut_embeddings), "1 are missing or of another size: model.embed_tokens.weight"),
+    (write_pointer("model.safetensors"), "model.safetensors is a pointer of git-lfs"),
+    (write_pointer("tokenizer.json"), "tokenizer.json is a pointer of git-lfs"),
+    (cut_off, "model.safetensors is cut off or damaged"),
+    (lose_shard, "1 of its 2 files are missing, as model-2.safetensors"),
+    (quantise, "quantised by MLX"),
+    (lambda x: change_json(x / "config.json", quantization_config={"quant_method": "gptq"}),
+     r"quantised \(gptq\)"),
+    (lambda x: (x / "adapter_config.json").write_text("{}"),
+     "adapter_config.json: it holds a LoRA adapter")]
+
+
+@pytest.mark.parametrize("damage, said", WRONG, ids=[said[:24] for _, said in WRONG])
+def test_what_is_wrong_with_a_directory_is_said(folder, damage, said):
+    """transformers leaves weights that are missing random, with a warning that a command line does
+    not show."""
+    damage(folder)
     with pytest.raises(InputError, match=said):
         load_checked(str(folder), "cpu", "float32")
+    if "missing or" in said:
+        with pytest.raises(InputError, match=said):
+            load(str(folder), "cpu", "float32")
 
 
 # ------------------------------------------------------------------------------- its config
@@ -202,7 +199,7 @@ SIZES = SHAPE | dict(head_dim=8, moe_intermediate_size=16, num_experts_per_tok=2
 
 
 def make_tiny(model_type: str, **keys):
-    """A random model of any family that these sizes make small, or None for all others."""
+    """Make a random model of a family that these sizes make small; None for other families."""
     try:
         config = CONFIG_MAPPING[model_type](**SIZES, **keys)
         with torch.device("meta"):
@@ -220,29 +217,33 @@ def make_tiny(model_type: str, **keys):
     return model.eval()
 
 
+@torch.inference_mode()
 def agrees(model) -> bool | None:
-    """Does a prepared model decode as its own passes do, beyond a window of 9? None if refused."""
+    """Say whether a prepared model computes what its own pass does, beyond a window of 9. None: it
+    is refused."""
     try:
         lm = CachedLM(prepare(model))
     except InputError:
         return None
-    prompt = torch.randint(5, 60, (20,), generator=torch.Generator().manual_seed(1)).tolist()
-    ours = tokens_of(autoregressive(lm, prompt), 20)
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([prompt + ours]), use_cache=False).logits
-    return logits[0, 19:-1].argmax(-1).tolist() == ours
+    text = torch.randint(5, 60, (28,), generator=torch.Generator().manual_seed(1)).tolist()
+    lm.start(text[:20])
+    expected = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, 20:]
+    return torch.allclose(lm.forward(text[20:]), expected, atol=1e-3 * expected.abs().max())
 
 
 def test_a_window_counts_where_the_family_uses_it():
-    """For every family of transformers that can be made tiny: the key, switched off, or absent."""
+    """For all families of transformers that can be made tiny and whose config has a window, used or
+    switched off; and for every fourth of the others, where the key is a stray one."""
     used, known = 0, 0
-    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for i, model_type in enumerate(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+        if i % 4 and "sliding_window" not in inspect.getsource(CONFIG_MAPPING[model_type]):
+            continue
         model = make_tiny(model_type, sliding_window=9)
         said = agrees(model) if model is not None else None
         assert said is not False, model_type
         known += said is True
         used += said is True and 9 in CachedLM(model).windows.values()
-    assert known >= 60 and used >= 15
+    assert known >= 35 and used >= 15
 
 
 @pytest.mark.parametrize("model_type", ["llama", "apertus", "gpt2", "mistral", "qwen3", "phi3",
@@ -259,12 +260,10 @@ def test_a_stray_window_is_forgotten_where_a_directory_is_loaded(folder):
     """The model is then the one without the key, for `generate` with its cache too."""
     change_json(folder / "config.json", sliding_window=9)
     model, _ = load(str(folder), "cpu", "float32")
-    assert model.config.sliding_window is None
     prompt = [*range(30, 50)]
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False,
-                              eos_token_id=None, pad_token_id=0)[0, 20:].tolist()
-    assert tokens_of(autoregressive(CachedLM(model), prompt), 30) == expected
-    assert own_tokens(model, prompt, 30) == expected
+    text = tokens_of(autoregressive(CachedLM(model), prompt), 30)
+    assert model.config.sliding_window is None
+    assert own_tokens(model, prompt, 30) == own_tokens(model, prompt, 30, use_cache=True) == text
 
 
 def test_longrope_nested_by_kind_of_layer():
@@ -290,27 +289,7 @@ def test_longrope_nested_by_kind_of_layer():
 @pytest.mark.parametrize("keys", [{"output_router_logits": True}, {"return_dict": False},
                                   {"output_hidden_states": True}])
 def test_settings_of_outputs_do_not_count(keys):
-    config = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, **keys)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    prompt = [7, 9, 20, 31]
-    ours = tokens_of(autoregressive(CachedLM(prepare(model)), prompt), 20)
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(MixtralConfig(
-        **SHAPE, num_local_experts=4, num_experts_per_tok=2)).eval()
-    assert ours == own_tokens(plain, prompt, 20)
-
-
-def test_a_family_whose_own_pass_fails_is_refused_in_a_line():
-    model = tiny("llama")
-
-    def fail(module, args, options):
-        if options.get("past_key_values") is None:
-            raise RuntimeError("the size of tensor a\nmust match")
-        return None
-    model.model.register_forward_pre_hook(fail, with_kwargs=True)
-    with pytest.raises(InputError, match="got LlamaForCausalLM: the size of tensor a must match$"):
-        prepare(model)
+    assert agrees(make_tiny("mixtral", **keys)) is True
 
 
 # ----------------------------------------------------------------------------- its tokenizer
@@ -386,16 +365,3 @@ def test_templates_that_take_a_prompt():
                                                                 add_special_tokens=False)
         with pytest.raises(InputError, match="some text, got ''$"):
             encode_chat(tokenizer, "")
-
-
-# ------------------------------------------------------------------------------- its device
-
-def test_the_device_is_said_where_it_is_not_the_cpu(monkeypatch, capsys):
-    model = SimpleNamespace(device=torch.device("cuda:0"), dtype=torch.bfloat16)
-    args = SimpleNamespace(device=None, dtype=None)
-    monkeypatch.setattr("cli.main.load_checked", lambda *_: (model, None))
-    assert load_model("some/model", args) == (model, None)
-    assert capsys.readouterr().err == "some/model on cuda:0 in bfloat16\n"
-    model.device = torch.device("cpu")
-    load_model("some/model", args)
-    assert capsys.readouterr().err == ""

@@ -13,6 +13,7 @@ import torch
 import bita
 from cli.graphs import GraphedLM
 from common import CachedLM, Sampler, greedy
+from fake_cuda import FakeCuda
 from fake_models import counting
 from families import tiny
 from helpers import prefill
@@ -124,13 +125,14 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
     assert 0 < kept[1] - kept[0] <= 100 * 2 * per_layer * 4
 
 
-def test_acceptance_waits_for_the_device_as_seldom_as_it_can(waits):
+def test_acceptance_waits_for_the_device_as_seldom_as_it_can():
     """Plain speculation waits for the number of accepted guesses and for the token; a rule of
     several drafts waits for the chances of all draws together."""
-    p, q = (torch.rand(9, 9).softmax(-1) for _ in "pq")
-    verify(p[:6], q[:5], [1, 2, 3, 4, 5], Sampler(seed=1))
-    assert len(waits) == 2
-    for rule in multi_step, k_seq:
-        waits.clear()
-        rule(p[0], q[:1].expand(8, -1), [*range(8)])
-        assert len(waits) <= 1
+    with FakeCuda() as gpu:
+        p, q = (torch.rand(9, 9, device="cuda").softmax(-1) for _ in "pq")
+        verify(p[:6], q[:5], [1, 2, 3, 4, 5], Sampler(seed=1))
+        assert gpu.counts["waits"] == 2
+        for rule in multi_step, k_seq:
+            gpu.counts.clear()
+            rule(p[0], q[:1].expand(8, -1), [*range(8)])
+            assert gpu.counts["waits"] <= 1
