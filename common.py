@@ -153,8 +153,7 @@ class KVCache:
     """
 
     def __init__(self):
-        self.start = 0
-        self.layers = {}  # layer: [keys, values], each [B, heads, slots, d]
+        self.start, self.layers = 0, {}  # layer: [keys, values], each [B, heads, slots, d]
 
     def update(self, keys, values, layer, *_, **__):
         """Store a layer's new keys and values; return all those that its queries may attend to.
@@ -203,8 +202,7 @@ class CachedLM:
     """
 
     def __init__(self, model, vocab: int | None = None):
-        self.model = model
-        self.vocab = vocab
+        self.model, self.vocab = model, vocab
         self.windows = windows_of(model)
         self.max_length = context_length(model)
         self.weight = model.get_input_embeddings().weight  # inputs go where it is
@@ -245,7 +243,7 @@ class CachedLM:
                 sees_prefix: list[bool] | None = None, keep: int | None = None, counts=True):
         """Run the model once over n new nodes, which join the pending tree.
 
-        ids          tokens, or input embeddings [n, d]
+        ids          tokens, a list or a tensor [n], or input embeddings [n, d]
         parents      for each node an earlier pending node, or -1 for the context's end. None: a
                      chain from the last pending node
         sees_prefix  for each node whether it sees the prefix. None: no node does
@@ -264,7 +262,7 @@ class CachedLM:
         positions, mask = self.layout(self.parents + parents, sees_prefix)
         # The new rows get the slots behind all earlier pending nodes.
         self.cache.start = self.prefix + self.length + old
-        inputs = torch.as_tensor(ids)[None].to(self.weight.device)
+        inputs = torch.as_tensor(ids)[None].to(self.weight.device, non_blocking=True)
         logits, features = self.run_model(inputs, positions, mask, keep)
         if logits.is_cuda:  # else `seconds` would end before the GPU does
             torch.cuda.synchronize()
@@ -288,18 +286,22 @@ class CachedLM:
         """
         n = len(sees_prefix)
         ancestors = ancestor_mask(parents)
-        # The position of a node is that of its token in the text which its path would make.
-        nodes = self.length - 1 + ancestors.sum(-1)  # positions of the pending nodes
+        # The position of a node is that of its token in the text which its path would make. A guess
+        # may lie beyond the model's last position, where a learned table has no entry. It stands at
+        # the last one instead, and the driver cuts it off later.
+        nodes = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
         # A window hides what lies far before a row. The prefix lies after all rows, so to say, so
         # that no window hides it.
         slots = torch.cat([torch.full((self.prefix,), 10 ** 9), torch.arange(self.length), nodes])
-        visible = F.pad(ancestors[-n:], (self.prefix + self.length, 0), value=True)
-        visible[:, :self.prefix] = torch.tensor(sees_prefix)[:, None]
-        # A guess may lie beyond the model's last position, where a learned table has no entry. It
-        # stands at the last one instead, and the driver cuts it off later.
-        rows = nodes[-n:].clamp(max=self.max_length - 1)
-        mask = attention_mask(self.windows, visible[None], rows[None], slots[None], self.weight)
-        return rows[None].to(self.weight.device), mask
+        # Python waits for each copy to a GPU. So all numbers go there in one copy, and the mask is
+        # made there, which has many more.
+        packed = torch.cat([slots, torch.tensor(sees_prefix), ancestors[-n:].flatten()])
+        packed = packed.to(self.weight.device, non_blocking=True)
+        slots, sees, ancestors = packed.split([len(slots), n, n * len(parents)])
+        visible = F.pad(ancestors.view(n, -1) > 0, (self.prefix + self.length, 0), value=True)
+        visible[:, :self.prefix] = sees[:, None]
+        rows = slots[None, -n:]
+        return rows, attention_mask(self.windows, visible[None], rows, slots[None], self.weight)
 
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int | None):
         """Run the model once, on the cache as it is.
@@ -336,9 +338,9 @@ class CachedLM:
         # are read where others are written.
         if path and path[-1] != len(path) - 1:
             first = self.prefix + self.length
-            rows = first + torch.tensor(path)
+            rows = first + torch.tensor(path, device=self.weight.device)
             for buffer in (buffer for pair in self.cache.layers.values() for buffer in pair):
-                buffer[:, :, first:first + len(path)] = buffer[:, :, rows]
+                buffer[:, :, first:first + len(path)] = buffer[:, :, rows.to(buffer.device)]
         self.length, self.parents = self.length + len(path), []
 
     def truncate(self, length: int) -> None:
@@ -440,8 +442,8 @@ class Sampler:
             logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
         return logits.softmax(-1)
 
-    def draw(self, probs: torch.Tensor) -> list[int]:
-        """Draw one token from each row of probs [n, V].
+    def draw(self, probs: torch.Tensor) -> torch.Tensor:
+        """Draw one token from each row of probs [n, V]; return them [n], where probs are.
 
         With u ~ U[0, 1) it is the first token at which the sum of the probabilities exceeds u.
         """
@@ -449,12 +451,12 @@ class Sampler:
         mass = probs.double().cumsum(-1)
         # The probabilities sum to 1 only nearly. A u beyond their sum would draw no token.
         u = self.uniform((len(probs), 1), probs.device) * mass[:, -1:]
-        return torch.searchsorted(mass, u, right=True)[:, 0].clamp(max=mass.shape[1] - 1).tolist()
+        return torch.searchsorted(mass, u, right=True)[:, 0].clamp(max=mass.shape[1] - 1)
 
     def __call__(self, logits: torch.Tensor) -> list[int]:
         if self.temperature == 0:
             return logits.float().argmax(-1).tolist()  # in bfloat16 it is slow on a CPU
-        return self.draw(self.probs(logits))
+        return self.draw(self.probs(logits)).tolist()
 
 
 greedy = Sampler(temperature=0)
@@ -498,6 +500,9 @@ def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = (), log
 # ----------------------------------------------------------------------------------- loading
 def load(path: str, device: str | None = None, dtype: str | None = None):
     """Load a model and its tokenizer. Code that comes with a checkpoint is never run.
+
+    Weights in their own type are mapped from safetensors files and copied to a GPU one by one, so
+    host memory never holds them twice. (transformers loads onto a GPU only with accelerate.)
 
     path     a Hugging Face directory or hub id
     device   cpu, cuda or cuda:N. Default: cuda where there is a GPU, else cpu

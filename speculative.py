@@ -37,18 +37,19 @@ from typing import Iterator
 from common import CachedLM, InputError, Sampler, greedy
 
 import torch
+import torch.nn.functional as F
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Compute norm(max(0, p - q)), the distribution that a token is drawn from after a rejection.
 
-    p        [V], the target's distribution
-    q        [V], the distribution that the rejected guess was drawn from
-    returns  [V]. Where p equals q nothing is left to draw from, and p itself is returned. Only
+    p        [..., V], the target's distribution
+    q        [..., V], the distribution that the rejected guess was drawn from
+    returns  [..., V]. Where p equals q nothing is left to draw from, and p itself is returned. Only
              rounding can have rejected a guess there
     """
     left = (p - q).clamp(min=0)
-    total = left.sum()
+    total = left.sum(-1, keepdim=True)
     # An `if` on `total` would make the CPU wait until a GPU has computed it.
     return torch.where(total > 0, left / total, p)
 
@@ -64,18 +65,19 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
     returns       accepted, how many guesses are accepted; and token, which follows the accepted
                   guesses
     """
-    # Indices of row i and column x_i, for each guess
-    at = torch.arange(len(guesses)), torch.tensor(guesses, dtype=torch.long)
-    ratio = target_probs[at] / draft_probs[at]  # [γ], p(x) / q(x)
+    x = torch.tensor(guesses, dtype=torch.long, device=target_probs.device)[:, None]  # [γ, 1]
+    ratio = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x) / q(x)
     # A coin u ~ U[0, 1) is below the ratio with probability min(1, p(x) / q(x)).
-    passed = sample.uniform(len(guesses), ratio.device) < ratio
+    passed = sample.uniform(ratio.shape, ratio.device) < ratio
     # Count the guesses before the first that does not pass. Guesses behind it do not count, also
     # where they pass, since the target was fed the wrong token before them.
-    accepted = int(passed.cumprod(0).sum())
-    probs = target_probs[accepted]  # [V]
-    if accepted < len(guesses):
-        probs = residual(probs, draft_probs[accepted])
-    [token] = sample.draw(probs[None])
+    accepted = passed.cumprod(0).sum(0)  # [1]
+    # Behind the last guess the draft has no distribution. With 0 in its place nothing is taken off,
+    # and the token is drawn from p_{γ+1} itself.
+    q = F.pad(draft_probs, (0, 0, 0, 1))  # [γ+1, V]
+    token = sample.draw(residual(target_probs[accepted], q[accepted]))  # [1]
+    # Both numbers leave a GPU together, since the CPU waits each time.
+    accepted, token = torch.cat([accepted, token]).tolist()
     return accepted, token
 
 
@@ -97,16 +99,16 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     unseen = [root]  # final tokens that the draft has not been fed, the root last
     while True:
         # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
-        guesses = []
+        drawn = []
         draft_probs = []
         feed = unseen
         for _ in range(gamma):
             logits = draft.forward(feed)
             q = sample.probs(logits[-1:])  # [1, V]
-            [guess] = sample.draw(q)
+            feed = sample.draw(q)  # [1]; it stays on the device, and the CPU need not wait for it
             draft_probs.append(q)
-            guesses.append(guess)
-            feed = [guess]
+            drawn.append(feed)
+        guesses = torch.cat(drawn).tolist()
         # Second step: compute p_1 … p_{γ+1} in one target call
         logits = target.forward([root, *guesses])
         target_probs = sample.probs(logits)  # [γ+1, V]

@@ -3,13 +3,14 @@
     make gpu-dry
     python results/gpu_dry.py --temperature 0.7 --max-new-tokens 60
 
-A small model on a fast GPU waits more than it computes. Three numbers say for what:
+A small model on a fast GPU waits more than it computes. Four numbers say for what:
 
     launches   kernels that Python starts, for each call of the target and for each token. An eager
                call takes about as long as its launches where its kernels are short
     waits      how often Python waits until the GPU has given it numbers: the tokens that were
                chosen, coins, indices
-    copies     how often numbers of Python go to the GPU, for which Python waits, too
+    copies     how often numbers of Python go to the GPU
+    ends       how often Python waits until a call of any model has ended, so as to time the call
 
 The prompt is left out. tests/fake_cuda.py says what is simulated and how it is counted.
 """
@@ -61,8 +62,9 @@ def count(gpu: FakeCuda, name: str, method: Ours, prompts: list[list[int]]) -> l
     meter.launches = meter.calls = 0
     tokens = sum(method(prompt).tokens for prompt in prompts)
     call = f"{meter.launches / meter.calls:.0f}" if meter.calls else "-"
-    a_token = [gpu.counts[kind] / tokens for kind in ("launches", "waits", "copies")]
-    return [name, call, f"{a_token[0]:.0f}", f"{a_token[1]:.1f}", f"{a_token[2]:.1f}"]
+    launches, *others = (gpu.counts[kind] / tokens
+                         for kind in ("launches", "waits", "copies", "syncs"))
+    return [name, call, f"{launches:.0f}", *(f"{a_token:.1f}" for a_token in others)]
 
 
 def main() -> None:
@@ -77,7 +79,7 @@ def main() -> None:
             bench = Bench(args)
             prompts = [prompt for _, prompt in bench.pairs()]
             rows = [["method", "launches a target call", "launches a token", "waits a token",
-                     "copies a token"]]
+                     "copies a token", "ends a token"]]
             for name, method in all_methods(bench).items():
                 rows.append(count(gpu, name, method, prompts))
                 print(name, file=sys.stderr)

@@ -202,9 +202,10 @@ def rejections(bench: Bench, t: float, ks: tuple = (1, 2, 4, 8)) -> None:
             coins = Failing()
             verify(p, log_q.clone(), draw_children(log_q[None], ks[-1], sample)[0], coins)
             found["Sequoia"].append([coins.missed[k] for k in ks])
-            draws = sample.draw(q.expand(ks[-1], -1))  # with replacement; greedily one token
+            # With replacement; greedily one token
+            draws = sample.draw(q.expand(ks[-1], -1)).tolist()
             for name, rule in (("SpecInfer", multi_step), ("SpecTr", k_seq)):
-                found[name].append([math.prod(1 - a for a in rule(p, q.expand(k, -1), draws[:k])[0])
+                found[name].append([(1 - rule(p, q.expand(k, -1), draws[:k])[0]).prod().item()
                                     for k in ks])
     print(table([[f"temperature {t}: no child accepted", *(f"of {k}" for k in ks)],
                  *([name, *(f"{mean(x):.4f}" for x in zip(*some))]

@@ -183,17 +183,18 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
         # Draft, one token a call. The draft begins behind the rows that the target has committed.
         draft.length = target.length
         draft.parents = []
-        guesses, draft_probs = [], []
-        last = root
+        drawn, draft_probs = [], []
+        last = [root]
         for _ in range(gamma):
-            logits = draft.forward([last])  # [1, V]
+            logits = draft.forward(last)  # [1, V]
             draft_probs.append(sample.probs(logits))
-            [last] = sample.draw(draft_probs[-1])
-            guesses.append(last)
+            last = sample.draw(draft_probs[-1])  # [1]
+            drawn.append(last)
             chance = logits.float().softmax(-1)[0, last].item()
             # This guess is kept, but none comes after it. A broken draft's NaN ends a draft too.
             if not chance >= threshold:
                 break
+        guesses = torch.cat(drawn).tolist()
         # Verify. The call begins at the same slot, so its rows replace those of the draft.
         target_probs = sample.probs(target.forward([root, *guesses]))
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)

@@ -356,27 +356,29 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     dynamic   whether chances are the draft's own
     returns   ids and parents of the nodes
     """
-    ids, parents, chances = [root], [-1], [1.0]  # of each node; most nodes are not kept
+    parents, chances = [-1], [1.0]  # of each node; most nodes are not kept
+    # The tokens of the nodes, level by level. They stay on the device until the tree is grown.
+    tokens = [torch.full((1,), root, device=draft.vocab.device)]
     # Where nobody has measured acceptance, the tree is dynamic: only the number of ranks counts.
     table = draft.accept or [[0.0] * min(RANKS, len(draft.vocab))] * len(levels)
 
     def add_children(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
-        """Append the likeliest children of some nodes to ids, parents and chances.
+        """Append the likeliest children of some nodes to parents, chances and tokens.
 
         nodes     the nodes that get children
         logits    [nodes, V'], the draft's guesses after each of these nodes
         accept    the measured acceptance of a child, by its rank
         returns   the numbers of the children, which are nodes now
         """
-        first = len(ids)
+        first = len(parents)
         probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
-        draft_probs, tokens = probs.topk(len(accept))  # [nodes, ranks]
+        draft_probs, rows = probs.topk(len(accept))  # [nodes, ranks]
+        tokens.append(draft.vocab[rows].flatten())
         factors = draft_probs.tolist() if dynamic else [accept] * len(nodes)
-        for node, children, factor in zip(nodes, draft.vocab[tokens].tolist(), factors):
-            ids.extend(children)
-            parents.extend([node] * len(children))
+        for node, factor in zip(nodes, factors):
+            parents.extend([node] * len(factor))
             chances.extend(chances[node] * p for p in factor)
-        return range(first, len(ids))
+        return range(first, len(parents))
 
     # The last pair that is fed is the root's: its token is the root. So this pass makes the root's
     # feature and guesses the root's children.
@@ -388,9 +390,8 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
         nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
         # The row of a node reads its token, and what the row of its parent made.
         above = [parents[x] for x in nodes]
-        pairs = Pairs([ids[x] for x in above],
-                      torch.stack([feature_of[x] for x in above]),
-                      [ids[x] for x in nodes])
+        before, own = torch.cat(tokens)[torch.tensor([above, nodes])]
+        pairs = Pairs(before, torch.stack([feature_of[x] for x in above]), own)
         # The row hangs below the row of the parent, so that it sees the rows of its path alone.
         rows_above = [row_of[x] for x in above]
         first = len(lm.parents)  # the number that the first of the new rows gets
@@ -401,8 +402,9 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     lm.truncate(lm.length)  # rows that read guessed features never join the context
     # EAGLE-2 reranks all nodes here, and the n likeliest stay. They are a tree: a child's chance is
     # at most its parent's, and `sorted` is stable, so a parent comes before its children.
-    kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
+    kept = sorted(range(len(parents)), key=lambda x: -chances[x])[:n]
     new_number = {old: new for new, old in enumerate(kept)}
+    ids = torch.cat(tokens).tolist()
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 

@@ -97,17 +97,18 @@ def self_speculate(target: CachedLM, early: CachedLM, late: CachedLM, prompt: li
     root = prompt[-1]
     while True:
         # Self-drafting (4.3.1): the early layers run once a token, and their exit guesses the next.
-        guesses, draft_probs, hidden = [], [], []
-        token = root
+        drawn, draft_probs, hidden = [], [], []
+        token = [root]
         for _ in range(gamma):
-            logits = early.forward([token])  # [1, V]
+            logits = early.forward(token)  # [1, V]
             hidden.append(early.features)  # [1, d], for the paper's exit query cache
             draft_probs.append(sample.probs(logits))
-            [token] = sample.draw(draft_probs[-1])
-            guesses.append(token)
+            token = sample.draw(draft_probs[-1])  # [1]; the CPU need not wait for it
+            drawn.append(token)
         # The last guess needs a hidden state too, but the exit does not guess after it.
-        early.forward([token], keep=0)
+        early.forward(token, keep=0)
         hidden.append(early.features)
+        guesses = torch.cat(drawn).tolist()
         # Self-verification (4.3.2): the late layers run once, for the root and all guesses.
         logits = late.forward(torch.cat(hidden))  # [γ+1, V]
         target_probs = sample.probs(logits)

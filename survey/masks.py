@@ -120,7 +120,7 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
             token = embed(torch.tensor([root], device=lookahead.device))
             inputs = torch.cat([token, lookahead])  # [1+L, d]
         probs = sample.probs(target.forward(inputs))  # [1+L, V]
-        first, *guesses = sample.draw(probs)
+        first, *guesses = sample.draw(probs).tolist()
         target.commit([0])  # the rows of look-ahead tokens are no text, so they are dropped
         # Verify. `probs[1:]` are the distributions that the guesses were drawn from. One token more
         # comes from the residual of the rejected guess, or from the row of the last guess.

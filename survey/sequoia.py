@@ -308,7 +308,7 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
             draws = [ids[child] for child in children]
             accepted, p = verify(p, q_logits_of[node], draws, sample)
         if accepted is None:
-            return path, [ids[x] for x in path[1:]] + sample.draw(p[None])
+            return path, [ids[x] for x in path[1:]] + sample.draw(p[None]).tolist()
         path.append(children[accepted])
 
 

@@ -53,7 +53,7 @@ STEPS = 8  # after so many steps ρ is off by (K - 1) / 8^8 at most
 # ------------------------------------------------------------------ the rules, at one node
 
 def multi_step(p: torch.Tensor, q: torch.Tensor,
-               draws: list[int]) -> tuple[list[float], torch.Tensor]:
+               draws: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Judge the draws at a node by SpecInfer's rule (Miao et al., Alg. 2).
 
     A draw x_k is accepted with probability min(1, p(x_k) / q_k(x_k)). If it is rejected, the
@@ -62,7 +62,7 @@ def multi_step(p: torch.Tensor, q: torch.Tensor,
     p         [V], the target's distribution at the node
     q         [K, V]. Row k is the distribution that draw x_k was drawn from
     draws     the tokens x_1 … x_K. Some may be equal
-    returns   accept, for each draw the probability that it is accepted if all before it were
+    returns   accept [K], for each draw the probability that it is accepted if all before it were
               rejected; and rest [V], the distribution of the next token if all K are rejected
     """
     ratios = []
@@ -70,7 +70,7 @@ def multi_step(p: torch.Tensor, q: torch.Tensor,
         ratios.append(p[x] / q_x[x])
         p = residual(p, q_x)
     # A model that overflows gives nan. No coin is below nan, so the draw is rejected.
-    return torch.stack(ratios).clamp(max=1).tolist(), p
+    return torch.stack(ratios).clamp(max=1), p
 
 
 def find_rho(p: torch.Tensor, q: torch.Tensor, K: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ def find_rho(p: torch.Tensor, q: torch.Tensor, K: int) -> torch.Tensor:
     return low + width
 
 
-def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[float], torch.Tensor]:
+def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Judge the draws at a node by SpecTr's rule, k-SEQ (Sun et al., Alg. 2 and 3).
 
     A draw x is accepted with probability min(1, p(x) / (ρ q(x))).
@@ -108,7 +108,7 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
     p         [V], the target's distribution at the node
     q         [K, V]. All rows are the same, since one model has drawn all draws
     draws     the tokens x_1 … x_K. Some may be equal
-    returns   accept, for each draw the probability that it is accepted; and rest [V], the
+    returns   accept [K], for each draw the probability that it is accepted; and rest [V], the
               distribution of the next token if all K are rejected
     """
     K = len(draws)
@@ -128,7 +128,7 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[list[floa
     # Where p_acc is 0 nothing is taken, and p itself is left. Where p_acc is 1 nothing is left.
     # Then no token is ever drawn from `rest`, and p stands there because it is a distribution.
     rest = torch.where((p_acc > 0) & (p_acc < 1), left, p)
-    return accept.tolist(), (rest / rest.sum()).float()
+    return accept, (rest / rest.sum()).float()
 
 
 # ---------------------------------------------------------------------- drafting and verifying
@@ -175,7 +175,7 @@ def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: 
                 nodes[prefix] = first + i
                 probs[prefix] = rows[i]
         # Each draft gets a draw of its own, also where drafts are equal so far.
-        tokens = sample.draw(torch.stack([probs[text] for text in texts]))
+        tokens = sample.draw(torch.stack([probs[text] for text in texts])).tolist()
         texts = [(*text, token) for text, token in zip(texts, tokens)]
     return Drawn(texts, probs, nodes)
 
@@ -210,8 +210,8 @@ def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[Draft],
         draws = [draft.text[depth] for draft in here]
         q = torch.stack([draft.probs[accepted] for draft in here])  # [draws, V]
         accept, rest = rule(target_probs[path[-1]], q, draws)
-        coins = sample.uniform(len(here), rest.device).tolist()
-        passed = [draft for draft, chance, coin in zip(here, accept, coins) if coin < chance]
+        below = sample.uniform(len(here), rest.device) < accept
+        passed = [draft for draft, passes in zip(here, below.tolist()) if passes]
         if not passed:
             return accepted, path, rest
         accepted = passed[0].text[:depth + 1]
@@ -263,7 +263,7 @@ def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], pro
         drafts = [Draft(text, drawn[m].probs, path) for m, text, path in zip(turns, texts, paths)]
         target_probs = sample.probs(target.forward(ids, parents))  # [nodes, V]
         guesses, path, rest = verify_tree(rule, target_probs, drafts, sample)
-        [root] = sample.draw(rest[None])
+        root = sample.draw(rest[None]).item()
         target.commit(path)
         # A model keeps the rows of those accepted guesses that it was fed. It was fed a prefix of
         # the accepted guesses if one of its own drafts begins with this prefix and is longer.

@@ -55,9 +55,9 @@ class ScriptedLM:
         self.tokens, self.parents, self.ids = list(ids), [], []
 
     def forward(self, ids, parents=None, keep=None):
-        start = len(self.parents)
+        start, ids = len(self.parents), torch.as_tensor(ids).tolist()
         self.parents += range(start - 1, start + len(ids) - 1) if parents is None else parents
-        self.ids, self.calls, self.rows = self.ids + list(ids), self.calls + 1, self.rows + len(ids)
+        self.ids, self.calls, self.rows = self.ids + ids, self.calls + 1, self.rows + len(ids)
         if keep is not None:
             start = len(self.parents) - keep
         texts = ([self.ids[j] for j in path_to(i, self.parents)]

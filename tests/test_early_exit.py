@@ -61,7 +61,7 @@ class Recording(Sampler):
 
     def draw(self, probs):
         tokens = super().draw(probs)
-        self.drawn = [*getattr(self, "drawn", []), *tokens]
+        self.drawn = [*getattr(self, "drawn", []), *tokens.tolist()]
         return tokens
 
 

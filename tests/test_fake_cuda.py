@@ -98,17 +98,21 @@ def decode(name: str, run_as=CachedLM):
 
 PLANTED = {
     "tokens stay on the CPU": (
-        CachedLM, "forward", ".to(self.weight.device)", "", decode("speculative")),
-    "positions stay on the CPU": (
-        CachedLM, "layout", "rows[None].to(self.weight.device)", "rows[None]", decode("jacobi")),
-    "the mask stays on the CPU": (
-        common, "attention_mask", ".to(like)", ".to(like.dtype)", decode("jacobi")),
+        CachedLM, "forward", ".to(self.weight.device, non_blocking=True)", "",
+        decode("speculative")),
+    "positions and mask stay on the CPU": (
+        CachedLM, "layout", ".to(self.weight.device, non_blocking=True)", "", decode("jacobi")),
+    "the mask of a training stays on the CPU": (
+        bita, "attention_mask", ".to(like)", ".to(like.dtype)",
+        lambda folder: run("bita train", folder)),
     "a generator is the CPU's": (
         Sampler, "uniform", "torch.Generator(device)", "torch.Generator()", decode("jacobi")),
     "coins stay on the CPU": (
         speculative, "verify", "ratio.device", '"cpu"', decode("speculative")),
+    "guesses stay on the CPU": (
+        speculative, "verify", ", device=target_probs.device", "", decode("speculative")),
     "numpy reads the draws": (
-        Sampler, "draw", ".tolist()", ".numpy().tolist()", decode("speculative")),
+        Sampler, "__call__", "(-1).tolist()", "(-1).numpy().tolist()", decode("jacobi")),
     "a head's tokens stay on the CPU": (
         medusa, "fill_hydra_tree", ", device=f.device", "", decode("hydra")),
     "a layer's tokens stay on the CPU": (

@@ -320,7 +320,7 @@ WARM = 3.0  # the temperature: target and draft differ in many tokens, and none 
 
 class Coins:
     """Numbers drawn from [0, 1) that are only compared: whether one is below a chance is a choice.
-    After the first that is not, a method looks at no other."""
+    """
 
     def __init__(self, choose, number: int):
         self.choose, self.number = choose, number
@@ -332,10 +332,9 @@ class Coins:
         return [Coins(self.choose, 1) for _ in range(self.number)]
 
     def __lt__(self, chances) -> torch.Tensor:
-        below = []
-        for chance in torch.as_tensor(chances).flatten().nan_to_num(0).clamp(max=1).tolist():
-            below.append(all(below) and self.choose([1 - chance, chance]) == 1)
-        return torch.tensor(below)
+        chances = torch.as_tensor(chances).nan_to_num(0).clamp(max=1)
+        below = [self.choose([1 - chance, chance]) for chance in chances.flatten().tolist()]
+        return torch.tensor(below).view_as(chances) == 1
 
 
 class Choosing(Sampler):
@@ -346,7 +345,7 @@ class Choosing(Sampler):
         self.choose = choose
 
     def draw(self, probs):
-        return [self.choose(row) for row in probs.double().tolist()]
+        return torch.tensor([self.choose(row) for row in probs.double().tolist()])
 
     def uniform(self, shape, device):
         return Coins(self.choose, shape)

@@ -38,7 +38,7 @@ def outcome(rule, p, q):
         if weight == 0:
             continue
         accept, rest = rule(p, q, list(draws))
-        for x, a in zip(draws, accept):
+        for x, a in zip(draws, accept.tolist()):
             result[x] += weight * a
             accepted, weight = accepted + weight * a, weight * (1 - a)
         result += weight * rest
@@ -103,7 +103,7 @@ def test_draws_of_the_targets_own_distribution_are_accepted():
     """Rounding alone can reject them, and p itself is left."""
     p = torch.tensor([0.5, 0.4, 0.1, 0])
     accept, left = multi_step(p, p.expand(3, -1), [0, 0, 1])
-    assert accept == [1, 1, 1] and torch.equal(left, p)
+    assert accept.tolist() == [1, 1, 1] and torch.equal(left, p)
 
 
 def test_two_drafts_that_begin_alike():
@@ -114,7 +114,7 @@ def test_two_drafts_that_begin_alike():
 
     def rule(p, q, draws):
         asked.append((p.argmax().item(), q.argmax(-1).tolist(), draws))
-        return [float(x in (on, my)) for x in draws], eye[3]
+        return torch.tensor([float(x in (on, my)) for x in draws]), eye[3]
     first = {(): eye[0], (on,): eye[1], (on, the): eye[2]}
     second = {(): eye[4], (on,): eye[3], (on, my): eye[2]}
     drafts = [Draft((on, the, mat), first, [0, 1, 2, 3]),
@@ -125,7 +125,7 @@ def test_two_drafts_that_begin_alike():
     # at each node: the target's row, the q of each draw's own model, the draws
     assert asked == [(0, [0, 4], [on, on]), (1, [1, 3], [the, my]), (4, [2], [hat])]
     # where several draws pass, the first of them counts
-    accepted, path, _ = verify_tree(lambda p, q, draws: ([1.0] * len(draws), p), target_probs,
+    accepted, path, _ = verify_tree(lambda p, q, draws: (torch.ones(len(draws)), p), target_probs,
                                     drafts, Sampler())
     assert (accepted, path) == ((on, the, mat), [0, 1, 2, 3])
 
@@ -143,7 +143,7 @@ def test_drafts_that_begin_alike_are_fed_once():
 
         def draw(self, probs):
             likeliest.append(probs.argmax(-1).tolist())
-            return self.dealt.pop(0)
+            return torch.tensor(self.dealt.pop(0))
     drawn = draw_drafts(draft, [7, 8], 3, 3, Dealt())
     assert likeliest == [[8, 8, 8], [0, 0, 1], [2, 1, 1]]
     assert drawn.texts == [(0, 2, 0), (0, 1, 0), (1, 1, 0)]
