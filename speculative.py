@@ -3,6 +3,7 @@
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192
 Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling",
 arXiv 2302.01318
+Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10444
 
     accept the draft's x ~ q with probability min(1, p(x) / q(x));
     at the first rejection draw from norm(max(0, p - q)) instead
@@ -13,11 +14,15 @@ letters are Leviathan's, and Chen swaps them. In the code they are `target_probs
 The method is lossless: its output has exactly the target's distribution. At temperature 0 both p
 and q are one-hot, and the output is the target's greedy output.
 
+This rule looks at one token after the other (`verify_tokens`). Sun's rule looks at the whole draft
+(`verify_block`), has the same distribution, and never accepts fewer tokens on average. So it is the
+default. At temperature 0 both rules accept the same guesses.
+
 A round with γ = 3 after "… the cat sat", where "my" is rejected:
 
     draft, 3 calls    sat ─> on       on ─> my       my ─> hat              x_i drawn from q_i
     target, 1 call    sat ─> p_1      on ─> p_2      my ─> p_3    hat ─> p_4
-    verify            on: accepted    my: rejected   hat: not looked at
+    verify tokens     on: accepted    my: rejected   hat: not looked at
     chunk             on, the         "the" is drawn from norm(max(0, p_2 - q_2))
 
 The target is fed the root and all guesses, and gives a distribution after each of them. So p_i
@@ -54,8 +59,8 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, left / total, p)
 
 
-def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
-           sample: Sampler) -> tuple[int, int]:
+def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
+                  sample: Sampler) -> tuple[int, int]:
     """Accept leading guesses, and draw the token after them. Leviathan, Alg. 1; Chen, Theorem 1.
 
     target_probs  [γ+1, V], the target's distributions p_1 … p_{γ+1}
@@ -81,18 +86,71 @@ def verify(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[
     return accepted, token
 
 
+def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
+                 sample: Sampler) -> tuple[int, int]:
+    """Accept leading guesses by looking at the whole draft. Sun et al., Algorithm 2.
+
+    Let p(x_1) be half of q(x_1), and p(x_2) twice q(x_2). Then both guesses together are as likely
+    under the target as under the draft. `verify_tokens` rejects x_1 half of the time all the same,
+    and here both are always accepted. The paper's p_i is the probability that the first i guesses
+    are accepted, with or without those behind them:
+
+        p_0 = 1,    p_i = min(1, p_{i-1} p(x_i) / q(x_i))
+
+    A coin for each i says whether guess i is accepted, and with it all guesses before it. Its
+    chance is h_i. The whole draft has the chance h_γ = p_γ. Any other i is also accepted where a
+    later guess is. The mean of p_{i+1} over the next guess, Σ_x min(p_i p(x), q(x)) = p_i - Z_i,
+    is the probability of that. So h_i follows from p_i:
+
+        Z_i = Σ_x max(0, p_i p(x) - q(x))
+        1 - p_i = (1 - h_i) (1 - (p_i - Z_i)),    h_i = Z_i / (Z_i + 1 - p_i)
+
+    The arguments and what is returned are those of `verify_tokens`.
+    """
+    x = torch.tensor(guesses, dtype=torch.long, device=target_probs.device)[:, None]  # [γ, 1]
+    ratios = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x_i) / q(x_i)
+    kept = [target_probs.new_ones(1)]  # p_0, p_1, …, p_γ
+    for ratio in ratios:
+        kept.append((kept[-1] * ratio).clamp(max=1))
+    p = torch.stack(kept)  # [γ+1, 1]
+    # What is left of the target's distribution after the first i guesses, for i = 0 … γ-1
+    left = (p[:-1] * target_probs[:-1] - draft_probs).clamp(min=0)  # [γ, V]
+    Z = left.sum(-1, keepdim=True)
+    # Where p_i is 1 and Z_i is 0, h_i would be 0 / 0. No coin is below that, and none needs to be:
+    # the target and the draft say the same of the next token, so that p_{i+1} is 1 as well.
+    h = torch.cat([Z / (Z + 1 - p[:-1]), p[-1:]])[1:]  # h_1 … h_γ
+    passed = sample.uniform(h.shape, h.device) < h
+    # The last coin that passes counts, also where coins before it do not. A coin for no guess at
+    # all, which always passes, stands before them.
+    numbers = torch.arange(1 + len(guesses), device=h.device)[:, None]
+    accepted = (numbers * F.pad(passed, (0, 0, 1, 0), value=True)).amax(0)  # [1]
+    # As above, but with what p_i leaves of the target's distribution
+    token = sample.draw(residual(p[accepted] * target_probs[accepted],
+                                 F.pad(draft_probs, (0, 0, 0, 1))[accepted]))
+    accepted, token = torch.cat([accepted, token]).tolist()
+    return accepted, token
+
+
+VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option's values
+
+
 def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6,
-                sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+                verification: str = "block", sample: Sampler = greedy,
+                log: list | None = None) -> Iterator[list[int]]:
     """Draft gamma tokens one by one, and verify all of them in one target call. The chunk is the
     accepted tokens and one more that is drawn from the target.
 
     gamma: tokens drafted a round (γ), 1 or more
+    verification: token for Leviathan's and Chen's rule, block for Sun's. At temperature 0 both
+        accept the same tokens
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are gamma
     and the number of drafted tokens that the target accepted.
     """
     if gamma < 1:
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
+    if verification not in VERIFICATIONS:
+        raise InputError(f"--verification must be token or block, got {verification!r}")
     target.start(prompt[:-1])
     draft.start(prompt[:-1])
     root = prompt[-1]
@@ -114,6 +172,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         target_probs = sample.probs(logits)  # [γ+1, V]
         # Third and fourth step: count the accepted guesses, and draw one more token. Without that
         # token a round whose first guess is rejected would add nothing to the text.
+        verify = VERIFICATIONS[verification]
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         # Keep the rows of what became final. The target was fed the root and all guesses. The draft
         # was fed `unseen` and all guesses but the last one.
@@ -161,7 +220,8 @@ def report(run) -> str:
     """Return lines with the acceptance rate α of a run and the speed-up that α predicts.
 
     The prediction is Leviathan's Theorem 3.8. In the theorem c is the time of a draft call over the
-    time of a target call, and both are taken from this run.
+    time of a target call, and both are taken from this run. After block verification α is the rate
+    that `verify_tokens` would need to accept as much.
 
     run   a run of the command line
     """

@@ -70,9 +70,12 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
         for number, path in enumerate(drafts, 1):
             name = "draft" if number == 1 else f"draft {number}"
             models[name] = load_model(path, args)
+    if "tokenizers" in takes:  # each model then reads its own tokens
+        return models
     vocabulary = models["target"][1].get_vocab()
     if any(tokenizer.get_vocab() != vocabulary for _, tokenizer in models.values()):
-        raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
+        raise InputError("expected a draft with the target's tokenizer, got another vocabulary; "
+                         "survey/another_tokenizer.py takes it")
     sizes = [vocab_size(*pair) for pair in models.values()]
     if len({*sizes}) > 1:
         raise InputError(f"expected a draft with logits of the target's {sizes[0]} tokens, got "
@@ -98,11 +101,13 @@ class Session:
         self.trace = None
         models = load_models(args, method)
         self.tokenizer = models["target"][1]
+        self.tokenizers = {name: tokenizer for name, (_, tokenizer) in models.items()}
         self.models = {name: model for name, (model, _) in models.items()}
         self.run_as = self.check_graphs() if args.graphs else CachedLM
         self.texts = read_texts(args.prompt) if args.prompt else args.prompts
-        self.prompts = encode_prompts([*self.models.values()], self.tokenizer, self.texts,
-                                      args.chat)
+        readers = [model for name, model in self.models.items()
+                   if self.tokenizers[name].get_vocab() == self.tokenizer.get_vocab()]
+        self.prompts = encode_prompts(readers, self.tokenizer, self.texts, args.chat)
         self.eos = eos_ids(self.models["target"], self.tokenizer)
         self.context = min(map(context_length, self.models.values()))
         longest = max(map(len, self.prompts))
@@ -130,13 +135,13 @@ class Session:
     def start_run(self, method, options: dict) -> Run:
         """Make a run of a method, with fresh caches of the models that the method takes."""
         takes = signature(method).parameters
-        vocab = vocab_size(self.models["target"], self.tokenizer)
         lms = {}
         for name, model in self.models.items():
             if name == "target" or "draft" in takes:
-                lms[name] = self.run_as(model, vocab)
+                lms[name] = self.run_as(model, vocab_size(model, self.tokenizers[name]))
         filled = {name: make() for name, make in self.shared.items()}
         filled["eos"] = self.eos
+        filled["tokenizers"] = [*self.tokenizers.values()]
         filled["more_drafts"] = [lm for name, lm in lms.items() if name not in ("target", "draft")]
         filled = {name: value for name, value in filled.items() if name in takes}
         return Run(method, lms, filled | options, self.eos)

@@ -55,6 +55,7 @@ from survey.layerskip import layerskip, load_tuned  # noqa: E402
 from survey.lossy import bild, specdec  # noqa: E402
 from survey.masks import load_space, pass_sampling, space  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
+from survey.recycling import Successors, recycling  # noqa: E402
 from survey.rest import load_datastore, rest  # noqa: E402
 from survey.sequoia import load_rates, sequoia  # noqa: E402
 from survey.several_drafts import specinfer, spectr  # noqa: E402
@@ -97,7 +98,7 @@ class Ours:
 
     def new_round(self) -> None:
         takes = inspect.signature(self.method).parameters
-        made = {"pool": PhrasePool(), "eos": self.eos}
+        made = {"pool": PhrasePool(), "successors": Successors(), "eos": self.eos}
         self.shared = {name: x for name, x in made.items() if name in takes}
 
     def __call__(self, prompt: list[int]) -> Count:
@@ -517,6 +518,7 @@ def all_methods(bench: Bench) -> dict[str, Ours]:
         **bench.sequoia("sequoia"),
         **bench.fewer_layers(),
         **bench.masks(),
+        "recycling": bench.ours(recycling, nodes=bench.args.nodes),
         **bench.rest("rest"),
         **bench.rest("rest, datastore alone", grow=False),
         **bench.hybrid("none"),

@@ -21,7 +21,7 @@ drew it, or as m for Max-Gram:
     draft 2            m m m   m m m        reviews `inner` tokens of Max-Gram at a time, until it
                                             has what draft 1 or the target asked for
 
-The output is lossless. Every review is Leviathan's rule (../speculative.py), so a token that leaves
+The output is lossless. Every review follows a rule of ../speculative.py, so a token that leaves
 a level has exactly the distribution of that level's model. The next better level divides by this
 distribution.
 
@@ -48,7 +48,8 @@ from itertools import takewhile
 from typing import Iterator, Sequence
 
 from common import CachedLM, InputError, Sampler, greedy
-from speculative import report_acceptance, verify
+from speculative import report_acceptance
+from speculative import verify_block as verify
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
 import torch
@@ -179,7 +180,7 @@ def review(levels: list, counts: list[list[int]], text: list[int],
     logits = first.score(text + guesses, len(guesses) + 1)
     p = sample.probs(logits)  # [guesses + 1, V]
     q = torch.cat([p[:0], *(probs.to(p.device) for probs in guess_probs)])  # [guesses, V]
-    # q[i] is the distribution of the level that drew guess i, so Leviathan's rule is exact
+    # q[i] is the distribution of the level that drew guess i, so the review is exact
     accepted, token = verify(p, q, guesses, sample)
     return guesses[:accepted] + [token], p[:accepted + 1]
 

@@ -59,7 +59,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import WIDTHS, CachedLM, InputError, Sampler, greedy
-from speculative import verify
+from speculative import verify_block as verify
 from survey.low_rank import add_low_rank, merge_changes
 from survey.parts import MODELS, fill, load_part, logits_of, save_part
 from survey.views import depth_of, move_counts, open_model, split_layers, view

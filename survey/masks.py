@@ -77,7 +77,7 @@ from typing import Iterator
 from common import WIDTHS, CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
 import bita
 from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
-from speculative import verify
+from speculative import verify_block as verify
 from survey.low_rank import add_low_rank, merge_changes
 from survey.parts import MODELS, fill, load_part, save_part
 from survey.views import move_counts

@@ -29,7 +29,7 @@ chunk has 4 rows, and the budget is 12 rows. There are 2 first rows (`sinks`) an
     C_r   ####....####....####....###     the first chunk, two by attention, and what came later
     C_p   ###########################     all
 
-The output is lossless. Every review is Leviathan's rule (../speculative.py), so a token that leaves
+The output is lossless. Every review follows a rule of ../speculative.py, so a token that leaves
 a level has exactly the distribution of that level. The next level divides by this distribution.
 
 Departures (released code / here / why):
@@ -54,7 +54,8 @@ from contextlib import contextmanager
 from typing import Iterator
 
 from common import CachedLM, InputError, KVCache, Sampler, greedy, grouped_attention
-from speculative import report_acceptance, verify
+from speculative import report_acceptance
+from speculative import verify_block as verify
 from survey.cascade import Level, review
 from survey.views import move_counts
 

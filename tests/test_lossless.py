@@ -36,8 +36,10 @@ from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import tokens_of
 from laws import law, outcomes
-from survey import (cascade, draft_verify, eagle, eagle3, early_exit, hybrid, layerskip, lossy,
-                    masks, medusa, online, rest, sequoia, several_drafts, triforce)
+from survey import (another_tokenizer, cascade, draft_verify, eagle, eagle3, early_exit, hybrid,
+                    layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
+                    several_drafts, triforce)
+from toy_tokenizers import TOKENIZERS
 
 ALL = FAMILIES | MORE_FAMILIES
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
@@ -117,6 +119,9 @@ METHODS = {
     "cllm": lambda model: Line(cllm.cllm, dict(n=8), few=dict(n=3)),
     "speculative": lambda model: Line(
         speculative.speculative, dict(gamma=4), [near(model, 0.02)], dict(gamma=2)),
+    "speculative, token": lambda model: Line(
+        speculative.speculative, dict(gamma=4, verification="token"), [near(model, 0.02)],
+        dict(gamma=2)),
     "specinfer": lambda model: Line(
         several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
     "specinfer, two drafts": lambda model: Line(
@@ -182,6 +187,11 @@ METHODS = {
             near(model, 0.5).get_input_embeddings().weight[:1].detach(), [0.5] * 3)}),
     "online": lambda model: Line(
         online.online, dict(gamma=4, every=1, lr=1e-3), [near(model, 0.05)], dict(gamma=2)),
+    "recycling": lambda model: Line(
+        recycling.recycling, dict(nodes=12), few=dict(nodes=3)),
+    "another_tokenizer": lambda model: Line(
+        another_tokenizer.another_tokenizer, dict(gamma=4, tokenizers=TOKENIZERS),
+        [near(model, 0.02)], dict(gamma=2)),
     "rest": lambda model: Line(
         rest.rest, dict(nodes=12, store=store_of(own_texts(model))), few=dict(nodes=2)),
     "suffixdecoding": lambda model: Line(
@@ -291,9 +301,11 @@ def test_captured_graphs_of_a_simulated_gpu_write_the_text_of_the_cpu(name):
 
 NOTHING = {"attention": [], "mlp": []}
 PERFECT = {  # where the draft is the target itself: (options, tokens that each round must give)
-    "speculative": ({}, 5), "specinfer": ({}, 5), "specinfer, two drafts": ({}, 5),
-    "spectr": ({}, 5), "ouroboros": (dict(phrases=False), 5), "cascade": ({}, 7),
-    "online": ({}, 5), "draft_verify": (dict(threshold=0.0, skipped=NOTHING), 5),
+    "speculative": ({}, 5), "speculative, token": ({}, 5), "specinfer": ({}, 5),
+    "specinfer, two drafts": ({}, 5), "spectr": ({}, 5), "ouroboros": (dict(phrases=False), 5),
+    "cascade": ({}, 7), "online": ({}, 5),
+    "another_tokenizer": (dict(tokenizers=TOKENIZERS[:1] * 2), 5),
+    "draft_verify": (dict(threshold=0.0, skipped=NOTHING), 5),
     "sequoia": (dict(nodes=5), 5), "triforce": (dict(budget=40, chunk=40), 5)}
 
 

@@ -1,16 +1,19 @@
 """Speculative decoding: the rule of acceptance, real caches, the report. That whole texts have the
 target's law is in test_lossless.py."""
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from common import CachedLM, Sampler, autoregressive
 from fake_models import Zeros
 from families import near, tiny
 from helpers import check_without_caches, tokens_of
 from laws import outcomes
-from speculative import report, report_acceptance, residual, speculative, verify
+from speculative import (VERIFICATIONS, report, report_acceptance, residual, speculative,
+                         verify_block, verify_tokens)
 from test_lossless import Choosing
 
 PROMPT = [3, 14, 15]
@@ -18,28 +21,76 @@ PROMPT = [3, 14, 15]
 
 # ------------------------------------------------------------------------------------ the rule
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [
-    (0.5, 0, 1), (2, 3, 1), (1, 0, 0.7), (0.8, 4, 0.9), (0, 0, 1)])
-def test_accept_or_residual_is_exact_by_enumeration(temperature, top_k, top_p):
-    """Of V = 5 tokens and gamma = 2: all drafts, coins and replacements. The first token has the
-    target's distribution, and so has the second given the first."""
-    torch.manual_seed(0)
-    logits = 1.5 * torch.randn(2, 6, 5)  # row 0: at the start; row 1 + x: after token x
-    p_of, q_of = Sampler(temperature, top_k, top_p).probs(logits).double()
-    found = torch.zeros(5, 5, dtype=torch.float64)  # of the first two tokens
+def expand(p_of: torch.Tensor, q_of: torch.Tensor, gamma: int, verify) -> tuple:
+    """Enumerate a round: all drafts, coins and replacements. Token x is followed by the
+    distributions of row 1 + x; row 0 is for the first token.
 
+    returns  the law [V, …] of the gamma + 1 tokens that begin with the round's chunk, and the
+             number of guesses to be expected of the round
+    """
     def round_of(choose):
-        x = choose(q_of[0].tolist())
-        y = choose(q_of[1 + x].tolist())
-        accepted, token = verify(p_of[[0, 1 + x, 1 + y]], q_of[[0, 1 + x]], [x, y],
-                                 Choosing(choose))
-        return [*[x, y][:accepted], token]
+        guesses, rows = [], [0]
+        for _ in range(gamma):
+            guesses.append(choose(q_of[rows[-1]].tolist()))
+            rows.append(1 + guesses[-1])
+        accepted, token = verify(p_of[rows], q_of[rows[:-1]], guesses, Choosing(choose))
+        return [*guesses[:accepted], token]
+    V = p_of.shape[1]
+    found, expected = torch.zeros([V] * (gamma + 1), dtype=torch.float64), 0.0
+    continued = functools.cache(lambda *text: continue_text(p_of, text[-1], gamma + 1 - len(text)))
     for chance, text in outcomes(round_of):
-        if len(text) == 1:  # the next call of the target gives the second token
-            found[text[0]] += chance * p_of[1 + text[0]]
-        else:
-            found[text[0], text[1]] += chance
-    torch.testing.assert_close(found, p_of[0][:, None] * p_of[1:], atol=1e-6, rtol=0)
+        expected += chance * (len(text) - 1)
+        found[tuple(text)] += chance * continued(*text)
+    return found, expected
+
+
+def continue_text(p_of: torch.Tensor, token: int, n: int) -> torch.Tensor:
+    """Compute the target's law [V, …] of the n tokens after a token, by the chain rule."""
+    if n == 0:
+        return torch.ones((), dtype=torch.float64)
+    rows = [p_of[1 + token, x] * continue_text(p_of, x, n - 1) for x in range(p_of.shape[1])]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("gamma, V, temperature, top_k, top_p", [
+    (2, 5, 0.5, 0, 1), (2, 4, 2, 3, 1), (3, 4, 1, 0, 0.7), (3, 4, 0.8, 2, 0.9), (2, 4, 0, 0, 1),
+    (4, 3, 1.5, 0, 1)])
+def test_both_rules_are_exact_by_enumeration(gamma, V, temperature, top_k, top_p):
+    """The text's tokens have the target's joint law. With top-k and top-p q is 0 where p is not,
+    and the reverse. A block never accepts fewer guesses. It accepts more where many tokens have a
+    chance."""
+    rng = torch.Generator().manual_seed(0)
+    logits = 1.5 * torch.randn(2, 1 + V, V, generator=rng)
+    p_of, q_of = Sampler(temperature, top_k, top_p).probs(logits).double()
+    true = sum(p_of[0, x] * F.one_hot(torch.tensor(x), V).view(V, *[1] * gamma)
+               * continue_text(p_of, x, gamma) for x in range(V))
+    counts = {}
+    for name, verify in VERIFICATIONS.items():
+        found, counts[name] = expand(p_of, q_of, gamma, verify)
+        torch.testing.assert_close(found, true, atol=1e-6, rtol=0)
+    assert counts["block"] > counts["token"] - 1e-6
+    if temperature > 0 and top_p == 1:
+        assert counts["block"] > counts["token"] + 1e-3
+
+
+def test_a_block_by_hand():
+    """Two tokens, γ = 2, a draft that says both with 1/2, and a target that says 0, then 1, with
+    3/4 each. After the guess 0, p_1 = 1; after 1, p_1 = 1/2, Z_1 = 0. So "0 1" and "1 1" are kept
+    with 1 and 3/4, "0 0" with 1/2, and "1 0" with 1/4. Of "0 0" the 0 is always kept."""
+    p = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
+    q = torch.full((2, 2), 0.5, dtype=torch.float64)
+
+    def chances_of(guesses: list[int]) -> list[float]:
+        """Return the chances that 0, 1 and 2 guesses are accepted."""
+        chances = [0.0] * 3
+        for chance, (accepted, _) in outcomes(
+                lambda choose: verify_block(p, q, guesses, Choosing(choose))):
+            chances[accepted] += chance
+        return chances
+    assert chances_of([0, 1]) == pytest.approx([0, 0, 1])
+    assert chances_of([0, 0]) == pytest.approx([0, 0.5, 0.5])
+    assert chances_of([1, 1]) == pytest.approx([0.25, 0, 0.75])
+    assert chances_of([1, 0]) == pytest.approx([0.75, 0, 0.25])
 
 
 def test_residual():
@@ -50,7 +101,8 @@ def test_residual():
     assert torch.equal(residual(p, p), p)
 
 
-def test_a_guess_of_no_probability_is_never_accepted():
+@pytest.mark.parametrize("verify", [verify_block, verify_tokens])
+def test_a_guess_of_no_probability_is_never_accepted(verify):
     p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
     assert verify(p, q, [0], Zeros()) == (0, 1)
 

@@ -18,7 +18,7 @@ from fake_models import counting
 from families import tiny
 from helpers import prefill
 from ouroboros import PhrasePool, ouroboros
-from speculative import verify
+from speculative import verify_block
 from survey.several_drafts import k_seq, multi_step
 from test_common import buffers_of
 
@@ -131,7 +131,7 @@ def test_acceptance_waits_for_the_device_as_seldom_as_it_can():
     several drafts never does."""
     with FakeCuda() as gpu:
         p, q = (torch.rand(9, 9, device="cuda").softmax(-1) for _ in "pq")
-        verify(p[:6], q[:5], [1, 2, 3, 4, 5], Sampler(seed=1))
+        verify_block(p[:6], q[:5], [1, 2, 3, 4, 5], Sampler(seed=1))
         assert gpu.counts["waits"] == 1
         for rule in multi_step, k_seq:
             gpu.counts.clear()

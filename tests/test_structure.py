@@ -27,7 +27,7 @@ FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.eagle3",
          "survey.sequoia", "survey.rest", "survey.layerskip", "survey.early_exit",
          "survey.draft_verify", "survey.masks", "survey.cascade", "survey.triforce",
-         "survey.online", "survey.hybrid")
+         "survey.online", "survey.hybrid", "survey.recycling", "survey.another_tokenizer")
 NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of survey/ the parts
          "survey.several_drafts": ("speculative",), "survey.lossy": ("speculative",),
          "survey.low_rank": ("survey.views",),
@@ -42,6 +42,7 @@ NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of 
          "survey.draft_verify": ("speculative", "survey.parts", "survey.views"),
          "survey.masks": ("bita", "speculative", "survey.low_rank", "survey.parts",
                           "survey.views"),
+         "survey.recycling": (), "survey.another_tokenizer": ("speculative",),
          "survey.cascade": ("speculative", "survey.rest"),
          "survey.triforce": ("speculative", "survey.cascade", "survey.views"),
          "survey.hybrid": ("survey.eagle", "survey.medusa", "survey.ngrams", "survey.parts",
@@ -148,8 +149,11 @@ def decode_alone(top, text: str, space: str) -> int:
         names = [x for x in ("target", "draft") if x in function.__annotations__]
         for x in names:
             loaded[x] = loaded.get(x) or common.load(f"{ROOT}/models/{x}", "cpu", "float32")
-        models, (tokenizer, *_) = zip(*(loaded[x] for x in names))
-        options = {"tuning": space} if method == "space" else EXACT.get(method, {})
+        models, tokenizers = zip(*(loaded[x] for x in names))
+        tokenizer = tokenizers[0]
+        own_options = {"space": {"tuning": space},
+                       "another_tokenizer": {"tokenizers": tokenizers}}
+        options = own_options.get(method, EXACT.get(method, {}))
         options = {name: value.replace("{}", f"{ROOT}/models") if isinstance(value, str) else value
                    for name, value in options.items()}
         prompt = common.encode(tokenizer, text)

@@ -1,0 +1,207 @@
+"""A draft with another tokenizer: its guesses are the tokens that both vocabularies have.
+
+    python -m survey.another_tokenizer --target DIR --draft DIR --prompt "..."
+
+Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
+Heterogeneous Vocabularies", arXiv 2502.05202, Algorithm 4 (token-level intersection, TLI)
+
+A draft is of use to a target whose tokenizer is another one, if enough tokens stand for the same
+text in both. The draft's distribution q is renormalised on these tokens. From there on everything
+is speculative sampling (../speculative.py), with q = 0 for all tokens that the draft lacks:
+
+    the target's text   "…"  " Paris"  " est"  " éblouissante"        ids of the target
+                         │      │        │         │ ┌─────┘
+    the draft is fed    "…"  " Paris"  " est"  " é" "bloui" "ssante"  ids of the draft
+    the draft's q       " et" 0.5    " !" 0.2    " magn" 0.3
+    both have           " et" 0.7    " !" 0.3                         ids of the target
+
+Any q is exact as long as the guess is drawn from it and the verification divides by it. Where the
+target wants a token that q lacks, the guess is rejected, and the token is drawn from what the
+target has left over. That is a distribution over all of the target's vocabulary.
+
+Departures (paper / here / why):
+    equal tokens: the strings of the vocabularies are equal / the bytes that they stand for are
+        equal / one family writes a space as Ġ and another one as ▁
+    the end of an answer: a token like others / the draft's stands for the target's / families name
+        it differently
+    a token that the draft lacks: the text is encoded anew / its bytes are encoded, with the longest
+        of the draft's tokens first / ids that were fed must stay as they are
+
+Left out: the paper's other algorithms, which compare strings (SLEM) or sum over all ways to write
+a string (SLRS).
+"""
+import json
+import sys
+from typing import Iterator
+
+from common import CachedLM, InputError, Sampler, greedy
+from speculative import report, speculative
+
+import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+FEWEST = 0.1  # of the smaller vocabulary: the share of tokens that both must have
+
+
+# ------------------------------------------------------------------------------ two vocabularies
+
+def read_bytes(tokenizer, size: int) -> dict[int, bytes | str]:
+    """Find out what each token stands for.
+
+    tokenizer   a tokenizer whose tokens are bytes in GPT-2's alphabet (Ġthe), or text with ▁ for a
+                space and <0xE9> for a byte (SentencePiece)
+    size        how many tokens the model knows
+    returns     for each id below `size` the bytes, or a special token's own name. InputError for
+                a tokenizer of another kind
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    described = json.dumps(json.loads(backend.to_str())["decoder"]) if backend else ""
+    special = set(tokenizer.all_special_tokens)
+    special |= {token.content for token in tokenizer.added_tokens_decoder.values()
+                if token.special}
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    found = {}
+    for token, number in tokenizer.get_vocab().items():
+        if number >= size:
+            continue
+        if token in special:
+            found[number] = token
+        elif "ByteLevel" in described:
+            # An added token is plain text, so it may have letters that stand for no byte.
+            letters = [byte_of.get(letter) for letter in token]
+            found[number] = token.encode() if None in letters else bytes(letters)
+        elif "ByteFallback" in described or "▁" in described:
+            is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+            found[number] = (bytes([int(token[3:5], 16)]) if is_byte
+                             else token.replace("▁", " ").encode())
+        else:
+            raise InputError("--draft must have a tokenizer of bytes, as the target must, got "
+                             f"{type(tokenizer).__name__} with decoder {described or None}")
+    return found
+
+
+def count_logits(lm: CachedLM) -> int:
+    """Count the logits that a model's calls give."""
+    if lm.vocab is None:
+        return len(lm.model.get_output_embeddings().weight)
+    return lm.vocab
+
+
+class Translation:
+    """Hold what the tokens of a target are for a draft.
+
+    tokenizers   the target's tokenizer and the draft's
+    of_target    {id of the target: the bytes or the special token that it stands for}
+    number_of    {bytes or a special token: id of the draft}
+    both         ids of the target [n] and ids of the draft [n], for the tokens that both have
+    pieces       {id of the target: ids of the draft}, one where both have the token
+
+    Raises InputError where few tokens are in both.
+    """
+
+    def __init__(self, target: CachedLM, draft: CachedLM, tokenizers: list):
+        self.tokenizers = tokenizers
+        self.of_target = read_bytes(tokenizers[0], count_logits(target))
+        of_draft = read_bytes(tokenizers[1], count_logits(draft))
+        self.number_of = {text: number for number, text in of_draft.items()}
+        self.longest = max(len(text) for text in self.number_of)
+        ends = [tokenizer.eos_token_id for tokenizer in tokenizers]
+        shared = {number: self.number_of[text] for number, text in self.of_target.items()
+                  if text in self.number_of}
+        if None not in ends:
+            shared[ends[0]] = ends[1]
+        least = FEWEST * min(len(self.of_target), len(of_draft))
+        if len(shared) < least:
+            raise InputError(f"--draft must share {least:.0f} tokens with the target or more, got "
+                             f"{len(shared)}")
+        self.pieces = {number: [shared[number]] if number in shared else self.split(text)
+                       for number, text in self.of_target.items()}
+        device = draft.weight.device
+        self.both = (torch.tensor([*shared], device=device),
+                     torch.tensor([*shared.values()], device=device))
+
+    def split(self, text: bytes | str) -> list[int]:
+        """Write a token in the draft's tokens, the longest possible one first.
+
+        What the draft has no token for is left out. If nothing is left, token 0 is fed.
+        """
+        text = text.encode() if isinstance(text, str) else text
+        ids = []
+        while text:
+            fitting = [n for n in range(min(self.longest, len(text)), 0, -1)
+                       if text[:n] in self.number_of]
+            if fitting:
+                ids.append(self.number_of[text[:fitting[0]]])
+                text = text[fitting[0]:]
+            else:
+                text = text[1:]
+        return ids if ids else [0]
+
+    def encode(self, ids: list[int]) -> list[int]:
+        """Encode a text of the target's tokens with the draft's tokenizer."""
+        parts = [self.of_target[number] for number in ids]
+        text = b"".join(x.encode() if isinstance(x, str) else x for x in parts)
+        return self.tokenizers[1].encode(text.decode(errors="ignore"))
+
+
+class TranslatedLM:
+    """A draft that reads and guesses the target's tokens, for the loop of speculative decoding.
+
+    draft         the draft, with its own tokens
+    translation   a Translation
+    vocab         the number of the target's tokens
+    """
+
+    def __init__(self, draft: CachedLM, translation: Translation, vocab: int):
+        self.draft = draft
+        self.translation = translation
+        self.vocab = vocab
+        self.widths = []  # for each pending token of the target, how many of the draft's it is
+
+    def start(self, ids: list[int]) -> None:
+        """Cache a text of the target's tokens, encoded as the draft's own tokenizer does it."""
+        self.draft.start(self.translation.encode(ids))
+        self.widths = []
+
+    def forward(self, ids: list[int] | torch.Tensor) -> torch.Tensor:
+        """Feed a chain of the target's tokens; return the logits [n, V] after each, over the
+        target's vocabulary, with -inf for what the draft lacks."""
+        numbers = torch.as_tensor(ids).tolist()
+        parts = [self.translation.pieces[number] for number in numbers]
+        logits = self.draft.forward([piece for part in parts for piece in part])
+        self.widths += map(len, parts)
+        ends = torch.tensor([*map(len, parts)]).cumsum(0) - 1
+        of_target, of_draft = self.translation.both
+        found = logits.new_full((len(ids), self.vocab), -torch.inf)
+        found[:, of_target] = logits[ends.to(logits.device)][:, of_draft]
+        return found
+
+    def commit(self, path: range) -> None:
+        """Keep the first pending tokens of the target, as many as the path has."""
+        self.draft.commit(range(sum(self.widths[:len(path)])))
+        self.widths = []
+
+
+# ------------------------------------------------------------------------------------ decoding
+
+def another_tokenizer(target: CachedLM, draft: CachedLM, prompt: list[int], *, tokenizers: list,
+                      gamma: int = 6, verification: str = "block", sample: Sampler = greedy,
+                      log: list | None = None) -> Iterator[list[int]]:
+    """Decode speculatively with a draft whose tokenizer is another one.
+
+    gamma: tokens drafted a round, 1 or more
+    verification: token or block, as in speculative.py
+
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+
+    `tokenizers` are the target's and the draft's.
+    """
+    translation = draft.once("translation", lambda: Translation(target, draft, tokenizers))
+    translated = TranslatedLM(draft, translation, count_logits(target))
+    return speculative(target, translated, prompt, gamma=gamma, verification=verification,
+                       sample=sample, log=log)
+
+
+if __name__ == "__main__":
+    from cli.main import main
+    sys.exit(main([another_tokenizer], report, ranges={"gamma": (1, 2, 3, 4, 6, 8)}))

@@ -1,0 +1,153 @@
+"""Token Recycling: guess what the target itself said after the same token before.
+
+    python -m survey.recycling --prompt "..."
+
+Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
+Recycling", arXiv 2408.08696
+
+A call of the target gives a distribution after every node of a tree. One token of it is used, and
+the others are thrown away, as are the distributions after nodes that were rejected. Token Recycling
+keeps them. A matrix M holds for each token the eight tokens that were the likeliest ones after it,
+the last time that it was fed to the target. A tree of a fixed form is filled from M:
+
+    M[sat] = on  in  at …        sat ─┬─ on ─┬─ the ── cat      child j of a node with token t
+    M[on]  = the my …                 │      └─ my              is the token M[t, j]
+    M[in]  = a  the …                 ├─ in ── a
+    M[the] = cat mat …                └─ at
+
+    after the call               M[sat], M[on], M[the], M[cat], M[my], M[in], M[a] and M[at] are
+                                 what the target says at these eight nodes, wrong ones too
+
+There is nothing to train and no text to search. M knows only one token of what was before, so it
+guesses grammar and habits rather than content.
+
+Departures (paper / here / why):
+    a token that was never fed: its row of M is zeros, and so token 0 is guessed / no guesses are
+        made / a wrong guess costs a row
+    the prompt: its logits fill M / what follows each token of the prompt comes first in its row /
+        the LM head would have to read all of the prompt, which takes as long as many tokens
+    the tree: 80 nodes at 6 levels, found by hand / the likeliest tree by RATES, of as many nodes as
+        pay on this machine / on a CPU 80 rows take the time of many
+"""
+import sys
+from typing import Iterator
+
+from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
+                    row_costs, walk)
+
+import torch
+
+WIDTH = 8  # successors that are kept of a token
+MOST = WIDTHS[6]  # nodes of a tree, at most
+# How often the j-th successor of an accepted node is accepted: on the answers of a model of 135M
+# parameters to 40 prompts, as results/recycling.md says
+RATES = [0.42, 0.13, 0.07, 0.05, 0.03, 0.025, 0.02, 0.015]
+
+
+class Successors:
+    """Hold the matrix M: for each token that was fed, its likeliest successors.
+
+    rows   {token: up to WIDTH tokens, the likeliest first}
+    """
+
+    def __init__(self):
+        self.rows = {}
+
+    def read(self, text: list[int]) -> None:
+        """Put what follows each token of a text first in the token's row."""
+        for token, following in zip(text, text[1:]):
+            others = [x for x in self.rows.get(token, []) if x != following]
+            self.rows[token] = [following, *others][:WIDTH]
+
+    def learn(self, ids: list[int], logits: torch.Tensor) -> None:
+        """Replace the rows of all tokens that were fed.
+
+        ids      the tokens of a tree
+        logits   [n, V] after each of them. Of several nodes with one token the last one counts
+        """
+        likeliest = logits.topk(min(WIDTH, logits.shape[-1])).indices.tolist()
+        self.rows.update(zip(ids, likeliest))
+
+    def fill(self, root: int, tree: list[Node]) -> tuple[list[int], list[int]]:
+        """Fill a planned tree with tokens.
+
+        root     the token of node 0
+        tree     the planned nodes, of which those are left out that have no token in M, and all
+                 below them
+        returns  ids and parents of the nodes that are left
+        """
+        ids = [root]
+        parents = [-1]
+        place = {0: 0}  # the number of a planned node: its number among those that are left
+        for number, node in enumerate(tree[1:], start=1):
+            if node.parent not in place:
+                continue
+            row = self.rows.get(ids[place[node.parent]], [])
+            if node.rank < len(row):
+                place[number] = len(ids)
+                ids.append(row[node.rank])
+                parents.append(place[node.parent])
+        return ids, parents
+
+
+def list_plans(target: CachedLM) -> Iterator[tuple]:
+    """Yield trees of all sizes, for `fastest` to choose from.
+
+    target   the model whose calls are timed
+    yields   a tree, the tokens to be expected of a call, and the seconds of the call
+    """
+    costs = row_costs(target, MOST)
+    tree = best_tree([RATES] * 6, MOST)
+    for n in range(1, len(tree) + 1):
+        yield tree[:n], sum(node.chance for node in tree[:n]), costs[n]
+
+
+def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: bool = True,
+              successors: Successors | None = None, sample: Sampler = greedy,
+              log: list | None = None) -> Iterator[list[int]]:
+    """Verify in one call what the target said after the same tokens before.
+
+    nodes:   the most nodes of a tree, the root among them. With 0, as many as pay on this machine
+    history: keep M from prompt to prompt
+
+    Yields chunks of 1 to 7 tokens; logs {"guessed", "accepted"} a call.
+
+    The Successors `successors` are M, and are changed in place.
+    """
+    if not 0 <= nodes <= MOST:
+        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
+    if successors is None or not history:
+        successors = Successors()
+    successors.read(prompt)
+    target.start(prompt[:-1])
+    root = prompt[-1]
+    planned = best_tree([RATES] * 6, nodes)
+    while True:
+        if nodes == 0:
+            planned = fastest(target, "recycling", lambda: list_plans(target))
+        # Guess: fill the tree from M.
+        ids, parents = successors.fill(root, planned)
+        # Verify.
+        logits = target.forward(ids, parents)
+        path, chunk = walk(ids, parents, sample(logits))
+        target.commit(path)
+        # Recycle: all nodes were answered, and so all of them update M.
+        successors.learn(ids, logits)
+        root = chunk[-1]
+        if log is not None:
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        yield chunk
+
+
+# ------------------------------------------------------------------------- the command line
+
+def report(run) -> str:
+    """Return a line that counts the guesses and the accepted ones."""
+    guessed = sum(r["guessed"] for r in run.log)
+    accepted = sum(r["accepted"] for r in run.log)
+    return f"accepted {accepted} of {guessed} guesses, {accepted / len(run.log):.2f} a call"
+
+
+if __name__ == "__main__":
+    from cli.main import main
+    sys.exit(main([recycling], report, shared={"successors": Successors}))

@@ -1,0 +1,91 @@
+"""A draft with another tokenizer: what its tokens stand for, and what it is fed. That the text is
+the target's is in test_lossless.py."""
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from common import CachedLM, InputError
+from families import tiny
+from survey.another_tokenizer import TranslatedLM, Translation, read_bytes
+from toy_tokenizers import TOKENIZERS, letters
+
+
+def sentencepiece(words: list[str]) -> PreTrainedTokenizerFast:
+    """Make a tokenizer in the manner of Llama 2: ▁ for a space, <0xE9> for a byte, </s> last."""
+    vocab = {word: i for i, word in enumerate([*words, "</s>"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token=words[0]))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                           decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def translation_of(*tokenizers) -> Translation:
+    lms = [CachedLM(tiny("llama"), len(tokenizer)) for tokenizer in tokenizers]
+    return Translation(*lms, tokenizers)
+
+
+def test_what_tokens_stand_for():
+    """Spaces and bytes in two alphabets, and a special token, which stands for itself. Ids that the
+    model has no logits for are left out."""
+    of_bytes = letters("aĠÃ©")
+    of_bytes.add_special_tokens({"eos_token": "<end>"})
+    assert read_bytes(of_bytes, 9) == {0: b"a", 1: b" ", 2: b"\xc3", 3: b"\xa9", 4: "<end>"}
+    of_text = sentencepiece(["a", "▁the", "<0xC3>", "é"])
+    assert read_bytes(of_text, 9) == {0: b"a", 1: b" the", 2: b"\xc3", 3: "é".encode(),
+                                      4: "</s>"}
+    assert read_bytes(of_text, 2) == {0: b"a", 1: b" the"}
+
+
+def test_tokens_of_both_and_pieces_of_others():
+    """"é" of one tokenizer is two bytes of the other, and the ends of an answer are one another."""
+    of_bytes = letters("aĠÃ©b")
+    of_bytes.add_special_tokens({"eos_token": "<end>"})
+    of_text = sentencepiece(["b", "▁", "a", "é", "ab▁", "x"])
+    translation = translation_of(of_text, of_bytes)
+    pairs = dict(zip(*(ids.tolist() for ids in translation.both)))
+    assert pairs == {0: 4, 1: 1, 2: 0, 6: 5}
+    assert translation.pieces == {0: [4], 1: [1], 2: [0], 3: [2, 3], 4: [0, 4, 1], 5: [0], 6: [5]}
+    assert translation.encode([2, 3, 1]) == [0, 2, 3, 1]
+
+
+def test_the_longest_token_of_the_draft_comes_first():
+    of_text = sentencepiece(["a", "aa", "b", "aab"])
+    assert translation_of(letters("ab"), of_text).split(b"aaabaa") == [1, 0, 2, 1]
+
+
+def test_few_tokens_in_common_are_refused():
+    with pytest.raises(InputError, match="--draft must share 2 tokens .* or more, got 1"):
+        translation_of(letters("abcdefghijklmnopqrst"), letters("aABCDEFGHIJKLMNOPQRSTUVW"))
+
+
+def test_a_tokenizer_of_neither_kind_is_refused():
+    tokenizer = Tokenizer(models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(InputError, match="--draft must have a tokenizer of bytes"):
+        read_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 9)
+
+
+def test_a_draft_is_fed_its_own_tokens():
+    """The logits are those of the draft after its own ids, in the places of the target's; -inf for
+    what the draft lacks. After a commit the next call goes on behind what was kept."""
+    model = tiny("llama")
+    tokenizers = [letters("abcd"), letters("dbXYa")]  # the draft has a, b and d, and no c
+    translation = translation_of(*tokenizers)
+    draft = TranslatedLM(CachedLM(model, 5), translation, 4)
+    draft.start([0, 1])
+    draft.forward([3, 1])
+    draft.commit(range(1))
+    found = draft.forward([0, 2, 1])
+    alone = CachedLM(model, 5)
+    alone.start([4, 1, 0])  # a b d
+    logits = alone.forward([4, 0, 1])  # a, then token 0 in place of the unknown c, then b
+    expected = torch.full((3, 4), -torch.inf)
+    expected[:, [0, 1, 3]] = logits[:, [4, 1, 0]]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_the_toy_tokenizers_differ_as_they_say():
+    both = translation_of(*TOKENIZERS).both
+    assert 30 < len(both[0]) < 45 and (both[0] != both[1]).any()

@@ -1,0 +1,81 @@
+"""Token Recycling: the matrix and the trees that are filled from it. That its text is the target's
+is in test_lossless.py."""
+import pytest
+import torch
+
+from common import CachedLM, InputError, Node, best_tree
+from families import tiny
+from fake_models import counting
+from helpers import tokens_of
+from survey import recycling as module
+from survey.recycling import WIDTH, Successors, recycling, report
+
+PROMPT = [3, 14, 15]
+
+
+def test_a_text_puts_what_follows_first():
+    known = Successors()
+    known.rows = {1: [5, 6, 2], 2: [*range(10, 10 + WIDTH)]}
+    known.read([1, 2, 1, 6, 2, 9])
+    assert known.rows == {1: [6, 2, 5], 2: [9, 1, *range(10, 10 + WIDTH - 2)], 6: [2]}
+
+
+def test_every_node_is_learned_from():
+    """The likeliest tokens after each node, and of a token at two nodes those after the last."""
+    known = Successors()
+    known.rows = {7: [1], 4: [3]}
+    logits = torch.zeros(3, 20)
+    logits[0, [5, 6]] = torch.tensor([2.0, 1.0])
+    logits[1, 9] = logits[2, 8] = 1
+    known.learn([7, 2, 2], logits)
+    assert known.rows[7][:2] == [5, 6] and known.rows[2][0] == 8 and known.rows[4] == [3]
+    assert {len(known.rows[7]), len(known.rows[2])} == {WIDTH}
+
+
+def test_a_planned_tree_is_filled_by_hand():
+    """The header's tree. What M does not know is left out, and all below it."""
+    known = Successors()
+    known.rows = {1: [2, 3, 4], 2: [5, 6], 5: [7], 3: [8]}
+    tree = [Node(1, -1, 0, 0), Node(1, 0, 1, 0), Node(1, 0, 1, 3), Node(1, 2, 2, 0),
+            Node(1, 1, 2, 0), Node(1, 1, 2, 1), Node(1, 4, 3, 0), Node(1, 5, 3, 0),
+            Node(1, 0, 1, 1), Node(1, 8, 2, 0)]
+    assert known.fill(1, tree) == ([1, 2, 5, 6, 7, 3, 8], [-1, 0, 1, 1, 2, 0, 5])
+
+
+def test_a_text_that_repeats_is_accepted_whole():
+    """After a token the script always goes on alike, so from the second time on all is known."""
+    log = []
+    chunks = recycling(counting(9), [8, 0], nodes=64, log=log)
+    lengths = [len(next(chunks)) for _ in range(14)]
+    assert lengths[0] == 1 and min(lengths[9:]) == 7 == 1 + log[-1]["accepted"]
+
+
+def test_what_is_kept_from_prompt_to_prompt():
+    model, known = tiny("llama"), Successors()
+    first, again, alone = [], [], []
+    for log, history in ((first, True), (again, True), (alone, False)):
+        tokens_of(recycling(CachedLM(model), PROMPT, nodes=16, successors=known, history=history,
+                            log=log), 20)
+    count = [sum(r["accepted"] for r in log) for log in (first, again, alone)]
+    assert count[1] > count[0] == count[2]
+
+
+@pytest.mark.parametrize("nodes", [-1, 65])
+def test_a_tree_of_no_size_is_refused(nodes):
+    with pytest.raises(InputError, match=f"--nodes must be 0 to 64, got {nodes}"):
+        next(recycling(CachedLM(tiny("llama")), PROMPT, nodes=nodes))
+
+
+def test_the_report():
+    class Run:
+        log = [{"guessed": 7, "accepted": 3}, {"guessed": 3, "accepted": 0}]
+    assert report(Run) == "accepted 3 of 10 guesses, 1.50 a call"
+
+
+def test_the_clock_plans_the_likeliest_tree(monkeypatch):
+    monkeypatch.setattr(module, "row_costs", lambda target, most: [*range(most + 1)])
+    plans = [*module.list_plans(None)]
+    assert [len(tree) for tree, *_ in plans] == [seconds for *_, seconds in plans]
+    tree, expected, _ = plans[9]
+    assert tree == best_tree([module.RATES] * 6, 10)
+    assert expected == pytest.approx(sum(node.chance for node in tree))
