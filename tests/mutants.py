@@ -1232,7 +1232,7 @@ MUTANTS = {
         ("return median(a / b for a, b in zip(self.speeds(method, category),\n"
          "                                            self.speeds(other, category)))",
          "return self.speed(method) / self.speed(other)", "a ratio is of medians"),
-        ("made = {\"pool\": PhrasePool(), \"eos\": self.eos}", x,
+        (", \"eos\": self.eos}", "}",
          "a method that takes eos lacks it"),
         ("lm.calls, lm.rows, lm.seconds, lm.prompt_seconds = 0, 0, 0.0, 0.0", "lm.calls = 0",
          "the seconds of other prompts count"),
