@@ -177,6 +177,27 @@ class Session:
         return run
 
 
+def explain_slowdown(run: Run, ar: Run) -> str:
+    """Say in a line which cost makes a run slower than token by token decoding.
+
+    A round takes a call of the target over many rows, and the guessing. Both are said in calls of
+    one row, as the run of autoregressive decoding has them. The larger surplus is to blame.
+
+    run      the run of the method
+    ar       the run of `autoregressive`
+    """
+    target, alone = run.models["target"], ar.models["target"]
+    one = alone.seconds / alone.calls
+    call = target.seconds / target.calls / one
+    others = run.seconds - target.seconds - target.prompt_seconds
+    guessing = others / target.calls / one
+    gives = f"and a call gives {run.tokens / target.calls:.1f} tokens"
+    if call - 1 > guessing:
+        rows = target.rows / target.calls
+        return f"slower here because a call of {rows:.0f} rows costs {call:.1f} calls of one, {gives}"
+    return f"slower here because the guesses of a call cost {guessing:.1f} calls of one row, {gives}"
+
+
 def compare(session: Session, run: Run, lossy: Container) -> int:
     """Decode token by token too, and print both speeds and whether the outputs are equal.
 
@@ -187,8 +208,10 @@ def compare(session: Session, run: Run, lossy: Container) -> int:
     ar = session.decode(autoregressive, {})
     figures = str(ar)  # now: the search for a difference makes more calls
     exact = session.args.temperature == 0 and run.method not in lossy
-    found = run.find_difference(ar) if exact else "outputs may differ"
     speed_up = run.tokens / run.seconds * ar.seconds / ar.tokens
+    if speed_up < 1:
+        figures += f"\n{explain_slowdown(run, ar)}"
+    found = run.find_difference(ar) if exact else "outputs may differ"
     print(f"{figures}\nspeed-up {speed_up:.2f}x; "
           f"{found or 'output equals autoregressive output'}", file=sys.stderr)
     float32 = session.models["target"].dtype.itemsize == 4

@@ -103,7 +103,9 @@ class Translation:
         self.tokenizers = tokenizers
         self.of_target = read_bytes(tokenizers[0], count_logits(target))
         of_draft = read_bytes(tokenizers[1], count_logits(draft))
-        self.number_of = {text: number for number, text in of_draft.items()}
+        # Of two tokens with the same bytes the later id counts. In Llama 2 the earlier one is the
+        # byte's own, which is kept for texts that no other token can write.
+        self.number_of = {text: number for number, text in sorted(of_draft.items())}
         self.longest = max(len(text) for text in self.number_of)
         ends = [tokenizer.eos_token_id for tokenizer in tokenizers]
         shared = {number: self.number_of[text] for number, text in self.of_target.items()

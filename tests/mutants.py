@@ -1275,6 +1275,9 @@ MUTANTS = {
          "a pointer of git-lfs is not known"),
     ],
     "cli/main.py": [
+        ("if call - 1 > guessing:", "if call > guessing:", "the rows are to blame always"),
+        ("others = run.seconds - target.seconds - target.prompt_seconds",
+         "others = run.seconds - target.seconds", "the prompt's own pass is a guess"),
         ("limit = min(args.max_new_tokens, self.context - len(prompt))",
          "limit = args.max_new_tokens", "an answer exceeds the context"),
         ("if longest >= self.context:", "if longest > self.context:", "a prompt fills the context"),
