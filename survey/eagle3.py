@@ -1,7 +1,10 @@
 """EAGLE-3: one layer reads three layers of the target, and learns from what it guessed itself.
 
-Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
-Test", arXiv 2503.01840
+    eagle3         Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models
+                   via Training-Time Test", arXiv 2503.01840
+    train --mtp    DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, Section 2.2;
+                   Cai et al., "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token
+                   Prediction", arXiv 2509.18362
 
     python -m survey.eagle3 train --prompts FILE --out my.safetensors
     python -m survey.eagle3 --adapter my.safetensors --prompt "..."
@@ -32,12 +35,23 @@ pass n - 1 gave. Row j of pass n stands for the n-th guess after row j of the te
 
 Trees are grown and verified as in EAGLE, so greedy output and samples are the target's.
 
+`train --mtp` makes a simpler relative, multi-token prediction. Here f_i is what the target's LM
+head reads. A plain layer reads a projection M of this feature and of the token:
+
+    M [norm(f_i); norm(e(t_{i+1}))] ── layer ──> a_{i+1} ── norm, LM head ──> guesses of t_{i+2}
+
+One layer makes all guesses. In the passes after the first it reads a in place of f, and pass n
+weighs 0.6^n. All else is as above.
+
 Departures (paper or released code / here / why):
 - passes: 7 / 5, `--passes` / a later pass weighs 0.8^n and costs as much as the first.
-- the LM head: begins at random / begins as the target's / it learns faster.
+- the LM head: begins at random / begins as the target's / it learns faster. With `--head target` it
+  stays so, which makes a small file and cheap steps.
 - rate: 5e-5 with a warm-up / 1e-3 with a warm-up over a twentieth of the steps / that suits small
   models. For a target of billions of parameters lower it.
 - data: answers of a fixed set / the target's own greedy answers / that is what the draft guesses.
+- MTP, a later pass: sees its own rows up to j / sees what the test's pass sees / so it decodes.
+- MTP, the target: DeepSeek-V3 trains it too / it is frozen, as with FastMTP / the output stays its.
 - size of a tree: 60 nodes / the best size by measured acceptance and by the clock / costs differ.
 - tree of a released head: 60 nodes, dynamic / the same, until `measure` has written a file for
   `--accept` / their acceptance is not in their files.
@@ -68,7 +82,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 ADAPTER = f"{MODELS}/eagle3.safetensors"
 DECAY = 0.8  # of the loss from pass to pass
-MTP_DECAY = 0.6
+MTP_DECAY = 0.6  # the same for multi-token prediction
 
 
 # ------------------------------------------------------------------------- what the draft reads
