@@ -447,6 +447,18 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
             draft.accept = target.once(("eagle", accept),
                                        lambda: load_accept(accept, target.model))
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
+    yield from decode(target, draft, lm, prompt, nodes, dynamic, sample, log)
+
+
+def decode(target: CachedLM, draft: Draft, lm: CachedLM, prompt: list[int], nodes: int,
+           dynamic: bool, sample: Sampler, log: list | None) -> Iterator[list[int]]:
+    """Decode with a draft that guesses features: the loop of EAGLE, and of EAGLE-3.
+
+    target    the target, whose `features` are what the draft reads
+    lm        the draft's layer with its cache
+
+    The other arguments, and what is yielded and logged, are those of `eagle`.
+    """
     target.start(prompt[:-1])
     lm.start([])
     root = prompt[-1]

@@ -65,9 +65,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, fastest, greedy, prepare, walk
-from survey.eagle import (MOST, Pairs, feed, grow, measure_acceptance, plan_levels, plan_trees,
-                          report)
+from common import CachedLM, InputError, Sampler, greedy, prepare
+from survey.eagle import MOST, Pairs, decode, measure_acceptance, report
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (describe_layer, is_released, load_accept, make_config, read_head,
@@ -243,13 +242,14 @@ class Draft(torch.nn.Module):
         if rows.shape[1] == self.h:
             lm.lm_head.weight.data.copy_(rows[self.vocab])
         elif not own_head:
-            raise InputError("--own-head must be on where the target's LM head is "
-                             f"{rows.shape[1]} wide and not {self.h}")
+            raise InputError("--head must be own where the target's LM head is not as wide as its "
+                             "layers, got target")
         lm.lm_head.weight.requires_grad_(own_head)
         model.requires_grad_(False)
         self.lm = prepare(lm)  # while its embeddings are its own, of 8 tokens
         self.to(model.device)
         lm.set_input_embeddings(model.get_input_embeddings())
+
     def parts(self) -> dict[str, torch.nn.Parameter]:
         """Return all weights of the draft, by the names of the released files."""
         head, decoder = self.lm.lm_head, self.lm.model
@@ -336,6 +336,35 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
 
 # ---------------------------------------------------------------------------------- decoding
 
+class Tapped:
+    """Stand in for a target whose features are what enters some layers.
+
+    target  the target
+    taps    the numbers of the layers
+    seen    the list of `tap_layers` for them
+
+    features   [n, taps * h], of the last call, and after `start` of all tokens of the text
+    """
+
+    def __init__(self, target: CachedLM, taps: list[int], seen: list):
+        self.target, self.taps, self.seen = target, taps, seen
+
+    def __getattr__(self, name: str):
+        return getattr(self.target, name)
+
+    def start(self, ids: list[int]) -> None:
+        self.seen.clear()
+        self.target.start(ids)
+        # A text without tokens has no pass, and so no features.
+        self.features = join_taps(self.seen, self.taps)[0] if ids else self.target.features
+
+    def forward(self, *given, **how) -> torch.Tensor:
+        self.seen.clear()
+        logits = self.target.forward(*given, **how)
+        self.features = join_taps(self.seen, self.taps)[0]
+        return logits
+
+
 def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
            adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
@@ -363,34 +392,9 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
             draft.accept = target.once(("eagle3", accept),
                                        lambda: load_accept(accept, target.model))
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
-    lm.start([])
     with tap_layers(target.model, draft.taps) as seen:
-        target.start(prompt[:-1])
-        root = prompt[-1]
-        unfed = []
-        if len(prompt) > 1:
-            # The last pair waits: its pass also gives the logits of the first tree.
-            pairs = Pairs(prompt[:-1], join_taps(seen, draft.taps)[0], prompt[1:])
-            feed(draft, lm, [pairs.part(slice(0, -1))])
-            unfed = [pairs.part(slice(-1, None))]
-        n, levels, unmeasured = plan_levels(draft, nodes)
-        dynamic = dynamic or unmeasured
-        while True:
-            if nodes == 0 and not unmeasured:
-                n, levels = fastest(target, draft, lambda: plan_trees(draft, lm, target))
-            ids, parents = [root], [-1]
-            if levels and unfed:
-                ids, parents = grow(draft, lm, unfed, root, n, levels, dynamic)
-                unfed = []
-            seen.clear()  # of the calls that the clock made
-            path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-            features = join_taps(seen, draft.taps)[0]
-            unfed.append(Pairs([ids[x] for x in path], features[path], chunk))
-            root = chunk[-1]
-            target.commit(path)
-            if log is not None:
-                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
-            yield chunk
+        tapped = Tapped(target, draft.taps, seen)
+        yield from decode(tapped, draft, lm, prompt, nodes, dynamic, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training

@@ -94,7 +94,7 @@ def test_the_draft_reads_the_final_text(monkeypatch, nodes):
         lm.forward([3, 4], counts=False)  # as if a call were timed
         lm.truncate(lm.length)
         return 40, [1, 19]
-    monkeypatch.setattr("survey.eagle3.fastest", choose)
+    monkeypatch.setattr("survey.eagle.fastest", choose)
     draft, target, log = make_draft(), CachedLM(MODEL), []
     draft.accept = [[0.05] * 20] * 2  # so many guesses that some are accepted
     chunks = eagle3(target, TEXT, nodes=nodes, trained=draft, log=log)
