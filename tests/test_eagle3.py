@@ -1,6 +1,7 @@
 """EAGLE-3's layer computes the released formula, trains on what decoding gives it, and reads what
 enters three layers of the target."""
 import json
+import xml.etree.ElementTree as xml
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import eagle3_parts
 from cli.graphs import GraphedLM
 from common import CachedLM, InputError, autoregressive
 from families import tiny
@@ -431,3 +433,26 @@ def test_what_is_no_head_is_refused(tmp_path):
         write_head(tmp_path, make_draft(taps=(1, 3, 4)))
     with pytest.raises(InputError, match="must be trained without --mtp"):
         write_head(tmp_path, make_draft(form=Form(mtp=True)))
+
+
+# ---------------------------------------------------------------------------------- its variants
+
+def test_the_picture_has_a_curve_for_each_variant():
+    curves = {name: [0.9 - 0.1 * n - 0.01 * i for n in range(4)]
+              for i, name in enumerate(eagle3_parts.VARIANTS.values())}
+    root, space = xml.fromstring(eagle3_parts.draw_curves(curves)), "{http://www.w3.org/2000/svg}"
+    lines = [x.get("points").split() for x in root.iter(f"{space}polyline")]
+    assert [len(line) for line in lines] == [4, 2] * len(curves)
+    words = " ".join(x.text or "" for x in root.iter(f"{space}text"))
+    assert all(name.replace(", ", " ", 1) in words for name in curves)
+    heights = [float(line[0].partition(",")[2]) for line in lines[::2]]
+    assert heights == sorted(heights) and len({*heights}) == len(curves)
+    legend = [float(line[0].partition(",")[2]) for line in lines[1::2]]
+    assert legend == sorted(legend)  # names stand in the order of the curves' ends
+
+
+def test_a_chain_has_one_guess_a_node():
+    draft = make_draft()
+    chain, log = eagle3_parts.make_chain(draft), []
+    tokens_of(eagle3(CachedLM(MODEL), TEXT, nodes=4, trained=chain, log=log), 9)
+    assert {x["guessed"] for x in log} == {3} and draft.accept[0] == [0.5, 0.3, 0.1]

@@ -1,6 +1,6 @@
 """Measure what each part of EAGLE-3 brings, and draw how guesses fare as more features are guessed.
 
-    python results/eagle3.py --adapters FOLDER --picture results/eagle3.svg
+    python results/eagle3_parts.py --adapters FOLDER --picture results/eagle3.svg
 
 FOLDER holds trained drafts of EAGLE and of survey/eagle3.py, one file for each name of VARIANTS;
 those that are not there are left out. All must have been trained on the same answers for equally
