@@ -20,11 +20,11 @@ from survey import eagle as eagle_file, eagle3 as eagle3_file  # noqa: E402
 
 VARIANTS = {  # file: what it is called in the table
     "eagle": "EAGLE",
-    "one_pass": "EAGLE-3's layer on EAGLE's features, no loss on features",
-    "three_passes": "and training-time test, 3 passes",
-    "five_passes": "and training-time test, 5 passes",
-    "three_layers": "5 passes, and three tapped layers",
-    "norms": "5 passes, three tapped layers, and the norms of EAGLE-3.1",
+    "one_pass": "one tapped layer, no loss on features",
+    "three_passes": "the same, with the training-time test of 3 passes",
+    "five_passes": "the same, with the training-time test of 5 passes",
+    "three_layers": "EAGLE-3, 5 passes and three tapped layers",
+    "norms": "EAGLE-3.1, the same with its norms",
     "mtp": "MTP, 3 passes",
 }
 DASHES = ("", "1 3", "6 3", "", "6 3", "1 3", "10 3 2 3")
@@ -81,7 +81,7 @@ def draw_mark(kind: str, x: float, y: float) -> str:
     if kind == "square":
         return f'<rect x="{x - 3.5:.1f}" y="{y - 3.5:.1f}" width="7" height="7" fill="white"/>'
     if kind == "cross":
-        return (f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"/>')
+        return f'<path d="M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"/>'
     fill = "black" if kind == "filled" else "white"
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{fill}"/>'
 
@@ -91,7 +91,7 @@ def draw_curves(curves: dict[str, list[float]]) -> str:
 
     curves  for each name its acceptance after 0, 1, 2, … guessed features
     """
-    width, height, left, low, right = 760, 400, 60, 350, 430
+    width, height, left, low, right = 840, 400, 60, 350, 430
     most = max(map(len, curves.values())) - 1
     least = min(min(line) for line in curves.values()) // 0.1 * 0.1
 
