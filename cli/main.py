@@ -193,9 +193,10 @@ def explain_slowdown(run: Run, ar: Run) -> str:
     guessing = others / target.calls / one
     gives = f"and a call gives {run.tokens / target.calls:.1f} tokens"
     if call - 1 > guessing:
-        rows = target.rows / target.calls
-        return f"slower here because a call of {rows:.0f} rows costs {call:.1f} calls of one, {gives}"
-    return f"slower here because the guesses of a call cost {guessing:.1f} calls of one row, {gives}"
+        reason = f"a call of {target.rows / target.calls:.0f} rows costs {call:.1f} calls of one"
+    else:
+        reason = f"the guesses of a call cost {guessing:.1f} calls of one row"
+    return f"slower here because {reason}, {gives}"
 
 
 def compare(session: Session, run: Run, lossy: Container) -> int:
