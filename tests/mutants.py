@@ -423,6 +423,8 @@ MUTANTS = {
          "a draft that is cut keeps the wrong distributions"),
         ("\"accepted\": len(tokens) - 1})", "\"accepted\": len(tokens)})",
          "the target's own token counts"),
+        ("self.lm.forward(text[same:], keep=n)", "self.lm.forward(text[same:])[-n:]",
+         "the head reads rows that nobody asked for"),
     ],
     "survey/draft_verify.py": [
         ("nothing = torch.zeros_like(hidden)", "nothing = hidden",
@@ -446,6 +448,8 @@ MUTANTS = {
          "a block that is skipped is never taken back"),
         ("if not numbers <= {*range(depth_of(model))}:", "if not numbers:",
          "layers that the model lacks are skipped"),
+        ("threshold = 0.9 * threshold + 0.1 * goal", "threshold = goal",
+         "the threshold moves ten times as far"),
     ],
     "survey/early_exit.py": [
         ("return self.norm(x + self.W_2(", "return self.norm(self.W_2(",
@@ -627,6 +631,9 @@ MUTANTS = {
          "the first token of an answer has no state"),
         ("measure_exit(tuned, held_out, layers)", "measure_exit(tuned, data, layers)",
          "exits are measured on what is learnt from"),
+        ("early.forward(token, keep=0)", "early.forward(token)",
+         "the head reads a row that guesses nothing"),
+        ("move_counts(late, target)", "pass", "no call counts"),
     ],
     "survey/lossy.py": [
         ("return -log_p <= rollback", "return -log_p < rollback",
@@ -829,6 +836,9 @@ MUTANTS = {
          "the second draft learns what the first gets right"),
         ("line.endswith(b\"\\n\")]  # not one", "True]  # not one",
          "a line that was cut off is an answer"),
+        ("move_counts(learner.lm, draft)", "pass", "the draft's calls are not reported"),
+        ("wrong = guessed.argmax(-1) != labels", "wrong = labels == labels",
+         "the second draft learns all tokens"),
     ],
     "survey/parts.py": [
         ("return some - some.mean(0)", "return some",
@@ -1061,6 +1071,11 @@ MUTANTS = {
          "tokens without rows are forgotten when a cache is cut"),
         ("chosen = min(chunks, max(1, budget // chunk))", "chosen = min(chunks, 1)",
          "one chunk is retrieved"),
+        ("small.prefix + small.length > sinks + 2 * window",
+         "small.prefix + small.length > sinks + 20 * window", "the draft's cache grows on"),
+        ("move_counts(small, draft)", "pass", "the draft's calls are not reported"),
+        ("lm.forward([token], keep=0, counts=False)", "lm.forward([token], counts=False)",
+         "the head reads the row that asks for rows"),
     ],
     "survey/views.py": [
         ("new._modules = dict(module._modules)", "new._modules = module._modules",

@@ -485,6 +485,21 @@ survey.hybrid | --guess rest: none, medusa, hydra, eagle | --nodes -1 65: 1 to 6
 survey.masks | --L -1 9: 1 to 5, or 0
 survey.masks --method space | --k -1: 1 or more, or 0
 survey.masks tune --out /no/x | --rank 0: 1 or more | --k 0: 1 or more
+survey.cascade | --gamma -1: 0 or more | --inner -1: 0 or more | --tail -1: 0 or more
+survey.triforce | --gamma 0: 1 or more | --inner -1: 0 or more | --budget 7: 8 or more
+survey.triforce | --chunk 0: 1 or more | --sinks 0: 1 or more | --window 0: 1 or more
+survey.draft_verify | --gamma 0: 1 or more | --threshold -1.0 nan: 0 or more
+survey.layerskip | --gamma 0: 1 or more | --E -1: 0 or more
+survey.layerskip tune --out /no/x | --E 0 12: 1 to 11 | --rank 0: 1 or more | --lr 0.0: above 0
+survey.layerskip tune --out /no/x | --max-new-tokens 0: 1 or more
+survey.early_exit | --gamma 0: 1 or more
+survey.early_exit train --out /no/x | --E 0 12: 1 to 11 | --steps 0: 1 or more | --lr 0.0: above 0
+survey.early_exit train --out /no/x | --width 0: 1 or more | --max-new-tokens 0: 1 or more
+survey.online | --gamma 0: 1 or more | --every 0: 1 or more | --lr 0.0: above 0
+survey.online | --divergence tvd: forward-kl, reverse-kl, jsd
+survey.online serve --out /no/x | --every 0: 1 or more | --gamma 0: 1 or more
+survey.online serve --out /no/x | --max-new-tokens 0: 1 or more
+survey.online boost --out /no/x | --steps 0: 1 or more
 """.strip().splitlines()
 
 
@@ -559,6 +574,17 @@ REFUSED = [
     ("survey.masks --tokens models/bita.safetensors",
      "--tokens must be a file without prompt tokens, got"),
     ("survey.masks --method space --tuning {odd}/none", "expected a file of a SPACE tuning, got"),
+    ("survey.cascade --grams {odd}/none", "expected a file of a REST datastore, got '{odd}/none'"),
+    ("survey.triforce --graphs", "--graphs must be off"),
+    ("survey.triforce --draft a --draft b", "--draft must be given once for triforce, got 2"),
+    ("survey.draft_verify --graphs", "--graphs cannot be used"),
+    ("survey.draft_verify --blocks {odd}/none", "expected blocks that … for this model, got"),
+    ("survey.layerskip --tuning ''", "--E must be 1 or more without --tuning, got 0"),
+    ("survey.layerskip --tuning '' --E 12", "--E must be 1 to 11 for a model of 12 layers, got"),
+    ("survey.layerskip --tuning models/exit.safetensors", "one of an early exit"),
+    ("survey.early_exit --exit {odd}/none", "expected a file of an early exit, got '{odd}/none'"),
+    ("survey.online boost --out /no/such/x --draft {odd}/empty",
+     "expected a model directory or hub id that … got '{odd}/empty'"),
 ]
 
 

@@ -364,12 +364,15 @@ class Choosing(Sampler):
 
 
 def draw_by_choices(q_logits: torch.Tensor, k: int, sample: Choosing) -> list[list[int]]:
-    """Stand in for Sequoia's Gumbel noise: k draws without replacement from each row."""
+    """Stand in for Sequoia's Gumbel noise: k draws without replacement from each row, evenly where
+    it has no mass left."""
     rows = []
     for q in q_logits.softmax(-1).double():
         draws = []
         for _ in range(k):
-            draws.append(sample.choose((q / q.sum()).tolist()))
+            left = q if q.sum() > 0 else torch.ones_like(q)
+            left[draws] = 0
+            draws.append(sample.choose((left / left.sum()).tolist()))
             q[draws[-1]] = 0
         rows.append(draws)
     return rows

@@ -11,7 +11,7 @@ import tasks
 from common import CachedLM, InputError, autoregressive, encode, eos_ids
 from fake_models import ScriptedLM, markov, scripted
 from families import near, tiny
-from helpers import ROOT, main, per_call, tokens_of
+from helpers import ROOT, per_call, tokens_of
 from survey import rest as module
 from survey.parts import load_part, save_part
 from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_text, as_tokens,
@@ -367,17 +367,3 @@ def test_the_committed_datastore_has_answers_to_training_prompts_alone(embedded)
 def test_tokens_per_call_on_held_out_prompts_of_the_embedded_target(embedded, held_out):
     for options in {}, dict(alpha=4.0):
         assert per_call(rest, embedded[0], held_out[::2], nodes=15, **options) >= 1.6
-
-
-def test_the_command_line(tmp_path, capsys):
-    """A datastore of a file's own texts, then decoding with it, to the same text as without."""
-    texts, file = tmp_path / "texts", tmp_path / "store.safetensors"
-    texts.write_text("".join(f"{e.prompt}{e.answer}".replace("\n", " ") + "\n"
-                             for e in tasks.take("sql", "train", 8)))
-    argv = ["build", "--prompts", str(texts), "--out", str(file), "--text"]
-    assert main([rest], report, argv, commands=[build]) == 0
-    assert "8 texts" in capsys.readouterr().out
-    argv = ["--prompt", "def double(x):", "--max-new-tokens", "12", "--compare", "--nodes", "3"]
-    argv += ["--datastore", str(file), "--no-grow"]
-    assert main([rest], report, argv, commands=[build]) == 0
-    assert "output equals autoregressive" in capsys.readouterr().err

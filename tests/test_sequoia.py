@@ -1,6 +1,5 @@
 """Sequoia: the best tree, exact sampling without replacement, and the rates of this pair alone."""
 import itertools
-import json
 import math
 from types import SimpleNamespace
 
@@ -8,16 +7,16 @@ import pytest
 import torch
 
 import survey.sequoia as module
-from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy, until
+from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy
 from fake_models import ScriptedLM, Zeros, markov
 from families import CONTEXT, VOCAB, near, tiny
-from helpers import ROOT, check_without_caches, main, tokens_of
+from helpers import check_without_caches, tokens_of
 from laws import chi_square_ok, law, outcomes
 from survey import parts
 from survey.parts import save_facts
 from survey.sequoia import (calibrate, decode, draw_children, list_plans, load_rates, parents_of,
                             report, sequoia, shape_of, tabulate, verify)
-from test_lossless import Choosing
+from test_lossless import Choosing, draw_by_choices
 
 PROMPT = [3, 14, 15]
 BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are leaves
@@ -137,25 +136,11 @@ def log_of(q: torch.Tensor) -> torch.Tensor:
     return q.log().clamp(min=-1e9)
 
 
-def choose_children(q_logits, k, sample: Choosing) -> list[list[int]]:
-    """Stand in for the Gumbel noise: draw by choices, evenly where q has no mass left."""
-    rows = []
-    for q in q_logits.softmax(-1).double():
-        draws = []
-        for _ in range(k):
-            left = q if q.sum() > 0 else torch.ones_like(q)
-            left[draws] = 0
-            draws.append(sample.choose((left / left.sum()).tolist()))
-            q[draws[-1]] = 0
-        rows.append(draws)
-    return rows
-
-
 def law_of_one_node(p, q, k, reorder=lambda draws: draws):
     """Return the distribution of the token after one node with k children, and the probability
     that a child is accepted."""
     def run(choose):
-        [draws] = choose_children(log_of(q)[None], k, Choosing(choose))
+        [draws] = draw_by_choices(log_of(q)[None], k, Choosing(choose))
         draws = reorder(draws)
         i, left = verify(p, log_of(q), draws, Choosing(choose))
         return (choose(left.tolist()), False) if i is None else (draws[i], True)
@@ -210,7 +195,7 @@ def test_draws_are_without_replacement():
     sample = Sampler(1.0, seed=5)
     q = torch.tensor([0.45, 0.3, 0.2, 0.05]).double()
     expected = {tuple(draws): chance for chance, draws in outcomes(
-        lambda choose: choose_children(log_of(q)[None], 3, Choosing(choose))[0])}
+        lambda choose: draw_by_choices(log_of(q)[None], 3, Choosing(choose))[0])}
     found = [*map(tuple, draw_children(log_of(q).expand(20000, 4), 3, sample))]
     counts = torch.tensor([found.count(draws) for draws in expected])
     assert len(expected) == 24 and counts.sum() == 20000
@@ -256,7 +241,7 @@ def test_where_q_has_no_mass_left_children_are_drawn_evenly():
 def test_a_round_is_exact_by_enumeration(monkeypatch, parents, missing):
     """There are three tokens. The draft gives no mass to the missing ones, and the target samples
     with top-k."""
-    monkeypatch.setattr(module, "draw_children", choose_children)
+    monkeypatch.setattr(module, "draw_children", draw_by_choices)
     monkeypatch.setattr(Choosing, "probs", Sampler(1.2, top_k=2).probs)
     target, logits_of, prompt = markov(1, vocab=3), markov(2, vocab=3), [0, 1]
 
@@ -373,25 +358,6 @@ def test_rates_of_another_pair_are_refused(tmp_path):
         load_rates(rates, draft, draft)
 
 
-def test_calibration_and_decoding_on_the_command_line(tmp_path, monkeypatch, capsys):
-    """The target as its own draft is right at once."""
-    monkeypatch.setattr(module, "TEMPERATURES", (0.0, 1.0))
-    monkeypatch.setattr(module, "TOKENS", 6)
-    examples, rates = tmp_path / "prompts.txt", tmp_path / "rates.json"
-    examples.write_text((ROOT / "models/examples.jsonl").read_text().splitlines()[0])
-    draft = ["--draft", f"{ROOT}/models/target"]
-    argv = ["calibrate", *draft, "--prompts", str(examples), "--out", str(rates)]
-    assert main([sequoia], report, argv, commands=[calibrate]) == 0
-    assert json.loads(rates.read_text())["rates"] == {
-        "0.0": [1.0] + [0.0] * 15, "1.0": [1.0] + [0.0] * 15}
-    argv = ["--prompt", "Question: 2 + 2", "--nodes", "4", "--depth", "2", "--max-new-tokens", "8",
-            "--compare", "--rates", str(rates)]
-    assert main([sequoia], report, [*argv, *draft], commands=[calibrate]) == 0
-    assert "output equals autoregressive output" in capsys.readouterr().err
-    assert main([sequoia], report, argv, commands=[calibrate]) == 2
-    assert "another draft's" in capsys.readouterr().err
-
-
 class Vocabulary(SimpleNamespace):
     """Stand in for a tokenizer, of which only the vocabulary is read."""
 
@@ -470,15 +436,6 @@ def test_the_rates_of_the_embedded_pair(embedded):
     for P in measured.values():
         assert len(P) == module.B and 0.8 < P[0] < 0.95 and 0.98 < sum(P) <= 1.001
         assert P[0] > P[1] > P[2] > max(P[6:])
-
-
-def test_trees_of_128_nodes_at_the_end_of_the_context(tmp_path):
-    model = tiny("gpt2", n_positions=40)
-    target, draft = CachedLM(model), CachedLM(near(model, 0.02))
-    n, rates = 40 - len(PROMPT), rates_file(tmp_path, model, draft.model)
-    expected, log = tokens_of(autoregressive(target, PROMPT), n), []
-    chunks = sequoia(target, draft, PROMPT, nodes=128, depth=6, rates=rates, log=log)
-    assert tokens_of(chunks, n) == expected and {r["drafted"] for r in log} == {127}
 
 
 def test_the_report():
