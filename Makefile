@@ -15,7 +15,7 @@ RUN := .venv/bin/python
 WORK := models/work
 
 .PHONY: demo test mutants bench gpu-dry models picture bita medusa \
-	eagle eagle3 layerskip masks sequoia rest hybrid cllm clean
+	eagle eagle3 dflash layerskip masks sequoia rest hybrid cllm clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -80,6 +80,13 @@ eagle3: .venv/ready
 	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
 	$(RUN) -m survey.eagle3 train --prompts $(WORK)/prompts_eagle.jsonl --work $(WORK)/eagle \
 		--steps 1000 --lr 3e-3 --out models/eagle3.safetensors
+
+# models/dflash.safetensors: a draft that guesses a block of eight tokens in one pass
+dflash: .venv/ready
+	mkdir -p $(WORK)
+	$(RUN) models/tasks.py 700 > $(WORK)/prompts_eagle.jsonl
+	$(RUN) -m survey.dflash train --prompts $(WORK)/prompts_eagle.jsonl --work $(WORK)/eagle \
+		--taps 2,6,11 --steps 700 --out models/dflash.safetensors
 
 # models/pass.safetensors: look-ahead tokens; models/space.safetensors: changes of the target
 masks: .venv/ready

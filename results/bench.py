@@ -49,7 +49,7 @@ from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
 from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.eagle import eagle, load_draft  # noqa: E402
-from survey import eagle3  # noqa: E402
+from survey import dflash, eagle3  # noqa: E402
 from survey.hybrid import hybrid, load_trust  # noqa: E402
 from survey.layerskip import layerskip, load_tuned  # noqa: E402
 from survey.lossy import bild, specdec  # noqa: E402
@@ -289,6 +289,12 @@ class Bench:
             eagle3.eagle3, trained=eagle3.load_draft(path, self.target), nodes=self.args.nodes,
             **options))
 
+    def dflash(self, name: str, **options) -> dict[str, Ours]:
+        path = self.args.adapters / "dflash.safetensors"
+        return self.fitting(name, lambda: self.ours(
+            dflash.dflash, trained=dflash.load_draft(path, self.target), nodes=self.args.nodes,
+            **options))
+
     def rest(self, name: str, **options) -> dict[str, Ours]:
         path = self.args.adapters / "rest.safetensors"
         return self.fitting(name, lambda: self.ours(
@@ -515,6 +521,7 @@ def all_methods(bench: Bench) -> dict[str, Ours]:
         **bench.eagle("eagle"),
         **bench.eagle("eagle, dynamic", dynamic=True),
         **bench.eagle3("eagle3"),
+        **bench.dflash("dflash"),
         **bench.sequoia("sequoia"),
         **bench.fewer_layers(),
         **bench.masks(),
@@ -525,6 +532,7 @@ def all_methods(bench: Bench) -> dict[str, Ours]:
         **bench.hybrid("medusa"),
         **bench.hybrid("hydra"),
         **bench.hybrid("eagle"),
+        **bench.hybrid("dflash"),
         **bench.run("cascade", cascade, grams=grams),
         **bench.run("specinfer", specinfer, gamma=gamma),
         **bench.run("spectr", spectr, gamma=gamma),

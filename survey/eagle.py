@@ -118,15 +118,17 @@ class Pairs(NamedTuple):
         return Pairs(self.before[span], self.features[span], self.tokens[span])
 
 
-def make_layer(model, mlp: int) -> tuple:
-    """Make a random layer of the kind of the model's last one, for the draft to train.
+def make_layer(model, mlp: int, n: int = 1) -> tuple:
+    """Make random layers of the kind of the model's last ones, for the draft to train.
 
     model    the target
-    mlp      the width of the layer's MLP. 0: as wide as the model's
-    returns  a model of the random layer in float32, and a model of the last layer itself. Both have
-             8 tokens, since the draft puts in the target's embeddings and LM head.
+    mlp      the width of a layer's MLP. 0: as wide as the model's
+    n        how many layers. EAGLE has one
+    returns  a model of the random layers in float32, and a model of the last layers themselves.
+             Both have 8 tokens, since the draft puts in the target's embeddings and LM head.
     """
-    last = take_layers(model, [depth_of(model) - 1], vocab_size=8, pad_token_id=None)
+    L = depth_of(model)
+    last = take_layers(model, [*range(L - n, L)], vocab_size=8, pad_token_id=None)
     config = copy.deepcopy(last.config)
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if mlp:

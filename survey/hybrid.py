@@ -1,8 +1,8 @@
 """One tree holds all guesses, each node has a measured chance, and rows are added while they pay.
 
 hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained guess, of Medusa or
-         Hydra (medusa.py) or EAGLE (eagle.py), in one tree. Others choose one source a step
-         (SAM-Decoding, arXiv 2411.10666)
+         Hydra (medusa.py), EAGLE (eagle.py) or DFlash (dflash.py), in one tree. Others choose one
+         source a step (SAM-Decoding, arXiv 2411.10666)
 
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
     python -m survey.hybrid --prompt "..."
@@ -18,7 +18,9 @@ hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained gu
 
 The children of a node come from n-grams of the text and of a datastore (ngrams.py), looked up after
 the text and the node's path. At the root a trained part guesses as well, unless the n-grams give a
-token a chance of 1/2 or more. The chance of a child is then w p_guess + (1 - w) p_ngram.
+token a chance of 1/2 or more. The chance of a child is then w p_guess + (1 - w) p_ngram. One pass
+of DFlash's draft guesses for all depths of its block, so it is asked at deeper nodes in the same
+way. The other parts would need a pass for each depth.
 
 The tree grows best first. It ends where a node's chance is below the price of a row:
 
@@ -58,7 +60,10 @@ from statistics import linear_regression
 from typing import Callable, Iterable, Iterator
 
 from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
+from survey.dflash import BlockLM, run_block
+from survey.dflash import load_draft as load_block_draft
 from survey.eagle import Pairs, feed, load_draft
+from survey.eagle3 import join_taps, tap_layers
 from survey.medusa import load_heads
 from survey.ngrams import SEEN, SOURCES, NGrams, fit_trust, fit_weight, mix_entries
 from survey.parts import MODELS, load_facts, logits_of, save_facts
@@ -72,7 +77,7 @@ LEAST = 0.01  # the least chance of a node
 RANKS = 10  # how many guesses a trained part gives
 SURE = 0.5  # where n-grams give a token this chance or more, no trained part is asked
 RECENT = 64  # the latest calls, from which prices are estimated
-GUESSES = ("none", "medusa", "hydra", "eagle")
+GUESSES = ("none", "medusa", "hydra", "eagle", "dflash")
 
 
 # ------------------------------------------------------------------------------ a trained part
@@ -82,19 +87,30 @@ class Trained:
 
     A pair is a token, and the target's feature of the token before it. The part reads pairs. They
     wait until the part is asked. A first head of Medusa or Hydra reads the last pair alone. EAGLE's
-    layer reads all waiting pairs, because its cache has the earlier ones.
+    layer and DFlash's draft read all waiting pairs, because their caches have the earlier ones.
 
     target   the model whose features the part reads
-    kind     medusa, hydra or eagle
-    path     the file of the heads or of the layer
+    kind     medusa, hydra, eagle or dflash
+    path     the file of the heads, of the layer or of the draft
+
+    taps     the layers whose inputs are this part's features, side by side. []: a feature is what
+             the LM head reads
+    depth    for how many levels of a tree the part guesses
     """
 
     def __init__(self, target: CachedLM, kind: str, path: str):
         model = target.model
         self.embed = model.get_input_embeddings()
         self.vocab = target.vocab
-        self.layer = None  # EAGLE's layer with its cache
-        if kind == "eagle":
+        self.kind = kind
+        self.layer = None  # EAGLE's layer or DFlash's draft, with its cache
+        self.taps, self.depth = [], 1
+        if kind == "dflash":
+            self.part = target.once((kind, path), lambda: load_block_draft(path, model))
+            self.layer = target.once((self.part, "cached"),
+                                     lambda: BlockLM(self.part.lm, target.vocab))
+            self.taps, self.depth = self.part.taps, self.part.B
+        elif kind == "eagle":
             self.part = target.once((kind, path), lambda: load_draft(path, model))
             self.layer = target.once((self.part, "cached"),
                                      lambda: type(target)(self.part.lm, target.vocab))
@@ -108,6 +124,7 @@ class Trained:
         pairs    the pairs of the prompt. A prompt of one token has none
         """
         self.waiting = [pairs] if pairs.tokens else []
+        self.block = None  # the logits of DFlash's block behind the text, if it was asked
         if self.layer:
             self.layer.start([])
 
@@ -117,15 +134,38 @@ class Trained:
         pairs    the pairs of the tokens that became final, one or more
         """
         self.waiting = [*self.waiting, pairs] if self.layer else [pairs]
+        self.block = None
 
-    @torch.inference_mode()
-    def predict(self) -> dict[str, float]:
-        """Guess the next token.
+    def predict(self, path: str = "") -> dict[str, float]:
+        """Guess the next token after the text, or after a path of guesses below its root.
 
+        path     the guesses, fewer than `depth`
         returns  {next token: its chance} for the RANKS likeliest tokens. {} if no pair waits
         """
-        if not self.waiting:
+        if self.block is None and not self.waiting:
             return {}
+        logits = self.compute_block_logits(path) if self.kind == "dflash" else self.compute_logits()
+        p = logits[:self.vocab].float().softmax(-1)
+        p = p.nan_to_num(0.0)  # so that a part that overflows guesses nothing
+        best = p.topk(min(RANKS, len(p)))
+        guessed = as_text(self.part.vocab[best.indices].tolist())
+        return dict(zip(guessed, best.values.tolist()))
+
+    @torch.inference_mode()
+    def compute_block_logits(self, path: str) -> torch.Tensor:
+        """Compute the logits [V'] after a path. The first path of a round runs the block."""
+        if self.block is None:
+            features = torch.cat([pairs.features for pairs in self.waiting])
+            self.root = self.waiting[-1].tokens[-1]
+            self.block = run_block(self.part, self.layer, self.part.fuse(features), self.root)
+            self.waiting = []
+        before = torch.tensor([self.root, *as_tokens(path)][-1], device=self.block.device)
+        k = len(path)
+        return self.part.add_markov(self.block[k], before) / self.part.temperatures[k]
+
+    @torch.inference_mode()
+    def compute_logits(self) -> torch.Tensor:
+        """Compute the logits [V'] after the text, by a head or by EAGLE's layer."""
         before, features, tokens = zip(*self.waiting)
         if self.layer:
             pairs = Pairs(sum(before, []), torch.cat(features), sum(tokens, []))
@@ -135,37 +175,35 @@ class Trained:
             feature = features[-1][-1:]  # [1, d]
             between = self.embed(torch.tensor(tokens[-1][-1:], device=feature.device))[:, None]
             logits = self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
-        p = logits[0, :self.vocab].float().softmax(-1)
-        p = p.nan_to_num(0.0)  # so that a part that overflows guesses nothing
-        best = p.topk(min(RANKS, len(p)))
-        guessed = as_text(self.part.vocab[best.indices].tolist())
-        return dict(zip(guessed, best.values.tolist()))
+        return logits[0]
 
 
 # ---------------------------------------------------------------------------------- the tree
 
-def predict_children(ngrams: NGrams, path: str, ask: Callable | None, w: float) -> dict[str, float]:
+def predict_children(ngrams: NGrams, path: str, ask: Callable | None, w: float,
+                     depth: int) -> dict[str, float]:
     """Tell with which chance each token follows a node, if the node itself is accepted.
 
     ngrams   the n-gram model with the text so far
     path     the tokens from below the root down to the node, "" for the root
-    ask      a function without arguments. It returns a trained part's {token: its chance} after
-             the root. None: there is no part
+    ask      a function of a path. It returns a trained part's {token: its chance} after the path.
+             None: there is no part
     w        the weight of the part's chances
+    depth    the part is asked after paths of fewer tokens than this
     returns  {token: its chance}
     """
     chances = ngrams.predict(path)
     sure = max(chances.values(), default=0.0) >= SURE
-    if path or ask is None or sure:
+    if len(path) >= depth or ask is None or sure:
         return chances
-    guessed = ask()
+    guessed = ask(path)
     if not any(guessed.values()):  # a part without a guess takes no weight
         return chances
     return {x: w * guessed.get(x, 0.0) + (1 - w) * chances.get(x, 0.0) for x in chances | guessed}
 
 
-def grow(ngrams: NGrams, ask: Callable[[], dict[str, float]] | None, w: float, most: int,
-         least: float) -> tuple[list[int], list[int], list[float]]:
+def grow(ngrams: NGrams, ask: Callable[[str], dict[str, float]] | None, w: float, most: int,
+         least: float, depth: int = 1) -> tuple[list[int], list[int], list[float]]:
     """Grow the tree of the likeliest nodes, best first.
 
     ngrams   the n-gram model with the text so far
@@ -173,6 +211,7 @@ def grow(ngrams: NGrams, ask: Callable[[], dict[str, float]] | None, w: float, m
     w        the weight of the trained part's chances
     most     the most nodes, the root among them
     least    the least chance of a node
+    depth    for how many levels the part is asked
     returns  ids, parents and chances of the nodes, the root first. The chances never rise, so the
              first n nodes are the best tree of n nodes
     """
@@ -187,7 +226,7 @@ def grow(ngrams: NGrams, ask: Callable[[], dict[str, float]] | None, w: float, m
         chances.append(chance)
         if len(nodes) == most:
             break
-        for token, share in predict_children(ngrams, path, ask, w).items():
+        for token, share in predict_children(ngrams, path, ask, w, depth).items():
             if chance * share >= least:
                 pushed += 1
                 heapq.heappush(heap, (-chance * share, pushed, len(nodes) - 1, path + token))
@@ -241,15 +280,34 @@ def choose_width(chances: list[float], costs: list[float], rate: float) -> int:
     return worth.index(max(worth)) + 1
 
 
+def choose_tree(ngrams: NGrams, trained: Trained | None, w: float, nodes: int, costs: list[float],
+                recent: Iterable[tuple]) -> tuple[list[int], list[int], list[float]]:
+    """Grow the tree as far as a node's chance is above the price of a row, then cut it.
+
+    trained   a trained part that guesses, or None
+    w         the weight of its chances
+    nodes     how many nodes the tree has. 0: as many as pay
+    costs     costs[n]: the seconds of a call of n rows
+    recent    as for `estimate_prices`
+    returns   ids, parents and chances of the nodes
+    """
+    ask, depth = (trained.predict, trained.depth) if trained else (None, 0)
+    row, rate = estimate_prices(costs, recent)
+    least = LEAST if nodes else max(LEAST, row * rate)
+    ids, parents, chances = grow(ngrams, ask, w, nodes or MOST, least, depth)
+    m = nodes or choose_width(chances, costs, rate)
+    return ids[:m], parents[:m], chances[:m]
+
+
 def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: int = 0,
            adapter: str = "", datastore: str = DATASTORE, trust: str = f"{MODELS}/hybrid.json",
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Verify the likeliest continuations by n-grams and a trained guess, as many as pay.
 
-    guess:     the trained part that guesses the token after the root. It is medusa, hydra or
-               eagle, or none for n-grams alone
+    guess:     the trained part that guesses beside the n-grams. Medusa, hydra and eagle guess the
+               token after the root, and dflash a whole block. With none n-grams guess alone
     nodes:     nodes of a tree, the root among them. With 0, as many as pay in each call
-    adapter:   the file of the heads or the layer, by default models/GUESS.safetensors
+    adapter:   the file of the trained part, by default models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
     trust:     a file made by `python -m survey.hybrid fit`
 
@@ -266,38 +324,50 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
     facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
     if guess not in facts["w"]:
         raise InputError(f"--guess must be one that {trust!r} has a weight for, got {guess}")
-    trained, ask = None, None
-    target.start(prompt[:-1])
+    trained, taps = None, []
     if guess != "none":
         trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
-        trained.start(Pairs(prompt[:-1], target.features, prompt[1:]))
-        ask = trained.predict
-    ngrams = NGrams(as_text(prompt), store, facts["trust"])
-    recent = deque(maxlen=RECENT)  # calls
-    while True:
-        # The costs of rows are measured again whenever the context has doubled. This is no part of
-        # the call, so `began` comes after it.
-        power = max(target.length, 255).bit_length()
-        costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
-        began = time.perf_counter()
-        # Grow the tree as far as a node's chance is above the price of a row, then cut it.
-        row, rate = estimate_prices(costs, recent)
-        least = LEAST if nodes else max(LEAST, row * rate)
-        ids, parents, chances = grow(ngrams, ask, facts["w"][guess], nodes or MOST, least)
-        m = nodes or choose_width(chances, costs, rate)
-        ids, parents, chances = ids[:m], parents[:m], chances[:m]
-        # Verify.
-        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-        target.commit(path)
-        # Tell all that guesses what became final.
-        ngrams.add(as_text(chunk))
+        taps = trained.taps
+    if taps and type(target) is not CachedLM:
+        raise InputError(f"--graphs must be off for --guess {guess}, since a replayed graph taps "
+                         "no layer")
+    with tap_layers(target.model, taps) as seen:
+        target.start(prompt[:-1])
         if trained:
-            trained.add(Pairs([ids[x] for x in path], target.features[path], chunk))
-        recent.append((len(ids), time.perf_counter() - began, len(chunk)))
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1,
-                        "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
-        yield chunk
+            trained.start(Pairs(prompt[:-1], read_features(target, seen, taps), prompt[1:]))
+        ngrams = NGrams(as_text(prompt), store, facts["trust"])
+        recent = deque(maxlen=RECENT)  # calls
+        while True:
+            # The costs of rows are measured again whenever the context has doubled. This is no part
+            # of the call, so `began` comes after it.
+            power = max(target.length, 255).bit_length()
+            costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
+            began = time.perf_counter()
+            ids, parents, chances = choose_tree(ngrams, trained, facts["w"][guess], nodes, costs,
+                                                recent)
+            # Verify.
+            seen.clear()  # of the calls that the clock made
+            path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+            target.commit(path)
+            # Tell all that guesses what became final.
+            ngrams.add(as_text(chunk))
+            if trained:
+                features = read_features(target, seen, taps)[path]
+                trained.add(Pairs([ids[x] for x in path], features, chunk))
+            recent.append((len(ids), time.perf_counter() - began, len(chunk)))
+            if log is not None:
+                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1,
+                            "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
+            yield chunk
+
+
+def read_features(target: CachedLM, seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
+    """Return what a trained part reads of the latest call, [n, d].
+
+    seen    what `tap_layers` kept of the call. It is emptied
+    taps    the tapped layers. []: the part reads what the LM head read
+    """
+    return join_taps(seen, taps)[0] if taps and seen else target.features
 
 
 # ------------------------------------------------------------------------------- how far to trust
@@ -312,7 +382,8 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     out:       the JSON file to make
     work:      the folder of answers, by default OUT.work
     datastore: a file made by `python -m survey.rest build`, from which these answers are left out
-    adapters:  the folder of medusa.safetensors, hydra.safetensors and eagle.safetensors, or of some
+    adapters:  the folder of medusa.safetensors, hydra.safetensors, eagle.safetensors and
+               dflash.safetensors, or of some of them
     max_new_tokens: the most tokens of an answer
     """
     from models.training import collect_examples
@@ -361,20 +432,23 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
     tokens = ""
     entries = []
     guessed = {kind: [] for kind in parts}
+    taps = parts["dflash"].taps if "dflash" in parts else []
     for prompt, answer in tqdm(data, desc="answers"):
         ngrams = NGrams(as_text(prompt), store, [])
-        lm.start(prompt + answer)
-        features = lm.features
-        for part in parts.values():
-            part.start(Pairs(prompt[:-1], features[:len(prompt) - 1], prompt[1:]))
+        with tap_layers(lm.model, taps) as seen:
+            lm.start(prompt + answer)
+            tapped = read_features(lm, seen, taps)
+        features = {kind: tapped if kind == "dflash" else lm.features for kind in parts}
+        for kind, part in parts.items():
+            part.start(Pairs(prompt[:-1], features[kind][:len(prompt) - 1], prompt[1:]))
         for i, token in enumerate(as_text(answer), len(prompt) - 1):
             entries.append([*ngrams.list_entries("")])
-            # Here i is the position of the token before this one, so features[i] led to this token.
-            pair = Pairs(as_tokens(ngrams.text[-1]), features[i:i + 1], as_tokens(token))
+            before = as_tokens(ngrams.text[-1])
             ngrams.add(token)
             for kind, part in parts.items():
                 guessed[kind].append(part.predict().get(token, 0.0))
-                part.add(pair)
+                # Here i is the place of the token before this one, so row i led to this token.
+                part.add(Pairs(before, features[kind][i:i + 1], as_tokens(token)))
         tokens += as_text(answer)
     return tokens, entries, guessed
 

@@ -478,10 +478,16 @@ survey.eagle | --nodes -1 65: 0 to 64
 survey.eagle train --out /no/x | --begin x: random or last | --mlp -1: 0 or more
 survey.eagle train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
 survey.eagle train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
+survey.dflash | --nodes -1 65: 0 to 64
+survey.dflash train --out /no/x | --begin x: last or random | --mlp -1: 0 or more
+survey.dflash train --out /no/x | --loss x: ce or tv | --B 0: 1 or more | --markov -1: 0 or more
+survey.dflash train --out /no/x | --layers 0: 1 or more | --layers 13: at most 12
+survey.dflash train --out /no/x | --anchors 0: 1 or more | --steps 0: 1 or more
+survey.dflash train --out /no/x | --taps 3,2: numbers from 0 to 12 in ascending order
 survey.sequoia | --nodes 1 129: 2 to 128, or 0 | --depth -1 128: 1 to 127, or 0
 survey.rest | --nodes -1: 0 or more | --longest 0 17: 1 to 16 | --alpha -1.0 nan: 0 or more
 survey.rest build --out /no/x | --max-new-tokens -1: 1 or more
-survey.hybrid | --guess rest: none, medusa, hydra, eagle | --nodes -1 65: 1 to 64, or 0
+survey.hybrid | --guess rest: none, medusa, hydra, eagle, dflash | --nodes -1 65: 1 to 64, or 0
 survey.masks | --L -1 9: 1 to 5, or 0
 survey.masks --method space | --k -1: 1 or more, or 0
 survey.masks tune --out /no/x | --rank 0: 1 or more | --k 0: 1 or more
@@ -565,6 +571,7 @@ REFUSED = [
     ("survey.medusa --adapter {odd}/none", "expected a trained file, or … got '{odd}/none'"),
     ("survey.medusa --adapter models/hydra.safetensors", "one of hydra heads"),
     ("survey.eagle --adapter {odd}/none", "expected a trained file, or … got '{odd}/none'"),
+    ("survey.dflash --adapter {odd}/none", "expected a file of a DFlash draft, got '{odd}/none'"),
     ("survey.eagle train --out /no/such/x --inputs x", "--inputs must be shifted, … token, got x"),
     ("survey.rest --datastore {odd}/none", "expected a file of a REST datastore, got '{odd}/none'"),
     ("survey.hybrid --trust {odd}/none", "expected a file … made for this model"),

@@ -22,8 +22,8 @@ from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
 from helpers import ROOT, main
-from survey import (draft_verify, eagle, eagle3, early_exit, hybrid, layerskip, masks, medusa,
-                    online, rest, sequoia)
+from survey import (dflash, draft_verify, eagle, eagle3, early_exit, hybrid, layerskip, masks,
+                    medusa, online, rest, sequoia)
 from test_lossless import texts_on
 
 
@@ -163,6 +163,9 @@ TRAININGS = {  # a command, and its options besides those of all
     "eagle train": (eagle.train, {}),
     "eagle train, last layer": (eagle.train, dict(begin="last", vocab=9)),
     "eagle3 train": (eagle3.train, dict(taps="0,1", passes=2, vocab=9)),
+    "dflash train": (dflash.train, dict(taps="0,1", B=3, markov=4, anchors=3)),
+    "dflash train, few tokens": (dflash.train, dict(begin="random", layers=1, vocab=9, loss="tv",
+                                                    causal=True, markov=0, anchors=3)),
     "early_exit train": (early_exit.train, dict(E=1, width=8)),
     "layerskip tune": (layerskip.tune, dict(E=1, rank=2)),
     "masks train": (masks.train, dict(L=2, anchors=4)),

@@ -27,7 +27,8 @@ def both(model) -> tuple[GraphedLM, CachedLM]:
 
 # -------------------------------------------------------------------------------- not captured
 
-NO_GRAPHS = {"eagle3", "triforce", "draft_verify"}  # they reach into a cache or a pass
+# They reach into a cache or a pass.
+NO_GRAPHS = {"eagle3", "dflash", "hybrid, dflash", "triforce", "draft_verify"}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])

@@ -10,6 +10,7 @@ import torch
 from common import CachedLM, InputError, autoregressive
 from families import FAMILIES, SCALED, tiny
 from helpers import ROOT, per_call, tokens_of
+from survey import dflash
 from survey import hybrid as module
 from survey.eagle import Draft, Pairs
 from survey.hybrid import (Trained, choose_width, estimate_prices, fit, fit_weight, grow, hybrid,
@@ -38,7 +39,18 @@ def prepared(model, texts=((3, 14, 15, 9, 2, 6),), eagle_reads="shifted") -> Cac
         for p in heads.trainable().values():
             p.data.normal_(0, 0.3)
         target.memo[kind, "part"] = heads
+    target.memo["dflash", "part"] = block_draft(model)
     return target
+
+
+def block_draft(model, vocab=None) -> dflash.Draft:
+    """Make a random draft of blocks. It taps what the LM head reads, as the other parts do."""
+    draft = dflash.Draft(model, [2], B=4, markov=8, vocab=vocab)
+    rng = torch.Generator().manual_seed(3)
+    for p in draft.trainable().values():
+        p.data = 0.3 * torch.randn(p.shape, generator=rng)
+    draft.temperatures = [0.8, 1.0, 1.3, 1.7]
+    return draft
 
 
 # ----------------------------------------------------------------------------------- n-grams
@@ -102,7 +114,7 @@ def test_a_text_that_grows_is_as_one_that_is_whole_and_the_latest_count():
 def test_the_best_nodes_come_first_and_a_guess_at_the_root_alone():
     ngrams, asked = NGrams("abcabdab", Datastore("q"), HALF), []
 
-    def guess():
+    def guess(path):
         asked.append(1)
         return {"x": 0.9, "c": 0.1}
     ids, parents, chances = grow(ngrams, guess, 0.4, 20, 0.01)
@@ -123,11 +135,12 @@ def test_a_part_is_asked_only_where_it_is_of_use():
     weight."""
     ngrams, asked = NGrams("abcabdab", Datastore("q"), HALF), []
     sure = NGrams("zyzyzyzy", Datastore("q"), [[[0.9] * 3] * 5] * 2)
-    grow(ngrams, lambda: asked.append(1), 0.4, 1, 0.01)
-    grow(sure, lambda: asked.append(1), 0.4, 3, 0.01)
+    grow(ngrams, lambda path: asked.append(1), 0.4, 1, 0.01)
+    grow(sure, lambda path: asked.append(1), 0.4, 3, 0.01)
     assert asked == []
     for nothing in ({}, {"x": 0.0}):
-        assert grow(ngrams, lambda: nothing, 0.97, 20, 0.01) == grow(ngrams, None, 0.0, 20, 0.01)
+        found = grow(ngrams, lambda path: nothing, 0.97, 20, 0.01)
+        assert found == grow(ngrams, None, 0.0, 20, 0.01)
 
 
 def test_of_equally_likely_nodes_the_first_comes_first():
@@ -185,7 +198,10 @@ def test_a_part_guesses_the_tokens_that_it_has(kind):
     model, text = tiny("llama"), [3, 14, 15, 9]
     target = prepared(model)
     target.start(text)
-    target.memo[kind, "part"].keep([2, 3, 5, 7, 11, 13])
+    if kind == "dflash":
+        target.memo[kind, "part"] = block_draft(model, [2, 3, 5, 7, 11, 13])
+    else:
+        target.memo[kind, "part"].keep([2, 3, 5, 7, 11, 13])
     part = Trained(target, kind, "part")
     for weight in 0.1, torch.nan:
         for p in part.part.parameters():
@@ -197,6 +213,39 @@ def test_a_part_guesses_the_tokens_that_it_has(kind):
         assert any(chances.values()) == (weight == 0.1)
     part.start(Pairs([], target.features[:0], []))
     assert part.predict() == {}
+
+
+def test_a_block_guesses_for_all_depths_by_hand():
+    """Asked after a path, it says what its row of that depth says after the path's last token, and
+    the block runs once a round."""
+    model, text = tiny("llama"), [3, 14, 15, 9]
+    target = prepared(model)
+    target.start(text)
+    draft, part = target.memo["dflash", "part"], Trained(target, "dflash", "part")
+    part.start(Pairs(text[:3], target.features[:3], text[1:]))
+    lm = dflash.BlockLM(draft.lm)
+    lm.start([])
+    with torch.inference_mode():
+        z = dflash.run_block(draft, lm, draft.fuse(target.features[:3]), 9)
+    for path, before in (([7, 5], 5), ([], 9), ([7, 6, 8], 8)):
+        with torch.inference_mode():
+            logits = draft.add_markov(z[len(path)], torch.tensor(before))
+        expected = guesses_of(logits / draft.temperatures[len(path)])
+        assert part.predict(as_text(path)) == pytest.approx(expected, rel=1e-4)
+    assert part.layer.calls == 1 and part.layer.length == 3 and part.depth == 4
+
+
+def test_deeper_nodes_are_asked_as_far_as_a_block_goes():
+    ngrams, asked = NGrams("abcabdab", Datastore("q"), HALF), []
+
+    def guess(path):
+        asked.append(path)
+        return {"xyz"[len(path)]: 0.8}
+    ids, _, chances = grow(ngrams, guess, 0.5, 20, 0.01, 2)
+    assert {len(path) for path in asked} == {0, 1} and len({*asked}) == len(asked)
+    assert as_text(ids[1:2]) == "x" and chances[1] == pytest.approx(0.4)
+    place = as_text(ids).index("y")
+    assert chances[place] == pytest.approx(0.4 * 0.4)
 
 
 @pytest.mark.parametrize("name, config", SCALED.items())
@@ -247,13 +296,13 @@ def test_a_part_knows_the_text_in_a_run(kind, reads, monkeypatch):
     target, other = (prepared(model, texts, eagle_reads=reads) for _ in range(2))
     predict = Trained.predict
 
-    def checked(self):
+    def checked(self, path=""):
         text = [*prompt, *answers[prompt]][:target.length + 1]
         other.start(text[:-1])
         part = Trained(other, kind, "part")
         part.start(Pairs(text[:-1], other.features, text[1:]))
-        asked.append(predict(self))
-        assert asked[-1] == pytest.approx(predict(part), rel=1e-3, abs=1e-5)
+        asked.append(predict(self, path))
+        assert asked[-1] == pytest.approx(predict(part, path), rel=1e-3, abs=1e-5)
         return asked[-1]
     monkeypatch.setattr(Trained, "predict", checked)
     monkeypatch.setattr(module, "SURE", 0.9)
@@ -433,6 +482,8 @@ def test_what_the_trust_is_measured_on(fitted, monkeypatch):
     model, told, asked, sizes = tiny("llama"), [], [], []
 
     class Told:
+        taps = []
+
         def __init__(self, *_):
             self.start = lambda pairs: told.append([pairs])
             self.add = lambda pairs: told[-1].append(pairs)

@@ -36,8 +36,8 @@ from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import tokens_of
 from laws import law, outcomes
-from survey import (another_tokenizer, cascade, draft_verify, eagle, eagle3, early_exit, hybrid,
-                    layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
+from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
+                    hybrid, layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
                     several_drafts, triforce)
 from toy_tokenizers import TOKENIZERS
 
@@ -161,6 +161,9 @@ METHODS = {
             model, eagle3.make_config(model), [0, 1, 2],
             range(0, len(model.get_output_embeddings().weight), 2)), RATES)),
         few=dict(nodes=3)),
+    "dflash": lambda model: Line(
+        dflash.dflash, dict(nodes=9, trained=rand(dflash.Draft(model, [0, 2], B=4, markov=8))),
+        few=dict(nodes=3)),
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),
         few=dict(nodes=3)),
@@ -173,6 +176,9 @@ METHODS = {
     "hybrid, eagle": lambda model: Line(
         hybrid.hybrid, dict(guess="eagle", nodes=9, **FILES), few=dict(nodes=3),
         memo=trusting(model, rand(eagle.Draft(model, begin="last"), RATES), "eagle")),
+    "hybrid, dflash": lambda model: Line(
+        hybrid.hybrid, dict(guess="dflash", nodes=9, **FILES), few=dict(nodes=3),
+        memo=trusting(model, rand(dflash.Draft(model, [0, 2], B=4, markov=8)), "dflash")),
     "early_exit": lambda model: Line(
         early_exit.early_exit, dict(gamma=4, trained=rand(early_exit.Exit(model, 1, 8))),
         few=dict(gamma=2)),

@@ -24,7 +24,7 @@ from survey.parts import save_part
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.several_drafts", "survey.lossy", "survey.medusa", "survey.eagle",
-         "survey.eagle3",
+         "survey.eagle3", "survey.dflash",
          "survey.sequoia", "survey.rest", "survey.layerskip", "survey.early_exit",
          "survey.draft_verify", "survey.masks", "survey.cascade", "survey.triforce",
          "survey.online", "survey.hybrid", "survey.recycling", "survey.another_tokenizer")
@@ -36,6 +36,8 @@ NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of 
          "survey.released": ("survey.parts",),
          "survey.eagle3": ("survey.eagle", "survey.layers", "survey.parts", "survey.released",
                            "survey.views"),
+         "survey.dflash": ("survey.eagle", "survey.eagle3", "survey.layers", "survey.parts",
+                           "survey.views"),
          "survey.layers": ("survey.views",),
          "survey.layerskip": ("speculative", "survey.low_rank", "survey.parts", "survey.views"),
          "survey.early_exit": ("survey.layerskip", "survey.parts", "survey.views"),
@@ -45,8 +47,8 @@ NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of 
          "survey.recycling": (), "survey.another_tokenizer": ("speculative",),
          "survey.cascade": ("speculative", "survey.rest"),
          "survey.triforce": ("speculative", "survey.cascade", "survey.views"),
-         "survey.hybrid": ("survey.eagle", "survey.medusa", "survey.ngrams", "survey.parts",
-                           "survey.rest"),
+         "survey.hybrid": ("survey.dflash", "survey.eagle", "survey.eagle3", "survey.medusa",
+                           "survey.ngrams", "survey.parts", "survey.rest"),
          "survey.ngrams": ("survey.rest",),
          "survey.online": ("models.training", "speculative", "survey.parts", "survey.views"),
          "models.training": ()}
@@ -105,7 +107,7 @@ def test_a_method_file_needs_common_alone(name):
     assert imported(body) - imported(outer) <= {"models"}
     trains = {x.name for x in inner if "models" in imported(x.body)}
     assert trains <= {"fit", "train", "collect", "build", "tune", "tuning_loss", "search",
-                      "measure"}
+                      "measure", "compute_texts"}
     project = {x.module for x in outer if isinstance(x, ast.ImportFrom)} - {"common"}
     assert {x for x in project if x.split(".")[0] in own} == {*needs(name)}
     if name in FILES:
@@ -119,6 +121,7 @@ EXACT = {  # options with which a method's greedy text is the target's; {} is th
     "medusa": {"adapter": "{}/medusa.safetensors", "nodes": 4},
     "eagle": {"adapter": "{}/eagle.safetensors", "nodes": 8},
     "eagle3": {"adapter": "{}/eagle3.safetensors", "nodes": 8},
+    "dflash": {"adapter": "{}/dflash.safetensors", "nodes": 8},
     "sequoia": {"rates": "{}/sequoia.json", "nodes": 8, "depth": 4},
     "rest": {"datastore": "{}/rest.safetensors", "nodes": 4},
     "early_exit": {"exit": "{}/exit.safetensors"}, "layerskip": {"tuning": "", "E": 3},
@@ -306,7 +309,7 @@ TRAINED = [os.path.relpath(path, ROOT) for path in sorted((ROOT / "models").rglo
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_parts_are_small_and_in_half_precision(name):
-    assert len(TRAINED) == 14 and (ROOT / name).stat().st_size < 8e6
+    assert len(TRAINED) == 15 and (ROOT / name).stat().st_size < 8e6
     assert {x.dtype for x in load_file(ROOT / name).values()} == {torch.bfloat16}
 
 

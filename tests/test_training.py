@@ -21,7 +21,7 @@ from models import training
 from models.training import (Training, answer_all, collect_answers, collect_examples, cosine,
                              digest, divergence, find_frequent, generate_answers, sample_alike,
                              score_answers, warm_linear)
-from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online
+from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, online
 
 
 class WORDLESS:
@@ -314,6 +314,15 @@ def train_eagle3(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), ml
     eagle3.fit(model, draft, data, held_out, passes=passes, work=work, **FIT | options)
 
 
+def train_dflash(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), vocab=None,
+                 anchors=3, loss="ce", layers=1, B=3, markov=4, causal=False, mlp=0, begin="last",
+                 **options):
+    model = make_llama(noise)
+    draft = dflash.Draft(model, [*taps], layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
+                         vocab=vocab, begin=begin)
+    dflash.fit(model, draft, data, held_out, loss=loss, anchors=anchors, work=work, **FIT | options)
+
+
 def train_exit(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, E=1, **options):
     model = tiny("llama", num_hidden_layers=3)
     with torch.no_grad():
@@ -389,6 +398,9 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
     "eagle3": (train_eagle3, SPLIT + changes(passes=3, taps=([0, 2],), vocab=range(60), mlp=24,
                                              form=(eagle3.Form(norm_output=True),),
                                              own_head=False)),
+    "dflash": (train_dflash, SPLIT + changes(taps=([0, 2],), vocab=([*range(60)],), anchors=4,
+                                             loss="tv", layers=2, B=4, markov=(0, 5), causal=True,
+                                             mlp=24, begin="random")),
     "early exit": (train_exit, SPLIT + changes(E=2)),
     "layerskip": (train_by(layerskip.tune, E=1, rank=2), ANSWERS + changes(rank=3)),
     "space": (train_by(masks.tune, k=2, rank=2), ANSWERS + changes(k=3, rank=3, anchors=1)),

@@ -1,0 +1,710 @@
+"""DFlash drafts a whole block in one pass; a Markov head lets its guesses fit each other.
+
+    dflash      Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding",
+                arXiv 2602.06036
+    --markov    the Markov head and the loss tv of "DSpark", arXiv 2607.05147
+    --causal    the causal block of "JetSpec", arXiv 2606.18394
+    the tree    the likeliest paths of a block, as in "DDTree", arXiv 2604.12989
+
+    python -m survey.dflash train --prompts FILE --out my.safetensors
+    python -m survey.dflash --adapter my.safetensors --prompt "..."
+
+The target's hidden states h enter several of its layers. The draft reads those of all final tokens
+but the root, whose own are not known yet. Its block has one row for the root and B - 1 rows for a
+learned mask. Here B = 4, and the root is x_5:
+
+    target    h of x_0 … x_4
+                  │
+                  fc, norm
+                  │
+    draft     H_0 H_1 H_2 H_3 H_4 │  x_5  mask mask mask
+               └───┴───┴───┴───┴──┴───┴────┴────┴────┘     1 or 2 layers: a row of the block sees
+                                     │    │    │    │      every H and the whole block
+                                    z_1  z_2  z_3  z_4     LM head
+    Markov                      x_5 ─┴ x̂_6 ┴ x̂_7 ┴ x̂_8 ┴   read from left to right
+    guesses                         x̂_6  x̂_7  x̂_8  x̂_9
+
+z_k does not know which tokens the rows before it guess. So two likely guesses need not fit each
+other. The Markov head repairs this, because it reads the token before. It costs two small matrices
+for each node of a tree, and no further pass of the layers:
+
+    p(x_k | x_{k-1}) = softmax((z_k + W_2 W_1[x_{k-1}]) / T_k)
+
+The T_k are temperatures that make these chances right on held-out answers. The chance of a node is
+the product of the p along its path. The tree has the n likeliest nodes of all, and one call of the
+target verifies it. So the output is the target's own, greedily or with one sample at each node.
+
+Training packs many blocks into one pass over a text, one for each of some random anchors, which are
+the roots of these blocks. A block sees the H before its anchor, and itself, and no other block:
+
+                H_0 H_1 H_2 H_3 H_4   x_2 mask   x_4 mask
+        H_1      x   x
+        x_2      x   x                 x   x
+        mask     x   x                 x   x
+        x_4      x   x   x   x                    x   x
+        mask     x   x   x   x                    x   x
+
+    loss = Σ_k exp(-(k - 1) / 4) CrossEntropy(target's distribution, p of row k)
+
+With `--loss tv` each term is 0.1 CrossEntropy + 0.9 · ½‖target's distribution - p‖₁. The second
+part is the chance that speculative sampling rejects the guess.
+
+Departures (paper / here / why):
+    context rows: the keys and values of every layer come from H itself / H are rows of the draft,
+        each of which sees the earlier ones, and pass through its layers / the draft is then an
+        ordinary model with an ordinary cache
+    what a block row reads: a token or the mask / also H of the last token before the root, through
+        a linear map for the root and one for the masks, and a vector for each place / one layer
+        accepted 3.45 guesses of 8 in place of 2.88
+    guesses: DFlash's root row guesses nothing / it guesses the next token, as in DSpark / a block
+        of B rows then has B guesses
+    layers: 5 or more, random / 2, which begin as the target's last ones / they learn faster
+    labels: the tokens of answers / the target's distribution / it says more than a token does
+    rate: 6e-4 / 3e-3 / it suits small models
+    confidences: DSpark trains a head for them / temperatures / the clock needs chances, and B
+        numbers make them right
+    size of the tree: fixed / the size that makes the most tokens a second by held-out answers and
+        by the clock, or --nodes / costs differ
+
+Left out: heads that others have released, more than one pass over a block, and a schedule of
+several texts.
+"""
+import heapq
+import math
+import random
+import sys
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Callable, Iterator, NamedTuple
+
+from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
+                    context_length, fastest, greedy, row_costs, walk, windows_of)
+from survey.eagle import MOST, RANKS, copy_layer, make_layer, report
+from survey.eagle3 import join_taps, read_taps, tap_layers, tap_widths
+from survey.layers import list_layers
+from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.views import depth_of
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+ADAPTER = f"{MODELS}/dflash.safetensors"
+GAMMA = 4.0  # the loss of guess k weighs exp(-(k - 1) / GAMMA)
+LOSSES = ("ce", "tv")
+TEMPERATURES = [0.6 * 1.1 ** i for i in range(16)]  # 0.6 to 2.5, from which T_k is chosen
+EVERY = 4  # held-out answers are measured by a block at each EVERY-th of their places
+
+
+# ----------------------------------------------------------------------------------- the draft
+
+class Draft(torch.nn.Module):
+    """Guess a block of tokens in one pass. Making a draft freezes the target.
+
+    model    the target
+    taps     which layers of the target it reads, by the numbers of their inputs
+    layers   how many layers the draft has
+    B        how many rows a block has, and how many guesses
+    markov   the rank of the Markov head. 0: there is none
+    causal   whether a row of the block sees only the earlier rows of its block
+    mlp      the width of the layers' MLPs. 0: as wide as the target's
+    vocab    the tokens that the draft can guess. None: all. Row i of the LM head is vocab[i]
+    begin    how the layers begin: last (as the target's last ones), or random
+    seed     a seed for the random weights
+
+    accept         accept[k] is how often the likeliest guess k is right on held-out answers, where
+                   all guesses before it are right
+    temperatures   the T_k of the header
+    tokens         tokens[n - 1] is how many tokens a call with a tree of n nodes gave there
+    """
+
+    def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
+                 causal: bool = False, mlp: int = 0, vocab: list[int] | None = None,
+                 begin: str = "last", seed: int = 0):
+        super().__init__()
+        self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp)
+        self.taps, self.B, self.causal, self.begin = taps, B, causal, begin
+        self.accept, self.temperatures, self.tokens = [], [1.0] * B, [1.0]
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        e = table.weight.shape[1]
+        V = len(head.weight)
+        known = torch.arange(V) if vocab is None else torch.tensor(vocab)
+        # The row of each token in the LM head. All tokens that cannot be guessed share one more.
+        row = torch.full((V,), len(known))
+        row[known] = torch.arange(len(known))
+        self.register_buffer("vocab", known, persistent=False)
+        self.register_buffer("row", row, persistent=False)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            lm, last = make_layer(model, mlp, layers)
+            self.fc = torch.nn.Linear(sum(tap_widths(model, taps)), e, bias=False)
+            self.W1 = torch.nn.Embedding(len(known) + 1, markov) if markov else None
+            self.W2 = torch.nn.Linear(markov, len(known), bias=False) if markov else None
+        self.norm = LlamaRMSNorm(e)
+        self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding, or the mask
+        self.mask = torch.nn.Parameter(table.weight.detach().float().mean(0))
+        self.before = torch.nn.Linear(e, 2 * e, bias=False)  # reads the H before the root
+        self.place = torch.nn.Parameter(torch.zeros(B, e))
+        # The Markov head and the H before the root add nothing at first.
+        if markov:
+            torch.nn.init.zeros_(self.W2.weight)
+        torch.nn.init.zeros_(self.before.weight)
+        torch.nn.init.eye_(self.token.weight)
+        if begin == "last":
+            copy_layer(last, lm)
+            self.begin_with_last_tap()
+        copy_outside_layers(last, lm)
+        model.requires_grad_(False)
+        self.lm = lm
+        self.to(model.device)
+        lm.set_input_embeddings(table)
+        lm.set_output_embeddings(head if vocab is None else head_for(head, self.vocab))
+
+    @torch.no_grad()
+    def begin_with_last_tap(self) -> None:
+        """Let H begin as the last tapped layer's input, a little noise aside, if widths allow it.
+
+        The target's last layers, as which the draft's begin, read about the same.
+        """
+        e, width = self.fc.weight.shape
+        torch.nn.init.normal_(self.fc.weight, std=0.002)
+        if width % e == 0:
+            self.fc.weight[:, width - e:] += torch.eye(e)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained, by name: all but the target's embeddings and LM head."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Return H [..., e] of tapped features [..., t]."""
+        return self.norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def embed_blocks(self, roots: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return what the rows of blocks read, [..., B, e].
+
+        roots    the first token of each block, [...]
+        before   H of the token before each root, [..., e]. It is 0 where there is none
+        """
+        root = self.lm.get_input_embeddings()(roots).to(self.mask.dtype)
+        masks = self.mask.expand(*root.shape[:-1], self.B - 1, -1)
+        rows = self.token(torch.cat([root[..., None, :], masks], -2))
+        of_root, of_masks = self.before(before)[..., None, :].chunk(2, -1)
+        of_masks = of_masks.expand(*root.shape[:-1], self.B - 1, -1)
+        return rows + torch.cat([of_root, of_masks], -2) + self.place
+
+    def add_markov(self, z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Add what the Markov head says to the logits of some rows.
+
+        z        [..., V'], the logits of rows of blocks
+        tokens   [...], the token before each guess
+        returns  the logits of p of the header, at a temperature of 1
+        """
+        if self.W1 is None:
+            return z
+        return z + self.W2(self.W1(self.row[tokens]))[..., :z.shape[-1]]
+
+
+@torch.no_grad()
+def copy_outside_layers(last, lm) -> None:
+    """Copy the norm before the LM head, and what else is no part of a layer.
+
+    The LM head is the target's, so the norm before it begins as the target's.
+
+    last, lm   the target's last layers and the draft's, each a model of its own
+    """
+    in_layers = {id(p) for p in list_layers(lm).parameters()}
+    weights = dict(last.named_parameters())
+    for name, p in lm.named_parameters():
+        if id(p) not in in_layers:
+            p.copy_(weights[name])
+
+
+def run_blocks(draft: Draft, ids: torch.Tensor, features: torch.Tensor,
+               anchors: torch.Tensor) -> torch.Tensor:
+    """Run the draft over texts and blocks at once, as the header's table shows it.
+
+    ids       [N, T], the tokens of N texts
+    features  [N, T, t], what was tapped
+    anchors   [N, G], where the roots of each text's blocks are
+    returns   what the LM head reads of each block, [N, G, B, f]
+    """
+    N, T = ids.shape
+    rows = anchors.shape[1] * draft.B
+    H = draft.fuse(features)  # [N, T, e]
+    shifted = F.pad(H, (0, 0, 1, 0))  # the H before each place, and 0 before the first
+    before = shifted.gather(1, anchors[..., None].expand(-1, -1, H.shape[-1]))
+    blocks = draft.embed_blocks(ids.gather(1, anchors), before).flatten(1, 2)  # [N, G B, e]
+    # A row of a block stands where the token stands that it reads or hides.
+    places = torch.arange(T, device=ids.device).expand(N, -1)
+    row = torch.arange(rows, device=ids.device)
+    own = (anchors[..., None] + row[:draft.B]).flatten(1)
+    positions = torch.cat([places, own.clamp(max=context_length(draft.lm) - 1)], 1)
+    # H sees the H up to itself. A row of a block sees those before its anchor, and its block.
+    sees_block = row[:, None] // draft.B == row // draft.B
+    if draft.causal:
+        sees_block = sees_block.tril()
+    sees_context = places[:, None] < anchors.repeat_interleave(draft.B, 1)[..., None]
+    of_context = F.pad(places[:, None] <= places[..., None], (0, rows))
+    of_blocks = torch.cat([sees_context, sees_block.expand(N, -1, -1)], 2)
+    mask = attention_mask(windows_of(draft.lm), torch.cat([of_context, of_blocks], 1), positions,
+                          positions, H)
+    hidden = draft.lm.get_decoder()(
+        inputs_embeds=torch.cat([H, blocks.to(H.dtype)], 1), position_ids=positions,
+        attention_mask=mask, use_cache=False)[0]
+    return hidden[:, T:].unflatten(1, (-1, draft.B))
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+class BlockLM(CachedLM):
+    """Let the last rows of a call see each other both ways.
+
+    block   how many rows of the next calls are a block. 0: none
+    """
+    block = 0
+
+    def layout(self, parents: list[int], sees_prefix: list[bool]):
+        """Compute where the newest pending nodes stand and what they see."""
+        positions, mask = super().layout(parents, sees_prefix)
+        if self.block:
+            later = torch.ones(self.block, self.block, dtype=torch.bool,
+                               device=self.weight.device).triu(1)
+            for one in mask.values() if isinstance(mask, dict) else [mask]:
+                one[..., -self.block:, -self.block:].masked_fill_(later, 0.0)
+        return positions, mask
+
+
+@torch.inference_mode()
+def read_context(draft: Draft, seen: list[torch.Tensor]) -> torch.Tensor:
+    """Return H [n, e] of what `tap_layers` kept since its list was empty, and empty the list."""
+    return draft.fuse(join_taps(seen, draft.taps)[0])
+
+
+@torch.inference_mode()
+def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Tensor:
+    """Add H to the draft's context, and run one block behind it.
+
+    lm       the draft's layers with their cache
+    H        [n, e], of the tokens that became final since the last block
+    root     the last token of the text
+    returns  z [B, V'], the logits of the block's rows
+    """
+    before = H[-1] if len(H) else torch.zeros_like(draft.mask)
+    *early, late = H.split(WIDTHS[-1])  # a long prompt comes in parts
+    for rows in early:
+        lm.forward(rows, keep=0)
+        lm.commit(range(len(rows)))
+    block = draft.embed_blocks(torch.tensor(root, device=H.device), before)
+    lm.block = 0 if draft.causal else draft.B
+    z = lm.forward(torch.cat([late, block]), keep=draft.B)
+    lm.block = 0
+    lm.commit(range(len(late)))  # rows of a block never join the context
+    return z
+
+
+@torch.inference_mode()
+def grow(draft: Draft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, list]:
+    """Grow the tree of the n likeliest nodes.
+
+    z        [B, V'], the logits of a block
+    root     the token of node 0
+    n        how many nodes the tree has, the root among them
+    returns  ids, parents and chances of the nodes, the likeliest first. The first m nodes are the
+             tree of the m likeliest nodes
+    """
+    ids, parents, chances = [root], [-1], [1.0]
+    leaves = kept = [0]
+    for z_k, temperature in zip(z, draft.temperatures):
+        # All nodes of a level share z_k. Their Markov terms differ.
+        tokens = torch.tensor([ids[x] for x in leaves], device=z.device)
+        logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens).float() / temperature
+        # A draft that overflows gives NaN.
+        probs, rows = logits.softmax(-1).nan_to_num(0.0).topk(min(RANKS, n, z.shape[-1]))
+        first = len(ids)
+        for leaf, children, factors in zip(leaves, draft.vocab[rows].tolist(), probs.tolist()):
+            ids += children
+            parents += [leaf] * len(children)
+            chances += [chances[leaf] * p for p in factors]
+        # A child is at most as likely as its parent. So only the n likeliest nodes so far can have
+        # a child among the n likeliest of all. Of equally likely nodes the earlier one comes first,
+        # and a parent is earlier than its children.
+        kept = heapq.nlargest(n, range(len(ids)), key=chances.__getitem__)
+        leaves = [x for x in kept if x >= first and chances[x] > 0]
+        if not leaves:
+            break
+    new_number = {old: new for new, old in enumerate(kept)}
+    return ([ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])],
+            [chances[x] for x in kept])
+
+
+def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
+    """Yield trees of all sizes, for `fastest` to choose from.
+
+    lm       the draft's layers with their cache
+    yields   a number of nodes, the tokens that a call gave with it on held-out answers, and the
+             seconds of the draft's pass and of the call
+    """
+    costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
+    yield 1, 1.0, costs[1]
+    for n, tokens in enumerate(draft.tokens[1:], 2):
+        # A row for each token that became final, and the block
+        rows = min(MOST, math.ceil(tokens) + draft.B)
+        yield n, tokens, costs[n] + draft_costs[rows]
+
+
+def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
+           trained: Draft | None = None, sample: Sampler = greedy,
+           log: list | None = None) -> Iterator[list[int]]:
+    """Draft a block in one pass, verify the tree of its likeliest nodes in one call, keep a path.
+
+    trained   a draft to use in place of a file's
+
+    nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
+             machine
+    adapter: file of a draft, made by `python -m survey.dflash train`
+    Yields chunks of 1 to B + 1 tokens; logs {"guessed", "accepted"} a call.
+    """
+    if not 0 <= nodes <= MOST:
+        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
+    if type(target) is not CachedLM:
+        raise InputError("--graphs must be off for dflash, since a replayed graph taps no layer")
+    draft = trained
+    if draft is None:
+        draft = target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
+    lm = target.once((draft, "cached"), lambda: BlockLM(draft.lm, target.vocab))
+    lm.start([])
+    with tap_layers(target.model, draft.taps) as seen:
+        target.start(prompt[:-1])
+        root = prompt[-1]
+        # H of final tokens that the draft has not read yet. A prompt of one token has none.
+        H = draft.place.new_zeros(0, draft.place.shape[1])
+        if len(prompt) > 1:
+            H = read_context(draft, seen)
+        n = nodes
+        while True:
+            if nodes == 0:
+                n = fastest(target, draft, lambda: plan_sizes(draft, lm, target))
+            ids, parents = [root], [-1]
+            if n > 1:
+                ids, parents, _ = grow(draft, run_block(draft, lm, H, root), root, n)
+                H = H[:0]
+            seen.clear()  # of the calls that the clock made
+            path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+            H = torch.cat([H, read_context(draft, seen)[path]])
+            root = chunk[-1]
+            target.commit(path)
+            if log is not None:
+                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+            yield chunk
+
+
+# ------------------------------------------------------------------------------------ training
+
+class Text(NamedTuple):
+    """Hold a prompt with its answer, and what the target computed of it."""
+    ids: torch.Tensor  # [T]
+    features: torch.Tensor  # [T, t], what was tapped
+    last: torch.Tensor  # [T, f], what the LM head read
+    length: int  # of the prompt
+
+    def anchors(self) -> range:
+        """Return the places of all roots: at least one token of the answer comes after each."""
+        return range(self.length - 1, len(self.ids) - 1)
+
+
+@torch.inference_mode()
+def compute_texts(model, taps: list[int], data: list, folder: Path) -> list[Text]:
+    """Run the target over pairs of a prompt and its answer, once for all steps of training.
+
+    What it computed is kept in a file, of which memory holds only what is being read. So it may be
+    larger than the memory, and a run that was stopped goes on behind the last whole text.
+
+    model    the target
+    taps     the layers that are tapped
+    data     the pairs
+    folder   the folder of the file, whose name holds a hash of all this
+    returns  a text for each pair
+    """
+    from models.training import digest
+    read = sorted({*taps, depth_of(model)})
+    widths = tap_widths(model, read)
+    total, used = sum(widths), sum(tap_widths(model, taps))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"features-{digest(model.state_dict(), read, data)}.bin"
+    ends = [*accumulate(len(prompt) + len(answer) for prompt, answer in data)]
+    lm = CachedLM(model)
+    with open(path, "ab") as file, tap_layers(model, read) as seen:
+        done = bisect_right(ends, file.tell() // (2 * total))  # a number has two bytes
+        file.truncate(2 * total * [0, *ends][done])
+        for prompt, answer in tqdm(data[done:], desc="features"):
+            lm.start(prompt + answer)
+            rows = join_taps(seen, read)[0].cpu().to(torch.bfloat16)
+            file.write(rows.contiguous().view(torch.int16).numpy().tobytes())
+            file.flush()
+    flat = torch.from_file(str(path), shared=True, size=ends[-1] * total, dtype=torch.bfloat16)
+    texts = []
+    for (prompt, answer), end in zip(data, ends):
+        rows = flat.view(-1, total)[end - len(prompt) - len(answer):end]
+        texts.append(Text(torch.tensor(prompt + answer), rows[:, :used], rows[:, -widths[-1]:],
+                          len(prompt)))
+    return texts
+
+
+class Blocks(NamedTuple):
+    """Hold some blocks of some texts, and what their rows should guess. All but `hidden` are
+    [N, G, B]: for each of N texts, G blocks and B rows.
+    """
+    hidden: torch.Tensor  # [N, G, B, f], what the LM head reads
+    at: torch.Tensor  # the place of the token before each guess
+    before: torch.Tensor  # that token
+    labels: torch.Tensor  # the row of the LM head that stands for the right token, or V'
+    inside: torch.Tensor  # whether there is a right token, since texts end
+
+
+def make_blocks(draft: Draft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
+    """Run blocks of texts.
+
+    texts     N texts
+    anchors   for each text G places of roots
+    """
+    device = draft.place.device
+    ids, features = (torch.nn.utils.rnn.pad_sequence(some, batch_first=True).to(device)
+                     for some in ([x.ids for x in texts], [x.features for x in texts]))
+    anchors = torch.tensor(anchors, device=device)
+    hidden = run_blocks(draft, ids, features, anchors)
+    at = anchors[..., None] + torch.arange(draft.B, device=device)  # guess k has place at + 1
+    lengths = torch.tensor([len(x.ids) for x in texts], device=device)
+    inside = at + 1 < lengths[:, None, None]
+    at = at.clamp(max=ids.shape[1] - 2)
+    before, labels = (ids.gather(1, some.flatten(1)).view_as(at) for some in (at, at + 1))
+    return Blocks(hidden, at, before, draft.row[labels], inside)
+
+
+def block_logits(draft: Draft, to_logits: Callable, hidden: torch.Tensor,
+                 before: torch.Tensor) -> torch.Tensor:
+    """Compute the logits [..., V'] of guesses, where all tokens before them are the text's.
+
+    to_logits   scales or caps what the LM head gives (`parts.logits_of`)
+    hidden      [..., f], what the LM head reads
+    before      [...], the token before each guess
+    """
+    head = draft.lm.get_output_embeddings()
+    return draft.add_markov(to_logits(head(hidden.to(head.weight.dtype)).float()), before)
+
+
+def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: list[list[int]],
+               loss: str) -> torch.Tensor:
+    """Compute the loss of the header in nats, the mean over all guesses of all blocks.
+
+    to_logits   as for `block_logits`
+    texts       texts
+    anchors     for each text equally many places of roots
+    loss        ce or tv
+    """
+    blocks = make_blocks(draft, texts, anchors)
+    # A token that the draft cannot guess teaches it nothing.
+    known = blocks.inside & (blocks.labels < len(draft.vocab))
+    logits = block_logits(draft, to_logits, blocks.hidden[known], blocks.before[known])
+    # What the target read when it chose the tokens that are guessed, [N, T, f]
+    last = torch.nn.utils.rnn.pad_sequence([x.last for x in texts], batch_first=True)
+    text = torch.arange(len(texts))[:, None, None].expand(known.shape)[known.cpu()]
+    head = draft.lm.get_output_embeddings()
+    read = last[text, blocks.at[known].cpu()].to(head.weight)
+    with torch.no_grad():
+        target_probs = to_logits(head(read).float()).softmax(-1)  # [guesses, V']
+    each = F.cross_entropy(logits.float(), target_probs, reduction="none")
+    if loss == "tv":
+        distance = 0.5 * (logits.float().softmax(-1) - target_probs).abs().sum(-1)
+        each = 0.1 * each + 0.9 * distance
+    k = torch.arange(draft.B, device=known.device).expand(known.shape)[known]
+    weights = torch.exp(-k / GAMMA)
+    return (weights * each).sum() / weights.sum().clamp(min=1e-9)
+
+
+@torch.inference_mode()
+def measure_acceptance(draft: Draft, to_logits: Callable, texts: list[Text]) -> list[float]:
+    """Measure how often the likeliest guess of each place is right, where those before it are.
+
+    texts    held-out texts
+    returns  for each of the B places a rate
+    """
+    right, reached = torch.zeros(draft.B), torch.zeros(draft.B)
+    for text in texts:
+        blocks = make_blocks(draft, [text], [[*text.anchors()[::EVERY]]])
+        logits = block_logits(draft, to_logits, blocks.hidden, blocks.before)
+        hits = blocks.inside & (logits.argmax(-1) == blocks.labels)
+        so_far = hits.cumprod(-1).bool()
+        earlier = F.pad(so_far[..., :-1], (1, 0), value=True)
+        right += so_far.sum((0, 1)).cpu()
+        reached += (earlier & blocks.inside).sum((0, 1)).cpu()
+    return (right / reached.clamp(min=1)).tolist()
+
+
+@torch.inference_mode()
+def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
+    """Set a draft's temperatures and `tokens` by held-out texts.
+
+    A temperature makes the right tokens of its place likeliest, where the tokens before them are
+    the text's.
+    """
+    losses, counts, trees = torch.zeros(len(TEMPERATURES), draft.B), torch.zeros(MOST), 0
+    blocks_of = [make_blocks(draft, [text], [[*text.anchors()[::EVERY]]]) for text in texts]
+    for blocks in blocks_of:
+        logits = block_logits(draft, to_logits, blocks.hidden, blocks.before)
+        known = blocks.inside & (blocks.labels < len(draft.vocab))
+        labels = blocks.labels.clamp(max=len(draft.vocab) - 1)[..., None]
+        for i, temperature in enumerate(TEMPERATURES):
+            of_labels = (logits / temperature).log_softmax(-1).gather(-1, labels)[..., 0]
+            losses[i] -= (of_labels * known).sum((0, 1)).cpu()
+    draft.temperatures = [TEMPERATURES[i] for i in losses.argmin(0).tolist()]
+    head = draft.lm.get_output_embeddings()
+    for text, blocks in zip(texts, blocks_of):
+        ids = text.ids.tolist()
+        for anchor, hidden in zip(text.anchors()[::EVERY], blocks.hidden[0]):
+            z = to_logits(head(hidden.to(head.weight.dtype)).float())
+            tree, parents, _ = grow(draft, z, ids[anchor], MOST)
+            # The text's token after each node. None comes after the text's last one.
+            after = [*ids[anchor + 1:anchor + 2 + draft.B], *[-1] * draft.B]
+            depths = ancestor_mask(parents).sum(-1) - 1
+            path, _ = walk(tree, parents, [after[depth] for depth in depths.tolist()])
+            counts[path] += 1
+            trees += 1
+    # The root stands for the token that the target chooses itself.
+    draft.tokens = (counts.cumsum(0) / max(1, trees)).tolist()
+
+
+def warm_cosine(done: int, steps: int) -> float:
+    """Return the rate of a step that rises over 4% of the steps, then falls along a cosine."""
+    return min(1.0, (done + 1) / (0.04 * steps)) * 0.5 * (1 + math.cos(math.pi * done / steps))
+
+
+def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: int, steps: int,
+        batch: int, lr: float, work: Path, seed: int = 0) -> dict:
+    """Train a draft on pairs of a prompt and its answer, and set what was measured of it.
+
+    model     the target
+    data      pairs to learn from
+    held_out  pairs to measure by
+    loss      ce or tv
+    anchors   how many blocks a text has in a step
+    steps     how many steps are trained
+    batch     how many texts a step learns from
+    lr        the learning rate after the warm-up
+    work      folder of features and checkpoints
+    seed      chooses texts and anchors
+    returns   {step: {"accept": ...}}, Draft.accept after some of the steps
+    """
+    from models.training import Training, digest, sample_alike
+    to_logits = logits_of(model)
+    texts, held_texts = (compute_texts(model, draft.taps, some, work) for some in (data, held_out))
+
+    if draft.begin == "last":
+        # H begins as large as what the target's last layers read. The first token of a text may
+        # have a far larger input than all others.
+        rows = texts[0].features[1:, -draft.place.shape[1]:].float()
+        torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        some = sample_alike(texts, batch, rng, lambda text: len(text.ids))
+        places = [sample_anchors(text, anchors, rng) for text in some]
+        return block_loss(draft, to_logits, some, places, loss)
+
+    def evaluate() -> tuple[dict, str]:
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            accept = measure_acceptance(draft, to_logits, held_texts)
+        # The mean number of guesses before the first wrong one
+        accepted = sum(accumulate(accept, lambda a, b: a * b))
+        return {"accept": accept}, (f"held-out acceptance {[round(x, 3) for x in accept]}, "
+                                    f"{accepted:.2f} of {draft.B}")
+    fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.vocab.tolist(), data,
+                   held_out, batch, anchors, loss)
+    curve = Training(draft.trainable(), fingerprint, name="dflash", steps=steps, lr=lr,
+                     rate=warm_cosine, seed=seed, folder=work).train(loss_of, evaluate)
+    draft.accept = curve[steps]["accept"]
+    calibrate(draft, to_logits, held_texts)
+    return curve
+
+
+def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
+    """Sample n places of roots. A place comes twice only where all others have come once."""
+    places = text.anchors()
+    return rng.sample(places, n, counts=[-(-n // len(places))] * len(places))
+
+
+def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
+          layers: int = 2, B: int = 8, markov: int = 64, causal: bool = False, loss: str = "ce",
+          taps: str = "", begin: str = "last", mlp: int = 0, vocab: int = 0, anchors: int = 24,
+          max_new_tokens: int = 200, steps: int = 1500, batch: int = 16, lr: float = 3e-3,
+          seed: int = 0) -> None:
+    """Train a block draft for a frozen model on its own answers. A stopped run goes on.
+
+    out:     the safetensors file to make
+    work:    folder of answers, features and checkpoints, OUT.work by default
+    layers:  how many layers the draft has
+    B:       how many rows a block has, and how many guesses
+    markov:  the rank of the Markov head, with 0 for none, so that guesses ignore each other
+    causal:  let a row of the block see only the earlier rows of its block
+    loss:    ce (cross-entropy with the target's distribution), or tv (mostly the distance of the
+             two distributions, which is the chance of a rejection)
+    taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
+             for what the LM head reads. The default is layers 2, L/2 and L - 1
+    begin:   how the layers begin, as the target's last ones (last), or at random (random)
+    mlp:     width of the layers' MLPs, with 0 for the target's
+    vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
+             for all
+    anchors: how many blocks each answer of a step has
+    max_new_tokens: the longest answer that is collected
+    batch:   how many answers a step learns from
+    lr:      the learning rate after the warm-up of a twenty-fifth of the steps
+    """
+    from models.training import (collect_examples, find_frequent, require,
+                                 require_training_options)
+    require_training_options(lr, layers=layers, B=B, anchors=anchors, steps=steps, batch=batch,
+                             max_new_tokens=max_new_tokens)
+    for option, number in (("markov", markov), ("mlp", mlp), ("vocab", vocab)):
+        require(number >= 0, option, "0 or more", number)
+    require(loss in LOSSES, "loss", " or ".join(LOSSES), loss)
+    require(begin in ("last", "random"), "begin", "last or random", begin)
+    L = depth_of(model)
+    require(layers <= L, "layers", f"at most {L}", layers)
+    numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})
+    work = work or Path(f"{out}.work")
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
+                                      most=50)
+    known = sorted(find_frequent(data, vocab)) if vocab else None
+    draft = Draft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
+                  vocab=known, begin=begin, seed=seed)
+    print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
+    fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
+        work=work, seed=seed)
+    save_draft(out, draft, model)
+
+
+# ------------------------------------------------------------------------------------ the file
+
+def save_draft(path: Path, draft: Draft, model) -> None:
+    """Write a draft's file, which says for which model it is."""
+    header = dict(form=draft.form, taps=draft.taps, accept=draft.accept, tokens=draft.tokens,
+                  temperatures=draft.temperatures)
+    if len(draft.vocab) < len(model.get_output_embeddings().weight):
+        header["vocab"] = draft.vocab.tolist()
+    save_part(path, "a DFlash draft", model, draft.trainable(), **header)
+
+
+def load_draft(path: str | Path, model) -> Draft:
+    """Read a draft from its file. InputError if it is damaged, or for another model."""
+    header, tensors = load_part(path, "a DFlash draft", model)
+    draft = Draft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
+                  begin="random")
+    fill(draft.trainable(), tensors, path)
+    draft.to(model.dtype)
+    draft.accept, draft.tokens = header["accept"], header["tokens"]
+    draft.temperatures = header["temperatures"]
+    return draft
+
+
+if __name__ == "__main__":
+    from cli.main import main
+    sys.exit(main([dflash], report, commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -1,0 +1,410 @@
+"""The block draft: packed anchors are what each block is alone and what decoding computes, the tree
+has the likeliest paths, and a perfect block is accepted whole."""
+import itertools
+import random
+
+import pytest
+import torch
+
+from cli.graphs import GraphedLM
+from common import CachedLM, InputError, Sampler, autoregressive
+from families import tiny
+from helpers import tokens_of
+from survey import dflash as module
+from survey.dflash import (EVERY, BlockLM, Draft, Text, block_logits, block_loss, calibrate,
+                           compute_texts, dflash, grow, load_draft, make_blocks,
+                           measure_acceptance, plan_sizes, run_block, run_blocks, sample_anchors,
+                           save_draft)
+
+MODEL = tiny("llama", num_hidden_layers=3)
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
+
+
+def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> Draft:
+    """Make a draft whose every weight is random."""
+    draft = Draft(model, [*taps], **dict(B=4, markov=8) | form)
+    rng = torch.Generator().manual_seed(1)
+    for p in draft.trainable().values():
+        p.data = scale * torch.randn(p.shape, generator=rng) + (p.ndim == 1)
+    draft.accept, draft.temperatures = [0.5] * draft.B, [0.8, 1.0, 1.3, 1.7][:draft.B]
+    return draft.requires_grad_(False)
+
+
+def texts_of(draft: Draft, folder, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
+    return compute_texts(model, draft.taps, [*pairs], folder)
+
+
+def z_by_decoding(draft: Draft, text: Text, anchor: int) -> torch.Tensor:
+    """Compute a block's logits as decoding does, in a cache, with what was tapped before a root."""
+    lm = BlockLM(draft.lm)
+    lm.start([])
+    H = draft.fuse(text.features[:anchor].float())
+    return run_block(draft, lm, H, text.ids[anchor].item())
+
+
+# ---------------------------------------------------------------------------------- the network
+
+KINDS = {"both ways": {}, "causal": dict(causal=True), "no Markov head": dict(markov=0),
+         "one layer": dict(layers=1), "random": dict(begin="random", mlp=24)}
+
+
+@pytest.mark.parametrize("form", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
+def test_packed_blocks_are_what_decoding_computes(family, form, tmp_path):
+    """Each of many anchors of two texts of different lengths, the first place among them."""
+    if family == "gpt2" and "mlp" in form:
+        pytest.skip("its MLP's width has another name")
+    model = tiny(family)
+    draft = make_draft(model, (0, 2), **form)
+    texts = texts_of(draft, tmp_path, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
+    anchors = [[0, 4, 7, 14], [0, 1, 6, 3]]
+    hidden = make_blocks(draft, texts, anchors).hidden
+    found = draft.lm.get_output_embeddings()(hidden)
+    for text, places, blocks in zip(texts, anchors, found):
+        for anchor, z in zip(places, blocks):
+            # texts are kept in bfloat16, and both sides read that
+            assert torch.allclose(z, z_by_decoding(draft, text, anchor), atol=2e-3), anchor
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_a_row_of_a_block_sees(causal):
+    """The H before its anchor, and its block, or the earlier rows of its block."""
+    draft = make_draft(causal=causal)
+    ids = torch.tensor([TEXT])
+    features = torch.randn(1, len(TEXT), 64).requires_grad_()
+    draft.place.requires_grad_()
+    hidden = run_blocks(draft, ids, features, torch.tensor([[3, 6]]))
+    for block, anchor in enumerate((3, 6)):
+        for row in range(4):
+            total = hidden[0, block, row].sum()
+            of_features, of_places = torch.autograd.grad(total, [features, draft.place],
+                                                         retain_graph=True)
+            seen = of_features[0].abs().sum(-1) > 0
+            assert seen.tolist() == [place < anchor for place in range(len(TEXT))]
+            rows = of_places.abs().sum(-1) > 0
+            assert rows.tolist() == [not causal or other <= row for other in range(4)]
+
+
+def test_other_anchors_change_nothing():
+    draft, features = make_draft(), torch.randn(1, len(TEXT), 64)
+    ids = torch.tensor([TEXT])
+    packed = run_blocks(draft, ids, features, torch.tensor([[9, 2, 2, 5]]))
+    for i, anchor in enumerate((9, 2, 2, 5)):
+        alone = run_blocks(draft, ids, features, torch.tensor([[anchor]]))
+        assert torch.allclose(packed[:, i], alone[:, 0], atol=1e-5)
+
+
+def test_a_draft_begins_as_the_targets_last_layers():
+    draft = Draft(MODEL, [0, 2], layers=2)
+    for i in range(2):
+        for mine, theirs in zip(draft.lm.model.layers[i].parameters(),
+                                MODEL.model.layers[1 + i].parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    x = torch.randn(5, 64)
+    H = draft.fuse(x)
+    expected = x[:, 32:] / x[:, 32:].square().mean(-1, keepdim=True).sqrt()
+    assert (H - expected).abs().mean() < 0.05
+    block = draft.embed_blocks(torch.tensor(7), H[0])
+    table = MODEL.get_input_embeddings().weight
+    assert torch.allclose(block[0], table[7], atol=1e-5)
+    assert torch.allclose(block[1:], table.mean(0).expand(7, -1), atol=1e-5)
+    z = torch.randn(2, 61)
+    assert torch.equal(draft.add_markov(z, torch.tensor([3, 4])), z)
+
+
+def test_the_markov_head_by_hand():
+    """Tokens that the draft cannot guess share the last row of W_1."""
+    draft = make_draft(vocab=[5, 9, 30])
+    z = torch.randn(2, 3)
+    found = draft.add_markov(z, torch.tensor([9, 11]))
+    for i, row in enumerate((1, 3)):
+        assert torch.allclose(found[i], z[i] + draft.W2.weight @ draft.W1.weight[row], atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- the loss
+
+@pytest.mark.parametrize("loss", ["ce", "tv"])
+@pytest.mark.parametrize("vocab", [None, [*range(0, 61, 2)]], ids=["all tokens", "some tokens"])
+def test_the_loss_by_hand(loss, vocab, tmp_path):
+    """Guess by guess, as decoding computes them, with the target's distribution after each token
+    and without tokens that the draft cannot guess."""
+    draft, answer = make_draft(vocab=vocab), TEXT[5:]
+    [text] = texts_of(draft, tmp_path)
+    every = vocab or [*range(61)]
+    total = weights = 0.0
+    for anchor in (4, 8, 13):
+        z = z_by_decoding(draft, text, anchor)
+        for k in range(4):
+            place = anchor + 1 + k
+            if place < len(TEXT) and TEXT[place] in every:
+                q = draft.add_markov(z[k], torch.tensor(TEXT[place - 1])).softmax(-1)
+                p = MODEL(torch.tensor([TEXT[:place]])).logits[0, -1, every].softmax(-1)
+                term = -(p * q.log()).sum()
+                if loss == "tv":
+                    term = 0.1 * term + 0.9 * (1 - torch.minimum(p, q).sum())
+                weight = 2.718281828 ** (-k / 4)
+                total, weights = total + weight * term, weights + weight
+    found = block_loss(draft, lambda x: x, [text], [[4, 8, 13]], loss)
+    assert len(answer) == 11 and found.item() == pytest.approx((total / weights).item(), rel=0.02)
+
+
+def test_what_is_scaled_counts(tmp_path):
+    draft = make_draft(markov=0)
+    [text] = texts_of(draft, tmp_path)
+    blocks = make_blocks(draft, [text], [[4]])
+    plain, scaled = (block_logits(draft, lambda x: c * x, blocks.hidden, blocks.before)
+                     for c in (1, 3))
+    assert torch.allclose(3 * plain, scaled)
+
+
+def test_blocks_end_with_the_text(tmp_path):
+    draft = make_draft(vocab=[*range(0, 61, 3)])
+    [text] = texts_of(draft, tmp_path)
+    blocks = make_blocks(draft, [text], [[4, 13, 14]])
+    assert blocks.inside[0].tolist() == [[True] * 4, [True, True, False, False],
+                                         [True, False, False, False]]
+    assert blocks.before[0, 0].tolist() == TEXT[4:8] and blocks.at[0, 0].tolist() == [4, 5, 6, 7]
+    assert blocks.labels[0, 0].tolist() == [draft.vocab.tolist().index(x) if x % 3 == 0 else 21
+                                            for x in TEXT[5:9]]
+
+
+def test_anchors_are_those_of_the_answer(tmp_path):
+    [text] = texts_of(make_draft(), tmp_path)
+    assert text.anchors() == range(4, 15)
+    few, many = (sample_anchors(text, n, random.Random(0)) for n in (11, 30))
+    assert sorted(few) != few and {*few} <= {*range(4, 15)}
+    assert all(2 <= many.count(x) + (many.count(x) < 2) <= 3 for x in range(4, 15))
+    assert len(many) == 30
+
+
+def test_features_are_computed_once_and_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    draft = make_draft()
+    pairs = [(TEXT[:i], TEXT[i:]) for i in (2, 5, 9)]
+    whole = texts_of(draft, tmp_path / "a", pairs=pairs)
+    ran, start = [], CachedLM.start
+
+    def note(self, ids, prefix=()):
+        ran.append(len(ids))
+        return start(self, ids, prefix)
+    monkeypatch.setattr(CachedLM, "start", note)
+    again = texts_of(draft, tmp_path / "a", pairs=pairs)
+    assert ran == []
+    [file] = (tmp_path / "a").iterdir()
+    file.write_bytes(file.read_bytes()[:-1000])
+    half = texts_of(draft, tmp_path / "a", pairs=pairs)
+    assert len(ran) == 1
+    hidden = MODEL(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+    for x, y, w, (prompt, _) in zip(whole, again, half, pairs):
+        assert torch.equal(x.features, y.features) and torch.equal(x.last, w.last)
+        assert torch.allclose(x.features.float(), torch.cat([hidden[1], hidden[3]], -1)[0],
+                              rtol=0.01, atol=0.01)
+        assert torch.equal(x.last, x.features[:, 32:]) and x.length == len(prompt)
+    [other] = compute_texts(MODEL, [1], pairs[:1], tmp_path / "b")
+    assert torch.equal(other.last, whole[0].last) and other.features.shape == (16, 32)
+
+
+# ------------------------------------------------------------------------------------- the tree
+
+@pytest.mark.parametrize("form", [{}, dict(markov=0), dict(vocab=[*range(0, 61, 2)])],
+                         ids=["all tokens", "no Markov head", "some tokens"])
+def test_a_tree_has_the_likeliest_of_all_paths(form):
+    """Every path's chance is the product of what the block says along it; and the tree's nodes are
+    the likeliest n of all."""
+    draft = make_draft(**form)
+    z = 2 * torch.randn(4, len(draft.vocab), generator=torch.Generator().manual_seed(3))
+    ids, parents, chances = grow(draft, z, 7, 40)
+    known = {(): 1.0}
+    for k in range(4):
+        for path in [path for path in known if len(path) == k and known[path] > 1e-4]:
+            before = torch.tensor([7, *path][-1])
+            logits = draft.add_markov(z[k], before) / draft.temperatures[k]
+            for row, p in enumerate(logits.softmax(-1).tolist()):
+                known[(*path, draft.vocab[row].item())] = known[path] * p
+    paths = [()]
+    for token, parent in zip(ids[1:], parents[1:]):
+        paths.append((*paths[parent], token))
+    assert ids[0] == 7 and len({*paths}) == 40 and chances == sorted(chances, reverse=True)
+    for path, chance in zip(paths, chances):
+        assert chance == pytest.approx(known[path], rel=1e-4)
+    # ten guesses a node are kept, and here no node has a likelier eleventh
+    assert chances == pytest.approx(sorted(known.values(), reverse=True)[:40], rel=1e-4)
+    for n in (2, 5, 17):
+        assert grow(draft, z, 7, n) == (ids[:n], parents[:n], pytest.approx(chances[:n]))
+
+
+def test_a_draft_that_overflows_guesses_nothing_and_ends():
+    draft = make_draft()
+    for z in (torch.full((4, 61), torch.nan), torch.zeros(4, 61)):
+        ids, parents, chances = grow(draft, z, 7, 64)
+        assert len(ids) == len(parents) <= 64 and ids[0] == 7
+
+
+TRUTH = {}
+
+
+def perfect_block(draft, lm, H, root):
+    """Stand in for `run_block`: a block that knows the next B tokens."""
+    TRUTH["read"] += len(H)
+    z = torch.full((draft.B, 61), -30.0)
+    for k, token in enumerate(TRUTH["text"][TRUTH["read"] + 1:][:draft.B]):
+        z[k, token] = 30.0
+    return z
+
+
+@pytest.mark.parametrize("prompt", [TEXT[:5], TEXT[:1]], ids=["a prompt", "one token"])
+@pytest.mark.parametrize("B", [1, 4, 8])
+def test_a_perfect_block_is_accepted_whole(B, prompt, monkeypatch):
+    """And so every call gives B + 1 tokens. The draft is told every final token but the root."""
+    draft = make_draft(B=B, markov=0)
+    draft.temperatures = [1.0] * B
+    text = prompt + tokens_of(autoregressive(CachedLM(MODEL), prompt), 60)
+    TRUTH.update(text=text, read=0)
+    monkeypatch.setattr(module, "run_block", perfect_block)
+    log = []
+    chunks = dflash(CachedLM(MODEL), prompt, nodes=B + 1, trained=draft, log=log)
+    found = [next(chunks) for _ in range(5)]
+    assert [len(chunk) for chunk in found] == [B + 1] * 5
+    assert prompt + sum(found, []) == text[:len(prompt) + 5 * (B + 1)]
+    assert log == [{"guessed": B, "accepted": B}] * 5
+
+
+@pytest.mark.parametrize("nodes", [30, 0], ids=["30 nodes", "by the clock"])
+def test_the_draft_reads_the_final_text(nodes, monkeypatch):
+    """After some rounds, of which some leave the draft alone, its cache is that of a draft which
+    is fed the whole text at once."""
+    sizes = itertools.cycle([30, 1, 1, 30])
+
+    def choose(lm, *_):
+        lm.forward([3, 4], counts=False)  # as if a call were timed
+        lm.truncate(lm.length)
+        return next(sizes)
+    monkeypatch.setattr(module, "fastest", choose)
+    draft, target, log = make_draft(taps=(1, 2)), CachedLM(MODEL), []
+    chunks = dflash(target, TEXT, nodes=nodes, trained=draft, log=log)
+    text = TEXT + [token for _ in range(16) for token in next(chunks)]
+    lm, fresh = target.once((draft, "cached"), None), CachedLM(draft.lm)
+    hidden = MODEL(torch.tensor([text]), output_hidden_states=True).hidden_states
+    fresh.start([])
+    fresh.forward(draft.fuse(torch.cat([hidden[1], hidden[2]], -1)[0]))
+    assert len(TEXT) < lm.length < len(text)
+    for layer in (0, 1):
+        for mine, theirs in zip(lm.cache.layers[layer], fresh.cache.layers[layer]):
+            assert torch.allclose(mine[:, :, :lm.length], theirs[:, :, :lm.length], atol=1e-3)
+
+
+def test_a_long_prompt_comes_in_parts():
+    draft, text = make_draft(), [i * i % 61 for i in range(140)]
+    hidden = MODEL(torch.tensor([text]), output_hidden_states=True).hidden_states
+    H = draft.fuse(torch.cat([hidden[1], hidden[3]], -1)[0]).detach()
+    parts, whole = BlockLM(draft.lm), BlockLM(draft.lm)
+    parts.start([])
+    whole.start([])
+    z = run_block(draft, parts, H, 7)
+    whole.forward(H)
+    whole.commit(range(140))
+    block = draft.embed_blocks(torch.tensor(7), H[-1])
+    whole.block = 4
+    assert torch.allclose(z, whole.forward(block), atol=1e-4)
+    assert parts.length == 140 and parts.parents == []
+
+
+# ----------------------------------------------------------------------------- what is measured
+
+class Knowing(Draft):
+    """A draft whose guesses are known: guess k after token t is t + 1, or t + 2 for k = 2."""
+
+    def add_markov(self, z, tokens):
+        k = torch.arange(z.shape[-2]).expand(tokens.shape)
+        best = (tokens + 1 + (k == 2)) % 61
+        return 8.0 * torch.nn.functional.one_hot(best, 61)
+
+
+def counting(tmp_path, first=5) -> tuple[Draft, list[Text]]:
+    """Make a draft that counts, and a text in which each token is the next number."""
+    draft = Knowing(MODEL, [1], B=4, markov=8)
+    ids = [*range(first, first + 21)]
+    return draft, compute_texts(MODEL, [1], [(ids[:4], ids[4:])], tmp_path)
+
+
+def test_acceptance_by_hand(tmp_path):
+    """The third guess is always wrong, and so the fourth, though right itself, is never reached."""
+    draft, texts = counting(tmp_path)
+    assert measure_acceptance(draft, lambda x: x, texts) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_temperatures_and_tokens_by_hand(tmp_path, monkeypatch):
+    """Where guesses are always right, the lowest temperature is the best, else the highest one.
+    Trees are asked for at every EVERY-th place, and counted as far as the text goes."""
+    draft, texts = counting(tmp_path)
+    asked = []
+
+    def chain(draft, z, root, n):
+        asked.append((root, n))
+        wrong = [root, root + 1, root + 9, root + 2, root + 7]
+        return wrong, [-1, 0, 0, 1, 3], [1.0] * 5
+    monkeypatch.setattr(module, "grow", chain)
+    calibrate(draft, lambda x: x, texts)
+    low, high = module.TEMPERATURES[0], module.TEMPERATURES[-1]
+    assert draft.temperatures[:2] == [low, low] and draft.temperatures[2] == high
+    assert asked == [(place, 64) for place in range(8, 25, EVERY)]
+    # nodes 1 and 3 are right; at the place before the text's last token node 1 alone is
+    places = len(asked)
+    assert len(draft.tokens) == 64
+    last = 24 in [root for root, _ in asked]
+    assert draft.tokens[:5] == pytest.approx([1, 2, 2, 3 - last / places, 3 - last / places])
+
+
+def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
+    draft = make_draft()
+    draft.tokens = [1.0, 1.8, 2.2]
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: [
+        (10.0 if lm == "target" else 1.0) + 0.1 * n for n in range(most + 1)])
+    assert [*plan_sizes(draft, "draft", "target")] == [
+        (1, 1.0, pytest.approx(10.1)), (2, 1.8, pytest.approx(10.2 + 1.6)),
+        (3, 2.2, pytest.approx(10.3 + 1.7))]
+
+
+# ------------------------------------------------------------------------------------- the file
+
+def test_a_file_gives_the_same_draft(tmp_path):
+    draft = Draft(MODEL, [0, 2], vocab=[*range(0, 61, 2)], causal=True, layers=1, mlp=24, B=3)
+    draft.tokens, draft.accept, draft.temperatures = [1.0, 1.5], [0.5] * 3, [0.8, 1.0, 1.2]
+    for p in draft.trainable().values():
+        p.data = torch.randn_like(p).bfloat16().float()
+    save_draft(tmp_path / "x", draft, MODEL)
+    again = load_draft(tmp_path / "x", MODEL)
+    for name, p in draft.trainable().items():
+        assert torch.equal(p, again.trainable()[name]), name
+    assert again.trainable().keys() == draft.trainable().keys()
+    for name in ("taps", "causal", "B", "accept", "tokens", "temperatures", "form"):
+        assert getattr(again, name) == getattr(draft, name)
+    assert again.vocab.tolist() == draft.vocab.tolist()
+    with pytest.raises(InputError, match="another's"):
+        load_draft(tmp_path / "x", tiny("llama", seed=5))
+
+
+def test_graphs_are_refused():
+    with pytest.raises(InputError, match="--graphs must be off for dflash"):
+        next(dflash(GraphedLM(MODEL), TEXT, trained=make_draft()))
+
+
+def test_no_hook_is_left_behind():
+    chunks = dflash(CachedLM(MODEL), TEXT, nodes=4, trained=make_draft())
+    next(chunks)
+    chunks.close()
+    assert not any(layer._forward_pre_hooks for layer in MODEL.model.layers)
+
+
+def test_a_sampled_run_is_the_run_without_a_draft():
+    """With the target's draws fixed, the draft changes no token."""
+    prompt = TEXT[:4]
+
+    def run(n: int) -> list[int]:
+        draws = itertools.count()
+
+        class Fixed(Sampler):
+            def __call__(self, logits):
+                return [(row.topk(2).indices[next(draws) * 0 + 1]).item() for row in logits]
+        return tokens_of(dflash(CachedLM(MODEL), prompt, nodes=n, trained=make_draft(),
+                                sample=Fixed()), 30)
+    assert run(1) == run(20)
