@@ -7,6 +7,10 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
     python cllm.py --target my-cllm --prompt "..."                     # Alg. 3: Jacobi decoding
     python cllm.py profile --after my-cllm --prompts FILE              # Table 3
 
+The models that the authors released need no training (not tried here, since they are of 7B):
+
+    python cllm.py --target cllm/consistency-llm-7b-math --n 16 --prompt "..."
+
     L_GC = sum_i D( stopgrad q(. | y*_<i, x) || q(. | y_<i, x) )        global consistency, Eq. 4
     L    = L_GC + w L_AR                                                                     Eq. 7
 

@@ -362,7 +362,7 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     # The tokens of the nodes, level by level. They stay on the device until the tree is grown.
     tokens = [torch.full((1,), root, device=draft.vocab.device)]
     # Where nobody has measured acceptance, the tree is dynamic: only the number of ranks counts.
-    table = draft.accept or [[0.0] * min(RANKS, len(draft.vocab))] * len(levels)
+    table = draft.accept or [[0.0] * RANKS] * len(levels)
 
     def add_children(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
         """Append the likeliest children of some nodes to parents, chances and tokens.
@@ -374,9 +374,9 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
         """
         first = len(parents)
         probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
-        draft_probs, rows = probs.topk(len(accept))  # [nodes, ranks]
+        draft_probs, rows = probs.topk(min(len(accept), probs.shape[1]))  # [nodes, ranks]
         tokens.append(draft.vocab[rows].flatten())
-        factors = draft_probs.tolist() if dynamic else [accept] * len(nodes)
+        factors = draft_probs.tolist() if dynamic else [accept[:rows.shape[1]]] * len(nodes)
         for node, factor in zip(nodes, factors):
             parents.extend([node] * len(factor))
             chances.extend(chances[node] * p for p in factor)

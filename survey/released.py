@@ -221,7 +221,7 @@ def describe_layer(config: PreTrainedConfig, model) -> dict:
              "max_position_embeddings": context_length(model), "tie_word_embeddings": False,
              "hidden_act": "silu", "torch_dtype": str(model.dtype).removeprefix("torch.")}
     if rope["rope_type"] != "default":
-        told["rope_scaling"] = rope
+        told["rope_scaling"] = rope | {"type": rope["rope_type"]}  # older code reads this name
     return told
 
 

@@ -161,6 +161,7 @@ TRAININGS = {  # a command, and its options besides those of all
     "medusa train": (medusa.train, dict(K=2)),
     "hydra train, few tokens": (medusa.train, dict(K=2, heads="hydra", vocab=9)),
     "eagle train": (eagle.train, {}),
+    "eagle train, released": (eagle.train, dict(released=True)),
     "eagle train, last layer": (eagle.train, dict(begin="last", vocab=9)),
     "eagle3 train": (eagle3.train, dict(taps="0,1", passes=2, vocab=9)),
     "dflash train": (dflash.train, dict(taps="0,1", B=3, markov=4, anchors=3)),

@@ -156,6 +156,9 @@ METHODS = {
     "eagle, dynamic": lambda model: Line(
         eagle.eagle, dict(nodes=9, dynamic=True, trained=rand(eagle.Draft(
             model, "unshifted", "last"), RATES)), few=dict(nodes=3)),
+    "eagle, released": lambda model: Line(
+        eagle.eagle, dict(nodes=9, trained=rand(eagle.Draft(
+            model, config=eagle.make_config(model), bias=False))), few=dict(nodes=3)),
     "eagle3": lambda model: Line(
         eagle3.eagle3, dict(nodes=9, trained=rand(eagle3.Draft(
             model, eagle3.make_config(model), [0, 1, 2],
@@ -166,6 +169,9 @@ METHODS = {
         few=dict(nodes=3)),
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),
+        few=dict(nodes=3)),
+    "medusa, released": lambda model: Line(
+        medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3, own=True))),
         few=dict(nodes=3)),
     "hydra": lambda model: Line(
         medusa.medusa, dict(heads="hydra", nodes=9, trained=rand(

@@ -299,9 +299,10 @@ def train_heads(work, kind="hydra", noise=0.0, data=PAIRS, held_out=HELD_OUT, K=
 
 
 def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, inputs="shifted", begin="random",
-                mlp=0, vocab=range(61), **options):
+                mlp=0, vocab=range(61), released=False, **options):
     model = make_llama(noise)
-    draft = eagle.Draft(model, inputs, begin, mlp)
+    config = eagle.make_config(model, mlp) if released else None
+    draft = eagle.Draft(model, inputs, begin, mlp, config=config, bias=not released)
     draft.keep([*vocab])
     eagle.fit(model, draft, data, held_out, work=work, **FIT | options)
 
@@ -394,7 +395,9 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
     "medusa": (lambda work, **change: train_heads(work, "medusa", **change), SPLIT + changes(K=1)),
     "hydra": (train_heads, SPLIT + changes(kind="medusa", K=1, vocab=range(60))),
     "eagle": (train_eagle, SPLIT + changes(inputs="unshifted", begin="last", mlp=24,
-                                           vocab=range(60))),
+                                           vocab=range(60), released=True)),
+    "eagle, released": (lambda work, **change: train_eagle(work, released=True, **change),
+                        SPLIT + changes(mlp=24)),
     "eagle3": (train_eagle3, SPLIT + changes(passes=3, taps=([0, 2],), vocab=range(60), mlp=24,
                                              form=(eagle3.Form(norm_output=True),),
                                              own_head=False)),
