@@ -561,8 +561,6 @@ MUTANTS = {
         ("if draft.config is None or any(\"_proj.bias\" in name for name in tensors):",
          "if draft.config is None:",
          "biases that engines do not read are exported"),
-        ("fingerprint += (draft.config.to_dict(),)", "pass",
-         "a run of the other form is continued"),
     ],
     "survey/eagle3.py": [
         ("sorted({2, L // 2, L - 3})", "sorted({1, L // 2, L - 3})", "another layer is tapped"),
