@@ -70,7 +70,7 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 from common import (CachedLM, InputError, Node, Sampler, attention_mask, best_tree, fastest, greedy,
                     row_costs, walk, windows_of)
@@ -114,9 +114,9 @@ class TrainingCache:
         return 0
 
 
-def run_model(model, inputs, visible, positions, slots=None, before=(), head: bool = True):
-    """Run a model over n new rows, each of which sees the slots that `visible` names. The m slots
-    are the rows of `before`, followed by the new rows themselves.
+def run_model(model, inputs, visible, positions, slots=None, before=()):
+    """Run a model, without its LM head, over n new rows, each of which sees the slots that
+    `visible` names. The m slots are the rows of `before`, followed by the new rows themselves.
 
     inputs     ids [B, n] or embeddings [B, n, d] of the new rows
     positions  positions of the new rows, [B, n]
@@ -124,19 +124,19 @@ def run_model(model, inputs, visible, positions, slots=None, before=(), head: bo
     visible    bool [B, n, m], whether a new row sees a slot
     slots      positions of the slots, [B, m]. None is enough where `before` is empty.
     before     rows of earlier passes, as in `TrainingCache`
-    head       False if no logits are wanted
 
-    returns    logits [B, n, V] or None, and the new rows' (keys, values) of each layer
+    returns    what the LM head would read, [B, n, d], and the new rows' (keys, values) of each
+               layer
     """
     like = model.get_input_embeddings().weight
     cache = TrainingCache(*before)
     slots = positions if slots is None else slots
     mask = attention_mask(windows_of(model), visible, positions, slots, like)
     name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-    run = model if head else model.get_decoder()
-    output = run(**{name: inputs.to(like.device)}, position_ids=positions.to(like.device),
-                 attention_mask=mask, past_key_values=cache, use_cache=True)
-    return output.logits if head else None, cache.new
+    output = model.get_decoder()(
+        **{name: inputs.to(like.device)}, position_ids=positions.to(like.device),
+        attention_mask=mask, past_key_values=cache, use_cache=True)
+    return output[0], cache.new
 
 
 def causal_mask(n: int) -> torch.Tensor:
@@ -151,8 +151,7 @@ def shape_of(model) -> dict:
               heads of a layer), "head_dim" (the size of a key) and "width" (that of an embedding)
     """
     with torch.inference_mode():
-        _, layers = run_model(model, torch.tensor([[0]]), causal_mask(1), torch.tensor([[0]]),
-                              head=False)
+        _, layers = run_model(model, torch.tensor([[0]]), causal_mask(1), torch.tensor([[0]]))
     keys, values = layers[0]
     if keys.shape != values.shape:
         raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
@@ -201,7 +200,7 @@ class Tuning(torch.nn.Module):
         if self.design == "deep":
             return [tuple(pair.to(model.dtype)) for pair in self.soft_prompt]
         n, embeds = len(self.soft_prompt), self.soft_prompt[None].to(model.dtype)
-        _, layers = run_model(model, embeds, causal_mask(n), torch.arange(n)[None], head=False)
+        _, layers = run_model(model, embeds, causal_mask(n), torch.arange(n)[None])
         return [(keys[0], values[0]) for keys, values in layers]
 
     @torch.inference_mode()
@@ -243,9 +242,9 @@ def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, r
     return ids, anchors, labels
 
 
-def mask_logits(model, masks: torch.Tensor, soft_rows: list, ids: torch.Tensor,
+def mask_states(model, masks: torch.Tensor, soft_rows: list, ids: torch.Tensor,
                 anchors: torch.Tensor) -> torch.Tensor:
-    """Return the logits of groups of mask tokens behind anchors.
+    """Return what the LM head reads at groups of mask tokens behind anchors.
 
     Real tokens see neither masks nor soft prompt, so their keys and values are computed first,
     without gradients.
@@ -255,14 +254,14 @@ def mask_logits(model, masks: torch.Tensor, soft_rows: list, ids: torch.Tensor,
     ids        real tokens [B, T]
     anchors    positions [B, G] of the real tokens that have a group behind them
 
-    returns    logits [B, G, M, V]
+    returns    hidden states [B, G, M, d]. Their logits would take more memory than all else
     """
     (B, T), G, M = ids.shape, anchors.shape[1], len(masks)
     # Run the text first. It needs no gradients, for nothing tuned changes it. With gradients its
     # activations would be stored, which takes memory
     context = torch.arange(T).expand(B, -1)
     with torch.no_grad():
-        _, text = run_model(model, ids, causal_mask(T).expand(B, -1, -1), context, head=False)
+        _, text = run_model(model, ids, causal_mask(T).expand(B, -1, -1), context)
     # Fig. 3: mask j of the group behind position a stands at a + j. It sees the text up to a, the
     # masks of its own group up to itself, and the soft prompt
     positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
@@ -277,13 +276,27 @@ def mask_logits(model, masks: torch.Tensor, soft_rows: list, ids: torch.Tensor,
         slots = F.pad(slots, (P, 0), value=10 ** 9)  # no sliding window leaves it out
         before.insert(0, [(keys[None], values[None]) for keys, values in soft_rows])
     embeds = masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
-    logits, _ = run_model(model, embeds, visible, positions, slots, before)
-    return logits.unflatten(1, (G, M))
+    states, _ = run_model(model, embeds, visible, positions, slots, before)
+    return states.unflatten(1, (G, M))
 
 
-def sar_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return Eq. 1 as a mean over the labels, in nats."""
-    return F.cross_entropy(logits.float().flatten(0, 2), labels.flatten(), ignore_index=-100)
+def sar_loss(states: torch.Tensor, labels: torch.Tensor, score: Callable,
+             vocab: int) -> torch.Tensor:
+    """Return Eq. 1 as a mean over the labels, in nats.
+
+    states  what the LM head reads at masks, [B, G, M, d]
+    labels  [B, G, M], -100 where there is none
+    score   a function from what the LM head reads to logits, as `score_with` of survey/parts.py
+            makes it
+    vocab   the number of logits
+    """
+    from models.training import compute_in_parts
+
+    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropies of masks with states x [n, d] and labels y [n]."""
+        return F.cross_entropy(score(x), y, reduction="none")
+    known = labels >= 0
+    return compute_in_parts(losses_of, vocab, states[known], labels[known]).mean()
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -487,6 +500,9 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
     returns  the loss, a mean over passes, and how often each mask's guess of each rank is right, as
              in `Tuning.accept`
     """
+    from models.training import compute_in_parts
+    from survey.parts import score_with
+    score, vocab = score_with(model), len(model.get_output_embeddings().weight)
     rng = random.Random(0)
     losses = []
     hits, total = 0, 0
@@ -494,16 +510,18 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
         batch = sample_anchors(data[i:i + size], len(tuning.masks), anchors, rng)
         ids, positions, labels = batch
         labels = labels.to(tuning.masks.device)
-        logits = mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, positions)
-        losses.append(sar_loss(logits, labels).item())
-        ranked = logits.topk(min(RANKS, logits.shape[-1])).indices  # [B, G, M, RANKS]
+        states = mask_states(model, tuning.masks, tuning.soft_rows(model), ids, positions)
+        losses.append(sar_loss(states, labels, score, vocab).item())
+        ranked = compute_in_parts(lambda x: score(x).topk(min(RANKS, vocab)).indices, vocab,
+                                  states.flatten(0, 2))
+        ranked = ranked.view(*labels.shape, -1)  # [B, G, M, RANKS]
         hits = hits + (ranked == labels[..., None]).sum((0, 1))
         total = total + (labels >= 0).sum((0, 1))
     return sum(losses) / len(losses), (hits / total.clamp(min=1)[:, None]).tolist()
 
 
 def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch: int, anchors: int,
-        lr: float, accumulate: int = 1, seed: int = 0, work: Path | None = None) -> dict:
+        lr: float, seed: int = 0, work: Path | None = None) -> dict:
     """Tune on pairs of a prompt and its answer, the model frozen, and set `tuning.accept`.
 
     In Section 4.1 the learning rate is a cosine that begins at 3e-2, and a step has 128 answers.
@@ -514,18 +532,20 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
     held_out  pairs to measure the tuning on
     work      the folder of the checkpoints. None writes no checkpoint.
 
-    steps, batch, anchors, lr, accumulate, seed   are options of `train`, which explains them
+    steps, batch, anchors, lr, seed   are options of `train`, which explains them
 
     returns   {step: {"loss", "accept"}}, measured on `held_out`
     """
-    from models.training import Training, count_tokens, digest, sample_alike
+    from models.training import Training, count_tokens, digest, sample_alike, tokens_of_pass
+    from survey.parts import score_with
     model.requires_grad_(False)
+    score, vocab = score_with(model), len(model.get_output_embeddings().weight)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, positions, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)
-        logits = mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, positions)
-        return sar_loss(logits, labels.to(model.device))
+        states = mask_states(model, tuning.masks, tuning.soft_rows(model), ids, positions)
+        return sar_loss(states, labels.to(model.device), score, vocab)
 
     def evaluate() -> tuple[dict, str]:
         loss, accept = accuracy(model, tuning, held_out, anchors)
@@ -534,15 +554,16 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
                 f"held-out loss {loss:.3f}, accuracy by mask {right}")
     of = digest(model.state_dict()), tuning.design, data, held_out, batch, anchors
     curve = Training(dict(tuning.named_parameters()), of, name="tuning", steps=steps, lr=lr,
-                     accumulate=accumulate, seed=seed, folder=work).train(loss_of, evaluate)
+                     seed=seed, folder=work, models=(model,),
+                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
     tuning.accept = curve[steps]["accept"]
     return curve
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           design: str = "deep", P: int = 16, M: int = 3, max_new_tokens: int = 200,
-          steps: int = 1000, batch: int = 16, accumulate: int = 1, anchors: int = 64,
-          lr: float = 3e-2, seed: int = 0) -> None:
+          steps: int = 1000, batch: int = 16, anchors: int = 64, lr: float = 3e-2,
+          seed: int = 0) -> None:
     """Tune prompt and mask tokens for a frozen model on its own answers. A stopped run goes on.
 
     out:    the safetensors file to make
@@ -551,20 +572,20 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
             at the input. With none there are no prompt tokens
     P, M:   numbers of prompt tokens and of mask tokens
     max_new_tokens: the most tokens of an answer
-    batch:  answers of a pass
-    accumulate: passes of a step, which has 128 answers in the paper
+    batch:  answers of a pass. A step of the paper has 128 answers
     anchors: the most mask groups of an answer
-    lr:     where the cosine of the learning rate begins
+    lr:     where the cosine of the learning rate begins. 3e-2 is the paper's, for 7B to 70B
+            parameters, and suited 10M to 135M
     """
     from models.training import collect_examples, require_training_options
     require_training_options(lr, P=P, M=M, max_new_tokens=max_new_tokens, steps=steps, batch=batch,
-                             accumulate=accumulate, anchors=anchors)
+                             anchors=anchors)
     work = work or Path(f"{out}.work")
     tuning = Tuning(shape_of(model), design, P, M, seed).to(model.device)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters")
-    fit(model, tuning, data, held_out, steps=steps, batch=batch, anchors=anchors, lr=lr,
-        accumulate=accumulate, seed=seed, work=work)
+    fit(model, tuning, data, held_out, steps=steps, batch=batch, anchors=anchors, lr=lr, seed=seed,
+        work=work)
     save_tuning(out, tuning, model)
 
 

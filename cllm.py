@@ -275,7 +275,7 @@ def pad_trees(trees: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, .
     return ids, positions, visible
 
 
-def losses(model, examples: list[dict], pairs: list[list[StatePair]],
+def losses(model, examples: list[dict], pairs: list[list[StatePair]], score: Callable,
            kind: str = "forward-kl") -> tuple[torch.Tensor, torch.Tensor]:
     """Return the consistency loss and the AR loss of a batch, from one forward pass.
 
@@ -285,34 +285,44 @@ def losses(model, examples: list[dict], pairs: list[list[StatePair]],
     examples  {"prompt", "answer", …} of each answer
     pairs     for each answer a list of states to learn from. The loss is Eq. 4 where y_goal is y*,
               and Eq. 5 where y_goal is the next state.
+    score     a function from what the LM head reads to logits, as `score_with` of survey/parts.py
+              makes it
     kind      the distance D, one of DIVERGENCES
 
     returns   the consistency loss, a mean over all pairs of nodes that are compared, or 0 if there
               are none; and the AR loss, a mean over all tokens of the answers. Both are in nats.
     """
+    from models.training import compute_in_parts
     trees = [training_tree(example, some) for example, some in zip(examples, pairs)]
     ids, positions, visible = pad_trees([(ids, parents) for ids, parents, _ in trees])
-    first = min(len(example["prompt"]) for example in examples) - 1  # no loss reads earlier logits
-    like = model.get_input_embeddings().weight
+    like, vocab = model.get_input_embeddings().weight, len(model.get_output_embeddings().weight)
     mask = attention_mask(windows_of(model), visible, positions, positions, like)
-    logits = model(input_ids=ids.to(like.device), position_ids=positions.to(like.device),
-                   attention_mask=mask, use_cache=False,
-                   logits_to_keep=torch.arange(first, ids.shape[1])).logits
-    # `logits_to_keep` left out the nodes before `first`. So row i of `logits` is node first + i's
-    before_tokens = []
-    for rows, example in zip(logits, examples):
-        begin = len(example["prompt"]) - 1 - first
-        before_tokens.append(rows[begin:begin + len(example["answer"])])
+    # The LM head reads only the nodes that a loss needs. Logits of all nodes may not fit in memory
+    hidden = model.get_decoder()(input_ids=ids.to(like.device), attention_mask=mask,
+                                 position_ids=positions.to(like.device), use_cache=False)[0]
+
+    def ar_losses(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(score(x), tokens, reduction="none")
+
+    def consistency_losses(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+        # Eq. 4 stops the teacher's gradient. Else what follows y* would move towards what follows y
+        with torch.no_grad():
+            p = score(teacher)
+        return distance(kind, p, score(student))
     # Eq. 6: the answer itself is learnt. Else the model could agree with itself on worse text
+    before = [(b, len(example["prompt"]) - 1 + i) for b, example in enumerate(examples)
+              for i in range(len(example["answer"]))]  # the node before each token
+    b, nodes = torch.tensor(before, device=like.device).T
     tokens = [token for example in examples for token in example["answer"]]
-    ar = F.cross_entropy(torch.cat(before_tokens), torch.tensor(tokens, device=logits.device))
+    tokens = torch.tensor(tokens, device=like.device)
+    ar = compute_in_parts(ar_losses, vocab, hidden[b, nodes], tokens).mean()
     compared = [(b, t, s) for b, (_, _, nodes) in enumerate(trees) for t, s in nodes]
     if not compared:
         return torch.zeros_like(ar), ar
-    b, teacher, student = torch.tensor(compared, device=logits.device).T
-    # Eq. 4 stops the teacher's gradient. Else what follows y* would move towards what follows y
-    stopped = logits[b, teacher - first].detach()
-    return distance(kind, stopped, logits[b, student - first]).mean(), ar
+    b, teacher, student = torch.tensor(compared, device=like.device).T
+    apart = compute_in_parts(consistency_losses, vocab, hidden[b, teacher].detach(),
+                             hidden[b, student])
+    return apart.mean(), ar
 
 
 # --------------------------------------------------------------------- Alg. 2: the training
@@ -374,15 +384,16 @@ def decode_examples(model, examples: list[dict], eos: set[int],
 
 
 def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int, *, steps: int,
-        batch: int, states: int = 1, accumulate: int = 1, lr: float, w: float,
-        divergence: str = "forward-kl", local: bool = False, recompute: bool = False, seed: int = 0,
+        batch: int, states: int = 1, lr: float, w: float, divergence: str = "forward-kl",
+        local: bool = False, seed: int = 0, changes: dict | None = None,
         shown: list[dict] | None = None, watch: Callable = lambda answers: {}, reports: int = 10,
         work: Path | None = None) -> dict:
-    """Train all weights of a model on both losses, and measure the model now and then. Alg. 2.
+    """Train a model on both losses, and measure the model now and then. Alg. 2.
 
     What is learnt:
 
         model       the model, whose weights change in place
+        changes     the only parameters that are trained, by name. None trains all weights
         examples    lines that `collect` made, to learn from
         held_out    lines that `collect` made, on which the losses are measured
         eos         token ids that end an answer
@@ -390,7 +401,7 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
 
     Options of `train`, which explains them:
 
-        steps, batch, states, accumulate, lr, w, divergence, local, recompute, seed
+        steps, batch, states, lr, w, divergence, local, seed
 
     What is measured. `train` leaves the first three as they are, and results/curves.py sets them:
 
@@ -405,21 +416,19 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
     the held-out losses "consistency" and "ar", the figures of `decode_examples` and those of
     `watch`.
     """
-    from models.training import Training, warm_linear
+    from models.training import Training, digest, tokens_of_pass, warm_linear
+    from survey.parts import score_with
+    score = score_with(model.eval())  # dropout is not wanted
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        # Dropout is not wanted, so the model is in eval mode. But transformers recomputes
-        # activations in train mode alone
-        model.train(recompute)
         drawn = sample_pairs(examples, batch, states, local, rng)
-        consistency, ar = losses(model, *drawn, divergence)
+        consistency, ar = losses(model, *drawn, score, divergence)
         return consistency + w * ar  # Eq. 7
 
     def evaluate() -> tuple[dict, str]:
-        model.eval()
         rng = random.Random(0)  # the same held-out states every time
         with torch.inference_mode(), torch.autocast(model.device.type, dtype=torch.bfloat16):
-            measured = [losses(model, *sample_pairs(held_out, batch, states, local, rng),
+            measured = [losses(model, *sample_pairs(held_out, batch, states, local, rng), score,
                                divergence) for _ in range(4)]
         consistency, ar = (sum(x).item() / 4 for x in zip(*measured))
         answers, figures = decode_examples(model, shown or held_out[:20], eos, n)
@@ -427,12 +436,15 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
                 f"held-out consistency loss {consistency:.4f}, AR loss {ar:.4f}, "
                 f"{figures['per_call']:.2f} Jacobi tokens per call, {figures['kept']:.0%} of "
                 f"answers as before for {KEPT} tokens")
-    weights = dict(model.named_parameters())
+    weights = changes or dict(model.named_parameters())
     adam = torch.optim.AdamW(weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     of = n, sorted(eos), examples, held_out, batch, states, w, divergence, local
+    if changes:  # the frozen weights are none of those that a checkpoint's name is made of
+        of += digest(model.state_dict()),
+    texts = [(example["prompt"], example["answer"]) for example in examples]
     return Training(weights, of, name="cllm", steps=steps, lr=lr, rate=warm_linear,
-                    accumulate=accumulate, optimizers=[adam], seed=seed, reports=reports,
-                    folder=work).train(loss_of, evaluate)
+                    optimizers=[adam], seed=seed, reports=reports, folder=work, models=(model,),
+                    tokens=tokens_of_pass(texts, batch)).train(loss_of, evaluate)
 
 
 def read_examples(path: Path, model, seed: int) -> tuple[int, list[dict], list[dict]]:
@@ -443,10 +455,16 @@ def read_examples(path: Path, model, seed: int) -> tuple[int, list[dict], list[d
     seed     the seed of the order of the examples, and so of which are held out
 
     returns  tokens of a block, the examples to train on, and the examples held out. Answers that
-             repeat themselves are in neither list. InputError is raised if fewer than 2 are left.
+             repeat themselves are in neither list, nor are texts that are longer than the training
+             may have. InputError is raised if fewer than 2 are left.
     """
+    from models.training import SETTINGS
+    most = SETTINGS.get().max_length
     settings, examples = read_trajectories(path)
-    examples = [example for example in examples if example["blocks"]]
+    whole = [example for example in examples if example["blocks"]]
+    examples = [x for x in whole if len(x["prompt"]) + len(x["answer"]) <= most]
+    if len(examples) < len(whole):
+        print(f"{len(whole) - len(examples)} trajectories longer than {most} tokens are left out")
     if len(examples) < 2:
         raise InputError(f"--data must have trajectories of 2 prompts or more, got {len(examples)} "
                          f"in {str(path)!r}")
@@ -460,9 +478,8 @@ def read_examples(path: Path, model, seed: int) -> tuple[int, list[dict], list[d
 
 
 def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = None,
-          steps: int = 1000, batch: int = 16, states: int = 4, accumulate: int = 1, w: float = 10.0,
-          divergence: str = "forward-kl", local: bool = False, recompute: bool = False,
-          seed: int = 0) -> None:
+          steps: int = 1000, batch: int = 16, states: int = 4, rank: int = 0, w: float = 10.0,
+          divergence: str = "forward-kl", local: bool = False, seed: int = 0) -> None:
     """Teach a model to solve its Jacobi iteration in fewer steps. Alg. 2. A stopped run goes on.
 
     data:   file of trajectories, made by `python cllm.py collect`
@@ -471,30 +488,37 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     steps:  updates of the weights
     batch:  answers of a pass
     states: the most states of each block of an answer
-    accumulate: passes of a step
+    rank:   train changes of this rank of the layers' matrices, with 0 for all weights. All weights
+            are trained in float32, and take 16 bytes a weight
     lr:     learning rate after the warm-up. With 10M parameters 5e-4 worked well. The released
             script for 7B parameters has 2e-5
     w:      weight of the AR loss, Eq. 7. In Table 6 a model is faster with 1, and more accurate
             with 10
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     local:  use local consistency, Eq. 5, in place of global consistency, Eq. 4
-    recompute: compute activations a second time in the backward pass, to need less memory
     seed:   seed of the order of the examples and of the states drawn
     """
     from models.training import require, require_training_options
-    require_training_options(lr, steps=steps, batch=batch, states=states, accumulate=accumulate)
+    from survey.low_rank import add_low_rank, merge_changes
+    require_training_options(lr, steps=steps, batch=batch, states=states)
     require(w >= 0, "w", "0 or more", w)
+    require(rank >= 0, "rank", "0 or more", rank)
     require(divergence in DIVERGENCES, "divergence", ", ".join(DIVERGENCES), divergence)
     n, examples, held_out = read_examples(data, model, seed)
     eos = eos_ids(model, tokenizer)
     work = work or Path(f"{out}.work")
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
-    if recompute:  # transformers keeps the inputs of each layer alone, and computes the rest again
-        model.gradient_checkpointing_enable()
-    fit(model, examples, held_out, eos, n, steps=steps, batch=batch, states=states,
-        accumulate=accumulate, lr=lr, w=w, divergence=divergence, local=local, recompute=recompute,
-        seed=seed, work=work)
+    changes = None
+    if rank > 0:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            changes = add_low_rank(model.requires_grad_(False), rank)
+    else:
+        model.float()  # in half precision most steps of AdamW would round to nothing
+    fit(model, examples, held_out, eos, n, steps=steps, batch=batch, states=states, lr=lr, w=w,
+        divergence=divergence, local=local, seed=seed, changes=changes, work=work)
+    merge_changes(model)
     # Sampling settings left from the model before training can make `save_pretrained` fail. So the
     # trained model has settings of its own, which decode greedily
     model.generation_config = GenerationConfig(
@@ -810,7 +834,7 @@ def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED,
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be 1 or more, got {max_new_tokens}")
     eos = eos_ids(model, tokenizer)
-    trained, _ = load(after, str(model.device), "float32")
+    trained, _ = load(after, str(model.device), model.dtype)
     print("| model | complete blocks | n-token sequence length | fast-forward token count | "
           "stationary token count |\n| --- | --- | --- | --- | --- |")
     for name, lm in (model.name_or_path, model), (after, trained):

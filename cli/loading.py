@@ -3,12 +3,15 @@
 `common.load` says what transformers says. The functions here look at a directory that could not be
 loaded, so that its user learns which file is wrong and what to do about it."""
 import json
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-from common import InputError, encode, load, shorten
+from common import InputError, encode, eos_ids, load, shorten
+from models.training import Pair, Settings
 
 LORA = "a LoRA adapter, which must be merged into its base model first"
 
@@ -127,6 +130,73 @@ def encode_prompts(models: list, tokenizer, texts: list[str], chat: bool) -> lis
     return found
 
 
+def encode_data(model, tokenizer, args: Namespace, settings: Settings) -> tuple:
+    """Turn what a command learns from into token ids: --prompts, or --data where it is given.
+
+    args      the parsed command line
+    settings  those of the training
+    returns   token ids of the prompts, and the settings, which hold the pairs of --data
+    """
+    rows = getattr(args, "data", None)
+    if rows is None:
+        return encode_prompts([model], tokenizer, args.prompts, args.chat), settings
+    pairs = [encode_pair(model, tokenizer, row, args.chat) for row in rows]
+    return [prompt for prompt, _ in pairs], replace(settings, pairs=pairs)
+
+
+def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
+    """Turn a line of --data into token ids; InputError that names the line if it cannot be used.
+
+    row      what `read_pairs` returned for the line
+    chat     whether a prompt is put into the chat template. Messages always are
+    returns  token ids of the prompt and of the answer. The answer of a text ends in an EOS
+    """
+    try:
+        if "messages" in row:
+            *before, answer = row["messages"]
+            prompt, answer = render(tokenizer, before), answer["content"]
+        else:
+            prompt, answer = row["prompt"], row["answer"]
+            if chat and isinstance(prompt, str):
+                prompt = fill_template(tokenizer, prompt)
+        if isinstance(prompt, str):
+            plain = "messages" not in row and not chat
+            prompt, answer = split_texts(tokenizer, prompt, answer, plain)
+            answer = end_answer(answer, eos_ids(model, tokenizer), tokenizer.eos_token_id)
+        if not prompt or not answer:
+            raise ValueError("nothing is left of it as tokens")
+    except Exception as error:  # a template and a tokenizer raise errors of any kind
+        raise InputError(f"--data must hold texts that the model's tokenizer takes, got "
+                         f"{row['where']}: {shorten(error)}") from error
+    rows = len(model.get_input_embeddings().weight)
+    if max(prompt + answer) >= rows:
+        raise InputError(f"--data must hold tokens of the model's {rows}, got {row['where']}: "
+                         f"{max(prompt + answer)}")
+    return prompt, answer
+
+
+def end_answer(answer: list[int], eos: set[int], usual: int | None) -> list[int]:
+    """Cut an answer behind its first EOS, or give it the usual one, if there is one."""
+    for i, token in enumerate(answer):
+        if token in eos:
+            return answer[:i + 1]
+    return answer if usual is None else [*answer, usual]
+
+
+def split_texts(tokenizer, prompt: str, answer: str, special: bool) -> Pair:
+    """Turn a prompt and the answer behind it into token ids.
+
+    special  whether the tokenizer adds its special tokens before the prompt
+    """
+    ids, whole = (tokenizer.encode(text, add_special_tokens=special)
+                  for text in (prompt, prompt + answer))
+    # Some tokenizers put a blank before a text. So the answer is taken out of the whole, unless a
+    # token is of both.
+    if whole[:len(ids)] == ids:
+        return ids, whole[len(ids):]
+    return ids, tokenizer.encode(answer, add_special_tokens=False)
+
+
 def encode_chat(tokenizer, text: str) -> list[int]:
     """Put a prompt into the model's chat template, as the message of a user; its token ids."""
     encode(tokenizer, text)  # a prompt without text is refused
@@ -145,7 +215,8 @@ def fill_template(tokenizer, text: str) -> str:
         raise InputError("expected a model with a chat template for --chat, got one without")
     try:
         for parts in False, True:  # nearly all templates take a text, a few a list of parts
-            filled, other = (render(tokenizer, x, parts) for x in (text, text + " x"))
+            filled, other = (render(tokenizer, [as_message(x, parts)])
+                             for x in (text, text + " x"))
             if filled != other:  # else the template left the prompt out
                 return filled
     except Exception as error:  # a template is a program of somebody else's
@@ -154,8 +225,13 @@ def fill_template(tokenizer, text: str) -> str:
     raise InputError("expected a chat template that takes a prompt, but the model's leaves it out")
 
 
-def render(tokenizer, text: str, parts: bool) -> str:
-    """Run the chat template on one message, a text or a list of one part."""
-    content = [{"type": "text", "text": text}] if parts else text
-    return tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
-                                         add_generation_prompt=True)
+def as_message(text: str, parts: bool) -> dict:
+    """Make the message of a user, whose content is a text or a list of one part."""
+    return {"role": "user", "content": [{"type": "text", "text": text}] if parts else text}
+
+
+def render(tokenizer, messages: list[dict]) -> str:
+    """Run the chat template on messages, up to where the assistant speaks."""
+    if not tokenizer.chat_template:
+        raise InputError("expected a model with a chat template for messages, got one without")
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -14,13 +14,14 @@ from typing import Callable, Container, Iterator
 
 from transformers.utils import logging
 
-from cli.loading import encode_prompts, load_checked
+from cli.loading import encode_data, encode_prompts, load_checked
 from cli.options import (MODELS, parse_command, parse_decoding, read_options, select_options,
-                         write_option)
+                         select_settings, write_option)
 from cli.run import Run
 from cli.text import cut_message, read_texts, set_encodings, stream
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids, prepare,
                     vocab_size)
+from models.training import use_settings
 
 
 @dataclass
@@ -277,10 +278,12 @@ def perform_command(command, argv: list[str]) -> int:
     """
     args = parse_command(command, argv)
     options = select_options(args, command, [])
+    settings = select_settings(args)
     model, tokenizer = load_model(args.target, args)
     if "prompts" in args:
-        options["prompts"] = encode_prompts([model], tokenizer, args.prompts, args.chat)
-    return command(model, tokenizer, **options) or 0
+        options["prompts"], settings = encode_data(model, tokenizer, args, settings)
+    with use_settings(settings):
+        return command(model, tokenizer, **options) or 0
 
 
 def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> int:

@@ -18,7 +18,8 @@ from typing import Iterable
 
 from cli.text import Parser
 from common import InputError
-from models.tasks import read_prompts
+from models.tasks import read_pairs, read_prompts
+from models.training import Settings
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 KINDS = (bool, int, float, str, Path)  # annotations of keyword arguments that are options
@@ -60,22 +61,35 @@ def make_parser(functions: list, usage: str) -> ArgumentParser:
                   allow_abbrev=False, usage=SUPPRESS, conflict_handler="resolve")
 
 
-def add_model_options(parser: ArgumentParser, target: str, dtype: str | None) -> None:
-    """Add the options of loading a model; target and dtype are defaults."""
+def add_model_options(parser: ArgumentParser, target: str) -> None:
+    """Add the options of loading a model; target is the default one."""
     add = parser.add_argument
     add("--target", default=str(MODELS / target), metavar="MODEL",
         help=f"the model: a directory or hub id (default: models/{target})")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    standard = dtype or "float32 on a CPU, else the model's own"
-    add("--dtype", default=dtype, help=f"float32, bfloat16 or float16 (default: {standard})")
+    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, else the model's "
+                        "own)")
 
 
-def add_prompt_options(parser: ArgumentParser) -> None:
-    """Add the options of prompts in a file."""
-    add = parser.add_argument
-    add("--prompts", type=read_prompts, default=f"{MODELS}/examples.jsonl", metavar="FILE",
-        help='prompts, a line each, plain or {"prompt": "..."} (default: three examples)')
-    add("--chat", action="store_true", help="put each prompt into the model's chat template")
+def add_prompt_options(parser: ArgumentParser, trains: bool = False,
+                       default: str | None = f"{MODELS}/examples.jsonl") -> None:
+    """Add the options of prompts in a file.
+
+    trains    whether a file of prompts with answers can take the place of the prompts
+    default   the file of prompts where none is given. None: one must be given
+    """
+    files = parser.add_mutually_exclusive_group(required=default is None)
+    usual = " (default: three examples)" if default else ""
+    files.add_argument("--prompts", type=read_prompts, default=default, metavar="FILE",
+                       help=f'prompts, a line each, plain or {{"prompt": "..."}}{usual}')
+    if trains:
+        files.add_argument(
+            "--data", type=read_pairs, metavar="FILE",
+            help='learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", '
+                 '"answer": "..."} on a line, both texts or both lists of token ids, or '
+                 '{"messages": [...]}, of which the assistant\'s last one is the answer')
+    parser.add_argument("--chat", action="store_true",
+                        help="put each prompt into the model's chat template")
 
 
 def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
@@ -130,14 +144,21 @@ def add_own_options(parser: ArgumentParser, function) -> None:
                            required=default is Parameter.empty, **how)
 
 
+def is_training(command) -> bool:
+    """Tell whether a command trains in steps, so that it has the options of Settings too."""
+    return {"steps", "lr"} <= {*read_options(command)}
+
+
 def parse_command(command, argv: list[str]) -> Namespace:
     """Parse the command line of a command, such as `train`, which may take prompts or not."""
     usage = write_usage([command], []).replace(" [", f" {command.__name__} [")
     parser = make_parser([command], usage)
-    add_model_options(parser, "target", "float32")
+    add_model_options(parser, "target")
     if "prompts" in signature(command).parameters:
-        add_prompt_options(parser)
+        add_prompt_options(parser, is_training(command))
     add_own_options(parser, command)
+    if is_training(command):
+        add_own_options(parser, Settings)
     return parser.parse_args(argv)
 
 
@@ -148,7 +169,7 @@ def parse_decoding(methods: list, commands: Iterable, target: str, argv: list[st
     target    the default target, a folder of models/
     """
     parser = make_parser(methods, write_usage(methods, commands))
-    add_model_options(parser, target, None)
+    add_model_options(parser, target)
     add_prompt_options(parser)
     add_decoding_options(parser, methods)
     for method in methods:
@@ -169,3 +190,8 @@ def select_options(args: Namespace, function, others: list) -> dict:
             if name in args and name not in own:
                 raise InputError(f"{write_option(name)} is no option of {function.__name__}")
     return {name: vars(args)[name] for name in own if name in args}
+
+
+def select_settings(args: Namespace) -> Settings:
+    """Return the options that every training has, where they were given."""
+    return Settings(**select_options(args, Settings, []))

@@ -108,6 +108,65 @@ def read_rows(path: str | Path) -> list[dict]:
     return rows
 
 
+def read_pairs(path: str | Path) -> list[dict]:
+    """Read a file of prompts with answers, JSON lines; argparse takes this function as a type.
+
+    path     the file, UTF-8 with or without a byte order mark. A line is {"prompt", "answer"}, both
+             texts or both lists of token ids, or {"messages"}, of which the last one is the
+             assistant's. Blank lines are left out
+    returns  the dictionary of each line, to which "where" is added: the file and the line's number
+    raises   ArgumentTypeError, a line that argparse prints, for a line that is none of these
+    """
+    rows, number = [], 0
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                row = parse_pair(line)
+                rows.append(row | {"where": f"{str(path)!r}, line {number}"})
+        number = 0
+        if not rows:
+            raise ValueError("no line in it")
+    except (OSError, ValueError, RecursionError) as error:
+        where = f", line {number}" if number else ""
+        raise argparse.ArgumentTypeError(
+            'expected lines of {"prompt", "answer"} or {"messages"}, got '
+            f"{str(path)!r}{where}: {error}") from error
+    return rows
+
+
+def parse_pair(line: str) -> dict:
+    """Return what a line says; ValueError unless it has a prompt with an answer, or messages."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    if "messages" in row:
+        messages = row["messages"]
+        whole = isinstance(messages, list) and len(messages) > 1 and all(
+            isinstance(x, dict) and isinstance(x.get("role"), str)
+            and isinstance(x.get("content"), str) for x in messages)
+        if not whole:
+            raise ValueError('messages are not two or more of {"role", "content"}')
+        if messages[-1]["role"] != "assistant":
+            raise ValueError("the last message is not the assistant's")
+        return row
+    kinds = set()
+    for name in "prompt", "answer":
+        if name not in row:
+            raise ValueError(f"it has no {name}")
+        value = row[name]
+        ids = isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
+        if not (ids or isinstance(value, str)) or not value:
+            raise ValueError(f"its {name} is no text and no list of token ids, or is empty")
+        kinds.add(type(value))
+    if len(kinds) > 1:
+        raise ValueError("prompt and answer are not both texts or both token ids")
+    return row
+
+
 def refuse_prompts(path: str | Path, reason: str, error: Exception | None = None) -> None:
     """Raise the error that a file of prompts cannot be used, for this reason."""
     raise argparse.ArgumentTypeError("expected a file of prompts, one a line or JSON lines, in "

@@ -43,13 +43,15 @@ import tasks
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
-from cli.loading import encode_prompts, load_checked, open_chat  # noqa: E402
+from cli.loading import encode_data, load_checked, open_chat  # noqa: E402
+from cli.options import add_own_options, add_prompt_options, select_settings  # noqa: E402
 from cli.text import Parser, cut_message, set_encodings  # noqa: E402
-from models.training import (Training, answer_all, collect_examples, digest,  # noqa: E402
-                             divergence, generate_answers, require, require_training_options,
+from models.training import (Settings, Training, answer_all, collect_examples,  # noqa: E402
+                             compute_in_parts, digest, divergence, generate_answers, require,
+                             require_training_options, tokens_of_pass, use_settings,
                              warm_linear)
 from survey.layers import take_layers  # noqa: E402
-from survey.parts import logits_of  # noqa: E402
+from survey.parts import score_with  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
@@ -203,15 +205,36 @@ def next_token_loss(model, ids, weights):
     return (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
 
-def score_tokens(model, ids, weights):
-    """Return the LM head's outputs [N, V] that predict the N tokens with a weight.
+def read_tokens(model, ids, weights):
+    """Return [N, d], what the LM head reads to predict the N tokens with a weight.
 
     ids, weights  [B, T], as `pad_rows` returns them
     """
     ids, weights = ids.to(model.device), weights.to(model.device)
     # The LM head reads only rows that the loss needs: logits of all rows may not fit in memory.
     hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
-    return model.get_output_embeddings()(hidden[weights[:, 1:] > 0])
+    return hidden[weights[:, 1:] > 0]
+
+
+def make_distance(target, draft, kind: str):
+    """Return a function that measures a divergence on a batch, as `pad_rows` makes one.
+
+    kind     which divergence of the draft from the target is measured
+    returns  a function of a batch that returns the mean over its tokens with a weight
+    """
+    score_target, score_draft = score_with(target), score_with(draft)
+    vocab = len(draft.get_output_embeddings().weight)
+
+    def distances_of(teacher, student):
+        with torch.no_grad():
+            p = score_target(teacher)
+        return divergence(kind, p, score_draft(student))
+
+    def measure(batch):
+        with torch.no_grad():
+            teacher = read_tokens(target, *batch)
+        return compute_in_parts(distances_of, vocab, teacher, read_tokens(draft, *batch)).mean()
+    return measure
 
 
 # ----------------------------------------------------------------------------------- training
@@ -226,7 +249,7 @@ def make_optimizers(model, lr: float) -> list:
 
 
 def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, steps: int,
-        work: Path) -> None:
+        work: Path, models: tuple = (), tokens: float = 0) -> None:
     """Train all weights that are not frozen; the rate falls linearly to 0 after a warm-up.
 
     name         the name of the run and of its checkpoints
@@ -235,6 +258,8 @@ def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, s
     fingerprint  what the losses depend on besides the weights that are trained
     lr, steps    the learning rate and the number of updates
     work         the folder of checkpoints
+    models       all models that the losses run
+    tokens       about how many tokens a batch has
     """
     @torch.no_grad()
     def evaluate():
@@ -243,7 +268,8 @@ def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, s
         return {"loss": loss}, f"held-out loss {loss:.4f}"
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     Training(trained, fingerprint, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
-             optimizers=make_optimizers(model, lr), folder=work).train(loss_of, evaluate)
+             optimizers=make_optimizers(model, lr), folder=work, models=models or (model,),
+             tokens=tokens).train(loss_of, evaluate)
 
 
 def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int, *, lr: float,
@@ -258,7 +284,7 @@ def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int
     def loss_on(split: str):
         return lambda rng: next_token_loss(model, *sample_batch(tokenizer, split, size, mix, rng))
     fit(name, model, loss_on("train"), loss_on("test"), (mix, size), lr=lr, steps=tokens // size,
-        work=work)
+        work=work, tokens=size)
 
 
 def distill(name: str, target, draft, kind: str, source, tokenizer, *, tokens: int, work: Path,
@@ -271,13 +297,13 @@ def distill(name: str, target, draft, kind: str, source, tokenizer, *, tokens: i
     work    the folder of checkpoints
     size    about the number of tokens of a batch
     """
+    measure = make_distance(target, draft, kind)
+
     def loss_of(rng):
-        batch = sample_answers(source, tokenizer, size, rng)
-        with torch.no_grad():
-            teacher = score_tokens(target, *batch)
-        return divergence(kind, teacher, score_tokens(draft, *batch)).mean()
+        return measure(sample_answers(source, tokenizer, size, rng))
     fingerprint = (digest(target.state_dict()), kind, source is draft, size)
-    fit(name, draft, loss_of, loss_of, fingerprint, lr=2e-3, steps=tokens // size, work=work)
+    fit(name, draft, loss_of, loss_of, fingerprint, lr=2e-3, steps=tokens // size, work=work,
+        models=(target, draft), tokens=size)
 
 
 # ----------------------------------------------------------------------------- for any target
@@ -361,56 +387,62 @@ def distil_layers(argv: list[str]) -> None:
     add = parser.add_argument
     add("--layers", type=int, nargs="+", required=True,
         help="which layers of the target, from 0, in ascending order")
-    add("--prompts", type=tasks.read_prompts, required=True, metavar="FILE")
-    add("--chat", action="store_true", help="put prompts into the model's chat template")
+    add_prompt_options(parser, trains=True, default=None)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the target")
     add("--out", type=Path, required=True, help="directory of the draft")
     add("--work", type=Path, default=HERE / "work", help="folder of answers and checkpoints")
     add("--max-new-tokens", type=int, default=200, help="of an answer")
     add("--steps", type=int, default=4000)
-    add("--batch", type=int, default=2, help="answers a step")
-    add("--lr", type=float, default=3e-3)
+    add("--batch", type=int, default=2, help="answers a pass")
+    add("--lr", type=float, default=3e-3,
+        help="the highest learning rate, which suited four layers of a model of 135M parameters")
+    add_own_options(parser, Settings)
     args = parser.parse_args(argv)
     require_training_options(args.lr, batch=args.batch, steps=args.steps,
                              max_new_tokens=args.max_new_tokens)
+    settings = select_settings(args)
     target, tokenizer = load_checked(args.target, args.device, args.dtype)
     last = depth_of(target) - 1
     fits = args.layers == sorted({*args.layers} & {*range(last + 1)})
     require(fits, "layers", f"different numbers from 0 to {last} in ascending order",
             " ".join(map(str, args.layers)))
+    prompts, settings = encode_data(target, tokenizer, args, settings)
+    with use_settings(settings):
+        distil_on(target, tokenizer, prompts, args)
+
+
+def distil_on(target, tokenizer, prompts: list[list[int]], args: argparse.Namespace) -> None:
+    """Do what `distil_layers` says, on the target's answers to prompts."""
     draft = make_draft_of_layers(target, args.layers)
-    to_logits = logits_of(target)
-    prompts = encode_prompts([target], tokenizer, args.prompts, args.chat)
     data, held_out = collect_examples(target, tokenizer, prompts, args.max_new_tokens, args.work,
                                       seed=0)
     train_rows, held_rows = weigh_answers(*zip(*data)), weigh_answers(*zip(*held_out))
+    measure = make_distance(target, draft, "forward-kl")
 
     def loss_on(rows: list[Row], rng: random.Random) -> torch.Tensor:
-        batch = pad_rows(rng.sample(rows, min(args.batch, len(rows))))
-        with torch.no_grad():
-            teacher = to_logits(score_tokens(target, *batch))
-        return divergence("forward-kl", teacher, to_logits(score_tokens(draft, *batch))).mean()
+        return measure(pad_rows(rng.sample(rows, min(args.batch, len(rows)))))
     fingerprint = (digest(target.state_dict()), args.layers, args.batch, train_rows)
     fit("distil", draft, lambda rng: loss_on(train_rows, rng), lambda rng: loss_on(held_rows, rng),
-        fingerprint, lr=args.lr, steps=args.steps, work=args.work)
-    guessed, accepted = measure_agreement(target, draft, held_rows, to_logits)
+        fingerprint, lr=args.lr, steps=args.steps, work=args.work, models=(target, draft),
+        tokens=tokens_of_pass(data, args.batch))
+    guessed, accepted = measure_agreement(target, draft, held_rows)
     print(f"on {len(held_rows)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
           f"{accepted:.3f}")
     save(draft, tokenizer, args.out)
 
 
 @torch.inference_mode()
-def measure_agreement(target, draft, rows: list[Row], to_logits) -> tuple[float, float]:
+def measure_agreement(target, draft, rows: list[Row]) -> tuple[float, float]:
     """Compare two models on the tokens that have a weight.
 
-    rows       token ids and weights
-    to_logits  a function that makes logits of what the LM head gives; Granite and Cohere scale it
-    returns    the share of tokens that both choose, and the mean of 1 - TVD
+    rows     token ids and weights
+    returns  the share of tokens that both choose, and the mean of 1 - TVD
     """
+    scores = {model: score_with(model) for model in (target, draft)}
     right = accepted = total = 0
     for row in rows:
         with torch.autocast(target.device.type, dtype=torch.bfloat16):
-            p, q = (to_logits(score_tokens(model, *pad_rows([row]))) for model in (target, draft))
+            p, q = (score(read_tokens(model, *pad_rows([row]))) for model, score in scores.items())
         right += (p.argmax(-1) == q.argmax(-1)).sum().item()
         accepted += (1 - divergence("tvd", p, q)).sum().item()
         total += len(p)

@@ -13,28 +13,45 @@ rest. It sets the rate, accumulates and clips gradients, writes checkpoints and 
 A checkpoint is written only between updates. The hash in its name is of the parameters as they
 begin, the frozen model, the data and all settings. So a run goes on only from a checkpoint of
 exactly the same run.
+
+Four things keep the memory of a training small where the model is large:
+
+    Settings          every training can accumulate passes, recompute layers, and limit its texts
+    compute_in_parts  no loss has the logits of all its rows at once
+    recompute_layers  a pass keeps what enters each layer, and nothing of what is inside
+    compute_frozen    what a frozen model computes of all texts is kept only where it is small
 """
+import functools
 import hashlib
+import itertools
 import json
 import math
 import os
 import random
 import time
 from collections import Counter
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, context_length, eos_ids
 
 PAUSE = 120  # the fewest seconds between two checkpoints
 SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
-TOKENS = 16_384  # the most tokens that prompts answered at once have, with room for their answers
+TOKENS = 16_384  # the most tokens that texts have which a model reads or answers at once
+LOGITS = 2 ** 25  # the most logits that a loss has at once: 128 MiB in float32
+TEXTS = 16  # the most texts whose rows are learnt from in a pass, where a part learns from rows
+KEPT = 2 ** 30  # the most bytes that the states of a frozen model may take if they are kept
 
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
@@ -71,6 +88,45 @@ def require_training_options(lr: float, **numbers: int) -> None:
     for option, number in numbers.items():
         require(number >= 1, option, "1 or more", number)
     require(lr > 0, "lr", "above 0", lr)
+
+
+# --------------------------------------------------------- what every training can be told
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Hold the options that every training has besides its own.
+
+    accumulate: passes of a step, which takes the mean of their gradients. Four passes of 4 answers
+                need the memory of 4 answers, and learn what a pass of 16 answers learns
+    recompute:  keep only what enters each layer of a model, and compute the layer again for its
+                gradients. This takes a third more time. A part that is no model, such as a head or
+                an exit, has no such layers
+    max_length: the most tokens of a prompt and its answer together. A prompt that leaves no room
+                for the longest answer is left out. An answer of --data is cut
+
+    `pairs` are prompts with answers that were made elsewhere, in place of the model's own answers.
+    """
+    accumulate: int = 1
+    recompute: bool = False
+    max_length: int = 2048
+    pairs: list[Pair] | None = None
+
+    def __post_init__(self):
+        require(self.accumulate >= 1, "accumulate", "1 or more", self.accumulate)
+        require(self.max_length >= 3, "max_length", "3 or more", self.max_length)
+
+
+SETTINGS = ContextVar("settings", default=Settings())  # those of the training that runs now
+
+
+@contextmanager
+def use_settings(settings: Settings):
+    """Let all trainings inside a `with` have these settings."""
+    before = SETTINGS.set(settings)
+    try:
+        yield
+    finally:
+        SETTINGS.reset(before)
 
 
 # ------------------------------------------------------------------------------------ the data
@@ -184,6 +240,8 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
                      seed: int, most: int = 100) -> tuple[list[Pair], list[Pair]]:
     """Collect the model's own answers and split them at random; each prompt counts once.
 
+    Where the settings have pairs, these take the place of the prompts and the model's answers.
+
     limit    the most tokens of an answer
     work     the folder of the answers
     seed     another seed holds out other examples
@@ -192,21 +250,58 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     raises   InputError if fewer than two prompts leave room for an answer, or are answered with
              two tokens or more
     """
-    longest = context_length(model) - limit
+    given = SETTINGS.get().pairs
+    longest = min(context_length(model), SETTINGS.get().max_length)
+    if given is None:
+        option, who = "prompts", "that the model answers with"
+        pairs = answer_prompts(model, tokenizer, prompts, limit, work, longest - limit)
+        said = f"{len(prompts) - len(pairs)} prompts too long or repeated"
+    else:
+        option, who = "data", "with answers of"
+        pairs = cut_answers(given, longest)
+        cut = sum(count_tokens(pair) > longest for pair in given)
+        said = (f"{len(given) - len(pairs)} repeated or without room for an answer, {cut} longer "
+                f"than {longest} tokens")
+    data = [(p, a) for p, a in pairs if len(a) > 1]
+    if len(data) < 2:
+        raise InputError(f"--{option} must hold 2 prompts or more {who} 2 tokens or more, got "
+                         f"{len(data)}")
+    random.Random(seed).shuffle(data)
+    few = max(1, min(most, len(data) // 10))
+    print(f"{len(data) - few} answers of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held "
+          f"out, {said}")
+    return data[few:], data[:few]
+
+
+def answer_prompts(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
+                   longest: int) -> list[Pair]:
+    """Let the model answer each prompt once, and leave out prompts of more than `longest` tokens.
+
+    The other arguments are those of `collect_examples`.
+    """
     usable = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
     if len(usable) < 2:
         raise InputError(f"--prompts must hold 2 prompts or more of at most {longest} tokens, "
                          f"got {len(usable)}")
-    answers = collect_answers(model, tokenizer, usable, limit, work)
-    data = [(p, a) for p, a in zip(usable, answers) if len(a) > 1]
-    if len(data) < 2:
-        raise InputError("--prompts must hold 2 prompts or more that the model answers with 2 "
-                         f"tokens or more, got {len(data)}")
-    random.Random(seed).shuffle(data)
-    few = max(1, min(most, len(data) // 10))
-    print(f"{len(data) - few} answers of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held "
-          f"out, {len(prompts) - len(usable)} prompts too long or repeated")
-    return data[few:], data[:few]
+    return [*zip(usable, collect_answers(model, tokenizer, usable, limit, work))]
+
+
+def cut_answers(pairs: list[Pair], longest: int) -> list[Pair]:
+    """Cut answers so that no text is longer than `longest` tokens; each prompt counts once.
+
+    A pair whose prompt leaves no room for an answer of two tokens is left out.
+    """
+    answer_of = {}
+    for prompt, answer in pairs:
+        answer_of.setdefault(tuple(prompt), answer)
+    cut = [(list(prompt), answer[:max(0, longest - len(prompt))])
+           for prompt, answer in answer_of.items()]
+    return [(prompt, answer) for prompt, answer in cut if len(answer) > 1]
+
+
+def tokens_of_pass(data: list[Pair], batch: int) -> float:
+    """Return about how many tokens `batch` of the pairs have."""
+    return min(batch, len(data)) * sum(map(count_tokens, data)) / len(data)
 
 
 def sample_alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:
@@ -272,10 +367,125 @@ def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]
     return torch.cat(guesses), torch.cat(labels)
 
 
+def read_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the model over pairs of a prompt and its answer, up to its LM head.
+
+    returns  [N, d], what the LM head would read before the tokens of all answers, one answer after
+             the other, and these N tokens
+    """
+    ids, learns = (x.to(model.device) for x in pad_pairs(pairs))
+    hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
+    return hidden[learns], ids[:, 1:][learns]
+
+
 def find_frequent(data: list[Pair], n: int) -> list[int]:
     """Find the n most frequent tokens of prompts and answers, or all where there are fewer."""
     counts = Counter(token for prompt, answer in data for token in prompt + answer)
     return [token for token, _ in counts.most_common()[:n]]
+
+
+# ------------------------------------------------------------- what a large model has no room for
+
+def compute_in_parts(compute: Callable, vocab: int, *rows: torch.Tensor) -> torch.Tensor:
+    """Compute something of the logits of N rows, without the logits of all rows at once.
+
+    Where N rows have more than LOGITS logits, they come in parts. The logits of a part are dropped,
+    and computed a second time for the gradients.
+
+    compute  compute(*part) makes logits of n of the rows, and returns numbers [n, ...] for them
+    vocab    the number of logits of a row
+    rows     tensors whose first dimension is N
+    returns  [N, ...]
+    """
+    size = max(1, LOGITS // vocab)
+    if len(rows[0]) <= size:
+        return compute(*rows)
+    parts = zip(*(x.split(size) for x in rows))
+    return torch.cat([compute_again(compute, *part) for part in parts])
+
+
+def compute_again(compute: Callable, *args, **options):
+    """Compute something, keep what it was given, and compute it again where gradients need it."""
+    if not torch.is_grad_enabled():
+        return compute(*args, **options)
+    # Nothing in a layer or a loss is random, so no state of a generator has to be brought back.
+    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+@contextmanager
+def recompute_layers(models: list):
+    """Let passes with gradients keep only what enters each layer, until a `with` ends.
+
+    transformers has this too. But there it takes away a layer's cache, and with it the rows that
+    mask tokens have to see.
+    """
+    layers = [part for part in dict.fromkeys(x for model in models for x in model.modules())
+              if isinstance(part, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.forward = functools.partial(compute_again, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+@torch.no_grad()
+def read_texts(model, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Run a frozen model over texts; return for each [T, d], what its LM head would read, bfloat16.
+
+    Autocast would round what a float32 model computes, and decoding computes it without autocast.
+    """
+    states = {}
+    for numbers in split_by_tokens(texts, 0):
+        rows = [torch.tensor(texts[number]) for number in numbers]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
+        with torch.autocast(model.device.type, enabled=False):
+            hidden = model.get_decoder()(input_ids=ids, use_cache=False)[0]
+        for number, row, x in zip(numbers, rows, hidden):
+            # A copy, since a part of `hidden` would keep the states of all texts in memory.
+            states[number] = x[:len(row)].to(torch.bfloat16, copy=True)
+    return [states[number] for number in range(len(texts))]
+
+
+def compute_frozen(compute: Callable, data: list[Pair], width: int) -> tuple[Callable, float]:
+    """Give what a frozen model computes of some pairs, kept from the beginning or computed now.
+
+    The states of a frozen model never change. Those of a small model are computed once, since a
+    head learns in a tenth of the time that the model needs for its states. Those of a model of 8B
+    are 8 KB a token: 40 GB for 5 million tokens. There the steps compute them, each its own.
+
+    compute  compute(pairs) returns something for each pair
+    data     all pairs
+    width    how many numbers a token's states have
+    returns  a function from numbers of pairs to a list of what is computed of these pairs, and how
+             many pairs a pass should read at most: any number, where all is computed already
+    """
+    if 2 * width * sum(map(count_tokens, data)) > KEPT:  # in bfloat16
+        return lambda numbers: compute([data[number] for number in numbers]), TEXTS
+    kept = compute(data)
+    return lambda numbers: [kept[number] for number in numbers], math.inf
+
+
+def sample_rows(states_of: Callable, texts: float, lengths: list[int], batch: int,
+                rng: random.Random) -> list[torch.Tensor]:
+    """Sample rows of a few texts, so that a frozen model has to read no more than these texts.
+
+    states_of  gives for numbers of texts a tuple of tensors [rows of the text, ...] each, as
+               `compute_frozen` returns it
+    texts      the most texts whose rows are sampled
+    lengths    how many rows each text has
+    batch      how many rows are sampled
+    rng        the generator
+    returns    for each tensor of the tuples [batch, ...]
+    """
+    # A text is drawn the more often the more rows it has. So all rows of all texts are alike.
+    drawn = rng.choices(range(len(lengths)), lengths, k=min(texts, batch))
+    numbers = [*dict.fromkeys(drawn)]
+    states = [torch.cat(x) for x in zip(*states_of(numbers))]
+    firsts = dict(zip(numbers, itertools.accumulate((lengths[x] for x in numbers), initial=0)))
+    chosen = [firsts[x] + rng.randrange(lengths[x]) for x in rng.choices(drawn, k=batch)]
+    return [x[chosen] for x in states]
 
 
 # ------------------------------------------------------------------------------------ the loop
@@ -307,6 +517,14 @@ def cosine(done: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * done / steps))
 
 
+def warm_cosine(done: int, steps: int) -> float:
+    """Return the rate of a step that rises over a twentieth of the steps, then falls to 0.
+
+    It falls along the same cosine that a run without a warm-up would fall along.
+    """
+    return min((done + 1) / max(1, 0.05 * steps), cosine(done, steps))
+
+
 def warm_linear(done: int, steps: int) -> float:
     """Return the rate of a step that rises over a twentieth of the steps, then falls to 0."""
     return min((done + 1) / max(1, 0.05 * steps), 1 - done / steps)
@@ -321,26 +539,30 @@ class Training:
     steps        the number of updates
     lr           the learning rate
     rate         a function of (done, steps) by which the learning rate is multiplied
-    accumulate   the number of losses of an update, of which the mean counts
     max_norm     a longer gradient is scaled down to this length
     max_value    larger values of the gradient are then cut to this size
     optimizers   they take the place of AdamW without weight decay; all have the same rate
     seed         another seed samples other data
     reports      how often `evaluate` is called, besides before the first and after the last update
     folder       the folder of checkpoints; None keeps none
+    models       the models that losses run, whose layers `Settings.recompute` is for
+    tokens       about how many tokens the texts of a loss have, for the estimate
     """
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], fingerprint: tuple, *, name: str,
-                 steps: int, lr: float, rate: Callable = cosine, accumulate: int = 1,
-                 max_norm: float = 1.0, max_value: float = math.inf,
-                 optimizers: list | None = None, seed: int = 0, reports: int = 10,
-                 folder: Path | None = None):
+                 steps: int, lr: float, rate: Callable = cosine, max_norm: float = 1.0,
+                 max_value: float = math.inf, optimizers: list | None = None, seed: int = 0,
+                 reports: int = 10, folder: Path | None = None, models: tuple = (),
+                 tokens: float = 0):
         self.parameters = parameters
         self.name = name
         self.steps = steps
         self.lr = lr
         self.rate = rate
-        self.accumulate = accumulate
+        self.accumulate = SETTINGS.get().accumulate
+        self.recompute = SETTINGS.get().recompute
+        self.models = models
+        self.tokens = tokens
         self.max_norm = max_norm
         self.max_value = max_value
         self.optimizers = optimizers or [torch.optim.AdamW(parameters.values(), lr=lr,
@@ -351,8 +573,8 @@ class Training:
         self.done = 0  # the number of updates that are made
         self.curve = {}  # for a number of updates, the figures after them
         self.inside_update = False
-        settings = (fingerprint, name, steps, lr, rate.__name__, accumulate, max_norm, max_value,
-                    seed, [type(x).__name__ for x in self.optimizers])
+        settings = (fingerprint, name, steps, lr, rate.__name__, self.accumulate, max_norm,
+                    max_value, seed, [type(x).__name__ for x in self.optimizers])
         self.file = folder and folder / f"{name}-{digest(parameters, settings)}.pt"
         self.saved_at = time.monotonic()
         self.save_seconds = 0.0
@@ -404,6 +626,8 @@ class Training:
         evaluate  a function that gives figures of held-out data, and a line to print
         returns   the curve, {step: figures} of about ten steps, the last one among them
         """
+        if self.done < self.steps:
+            print(self.estimate(), flush=True)
         with tqdm(total=self.steps, initial=self.done, desc=self.name) as bar:
             try:
                 self.evaluate_when_due(evaluate)
@@ -416,6 +640,26 @@ class Training:
                 return self.curve
             finally:
                 self.save()
+
+    def estimate(self) -> str:
+        """Say in a line what the run will read, and what it takes in memory whatever its texts are.
+
+        Activations come on top. They grow with the tokens of a pass.
+        """
+        trained = {id(p): p.numel() for p in self.parameters.values()}
+        # A number that is trained has a gradient and the two moments of AdamW beside it, all as
+        # large as the number itself.
+        own = sum(4 * p.numel() * p.element_size() for p in self.parameters.values())
+        others = {id(p): p.numel() * p.element_size() for model in self.models
+                  for p in model.parameters() if id(p) not in trained}
+        passes = self.steps * self.accumulate
+        texts = ""
+        if self.tokens > 0:
+            texts = f" of about {self.tokens:,.0f} tokens, {passes * self.tokens:,.0f} in all"
+        frozen = sum(others.values())
+        return (f"{self.name}: {self.steps:,} steps, {passes:,} passes{texts}; {own / 1e9:.3g} GB "
+                f"for {sum(trained.values()):,} trained numbers, their gradients and moments, "
+                f"{frozen / 1e9:.3g} GB for frozen weights, and activations")
 
     def evaluate_when_due(self, evaluate: Callable) -> None:
         """Add a point to the curve at the steps of a report, and after the last step."""
@@ -437,7 +681,8 @@ class Training:
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * self.rate(self.done, self.steps)
         for _ in range(self.accumulate):
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            again = recompute_layers(self.models) if self.recompute else nullcontext()
+            with torch.autocast(self.device.type, dtype=torch.bfloat16), again:
                 loss = loss_of(rng) / self.accumulate
             if not loss.isfinite():
                 raise InputError(f"--lr must be below {self.lr}: the loss is {loss}")

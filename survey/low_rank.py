@@ -9,7 +9,12 @@ file is then a small part of the model.
 
 A is random at first. B is zero at first, so that training begins with the model as it is. While A
 and B are trained, the branch computes y = W x + B (A x). The matrix W + B A would be one more copy
-of the model in each pass. It is made once, when training has ended.
+of the model in each pass.
+
+A tuned model shares all weights with the model that it was made from, and has branches of its own.
+So both can be run, and the model is in memory once. When training has ended, W + B A takes the
+place of a branch, which makes a call faster. These matrices are new, so they are made only where
+they are small. In a model of 8B they would be 14 GB, and there the branches stay.
 
 Departures from LoRA:
 - Scale. Paper: W + (α / rank) B A. Here: W + B A. Why: the factor would do little more than
@@ -17,11 +22,15 @@ Departures from LoRA:
 - Matrices. Paper: those of the attention. Here: all matrices of the layers. Why: the papers of
   layerskip.py and masks.py tune the whole model.
 """
+import copy
+
 from common import InputError
 from survey.views import open_model
 
 import torch
 import torch.nn.functional as F
+
+MERGED = 2 ** 32  # the most bytes that the matrices W + B A of a model may have
 
 
 class LowRank(torch.nn.Module):
@@ -48,7 +57,7 @@ class LowRank(torch.nn.Module):
 def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     """Give every matrix of a model's layers a change of low rank, in place.
 
-    model    the model that is changed
+    model    the model that is changed. One of `share_weights` leaves the original as it is
     rank     the rank of each change
     returns  the parameters A and B, float32, by the name of their matrix within the layers.
              InputError for a model whose matrices are not of torch's class Linear (GPT-2)
@@ -65,17 +74,46 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     return changes
 
 
+def share_weights(model):
+    """Copy a model's modules, but none of its weights.
+
+    model    the model. It stays as it is
+    returns  a model with the same weights, whose modules can get changes of their own
+    """
+    return copy.deepcopy(model, {id(x): x for x in [*model.parameters(), *model.buffers()]})
+
+
+def list_changed(model) -> list[torch.nn.Linear]:
+    """List the matrices of a model that have a branch."""
+    return [x for x in model.modules() if isinstance(getattr(x, "change", None), LowRank)]
+
+
 @torch.no_grad()
 def merge_changes(model):
-    """Write a model's changes into its weights, in place.
+    """Put W + B A in the place of each matrix W and its branch.
+
+    A weight W is not changed itself, since another model may share it.
 
     model    a model to which `add_low_rank` gave changes
     returns  the same model, without branches and with no weight that is trained
     """
-    for part in [*model.modules()]:
-        change = getattr(part, "change", None)
-        if isinstance(change, LowRank):
-            part.weight += (change.B @ change.A).to(part.weight)
-            change.hook.remove()
-            del part.change
+    for part in list_changed(model):
+        change = part.change
+        part.weight = torch.nn.Parameter(part.weight + (change.B @ change.A).to(part.weight))
+        change.hook.remove()
+        del part.change
+    return model.requires_grad_(False)
+
+
+def prepare_changes(model):
+    """Make a tuned model ready for decoding: merge small changes, and keep the others as branches.
+
+    model    a model to which `add_low_rank` gave changes
+    returns  the same model. The A and B of branches have the type of W now
+    """
+    parts = list_changed(model)
+    if sum(part.weight.numel() * part.weight.element_size() for part in parts) <= MERGED:
+        return merge_changes(model)
+    for part in parts:
+        part.change.to(part.weight)
     return model.requires_grad_(False)

@@ -48,9 +48,9 @@ Both methods are BiTA (../bita.py) with parts left out, and use its training:
              are no masks, so that drafting needs a call of its own
     SPACE    no prompt tokens, and the same mask token k times. Instead the model itself is tuned
 
-Their training needs `bita.mask_logits`. It gives, for many places of an answer in one pass, the
-logits that the model has at each mask of a group behind this place. A mask sees the text up to its
-place, the masks of its group before it, and itself.
+Their training needs `bita.mask_states`. It gives, for many places of an answer in one pass, what
+the LM head reads at each mask of a group behind this place. A mask sees the text up to its place,
+the masks of its group before it, and itself.
 
 PaSS is lossless. SPACE is lossless for the TUNED model, whose output it equals.
 
@@ -68,7 +68,6 @@ Departures (paper / here / why):
   values of the text are computed once for many places.
 - SPACE has a fixed k / the clock chooses k / rows are not free on a CPU.
 """
-import copy
 import random
 import sys
 from pathlib import Path
@@ -76,10 +75,10 @@ from typing import Iterator
 
 from common import WIDTHS, CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
 import bita
-from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
+from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
 from speculative import verify_block as verify
-from survey.low_rank import add_low_rank, merge_changes
-from survey.parts import MODELS, fill, load_part, save_part
+from survey.low_rank import add_low_rank, prepare_changes, share_weights
+from survey.parts import MODELS, fill, load_part, save_part, score_with
 from survey.views import move_counts
 
 import torch
@@ -208,7 +207,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     max_new_tokens: the most tokens of an answer
     batch:   answers of a step
     anchors: the most places of an answer behind which look-ahead tokens stand
-    lr:      the learning rate at which the cosine begins
+    lr:      the learning rate at which the cosine begins. 3e-2 is that of BiTA's paper, for 7B to
+             70B parameters, and suited 10M to 135M
     """
     bita.train(model, tokenizer, prompts, out=out, work=work, design="none", M=L,
                max_new_tokens=max_new_tokens, steps=steps, batch=batch, anchors=anchors, lr=lr,
@@ -228,11 +228,15 @@ def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64)
     anchors  the most places of an answer behind which masks stand
     returns  k numbers: the share of the places at which the first 1, 2, …, k guesses are ALL right
     """
-    rng = random.Random(0)
+    from models.training import compute_in_parts
+    rng, score = random.Random(0), score_with(model)
+    V = len(model.get_output_embeddings().weight)
     hits, total = 0, 0
     for i in range(0, len(data), 16):
         ids, at, labels = sample_anchors(data[i:i + 16], len(masks), anchors, rng)
-        guesses = mask_logits(model, masks, [], ids, at).argmax(-1).cpu()  # [B, G, k]
+        states = mask_states(model, masks, [], ids, at).flatten(0, 2)
+        guesses = compute_in_parts(lambda x: score(x).argmax(-1), V, states)
+        guesses = guesses.view(labels.shape).cpu()  # [B, G, k]
         whole = (labels >= 0).all(-1)  # behind the end of an answer a label is -100
         hits = hits + (guesses == labels)[whole].cumprod(-1).sum(0)
         total = total + whole.sum()
@@ -253,16 +257,17 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     max_new_tokens: the most tokens of an answer
     batch:   answers of a step
     anchors: the most tokens of an answer that have masks behind them
-    lr:      the highest learning rate, after a warm-up
+    lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
-    from models.training import (Training, collect_examples, count_tokens, digest, divergence,
-                                 guess_answers, require_training_options, sample_alike,
-                                 score_answers, warm_linear)
+    from models.training import (Training, collect_examples, compute_in_parts, count_tokens,
+                                 digest, divergence, guess_answers, read_answers,
+                                 require_training_options, sample_alike, tokens_of_pass,
+                                 warm_linear)
     require_training_options(lr, k=k, rank=rank, max_new_tokens=max_new_tokens, steps=steps,
                              batch=batch, anchors=anchors)
     work = work or Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
-    tuned = copy.deepcopy(model).requires_grad_(False)
+    tuned = share_weights(model.requires_grad_(False))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         part = add_low_rank(tuned, rank)
@@ -271,16 +276,22 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     part["mask"] = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
     print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
+    score, V = score_with(model), len(table)
+
+    def kept_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the divergence of the tuned model, with states y [n, d], from the untuned one."""
+        return divergence("forward-kl", score(x), score(y))
+
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
-        masked = mask_logits(tuned, part["mask"].expand(k, -1), [], ids, at)
+        masked = mask_states(tuned, part["mask"].expand(k, -1), [], ids, at)
         # On plain text the tuned model should say what the untuned one, its teacher, says.
         with torch.no_grad():
-            teacher, _ = score_answers(model, pairs)
-        student, _ = score_answers(tuned, pairs)
-        plain = divergence("forward-kl", teacher, student)
-        return plain.mean() + sar_loss(masked, labels.to(model.device))
+            teacher, _ = read_answers(model, pairs)
+        student, _ = read_answers(tuned, pairs)
+        plain = compute_in_parts(kept_loss, V, teacher, student)
+        return plain.mean() + sar_loss(masked, labels.to(model.device), score, V)
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
@@ -292,7 +303,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         return {"right": all_right, "kept": kept}, line
     settings = digest(model.state_dict()), data, held_out, k, batch, anchors
     curve = Training(part, settings, name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed,
-                     folder=work).train(loss_of, evaluate)
+                     folder=work, models=(model, tuned),
+                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
     save_part(out, "a SPACE tuning", model, part, rank=rank, right=curve[steps]["right"])
 
 
@@ -306,10 +318,11 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
              or for another model
     """
     header, tensors = load_part(path, "a SPACE tuning", target.model)
-    tuned = copy.deepcopy(target.model)
+    tuned = share_weights(target.model)
     mask = torch.nn.Parameter(torch.zeros_like(tuned.get_input_embeddings().weight[:1]))
     fill(add_low_rank(tuned, header["rank"]) | {"mask": mask}, tensors, path)
-    return CachedLM(merge_changes(tuned), target.vocab), mask.requires_grad_(False), header["right"]
+    lm = CachedLM(prepare_changes(tuned), target.vocab)
+    return lm, mask.requires_grad_(False), header["right"]
 
 
 # ------------------------------------------------------------------------- the command line

@@ -55,10 +55,8 @@ Departures (paper / here / why):
         rarely
     training data: Medusa-1 has ShareGPT / the model's own greedy answers, as in Medusa's
         self-distillation (Section 2.3.2) / verification asks for those tokens
-    a step of training: all positions of some texts / positions drawn at random from all texts / the
-        model is frozen, so its features are computed once and kept
-    learning rate: in the released command a cosine after a warm-up / a cosine without warm-up / a
-        head begins as the LM head
+    a step of training: all positions of some texts / positions drawn at random, from all texts if
+        their features are kept, and else from 16 / few positions of many texts teach more
     accuracies that a tree is planned by: counted at all positions / counted where the right token
         is among the ten likeliest of each earlier head / only there a node of the tree is reached
     size of the tree: fixed, 64 nodes / as many as pay on this machine, or --nodes / rows that are
@@ -85,6 +83,7 @@ forms are compared in results/hydra.md.
 import random
 import sys
 import timeit
+from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -95,7 +94,6 @@ from survey.released import is_released, load_accept, read_head, save_accept, wr
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 KINDS = ("medusa", "hydra")
 DECAY = {"medusa": 0.8, "hydra": 1.0}  # the weight of head k in the loss is DECAY ** k
@@ -219,23 +217,20 @@ class Heads(torch.nn.Module):
         return self.vocab[logits.topk(min(RANKS, logits.shape[1])).indices].tolist()
 
 
-def head_logits(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens: torch.Tensor):
-    """Yield for each head its logits and their labels, where all earlier tokens are the text's.
+def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
+    """Yield for each head what the LM head reads, where all earlier tokens are the text's.
 
     trained      the heads
     model        the model that they are for
-    to_logits    a function that scales or caps the LM head's output where this model does so, as
-                 `logits_of` of survey/parts.py finds out
     f            features [N, d]
     tokens       [N, K + 1], the tokens x_{t+1} … x_{t+K+1} after each feature. -100 stands beyond
                  the end of the text.
-    yields       logits [N, V'], and labels [N], which are rows of the LM head or -100
+    yields       k, states [N, d], and labels [N], which are rows of the LM head or -100
     """
     between = model.get_input_embeddings()(tokens.clamp(min=0))
     labels = trained.labels(tokens)
     for k in range(1, trained.K + 1):  # column 0 is x_{t+1}, so head k has the label in column k
-        x = trained(k, f, between[:, :k]).to(model.dtype)
-        yield to_logits(trained.lm_head_of(k)(x).float()), labels[:, k]
+        yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
 
 
 def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
@@ -243,12 +238,25 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
     """Compute the loss of all heads in nats: the sum over k of DECAY^k times the mean of -log p_k.
 
     Medusa has this loss in Section 2.2.1. Hydra's released train.py adds the losses of the heads as
-    they are. The arguments are those of `head_logits`. A mean is over positions with a label.
+    they are. A mean is over positions with a label.
+
+    to_logits   a function that scales or caps the LM head's output where the model does so, as
+                `logits_of` of survey/parts.py finds out
+
+    The other arguments are those of `head_states`.
     """
+    from models.training import compute_in_parts
+
+    def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return -log p_k of labels [n] where an LM head reads x [n, d], and 0 without a label."""
+        logits = to_logits(lm_head(x).float())
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     loss = 0.0
-    for k, (logits, labels) in enumerate(head_logits(trained, model, to_logits, f, tokens), 1):
-        total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-        loss = loss + DECAY[trained.kind] ** k * total / (labels >= 0).sum().clamp(min=1)
+    for k, x, labels in head_states(trained, model, f, tokens):
+        each = compute_in_parts(partial(losses_of, trained.lm_head_of(k)), len(trained.vocab), x,
+                                labels)
+        mean = each.sum() / (labels >= 0).sum().clamp(min=1)
+        loss = loss + DECAY[trained.kind] ** k * mean
     return loss
 
 
@@ -457,31 +465,36 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
 
 # ------------------------------------------------------------------------------------ training
 
-@torch.inference_mode()
-def collect_features(model, data: list[tuple[list[int], list[int]]], K: int):
-    """Compute what K heads learn from: features, and the tokens after each feature.
+def count_positions(pair: tuple[list[int], list[int]]) -> int:
+    """Count the positions of a prompt and its answer that heads learn from.
 
-    A position t counts if head 1 has a token of the answer to guess there.
+    A position t counts if head 1 has a token of the answer to guess there. Head 1 guesses token
+    t + 2. So t is the prompt's last but one at first, and a text's last two never count.
+    """
+    prompt, answer = pair
+    return len(prompt) + len(answer) - 2 - max(0, len(prompt) - 2)
+
+
+def collect_features(model, data: list[tuple[list[int], list[int]]],
+                     K: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Compute what K heads learn from: features, and the tokens after each feature.
 
     model     the target
     data      pairs of a prompt and its answer
     K         how many heads there are
-    returns   features [N, d] in bfloat16 on the CPU, and tokens [N, K + 1]: x_{t+1} … x_{t+K+1},
-              with -100 beyond the end of the text
+    returns   for each pair the features [n, d] of its n positions in bfloat16, and tokens
+              [n, K + 1]: x_{t+1} … x_{t+K+1}, with -100 beyond the end of the text
     """
-    lm = CachedLM(model)
-    features, tokens = [], []
-    for prompt, answer in tqdm(data, desc="features"):
-        text = prompt + answer
-        # Head 1 guesses token t + 2. At `first` this is the answer's first token, and at `end` it
-        # would lie beyond the answer.
-        first = max(0, len(prompt) - 2)
-        end = len(text) - 2
-        lm.start(text[:end])
-        features.append(lm.features[first:].cpu().to(torch.bfloat16))
-        after = torch.tensor(text + [-100] * K).unfold(0, K + 1, 1)  # row i: tokens i … i + K
-        tokens.append(after[first + 1:end + 1])
-    return torch.cat(features), torch.cat(tokens)
+    from models.training import read_texts
+    texts = [prompt + answer for prompt, answer in data]
+    found = []
+    for pair, text, f in zip(data, texts, read_texts(model, [text[:-2] for text in texts])):
+        n = count_positions(pair)
+        after = torch.tensor(text + [-100] * K, device=f.device).unfold(0, K + 1, 1)
+        first = len(text) - 2 - n
+        # Row i of `after` has the tokens i … i + K. The first of them follows position i - 1.
+        found.append((f[first:], after[first + 1:first + 1 + n]))
+    return found
 
 
 @torch.inference_mode()
@@ -491,8 +504,8 @@ def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens
 
     trained     the heads
     model       the model that they are for
-    to_logits   as for `head_logits`
-    f, tokens   features and the tokens after them, as `collect_features` returns them
+    to_logits   as for `heads_loss`
+    f, tokens   features and the tokens after them, as for `head_states`
     size        how many positions are measured at once
     returns     the loss of each head in nats, and the table `accept` of `Heads`
     """
@@ -500,20 +513,21 @@ def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens
     losses, labelled, reached = torch.zeros(K), torch.zeros(K), torch.zeros(K)
     hits = torch.zeros(K, RANKS)
     for features, after in zip(f.split(size), tokens.to(trained.vocab.device).split(size)):
-        heads = head_logits(trained, model, to_logits, features.to(trained.W[0].weight), after)
         # Whether each earlier head has the right token among its guesses. Only then can the tree
         # have a node whose children this head guesses.
         above = torch.ones(len(features), dtype=torch.bool, device=after.device)
-        for k, (logits, labels) in enumerate(heads):  # here head 1 has k = 0
+        states = head_states(trained, model, features.to(trained.W[0].weight), after)
+        for k, x, labels in states:
+            logits = to_logits(trained.lm_head_of(k)(x).float())
             loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-            losses[k] += loss.cpu()
-            labelled[k] += (labels >= 0).sum().cpu()
+            losses[k - 1] += loss.cpu()
+            labelled[k - 1] += (labels >= 0).sum().cpu()
             best = logits.topk(min(RANKS, logits.shape[1])).indices
             right = best == labels[:, None]  # [n, ranks]
             # A token that no head can guess counts as missed. Beyond the end nothing counts.
-            counted = above & (after[:, k + 1] >= 0)
-            hits[k, :right.shape[1]] += right[counted].sum(0).cpu()
-            reached[k] += counted.sum().cpu()
+            counted = above & (after[:, k] >= 0)
+            hits[k - 1, :right.shape[1]] += right[counted].sum(0).cpu()
+            reached[k - 1] += counted.sum().cpu()
             above &= right.any(1)
     ranks = min(RANKS, len(trained.vocab))
     accept = hits[:, :ranks] / reached.clamp(min=1)[:, None]
@@ -524,7 +538,8 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
         seed: int = 0, work: Path | None = None) -> dict:
     """Train heads on pairs of a prompt and its answer, and set their `accept`.
 
-    AdamW's learning rate is a cosine. The model is frozen.
+    AdamW's learning rate is a cosine after a warm-up of a twentieth of the steps. The model is
+    frozen.
 
     model      the model that the heads are for
     trained    the heads
@@ -532,20 +547,22 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
     held_out   pairs to measure by
     steps      how many steps are trained
     batch      how many positions a step learns from
-    lr         where the cosine begins
+    lr         the highest learning rate
     seed       chooses the positions
     work       folder of checkpoints, or None to keep none.
     returns    {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
     """
-    from models.training import Training, digest
+    from models.training import (Training, compute_frozen, digest, sample_rows,
+                                 tokens_of_pass, warm_cosine)
     to_logits = logits_of(model)
-    features, tokens = collect_features(model, data, trained.K)
-    held_features, held_tokens = collect_features(model, held_out, trained.K)
+    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K), data,
+                               trained.lm_head.weight.shape[1])
+    lengths = [*map(count_positions, data)]
+    held_features, held_tokens = map(torch.cat, zip(*collect_features(model, held_out, trained.K)))
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        chosen = rng.choices(range(len(features)), k=batch)
-        return heads_loss(trained, model, to_logits, features[chosen].to(trained.W[0].weight),
-                          tokens[chosen].to(model.device))
+        f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
+        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
 
     def evaluate() -> tuple[dict, str]:
         losses, accept = accuracy(trained, model, to_logits, held_features, held_tokens)
@@ -554,9 +571,10 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
                 f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")
     # A checkpoint is of the same training only if all of these are the same.
     fingerprint = (digest(model.state_dict()), trained.kind, trained.K, trained.vocab.tolist(),
-                   data, held_out, batch)
+                   data, held_out, batch, texts)
     curve = Training(trained.trainable(), fingerprint, name=trained.kind, steps=steps, lr=lr,
-                     seed=seed, folder=work).train(loss_of, evaluate)
+                     rate=warm_cosine, seed=seed, folder=work, models=(model,),
+                     tokens=tokens_of_pass(data, min(texts, batch))).train(loss_of, evaluate)
     trained.accept = curve[steps]["accept"]
     return curve
 
@@ -574,7 +592,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
             all
     max_new_tokens: the longest answer that is collected
     batch:  how many positions a step learns from
-    lr:     where the cosine of the learning rate begins. 1e-3 suited models of 10M to 135M
+    lr:     the highest learning rate, after a warm-up. 1e-3 suited models of 10M to 135M
+            parameters, and is that of Medusa's released command for 7B
     """
     from models.training import collect_examples, find_frequent
     for name, value, least in (("steps", steps, 1), ("batch", batch, 1), ("vocab", vocab, 0),
@@ -676,7 +695,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     trained = load_heads(adapter, heads, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    read = collect_features(model, data, trained.K)
+    read = map(torch.cat, zip(*collect_features(model, data, trained.K)))
     save_accept(out, model, accuracy(trained, model, logits_of(model), *read)[1])
 
 

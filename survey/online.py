@@ -41,12 +41,12 @@ from typing import Iterator
 
 from common import (CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until,
                     vocab_size)
-from models.training import (Training, collect_examples, count_tokens, digest, guess_answers,
-                             require, require_training_options, sample_alike, score_answers,
-                             warm_linear)
+from models.training import (Training, collect_examples, compute_in_parts, count_tokens, digest,
+                             guess_answers, read_answers, require, require_training_options,
+                             sample_alike, tokens_of_pass, warm_linear)
 from models.training import divergence as measure_divergence
 from speculative import report_acceptance, speculative
-from survey.parts import MODELS, draft_for, logits_of
+from survey.parts import MODELS, draft_for, score_with
 from survey.views import move_counts
 
 import torch
@@ -91,11 +91,13 @@ class Learner:
         require(lr > 0, "lr", "above 0", lr)
         self.target = target
         self.kind = kind
-        self.to_logits = logits_of(target.model)
+        self.score_target = score_with(target.model)
         model = copy.deepcopy(draft.model).float().requires_grad_(True)
+        self.score_draft = score_with(model)
         fingerprint = digest(target.model.state_dict()), kind, settings
         self.training = Training(dict(model.named_parameters()), fingerprint, name="online",
-                                 steps=1, lr=lr, rate=constant, folder=folder)
+                                 steps=1, lr=lr, rate=constant, folder=folder,
+                                 models=(target.model, model))
         self.lm = CachedLM(model, draft.vocab)
         self.kept = []
 
@@ -130,22 +132,24 @@ class Learner:
         """
         kept = [(text, failed) for text, failed in self.kept if failed]
         self.kept = []
-        head = self.target.model.get_output_embeddings()
-        device = self.training.device
+        device, vocab = self.training.device, slice(self.lm.vocab)
+
+        def losses_of(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+            """Return D of failures, where LM heads read states [n, d] of target and draft."""
+            with torch.no_grad():
+                p = self.score_target(teacher).to(device)[:, vocab]
+            return measure_divergence(self.kind, p, self.score_draft(student)[:, vocab])
 
         def loss_of(rng: random.Random) -> torch.Tensor:
             features = torch.stack([x for _, failed in kept for x in failed.values()])
-            with torch.no_grad():
-                teacher = self.to_logits(head(features).float()).to(device)  # [failures, V]
             # The draft has to run again, because decoding keeps no gradients
             student = []
             for text, failed in kept:
                 ids = torch.tensor([text[:max(failed) + 1]], device=device)
-                logits = self.lm.model(input_ids=ids, use_cache=False).logits[0]
-                student.append(logits[[*failed]])  # rows of failures, in the order of the features
-            student = torch.cat(student)  # [failures, V]
-            vocab = slice(self.lm.vocab)
-            return measure_divergence(self.kind, teacher[:, vocab], student[:, vocab]).mean()
+                states = self.lm.model.get_decoder()(input_ids=ids, use_cache=False)[0][0]
+                student.append(states[[*failed]])  # rows of failures, in the order of the features
+            V = len(self.lm.model.get_output_embeddings().weight)
+            return compute_in_parts(losses_of, V, features, torch.cat(student)).mean()
         if kept:
             self.training.update(loss_of)
         else:
@@ -271,6 +275,7 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     work:  folder of the target's answers and of checkpoints (default: OUT.work)
     draft: the first draft, which does not change
     batch: how many answers a step learns from
+    lr:    the highest learning rate, after a warm-up. 1e-3 suited a draft of 0.6M parameters
     """
     require_training_options(lr, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
     first = draft_for(model, tokenizer, draft).float()
@@ -278,18 +283,27 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         work = Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     second = copy.deepcopy(first).requires_grad_(True)
+    score, score_first, score_second = map(score_with, (model, first, second))
+    V = len(first.get_output_embeddings().weight)
+
+    def losses_of(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+        """Return the divergences where LM heads read states [n, d] of target and draft."""
+        with torch.no_grad():
+            p = score(teacher)
+        return measure_divergence("forward-kl", p, score_second(student))
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         with torch.no_grad():
-            teacher, labels = score_answers(model, pairs)
-            guessed, _ = score_answers(first, pairs)
+            teacher, labels = read_answers(model, pairs)
+            before, _ = read_answers(first, pairs)
+            guessed = compute_in_parts(lambda x: score_first(x).argmax(-1), V, before)
             # The places where the first draft does not guess the answer's next token
-            wrong = guessed.argmax(-1) != labels
-        student, _ = score_answers(second, pairs)
+            wrong = guessed != labels
+        student, _ = read_answers(second, pairs)
         if not wrong.any():  # a loss needs one place, since the mean of none is not a number
             wrong[0] = True
-        return measure_divergence("forward-kl", teacher[wrong], student[wrong]).mean()
+        return compute_in_parts(losses_of, V, teacher[wrong], student[wrong]).mean()
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
@@ -303,7 +317,8 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     weights = digest(model.state_dict()), digest(first.state_dict())
     fingerprint = (*weights, data, held_out, batch)
     Training(dict(second.named_parameters()), fingerprint, name="boost", steps=steps, lr=lr,
-             rate=warm_linear, seed=seed, folder=work).train(loss_of, evaluate)
+             rate=warm_linear, seed=seed, folder=work, models=(model, first, second),
+             tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
     second.to(model.dtype).save_pretrained(out)
     tokenizer.save_pretrained(out)
 

@@ -1,9 +1,10 @@
-"""This file keeps what was trained or measured for a model, and has three helpers of trained parts.
+"""This file keeps what was trained or measured for a model, and has four helpers of trained parts.
 
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
+    score_with                a function from what a model's LM head reads to its logits
     head_for                  a smaller LM head, for a part of the vocabulary
 
 A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
@@ -211,6 +212,18 @@ def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
     if (to_logits(x) - logits).norm() > 0.02 * logits.norm():
         raise InputError(f"expected logits that are scaled or capped, got {type(model).__name__}")
     return to_logits
+
+
+def score_with(model) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from what a model's LM head reads, [..., d], to its logits [..., V].
+
+    The logits are float32, and scaled or capped where the model does so.
+    """
+    head, to_logits = model.get_output_embeddings(), logits_of(model)
+
+    def score(x: torch.Tensor) -> torch.Tensor:
+        return to_logits(head(x.to(head.weight.dtype)).float())
+    return score
 
 
 def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 
+from bita import mask_states
 from cli.main import main as run_command_line
 from common import CachedLM, Sampler, until
 from fake_models import uncached
+from survey.parts import score_with
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,6 +33,11 @@ def prefill(lm, ids: list[int]) -> torch.Tensor:
     logits = lm.forward(ids[-1:])
     lm.commit([0])
     return logits
+
+
+def mask_logits(model, *given) -> torch.Tensor:
+    """Return the logits [B, G, M, V] of the states that `bita.mask_states` gives."""
+    return score_with(model)(mask_states(model, *given))
 
 
 def per_call(method, model, held_out, **options) -> float:

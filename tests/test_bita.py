@@ -11,13 +11,14 @@ from transformers import AutoTokenizer
 
 import bita as module
 from bita import (Tuning, accuracy, bita, build_efficient_tree, build_full_tree, build_planned_tree,
-                  fit, list_plans, load_tuning, mask_logits, sample_anchors, sar_loss,
+                  fit, list_plans, load_tuning, mask_states, sample_anchors, sar_loss,
                   save_tuning, shape_of, train)
 from common import CachedLM, InputError, autoregressive, best_tree
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, tiny
-from helpers import ROOT, main, per_call, said_in_one_line, tokens_of
+from helpers import ROOT, main, mask_logits, per_call, said_in_one_line, tokens_of
 from models import training
+from survey.parts import score_with
 
 PROMPT = [3, 14, 15]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11])]
@@ -139,6 +140,14 @@ def test_full_and_planned_trees(make, candidates, ids, parents):
     assert make(candidates) == ([-1, *ids], parents)
 
 
+class Looker(Decoder):
+    """Stand in for the inside of Position: features are the token after the position, one-hot."""
+
+    def forward(self, position_ids, **_):
+        following = (position_ids + self.shift) * 7 % 61
+        return (torch.nn.functional.one_hot(following, 61).float(),)
+
+
 class Position(torch.nn.Module):
     """A model whose next token depends on the position alone: after position p comes
     (p + 1) * 7 % 61. A mask at position a + j is right about the token of a + j + 1 exactly if it
@@ -147,9 +156,15 @@ class Position(torch.nn.Module):
 
     def __init__(self, shift=1):
         super().__init__()
-        self.shift, self.table, self.decoder = shift, torch.nn.Embedding(61, 8), Decoder()
+        self.table, self.decoder = torch.nn.Embedding(61, 8), Looker()
+        self.decoder.shift = shift
         text = SimpleNamespace(max_position_embeddings=CONTEXT, vocab_size=61)
         self.config = SimpleNamespace(get_text_config=lambda: text)
+        self.head = torch.nn.Linear(61, 61, bias=False)
+        self.head.weight.data = torch.eye(61)
+
+    def get_output_embeddings(self):
+        return self.head
 
     def get_input_embeddings(self):
         return self.table
@@ -158,8 +173,7 @@ class Position(torch.nn.Module):
         return self.decoder
 
     def forward(self, position_ids, logits_to_keep=slice(None), **_):
-        following = (position_ids + self.shift) * 7 % 61
-        [features] = self.decoder(torch.nn.functional.one_hot(following, 61).float())
+        [features] = self.decoder(position_ids=position_ids)
         return SimpleNamespace(logits=features[:, logits_to_keep])
 
 
@@ -271,7 +285,8 @@ def test_the_loss_by_hand():
     terms = [-logits[at].softmax(-1)[labels[at]].log()
              for at in itertools.product(range(2), repeat=3) if labels[at] >= 0]
     assert len(terms) == 4
-    torch.testing.assert_close(sar_loss(logits, labels), sum(terms) / 4)
+    loss = sar_loss(logits, labels, lambda x: x, 3)
+    torch.testing.assert_close(loss, sum(terms) / 4)
 
 
 # ------------------------------------------------------------------------------------- tuning
@@ -283,6 +298,7 @@ def test_tuning_lowers_the_loss_and_reaches_nothing_else(design):
     data = [(p, tokens_of(autoregressive(lm, p), 12)) for p in prompts]
     before = {name: p.clone() for name, p in model.named_parameters()}
     tuning = Tuning(shape_of(model), design, 4, 2)
+    score = score_with(model)
     start = accuracy(model, tuning, data, 12)[0]
     curve = fit(model, tuning, data, data, steps=40, batch=8, anchors=12, lr=3e-2)
     assert list(curve) == list(range(0, 41, 4)) and curve[0]["loss"] == start
@@ -291,14 +307,14 @@ def test_tuning_lowers_the_loss_and_reaches_nothing_else(design):
     assert all(torch.equal(p, before[name]) and p.grad is None
                for name, p in model.named_parameters())
     ids, anchors, labels = sample_anchors(data, 2, 12, rng)
-    logits = mask_logits(model, tuning.masks, tuning.soft_rows(model), ids, anchors)
-    sar_loss(logits, labels).backward()
+    states = mask_states(model, tuning.masks, tuning.soft_rows(model), ids, anchors)
+    sar_loss(states, labels, score, 61).backward()
     assert all(p.numel() == 0 or p.grad.abs().sum() > 0 for p in tuning.parameters())
 
 
 # ------------------------------------------------------------------ what is kept, and for whom
 
-FIT = dict(steps=4, batch=2, anchors=2, lr=1e-2, accumulate=2)
+FIT = dict(steps=4, batch=2, anchors=2, lr=1e-2)
 
 
 def fitted(work=None, model=0, data=DATA, held_out=HELD_OUT, design="deep", P=3, M=2, seed=0,
@@ -373,7 +389,7 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training, "collect_examples", examples)
     monkeypatch.setattr(module, "fit", lambda model, *some, **rest: given.append((*some, rest)))
     for work, made in ((None, tmp_path / "o.work"), (tmp_path / "here", tmp_path / "here")):
-        options = dict(steps=7, batch=3, accumulate=2, anchors=5, lr=0.1, seed=4)
+        options = dict(steps=7, batch=3, anchors=5, lr=0.1, seed=4)
         train(LLAMA, WORDLESS, prompts, out=tmp_path / "o", work=work, design="shallow", P=6, M=2,
               max_new_tokens=20, **options)
         assert asked.pop() == (True, True, prompts, 20, made, {"seed": 4})
@@ -470,7 +486,8 @@ def test_every_pass_has_its_own_batch(monkeypatch):
     monkeypatch.setattr(module, "accuracy", lambda *args: measured.append(args[2]) or (0.0, []))
     for seed in (0, 1, 0):
         seen.append([])
-        fitted(data=rows, seed=seed, batch=3)
+        with training.use_settings(training.Settings(accumulate=2)):
+            fitted(data=rows, seed=seed, batch=3)
     first, other, again = seen
     assert first == again and len({*map(tuple, first + other)}) == 16  # 4 steps of 2 passes each
     assert all(data is HELD_OUT for data in measured)

@@ -26,7 +26,9 @@ from cli.run import Run
 from cli.trajectory import show_trajectory
 from common import CachedLM, autoregressive, encode, eos_ids, greedy, load
 from families import near, tiny
-from helpers import ROOT, forget_project, fork, main, script, tokens_of
+from helpers import (ROOT, forget_project, fork, main, said_in_one_line, script,
+                     tokens_of)
+from models import training
 from models.tasks import read_prompts
 from speculative import report as acceptance
 from speculative import speculative
@@ -791,7 +793,7 @@ def test_commands(ask, tmp_path):
     assert command(f"learn --out a/b --prompts {file}")[0] == 0
     assert command("learn --out a/b --work w --name 5 --rate 2 --local --gamma -4 "
                    "--dtype bfloat16")[0] == 0
-    model, tokenizer = loaded(TARGET, None, "float32")
+    model, tokenizer = loaded(TARGET, None, None)
     half, _ = loaded(TARGET, None, "bfloat16")
     prompts = [[encode(tokenizer, text) for text in texts] for texts in ([SHORT, PROMPT], PROMPTS)]
     assert given == [(model, prompts[0], Path("a/b"), None, "x", 0.5, False, 3),
@@ -953,3 +955,60 @@ def test_a_closed_pipe_ends_quietly():
     errors = err.read()
     process.join(120)
     assert process.exitcode == -signal.SIGPIPE and errors.replace(PROMPT, "").isspace()
+
+
+# ------------------------------------------------------------------- answers made elsewhere
+
+TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tom has 3"},
+        {"role": "assistant", "content": " apples"}]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def learn(model, tokenizer, prompts, *, steps: int = 1, lr: float = 0.1):
+    """Stand in for a training: keep what it is given."""
+    learn.given = prompts, training.SETTINGS.get()
+
+
+@pytest.mark.parametrize("row, chat, prompt, answer", [
+    ({"prompt": "Tom has 3", "answer": " apples"}, [], "<s>Tom has 3", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": " apples</s> and"}, [], "<s>Tom has 3", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": " apples"}, ["--chat"], "<user>Tom has 3<assistant>",
+     " apples</s>"),
+    ({"messages": TALK}, [], "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
+    ({"prompt": [5, 6, 7], "answer": [8, 9]}, ["--chat"], [5, 6, 7], [8, 9])])
+def test_answers_made_elsewhere_become_tokens(row, chat, prompt, answer, small_llama, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(small_llama, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(row))
+    argv = ["learn", "--target", str(folder), "--data", str(file), "--max-length", "99", *chat]
+    assert main([speculative], None, argv, commands=[learn]) == 0
+    prompts, settings = learn.given
+    expected = tuple(x if isinstance(x, list) else tokenizer.encode(x, add_special_tokens=False)
+                     for x in (prompt, answer))
+    assert settings.pairs == [expected] and prompts == [expected[0]] and settings.max_length == 99
+    assert training.SETTINGS.get() == training.Settings()
+
+
+@pytest.mark.parametrize("row, options, said", [
+    ({"prompt": [5], "answer": [10 ** 6]}, [], "line 1: 1000000"),
+    ({"messages": TALK}, [], "line 1: expected a model with a chat template"),
+    ({"prompt": "a"}, [], "line 1: it has no answer"),
+    ({"prompt": "a", "answer": "b"}, ["--prompts", f"{ROOT}/models/examples.jsonl"],
+     "not allowed with argument"),
+    ({"prompt": "a", "answer": "b"}, ["--accumulate", "0"], "--accumulate must be 1 or more")])
+def test_answers_that_cannot_be_learnt_from_are_refused(row, options, said, small_llama, tmp_path,
+                                                        capfd):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(row))
+    argv = ["learn", "--target", small_llama, "--data", str(file), *options]
+    assert main([speculative], None, argv, commands=[learn]) == 2
+    said_in_one_line(said, capfd)
+
+
+def test_help_of_a_training_has_the_options_of_all(capsys):
+    assert main([speculative], None, ["learn", "--help"], commands=[learn]) == 0
+    out = capsys.readouterr().out
+    assert all(x in out for x in ("--accumulate N", "--recompute", "--max-length N", "--data FILE"))

@@ -12,14 +12,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import cllm as module
 import jacobi
 from cllm import (StatePair, augment_states, cllm, collect, distance, find_trajectories, fit,
-                  losses, profile, profile_of, read_trajectories, repeats, sample_pairs, train,
+                  profile, profile_of, read_trajectories, repeats, sample_pairs, train,
                   training_tree)
 from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
 from fake_models import ScriptedLM, path_to
 from families import CONTEXT, tiny
 from helpers import ROOT, main, said_in_one_line, tokens_of
 from models import training
-from models.training import digest
+from models.training import Settings, digest, use_settings
+from survey.low_rank import add_low_rank
+from survey.parts import score_with
+
+
+
+def losses(model, examples, pairs, *kind):
+    """Return both losses, with the model's own LM head."""
+    return module.losses(model, examples, pairs, score_with(model), *kind)
+
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]
 KINDS = module.DIVERGENCES
@@ -285,8 +294,8 @@ def test_losses_equal_a_plain_computation(name, local, kind):
             ar += [-q(text[:i])[text[i]].log() for i in range(start, len(text))]
     consistency, cross_entropy = losses(model, rows, pairs, kind)
     assert len(terms) > 20
-    torch.testing.assert_close(consistency, sum(terms) / len(terms), atol=1e-8, rtol=1e-5)
-    torch.testing.assert_close(cross_entropy, sum(ar) / len(ar), atol=1e-8, rtol=1e-5)
+    assert consistency.item() == pytest.approx((sum(terms) / len(terms)).item(), rel=1e-4)
+    assert cross_entropy.item() == pytest.approx((sum(ar) / len(ar)).item(), rel=1e-5)
 
 
 def test_no_gradient_flows_through_the_teacher(monkeypatch):
@@ -402,7 +411,7 @@ def test_the_loss_of_a_step(monkeypatch):
 
 # ------------------------------------------------------------------ what is kept, and for whom
 
-FIT = dict(steps=4, batch=2, states=2, accumulate=2, lr=1e-3, w=10.0)
+FIT = dict(steps=4, batch=2, states=2, lr=1e-3, w=10.0)
 
 
 def fitted(work=None, model=0, rows=ROWS[1:], held_out=ROWS[:1], eos=frozenset({3}), n=6,
@@ -425,20 +434,22 @@ def test_another_training_in_the_same_folder_has_a_checkpoint_of_its_own(change,
     assert len({*worked.iterdir()}) == len(before) + 1
 
 
-def test_recomputed_activations_are_the_same():
-    """Each layer runs once more for a step, in the backward pass, and not where it is evaluated;
-    there alone a model is in the mode of training."""
+@pytest.mark.parametrize("rank", [0, 2])
+def test_recomputed_activations_are_the_same(rank):
+    """Each layer runs once more for a pass, in the backward pass, and not where it is evaluated;
+    no model is in the mode of training, where dropout would be on."""
     models, calls = [tiny("llama"), tiny("llama")], [[], []]
-    models[1].gradient_checkpointing_enable()
     for i, model in enumerate(models):
         def count(layer, *_, i=i):
             calls[i].append(layer.training)
         model.model.layers[0].self_attn.register_forward_pre_hook(count)
-        fit(model, ROWS, ROWS, {3}, 6, **FIT, recompute=i == 1)
+        torch.manual_seed(0)
+        changes = add_low_rank(model.requires_grad_(False), rank) if rank else None
+        with use_settings(Settings(accumulate=2, recompute=i == 1)):
+            fit(model, ROWS, ROWS, {3}, 6, **FIT, changes=changes)
         assert not model.training
-    passes = FIT["steps"] * FIT["accumulate"]
-    assert len(calls[1]) == len(calls[0]) + passes
-    assert sum(calls[0]) == 0 and sum(calls[1]) == 2 * passes
+    assert len(calls[1]) == len(calls[0]) + 2 * FIT["steps"]
+    assert sum(calls[0]) == sum(calls[1]) == 0
     for a, b in zip(*(model.parameters() for model in models)):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
@@ -490,12 +501,10 @@ def test_held_out_rows_are_drawn_from_the_whole_file(tmp_path, monkeypatch):
 
 
 def test_train_hands_its_options_on(tmp_path, monkeypatch):
-    options = dict(steps=7, batch=3, states=5, accumulate=2, lr=0.1, w=0.0, divergence="jsd",
-                   local=True, recompute=True, seed=4)
+    options = dict(steps=7, batch=3, states=5, lr=0.1, w=0.0, divergence="jsd", local=True, seed=4)
     rows = [*ROWS, ROWS[0] | {"blocks": []}]  # the last repeats itself
     *parts, given = given_to_fit(monkeypatch, tmp_path, rows, **options, work=tmp_path / "here")
-    assert given == options | {"work": tmp_path / "here"}
-    assert LLAMA.model.layers[0].gradient_checkpointing
+    assert given == options | {"work": tmp_path / "here", "changes": None}
     assert sorted(row["number"] for row in parts[0] + parts[1]) == [0, 1, 2, 3]
     given = given_to_fit(monkeypatch, tmp_path, rows)[-1]
     assert given["work"] == tmp_path / "out.work"  # the default

@@ -30,7 +30,7 @@ def test_a_new_exit_is_the_models_own():
 def test_the_loss_is_the_cross_entropy_with_the_model_and_reaches_the_exit_alone():
     model, early, last = deep("llama").requires_grad_(False), torch.randn(5, 32), torch.randn(5, 32)
     network = random_exit(model, 2).requires_grad_(True)
-    loss = exit_loss(model, lambda x: 2 * x, network, early, last)
+    loss = exit_loss(lambda x: 2 * model.lm_head(x), network, early, last, 61)
     p = (2 * model.lm_head(last)).softmax(-1)
     log_q = (2 * model.lm_head(network(early))).log_softmax(-1)
     assert loss.item() == pytest.approx(-(p * log_q).sum(-1).mean().item(), rel=1e-5)
@@ -76,7 +76,7 @@ def test_the_figure_of_held_out_answers_counts_all_their_tokens():
     model, rng = deep("llama"), random.Random(0)
     data = [([rng.randrange(61)], [rng.randrange(61) for _ in range(100)]) for _ in range(6)]
     curve = fit(model, Exit(model, 1, 4), data[:1], data, steps=1, batch=1, lr=1e-9)
-    early, last = (collect_states(model, data, layers).float() for layers in (1, 4))
+    early, last = (torch.cat(collect_states(model, data, layers)).float() for layers in (1, 4))
     right = model.lm_head(model.model.norm(early)).argmax(-1) == model.lm_head(last).argmax(-1)
     assert curve[0]["right"] == pytest.approx(right.float().mean().item())
     assert right.float().mean() != right[:512].float().mean()

@@ -22,6 +22,7 @@ from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
 from helpers import ROOT, main
+from models.training import Settings, use_settings
 from survey import (dflash, draft_verify, eagle, eagle3, early_exit, hybrid, layerskip, masks,
                     medusa, online, rest, sequoia)
 from test_lossless import texts_on
@@ -124,8 +125,8 @@ PLANTED = {
         common, "tree_error", ", device=lm.weight.device", "", lambda folder: load_tiny(folder)),
     "labels stay on the CPU": (
         bita, "fit", "labels.to(model.device)", "labels", lambda folder: run("bita train", folder)),
-    "features are read with an index of the GPU": (
-        medusa, "fit", "features[chosen]", "features[torch.tensor(chosen, device=model.device)]",
+    "the tokens behind features stay on the CPU": (
+        medusa, "collect_features", ", device=f.device", "",
         lambda folder: run("medusa train", folder)),
 }
 
@@ -172,7 +173,8 @@ TRAININGS = {  # a command, and its options besides those of all
     "masks train": (masks.train, dict(L=2, anchors=4)),
     "masks tune": (masks.tune, dict(k=2, rank=2, anchors=4)),
     "cllm collect": (cllm.collect, dict(n=4)),
-    "cllm train": (cllm.train, dict(states=2, recompute=True)),
+    "cllm train": (cllm.train, dict(states=2)),
+    "cllm train, low rank": (cllm.train, dict(states=2, rank=1)),
     "draft_verify search": (draft_verify.search, {}),
     "rest build": (rest.build, {}),
     "hybrid fit": (hybrid.fit, {}),
@@ -180,7 +182,9 @@ TRAININGS = {  # a command, and its options besides those of all
     "online serve": (online.serve, dict(every=1, gamma=2)),
     "online boost": (online.boost, {}),
 }
-NEEDS = {"cllm train": ("data", "cllm collect"), "hybrid fit": ("datastore", "rest build")}
+NEEDS = {"cllm train": ("data", "cllm collect"),
+         "cllm train, low rank": ("data", "cllm collect"),
+         "hybrid fit": ("datastore", "rest build")}
 FEW = dict(steps=2, batch=2, lr=1e-3, max_new_tokens=6)  # for commands that have these options
 
 
@@ -197,7 +201,8 @@ def run(name: str, folder, work=None) -> None:
         options[key] = work / before
     if "prompts" in known:
         options["prompts"] = [[5 * i, 7, 9 + i] for i in range(1, 4)]
-    command(*load_tiny(folder), **options)
+    with use_settings(Settings(recompute=True)):
+        command(*load_tiny(folder), **options)
 
 
 @pytest.mark.parametrize("name", TRAININGS)

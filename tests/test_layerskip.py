@@ -77,7 +77,7 @@ def states_of(model, prompt, answer, layers) -> torch.Tensor:
 def test_states_are_those_before_each_token_of_an_answer(layers):
     model = deep("gemma3")
     expected = torch.cat([states_of(model, *pair, layers) for pair in DATA])
-    found = collect_states(model, DATA, layers).float()
+    found = torch.cat(collect_states(model, DATA, layers)).float()
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 

@@ -4,7 +4,9 @@ import torch
 
 from common import InputError
 from families import deep, tiny
-from survey.low_rank import LowRank, add_low_rank, merge_changes
+from survey import low_rank as module
+from survey.low_rank import (LowRank, add_low_rank, list_changed, merge_changes, prepare_changes,
+                             share_weights)
 
 
 def test_a_change_by_hand():
@@ -48,3 +50,23 @@ def test_changes_are_nothing_at_first_and_those_of_a_merged_model_stay():
 def test_models_without_linear_layers_are_refused():
     with pytest.raises(InputError, match="matrices of type Linear in GPT2LMHeadModel"):
         add_low_rank(tiny("gpt2"), 2)
+
+
+@pytest.mark.parametrize("most, merged", [(0, False), (2 ** 32, True)])
+def test_a_tuned_model_shares_the_weights_of_one_that_stays_as_it_is(most, merged, monkeypatch):
+    """Small changes are merged into new matrices, and large ones stay branches."""
+    monkeypatch.setattr(module, "MERGED", most)
+    model, ids = deep("llama"), torch.tensor([[3, 14, 15]])
+    expected, own = model(input_ids=ids).logits, {p.data_ptr() for p in model.parameters()}
+    tuned = share_weights(model)
+    assert {p.data_ptr() for p in tuned.parameters()} == own
+    for p in add_low_rank(tuned, 2).values():
+        p.data = 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p)))
+    changed = tuned(input_ids=ids).logits
+    assert prepare_changes(tuned) is tuned and bool(list_changed(tuned)) != merged
+    torch.testing.assert_close(tuned(input_ids=ids).logits, changed, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=0, rtol=0)
+    assert not torch.allclose(changed, expected)
+    shared = sum(p.data_ptr() in own for p in tuned.parameters())
+    assert shared == len(own) - (4 * 7 if merged else 0)
+    assert not any(p.requires_grad for p in tuned.parameters())

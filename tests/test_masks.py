@@ -9,16 +9,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from bita import Tuning, load_tuning, mask_logits, sample_anchors, sar_loss, shape_of
+from bita import Tuning, load_tuning, mask_states, sample_anchors, sar_loss, shape_of
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from families import tiny
-from helpers import per_call, tokens_of
+from helpers import mask_logits, per_call, tokens_of
 from models import training
 from survey import masks as module
 from survey.low_rank import add_low_rank
 from survey.masks import (list_plans, load_space, measure_all_right, pass_sampling, space, train,
                           tune)
-from survey.parts import load_part, save_part
+from survey.parts import load_part, save_part, score_with
 
 PROMPT = [3, 14, 15]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
@@ -206,7 +206,7 @@ def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
 
 def test_what_is_kept_is_measured_on_the_tuned_model(tmp_path, monkeypatch, capsys):
     """The share of held-out tokens that the untuned model keeps is 1: they are its own."""
-    monkeypatch.setattr(module, "merge_changes", None)
+    monkeypatch.setattr(module, "prepare_changes", None)
     tune(tiny("llama"), Tokenizer, PROMPTS, out=tmp_path / "t", k=2, lr=0.3, **SMALL)
     lines = [x for x in capsys.readouterr().out.splitlines() if "tokens kept" in x]
     kept = [float(line.split("kept ")[1].split(",")[0]) for line in lines]
@@ -247,7 +247,8 @@ def test_the_masks_loss_reaches_the_changes_and_the_mask():
     model = copy.deepcopy(tiny("llama")).requires_grad_(False)
     part, mask = add_low_rank(model, 2), torch.nn.Parameter(torch.ones(1, 32))
     ids, at, labels = sample_anchors(DATA, 2, 3, random.Random(0))
-    sar_loss(mask_logits(model, mask.expand(2, -1), [], ids, at), labels).backward()
+    states = mask_states(model, mask.expand(2, -1), [], ids, at)
+    sar_loss(states, labels, score_with(model), 61).backward()
     changes = [p for name, p in part.items() if name.endswith(".B")]
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in (mask, *changes))
 

@@ -45,6 +45,13 @@ while len(TEXT) < 40:
     TEXT.append(STEP[TEXT[-1]].item())
 
 
+class Follower(Decoder):
+    """Stand in for the inside of Successor, also where it is asked alone."""
+
+    def forward(self, features=None, input_ids=None, **_):
+        return (torch.eye(31)[STEP[input_ids]] if features is None else features,)
+
+
 class Successor(torch.nn.Module):
     """A model whose next token depends on the last one alone. Its feature is the next token's
     one-hot vector, and its LM head the identity."""
@@ -52,7 +59,7 @@ class Successor(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.decoder = torch.nn.Embedding.from_pretrained(torch.eye(31)), Decoder()
+        self.table, self.decoder = torch.nn.Embedding.from_pretrained(torch.eye(31)), Follower()
         self.head = torch.nn.Linear(31, 31, bias=False)
         self.head.weight.data = torch.eye(31)
         text = SimpleNamespace(max_position_embeddings=CONTEXT)
@@ -97,13 +104,18 @@ def test_right_heads_are_accepted_whole(kind, reads, vocab):
         assert log == [{"guessed": 14, "accepted": 3, "rows": 15}] * 4
 
 
+def gather(model, data, K: int) -> list[torch.Tensor]:
+    """Return the features and tokens of all pairs together."""
+    return [torch.cat(x) for x in zip(*collect_features(model, data, K))]
+
+
 @READS
 @pytest.mark.parametrize("vocab", VOCABS, ids=len)
 def test_right_heads_are_right_in_training(kind, reads, vocab):
     """At every position where a head has a token of the answer to guess."""
     model = Successor()
     data = [(TEXT[:4], TEXT[4:9]), (TEXT[:1], TEXT[1:20]), (TEXT[:7], TEXT[7:9])]
-    f, tokens = collect_features(model, data, 3)
+    f, tokens = gather(model, data, 3)
     assert len(f) == 5 + 18 + 2 and (tokens >= 0).sum(0).tolist() == [25, 25, 22, 19]
     heads = right_heads(model, kind, reads, vocab)
     assert accuracy(heads, model, same_logits, f, tokens)[1] == [[1.0] + [0.0] * 9] * 3
@@ -112,7 +124,7 @@ def test_right_heads_are_right_in_training(kind, reads, vocab):
 @READS
 def test_heads_that_lack_a_token_are_wrong_there(kind, reads):
     model = Successor()
-    f, tokens = collect_features(model, [(TEXT[:1], TEXT[1:20])], 3)
+    f, tokens = gather(model, [(TEXT[:1], TEXT[1:20])], 3)
     heads = right_heads(model, kind, reads, {*TEXT} - {TEXT[4]})
     share = (tokens[:, 1] != TEXT[4]).float().mean().item()
     assert accuracy(heads, model, same_logits, f, tokens)[1][0] == [share] + [0.0] * 9 and share < 1
@@ -232,10 +244,10 @@ HELD_OUT = [([50, 51], [52, 53, 54])]
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_heads_guess_what_the_lm_head_says(kind):
     model = tiny("llama")
-    f, tokens = collect_features(model, DATA, 2)
+    f, tokens = gather(model, DATA, 2)
     heads = Heads(model, kind, 2)
-    for logits, _ in module.head_logits(heads, model, same_logits, f.float(), tokens):
-        torch.testing.assert_close(logits, model.get_output_embeddings()(f.float()))
+    for _, x, _ in module.head_states(heads, model, f.float(), tokens):
+        torch.testing.assert_close(x, f.float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -258,7 +270,7 @@ def test_held_out_answers_are_measured_and_never_learnt_from(monkeypatch):
     monkeypatch.setattr(module, "accuracy", lambda *given: measured.append(given[-1])
                         or measure(*given))
     fit(model, Heads(model, "medusa", 2), DATA, HELD_OUT, steps=9, batch=9, lr=1e-2)
-    own, others = (collect_features(model, data, 2)[1] for data in (DATA, HELD_OUT))
+    own, others = (gather(model, data, 2)[1] for data in (DATA, HELD_OUT))
     assert {*map(tuple, torch.cat(learnt).tolist())} == {*map(tuple, own.tolist())}
     assert len(measured) == 10 and all(torch.equal(x, others) for x in measured)
 
@@ -266,7 +278,7 @@ def test_held_out_answers_are_measured_and_never_learnt_from(monkeypatch):
 @pytest.mark.parametrize("kind, weights", [("medusa", (0.8, 0.64, 0.512)), ("hydra", (1, 1, 1))])
 def test_later_heads_of_medusa_weigh_less(kind, weights):
     model = tiny("llama")
-    heads, (f, tokens) = random_heads(model, kind), collect_features(model, DATA, 3)
+    heads, (f, tokens) = random_heads(model, kind), gather(model, DATA, 3)
     losses, _ = accuracy(heads, model, same_logits, f.float(), tokens)
     loss = module.heads_loss(heads, model, same_logits, f.float(), tokens)
     assert loss.item() == pytest.approx(sum(w * x for w, x in zip(weights, losses)), rel=1e-4)
@@ -275,7 +287,7 @@ def test_later_heads_of_medusa_weigh_less(kind, weights):
 def test_the_loss_is_of_the_tokens_that_are_kept():
     """Over their logits alone. What is right is counted over all tokens."""
     model = tiny("llama")
-    (f, tokens), heads = collect_features(model, DATA, 2), random_heads(model, "hydra", 2)
+    (f, tokens), heads = gather(model, DATA, 2), random_heads(model, "hydra", 2)
     heads.keep(vocab := [8, 2, 4, 11, 30])
     losses, accept = accuracy(heads, model, same_logits, f.float(), tokens)
     embedded, whole = model.get_input_embeddings(), model.get_output_embeddings()
@@ -324,7 +336,7 @@ def test_heads_of_fewer_tokens_than_ranks(kind):
     model = tiny("llama")
     heads = random_heads(model, kind)
     heads.keep([7, 30, 5])
-    f, tokens = collect_features(model, DATA, 3)
+    f, tokens = gather(model, DATA, 3)
     found = accuracy(heads, model, same_logits, f.float(), tokens)[1]
     assert [len(ranks) for ranks in found] == [3, 3, 3]
     heads.accept = [[0.3, 0.2, 0.1]] * 3

@@ -154,6 +154,42 @@ def test_what_is_no_file_is_refused(tmp_path):
         assert repr(str(path)) in str(error.value) and "\n" not in str(error.value)
 
 
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+def test_pairs_of_a_file(tmp_path):
+    """Texts, token ids and messages; blank lines are none. Each knows its file and line."""
+    file = tmp_path / "pairs"
+    rows = [{"prompt": "a", "answer": "é"}, {"prompt": [1, 2], "answer": [3]}, {"messages": TALK}]
+    lines = [json.dumps(rows[0], ensure_ascii=False), "  ", *map(json.dumps, rows[1:])]
+    file.write_bytes("\ufeff".encode() + "\n".join(lines).encode())
+    assert tasks.read_pairs(file) == [row | {"where": f"{str(file)!r}, line {n}"}
+                                      for row, n in zip(rows, (1, 3, 4))]
+
+
+@pytest.mark.parametrize("line, reason", [
+    ("x", "no JSON: Expecting value"), ("[]", "no object"), ('{"prompt": "a"}', "no answer"),
+    ('{"answer": "a"}', "no prompt"), ('{"prompt": "", "answer": "a"}', "its prompt is no text"),
+    ('{"prompt": [1], "answer": [-1]}', "its answer is no text"),
+    ('{"prompt": [1], "answer": [true]}', "its answer is no text"),
+    ('{"prompt": [1], "answer": "a"}', "not both texts"), ('{"messages": 3}', "two or more"),
+    (json.dumps({"messages": TALK[1:]}), "two or more"),
+    (json.dumps({"messages": TALK[::-1]}), "not the assistant's")])
+def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp_path):
+    file = tmp_path / "pairs"
+    file.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        tasks.read_pairs(file)
+    assert f"{str(file)!r}, line 2: " in str(error.value) and reason in str(error.value)
+
+
+def test_a_file_without_pairs_is_refused(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    for name, reason in (("empty", "no line in it"), ("missing", "No such file")):
+        with pytest.raises(argparse.ArgumentTypeError, match=reason):
+            tasks.read_pairs(tmp_path / name)
+
+
 def test_the_command_prints_prompts_of_every_task_or_of_those_named(capsys):
     tasks.main(["2"])
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -166,10 +166,10 @@ def test_the_measured_loss_is_of_the_tokens_of_answers(embedded):
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-def test_logits_are_those_before_tokens_that_have_a_weight():
+def test_states_are_those_before_tokens_that_have_a_weight():
     model = tiny("llama")
     weights = torch.tensor([[0.0, 0, 1, 1], [1, 1, 0, 0]])
-    torch.testing.assert_close(recipe.score_tokens(model, IDS, weights),
+    torch.testing.assert_close(model.lm_head(recipe.read_tokens(model, IDS, weights)),
                                model(IDS).logits[[0, 0, 1], [1, 2, 0]])
 
 
@@ -236,7 +236,8 @@ def test_the_loss_of_distillation_by_hand(kind, monkeypatch):
                         or (IDS, WEIGHTS))
     recipe.distill("x", target, draft, kind, "source", "words", tokens=9000, work=None)
     [((name, model, loss_of, held_out, _), options)] = given
-    assert (name, model, options) == ("x", draft, dict(lr=2e-3, steps=2, work=None))
+    assert (name, model) == ("x", draft)
+    assert options == dict(lr=2e-3, steps=2, work=None, models=(target, draft), tokens=4096)
     p, q = (x(IDS).logits.softmax(-1)[[0, 0, 1], [1, 2, 0]] for x in (target, draft))
     if kind == "reverse-kl":
         p, q = q, p
@@ -272,7 +273,7 @@ def test_agreement_by_hand():
         accepted += torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).tolist()
     assert len(right) == 4 and 0 < sum(right) < 4
     expected = (sum(right) / 4, pytest.approx(sum(accepted) / 4, abs=1e-4))
-    assert recipe.measure_agreement(target, draft, rows, lambda x: x) == expected
+    assert recipe.measure_agreement(target, draft, rows) == expected
 
 
 def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path, embedded, capsys):
@@ -337,7 +338,7 @@ def test_prompts_in_the_chat_template(argv, chat, small, tmp_path, monkeypatch):
     def encode(models, tokenizer, texts, found):
         assert (texts, found) == (PROMPTS, chat)
         raise InputError("seen")
-    monkeypatch.setattr(recipe, "encode_prompts", encode)
+    monkeypatch.setattr("cli.loading.encode_prompts", encode)
     with pytest.raises(InputError, match="seen"):
         recipe.distil_layers(distil_argv(tmp_path, tmp_path / "work", *argv))
 
@@ -347,7 +348,7 @@ def test_a_tenth_is_held_out(small, tmp_path, monkeypatch, capsys):
     batches, rows, pad = [], [], recipe.pad_rows
     monkeypatch.setattr(recipe, "pad_rows", lambda some: batches.append(some) or pad(some))
     monkeypatch.setattr(recipe, "measure_agreement",
-                        lambda target, draft, some, _: rows.extend(some) or (0.25, 0.5))
+                        lambda target, draft, some: rows.extend(some) or (0.25, 0.5))
     recipe.distil_layers(distil_argv(tmp_path, tmp_path / "work", "--steps", "9"))
     assert len(rows) == 1 and [len(some) for some in batches].count(2) == 9
     assert all((rows[0] in some) == (len(some) == 1) for some in batches)

@@ -18,9 +18,11 @@ from common import CachedLM, InputError, autoregressive
 from families import FAMILIES, SCALED, deep, near, tiny
 from helpers import interrupting, tokens_of
 from models import training
-from models.training import (Training, answer_all, collect_answers, collect_examples, cosine,
-                             digest, divergence, find_frequent, generate_answers, sample_alike,
-                             score_answers, warm_linear)
+from models.training import (Settings, Training, answer_all, collect_answers, collect_examples,
+                             compute_frozen, compute_in_parts, cosine, digest, divergence,
+                             find_frequent, generate_answers, read_answers, read_texts,
+                             recompute_layers, sample_alike, sample_rows, score_answers,
+                             use_settings, warm_cosine, warm_linear)
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, online
 
 
@@ -40,7 +42,8 @@ class Toy:
                            "b": torch.nn.Parameter(torch.tensor([[0.1]]))}
         self.scale, self.sampled, self.evaluated = scale, [], 0
         options = dict(name="toy", steps=4, lr=0.1, accumulate=2, reports=2) | options
-        self.training = Training(self.parameters, fingerprint, folder=folder, **options)
+        with use_settings(Settings(accumulate=options.pop("accumulate"))):
+            self.training = Training(self.parameters, fingerprint, folder=folder, **options)
 
     def loss_of(self, rng: random.Random) -> torch.Tensor:
         self.sampled.append([rng.random() for _ in range(3)])
@@ -91,7 +94,9 @@ def test_rates():
                                                               0.5 - 0.5 ** 1.5])
     expected = [0.5, *(1 - n / 40 for n in range(1, 40))]
     assert [warm_linear(n, 40) for n in range(40)] == pytest.approx(expected)
-    assert warm_linear(0, 3) == 1  # three steps have no warm-up
+    expected = [0.5, *(cosine(n, 40) for n in range(1, 40))]
+    assert [warm_cosine(n, 40) for n in range(40)] == pytest.approx(expected)
+    assert warm_linear(0, 3) == warm_cosine(0, 3) == 1  # three steps have no warm-up
 
 
 def test_all_optimizers_have_the_rate_of_the_step():
@@ -125,8 +130,9 @@ def test_reports(capsys):
     curve = toy.train()
     assert list(curve) == [0, 2, 4, 6, 7] and toy.evaluated == 5
     assert curve[0] == {"total": pytest.approx(1.6), "list": [[pytest.approx(1.6)]]}
-    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    first, *lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert [line.split(":")[0] for line in lines] == [f"step {n}" for n in curve]
+    assert first.startswith("toy: 7 steps, 14 passes; ")
     assert lines[0] == "step 0: in all 1.600"
     assert list(Toy(steps=1).train()) == [0, 1]
 
@@ -135,6 +141,115 @@ def test_reports(capsys):
 def test_a_loss_that_is_not_finite_is_refused(scale):
     with pytest.raises(InputError, match="--lr must be below 0.1: the loss is"):
         Toy(scale=scale).train()
+
+
+def test_a_run_says_before_it_starts_what_it_takes(capsys):
+    """4 numbers of 4 bytes, each with its gradient and two moments; another model's weights."""
+    model = tiny("llama")
+    toy = Toy(steps=3, models=(model, model), tokens=250.0)
+    toy.train()
+    said = capsys.readouterr().out.splitlines()[0]
+    assert "toy: 3 steps, 6 passes of about 250 tokens, 1,500 in all; 6.4e-08 GB for 4 " in said
+    frozen = 4 * sum(p.numel() for p in model.parameters()) / 1e9
+    assert f"{frozen:.3g} GB for frozen weights" in said
+    toy.train()  # nothing is left to do
+    assert "passes" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option, value, expected", [
+    ("accumulate", 0, "--accumulate must be 1 or more, got 0"),
+    ("max_length", 2, "--max-length must be 3 or more, got 2")])
+def test_settings_that_cannot_be_are_refused(option, value, expected):
+    with pytest.raises(InputError, match=expected):
+        Settings(**{option: value})
+
+
+def test_settings_hold_inside_a_with_alone():
+    with pytest.raises(ZeroDivisionError), use_settings(Settings(accumulate=3)):
+        assert training.SETTINGS.get().accumulate == 3
+        1 / 0
+    assert training.SETTINGS.get() == Settings()
+
+
+# ------------------------------------------------------- what a large model has no room for
+
+def test_parts_of_rows_make_the_whole_and_its_gradient(monkeypatch):
+    """With 7 logits at once there are two rows in a part, and one in the last."""
+    W, x, y = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), torch.arange(5) % 3
+    x.requires_grad_()
+    sizes, found = [], []
+
+    def losses_of(x, y):
+        sizes.append(len(x))
+        return torch.nn.functional.cross_entropy(x @ W.T, y, reduction="none")
+    for most in 15, 7:
+        monkeypatch.setattr(training, "LOGITS", most)
+        found.append([compute_in_parts(losses_of, 3, x, y)])
+        found[-1] += torch.autograd.grad(found[-1][0].mean(), (W, x))
+    assert sizes == [5, 2, 2, 1, *sizes[4:]] and sorted(sizes[4:]) == [1, 2, 2]  # computed again
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b)
+    assert compute_in_parts(losses_of, 3, x[:0], y[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "neox", "gemma3"])
+def test_layers_keep_their_inputs_alone_until_the_end_of_the_with(family):
+    model, ids, kept = tiny(family), torch.tensor([[3, 14, 15, 9] * 5]), []
+    for recompute in False, True, False:
+        seen = {}
+
+        def keep(x):
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            if recompute:
+                with recompute_layers([model, model]):
+                    model(input_ids=ids, use_cache=False).logits.sum().backward()
+            else:
+                model(input_ids=ids, use_cache=False).logits.sum().backward()
+        kept.append(sum(seen.values()))
+    assert kept[1] < 0.8 * kept[0] and kept[2] == kept[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
+def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
+    monkeypatch.setattr(training, "TOKENS", 40)
+    model, texts = tiny(family), [[5] * n + [7, 8] for n in (3, 17, 1, 9, 30, 2)]
+    lm, found = CachedLM(model), read_texts(model, texts)
+    for text, states in zip(texts, found, strict=True):
+        lm.start(text)
+        assert states.dtype == torch.bfloat16 and states.untyped_storage().nbytes() == 64 * len(
+            text)
+        torch.testing.assert_close(states.float(), lm.features, atol=0.02, rtol=0.02)
+
+
+def test_states_are_kept_where_they_are_small(monkeypatch):
+    """Two bytes a number: 20 tokens of 8 numbers are 320 bytes."""
+    calls, data = [], [([1, 2], [n]) for n in range(5)] + [([1] * 4, [9])]
+    for most, made in ((320, [6]), (319, [1, 2])):
+        monkeypatch.setattr(training, "KEPT", most)
+        calls.clear()
+        states_of, texts = compute_frozen(lambda pairs: calls.append(len(pairs)) or [
+            answer for _, answer in pairs], data, 8)
+        assert states_of([3]) == [[3]] and states_of([5, 0]) == [[9], [0]]
+        assert calls == made and texts == (math.inf if most == 320 else training.TEXTS)
+
+
+def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
+    """A text of 9 rows is sampled nine times as often as one of 1."""
+    lengths, asked, counts = [1, 9, 2, 4, 4], [], {}
+
+    def states_of(numbers):
+        asked.append(numbers)
+        return [(torch.arange(lengths[n]) + 10 * n, torch.arange(lengths[n]) - 10 * n)
+                for n in numbers]
+    for seed in range(900):
+        one, other = sample_rows(states_of, 3, lengths, 4, random.Random(seed))
+        assert len(one) == 4 and (one % 10 == (other + 1000) % 10).all()
+        for row in one.tolist():
+            counts[row] = counts.get(row, 0) + 1
+    assert len(counts) == 20 and all(len({*x}) == len(x) <= 3 for x in asked)
+    assert 100 < min(counts.values()) and max(counts.values()) < 270  # 180 expected
 
 
 # ------------------------------------------------------------------------------ what is kept
@@ -370,8 +485,8 @@ def distil_layers(work, noise=0.0, prompts=PROMPTS, layer=0, steps=4, batch=2, l
                "steps": steps, "batch": batch, "lr": lr, "max-new-tokens": limit}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "load_checked", lambda *_: (make_llama(noise), WORDLESS))
-        patch.setattr(recipe, "encode_prompts", lambda models, tokenizer, texts, chat: [
-            *map(json.loads, texts)])
+        patch.setattr(recipe, "encode_data", lambda model, tokenizer, args, settings: (
+            [*map(json.loads, args.prompts)], settings))
         recipe.distil_layers([x for option in options.items()
                               for x in (f"--{option[0]}", str(option[1]))])
 
@@ -382,16 +497,16 @@ def changes(**values) -> list[dict]:
             for x in (value if isinstance(value, tuple) else [value])]
 
 
-ALWAYS = changes(noise=0.1, steps=5, batch=1, lr=2e-2, seed=1)
+ALWAYS = changes(noise=0.1, steps=5, batch=1, lr=2e-2, seed=1, accumulate=2)
 SPLIT = ALWAYS + changes(data=PAIRS[:2], held_out=PAIRS)
 ANSWERS = ALWAYS + changes(prompts=PROMPTS[::-1], max_new_tokens=5)
-TASKS = changes(lr=2e-2, size=40, tokens=250)
+TASKS = changes(lr=2e-2, size=40, tokens=250, accumulate=2)
 TRAININGS = {  # name: a function of a folder and of changes, and changes that begin another run
-    "bita": (train_tuning, SPLIT + changes(P=4, M=3, anchors=1, accumulate=2,
+    "bita": (train_tuning, SPLIT + changes(P=4, M=3, anchors=1,
                                            design=("none", "shallow"))),
     "cllm": (train_cllm, ALWAYS + changes(
         rows=ROWS[:0:-1], held_out=ROWS[1:], eos=frozenset({2}), n=3, states=2, w=3.0,
-        divergence="jsd", local=True, accumulate=2)),
+        divergence="jsd", local=True)),
     "medusa": (lambda work, **change: train_heads(work, "medusa", **change), SPLIT + changes(K=1)),
     "hydra": (train_heads, SPLIT + changes(kind="medusa", K=1, vocab=range(60))),
     "eagle": (train_eagle, SPLIT + changes(inputs="unshifted", begin="last", mlp=24,
@@ -454,11 +569,38 @@ def test_another_training_never_goes_on_from_what_is_there(name, tmp_path, monke
     run, other = TRAININGS[name]
     for i, change in enumerate([{}, {}, *other]):
         (tmp_path / str(i)).mkdir()
-        run(tmp_path / str(i), **change)
+        given = dict(change)
+        with use_settings(Settings(accumulate=given.pop("accumulate", 1))):
+            run(tmp_path / str(i), **given)
     same, *others = files[1:]
     assert files[0] == same
     assert [change for change, file in zip(other, others) if file == same] == []
     assert len({*files}) == len(other) + 1
+
+
+MODELLED = ["bita", "cllm", "layerskip", "space", "pass", "boost", "distil", "eagle"]
+
+
+@pytest.mark.parametrize("name", MODELLED)
+def test_recomputing_layers_and_parts_of_logits_change_nothing(name, tmp_path, monkeypatch):
+    """Though mask tokens see rows of an earlier pass, and changes hang on hooks.
+
+    AdamW makes whole steps of gradients that are nearly 0, so a few weights may differ."""
+    ends, train = [], Training.train
+
+    def note_end(self, *given):
+        train(self, *given)
+        ends.append(parameters_to_vector(self.parameters.values()).detach().clone())
+    monkeypatch.setattr(Training, "train", lambda self, *given: (note_end(self, *given), {
+        self.steps: {"accept": [], "right": []}})[1])
+    run, _ = TRAININGS[name]
+    for i, recompute in enumerate((False, True)):
+        (tmp_path / str(i)).mkdir()
+        if recompute:
+            monkeypatch.setattr(training, "LOGITS", 61 * 3)  # three rows at once
+        with use_settings(Settings(recompute=recompute)):
+            run(tmp_path / str(i), steps=2)
+    assert (ends[0] - ends[1]).abs().mean() < 1e-4  # a step moves a weight by up to 1e-2
 
 
 def test_digests_tell_weights_and_settings_apart():
@@ -592,6 +734,37 @@ def test_prompts_without_room_for_an_answer_are_skipped(split, capsys):
         split(prompts[:2])
     with pytest.raises(InputError, match="that the model answers with 2 tokens or more, got 1"):
         split(prompts[2::2])
+
+
+def test_texts_have_a_greatest_length(split, capsys):
+    """20 tokens of an answer leave 10 of 30 for the prompt."""
+    with use_settings(Settings(max_length=30)):
+        data, held_out = split([[3] * 10, [4] * 11, [5] * 2])
+    assert sorted(len(p) for p, _ in data + held_out) == [2, 10]
+    assert "1 prompts too long or repeated" in capsys.readouterr().out
+
+
+def test_given_pairs_take_the_place_of_answers(split, capsys):
+    """Long answers are cut, and a prompt counts once."""
+    pairs = [([1] * 4, [6, 7, 8]), ([2] * 8, [6, 7, 8]), ([3] * 9, [6, 7, 8]), ([1] * 4, [9, 9]),
+             ([4], [5, 6])]
+    with use_settings(Settings(max_length=10, pairs=pairs)):
+        data, held_out = split([[7]])
+        assert sorted(data + held_out) == [([1] * 4, [6, 7, 8]), ([2] * 8, [6, 7]), ([4], [5, 6])]
+        assert "2 repeated or without room for an answer, 2 longer than 10" in (
+            capsys.readouterr().out)
+    with use_settings(Settings(pairs=pairs[:1])), pytest.raises(InputError, match=(
+            "--data must hold 2 prompts or more with answers of 2 tokens or more, got 1")):
+        split([])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_the_lm_head_reads_before_the_tokens_of_answers(name):
+    model = tiny(name)
+    states, tokens = read_answers(model, TEN)
+    logits, expected = score_answers(model, TEN)
+    torch.testing.assert_close(model.get_output_embeddings()(states), logits)
+    assert torch.equal(tokens, expected)
 
 
 def test_a_batch_is_alike_in_length():
