@@ -713,7 +713,7 @@ MUTANTS = {
         ("early.forward(token, keep=0)", "early.forward(token)",
          "the head reads a row that guesses nothing"),
         ("move_counts(late, target)", "pass", "no call counts"),
-        ("tuned.save_pretrained(out)", "model.save_pretrained(out)",
+        ("merge_changes(tuned).save_pretrained(out)", "model.save_pretrained(out)",
          "the model is exported without its tuning"),
     ],
     "survey/lossy.py": [
