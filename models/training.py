@@ -299,8 +299,10 @@ def cut_answers(pairs: list[Pair], longest: int) -> list[Pair]:
     return [(prompt, answer) for prompt, answer in cut if len(answer) > 1]
 
 
-def tokens_of_pass(data: list[Pair], batch: int) -> float:
-    """Return about how many tokens `batch` of the pairs have."""
+def tokens_of_pass(data: list[Pair], batch: float) -> float:
+    """Return about how many tokens `batch` of the pairs have; 0 where a pass reads no texts."""
+    if batch == math.inf:
+        return 0
     return min(batch, len(data)) * sum(map(count_tokens, data)) / len(data)
 
 

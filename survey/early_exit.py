@@ -168,7 +168,7 @@ def fit(model, network: Exit, data: list, held_out: list, *, steps: int, batch: 
     fingerprint = digest(model.state_dict()), network.E, data, held_out, batch, texts
     return Training(network.trainable(), fingerprint, name="exit", steps=steps, lr=lr, seed=seed,
                     folder=work, models=(model,),
-                    tokens=tokens_of_pass(data, min(texts, batch))).train(loss_of, evaluate)
+                    tokens=tokens_of_pass(data, texts)).train(loss_of, evaluate)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,

@@ -574,7 +574,7 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
                    data, held_out, batch, texts)
     curve = Training(trained.trainable(), fingerprint, name=trained.kind, steps=steps, lr=lr,
                      rate=warm_cosine, seed=seed, folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, min(texts, batch))).train(loss_of, evaluate)
+                     tokens=tokens_of_pass(data, texts)).train(loss_of, evaluate)
     trained.accept = curve[steps]["accept"]
     return curve
 
