@@ -577,7 +577,10 @@ class Training:
         self.inside_update = False
         settings = (fingerprint, name, steps, lr, rate.__name__, self.accumulate, max_norm,
                     max_value, seed, [type(x).__name__ for x in self.optimizers])
-        self.file = folder and folder / f"{name}-{digest(parameters, settings)}.pt"
+        self.file = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = folder / f"{name}-{digest(parameters, settings)}.pt"
         self.saved_at = time.monotonic()
         self.save_seconds = 0.0
         if self.file and self.file.exists():

@@ -593,6 +593,9 @@ def test_recomputing_layers_and_parts_of_logits_change_nothing(name, tmp_path, m
         ends.append(parameters_to_vector(self.parameters.values()).detach().clone())
     monkeypatch.setattr(Training, "train", lambda self, *given: (note_end(self, *given), {
         self.steps: {"accept": [], "right": []}})[1])
+    asked, enter = [], training.recompute_layers
+    monkeypatch.setattr(training, "recompute_layers",
+                        lambda models: asked.append(len(models)) or enter(models))
     run, _ = TRAININGS[name]
     for i, recompute in enumerate((False, True)):
         (tmp_path / str(i)).mkdir()
@@ -600,6 +603,7 @@ def test_recomputing_layers_and_parts_of_logits_change_nothing(name, tmp_path, m
             monkeypatch.setattr(training, "LOGITS", 61 * 3)  # three rows at once
         with use_settings(Settings(recompute=recompute)):
             run(tmp_path / str(i), steps=2)
+    assert len(asked) == 2 and min(asked) > 0  # each pass of the second run
     assert (ends[0] - ends[1]).abs().mean() < 1e-4  # a step moves a weight by up to 1e-2
 
 
@@ -756,6 +760,13 @@ def test_given_pairs_take_the_place_of_answers(split, capsys):
     with use_settings(Settings(pairs=pairs[:1])), pytest.raises(InputError, match=(
             "--data must hold 2 prompts or more with answers of 2 tokens or more, got 1")):
         split([])
+
+
+def test_a_training_on_given_pairs_makes_its_own_folder(tmp_path):
+    """The model is asked for no answer, so nothing else makes it."""
+    with use_settings(Settings(pairs=PAIRS + HELD_OUT)):
+        medusa.train(make_llama(), WORDLESS, [], out=tmp_path / "out", steps=2, batch=2)
+    assert (tmp_path / "out").exists() and [*(tmp_path / "out.work").iterdir()]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
