@@ -487,8 +487,9 @@ def distil_layers(work, noise=0.0, prompts=PROMPTS, layer=0, steps=4, batch=2, l
         patch.setattr(recipe, "load_checked", lambda *_: (make_llama(noise), WORDLESS))
         patch.setattr(recipe, "encode_data", lambda model, tokenizer, args, settings: (
             [*map(json.loads, args.prompts)], settings))
-        recipe.distil_layers([x for option in options.items()
-                              for x in (f"--{option[0]}", str(option[1]))])
+        argv = [x for option in options.items() for x in (f"--{option[0]}", str(option[1]))]
+        again = ["--recompute"] if training.SETTINGS.get().recompute else []
+        recipe.distil_layers(argv + again)
 
 
 def changes(**values) -> list[dict]:
