@@ -92,20 +92,23 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
 
     Let p(x_1) be half of q(x_1), and p(x_2) twice q(x_2). Then both guesses together are as likely
     under the target as under the draft. `verify_tokens` rejects x_1 half of the time all the same,
-    and here both are always accepted. The paper's p_i is the probability that the first i guesses
-    are accepted, with or without those behind them:
+    and here both are always accepted. The paper writes p_i for a number (the header's p_i are
+    distributions): the probability that the first i guesses are accepted, with or without those
+    behind them. Below, p(x) and q(x) are what the target and the draft say of the next token x
+    after i guesses, and p(x_i) and q(x_i) what they say of guess i:
 
         p_0 = 1,    p_i = min(1, p_{i-1} p(x_i) / q(x_i))
 
-    A coin for each i says whether guess i is accepted, and with it all guesses before it. Its
-    chance is h_i. The whole draft has the chance h_γ = p_γ. Any other i is also accepted where a
-    later guess is. The mean of p_{i+1} over the next guess, Σ_x min(p_i p(x), q(x)) = p_i - Z_i,
-    is the probability of that. So h_i follows from p_i:
+    A coin for each i says whether guess i is accepted, and with it all guesses before it. The coin
+    passes with the chance h_i. No guess stands behind the last one, so h_γ = p_γ. Any other guess i
+    is also accepted if a later one is. The probability of that is the mean of p_{i+1} over the next
+    guess x ~ q, which is Σ_x min(p_i p(x), q(x)) = p_i - Z_i. Guess i fails if neither happens:
 
         Z_i = Σ_x max(0, p_i p(x) - q(x))
-        1 - p_i = (1 - h_i) (1 - (p_i - Z_i)),    h_i = Z_i / (Z_i + 1 - p_i)
+        1 - p_i = (1 - h_i) (1 - (p_i - Z_i)),    so    h_i = Z_i / (Z_i + 1 - p_i)
 
-    The arguments and what is returned are those of `verify_tokens`.
+    After i accepted guesses the next token is drawn from norm(max(0, p_i p - q)), and after a whole
+    draft from p. The arguments and what is returned are those of `verify_tokens`.
     """
     x = torch.tensor(guesses, dtype=torch.long, device=target_probs.device)[:, None]  # [γ, 1]
     ratios = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x_i) / q(x_i)
@@ -120,11 +123,12 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     # the target and the draft say the same of the next token, so that p_{i+1} is 1 as well.
     h = torch.cat([Z / (Z + 1 - p[:-1]), p[-1:]])[1:]  # h_1 … h_γ
     passed = sample.uniform(h.shape, h.device) < h
-    # The last coin that passes counts, also where coins before it do not. A coin for no guess at
-    # all, which always passes, stands before them.
+    # The last coin that passes counts, also where coins before it do not. In front of them stands
+    # a coin for i = 0, no guess at all, which always passes.
     numbers = torch.arange(1 + len(guesses), device=h.device)[:, None]
     accepted = (numbers * F.pad(passed, (0, 0, 1, 0), value=True)).amax(0)  # [1]
-    # As above, but with what p_i leaves of the target's distribution
+    # As in verify_tokens, but with what p_i leaves of the target's distribution. Behind the last
+    # guess q is 0, and `residual` makes a distribution of p_γ p.
     token = sample.draw(residual(p[accepted] * target_probs[accepted],
                                  F.pad(draft_probs, (0, 0, 0, 1))[accepted]))
     accepted, token = torch.cat([accepted, token]).tolist()

@@ -26,11 +26,15 @@ Departures (paper / here / why):
         it differently
     a token that the draft lacks: the text is encoded anew / its bytes are encoded, with the longest
         of the draft's tokens first / ids that were fed must stay as they are
+    the first token of a text: not treated / the draft's BOS, once, in place of the target's / a
+        draft guesses badly after two of them, or after one that it does not know
 
 Left out: the paper's other algorithms, which compare strings (SLEM) or sum over all ways to write
 a string (SLRS).
 """
+import codecs
 import json
+import math
 import sys
 from typing import Iterator
 
@@ -45,17 +49,19 @@ FEWEST = 0.1  # of the smaller vocabulary: the share of tokens that both must ha
 
 # ------------------------------------------------------------------------------ two vocabularies
 
-def read_bytes(tokenizer, size: int) -> dict[int, bytes | str]:
+def read_bytes(tokenizer, size: int, option: str = "--draft") -> dict[int, bytes | str]:
     """Find out what each token stands for.
 
     tokenizer   a tokenizer whose tokens are bytes in GPT-2's alphabet (Ġthe), or text with ▁ for a
                 space and <0xE9> for a byte (SentencePiece)
     size        how many tokens the model knows
-    returns     for each id below `size` the bytes, or a special token's own name. InputError for
-                a tokenizer of another kind
+    option      the option that named the model, for the error
+    returns     for each id below `size` that has a token the bytes, or a special token's own name.
+                InputError for a tokenizer of another kind
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    described = json.dumps(json.loads(backend.to_str())["decoder"]) if backend else ""
+    decoder = json.loads(backend.to_str())["decoder"] if backend else None
+    described = json.dumps(decoder, ensure_ascii=False)  # "▁" is searched for below
     special = set(tokenizer.all_special_tokens)
     special |= {token.content for token in tokenizer.added_tokens_decoder.values()
                 if token.special}
@@ -75,8 +81,8 @@ def read_bytes(tokenizer, size: int) -> dict[int, bytes | str]:
             found[number] = (bytes([int(token[3:5], 16)]) if is_byte
                              else token.replace("▁", " ").encode())
         else:
-            raise InputError("--draft must have a tokenizer of bytes, as the target must, got "
-                             f"{type(tokenizer).__name__} with decoder {described or None}")
+            raise InputError(f"{option} must have a tokenizer of bytes, or of text with ▁, got "
+                             f"{type(tokenizer).__name__} with decoder {described}")
     return found
 
 
@@ -91,7 +97,8 @@ class Translation:
     """Hold what the tokens of a target are for a draft.
 
     tokenizers   the target's tokenizer and the draft's
-    of_target    {id of the target: the bytes or the special token that it stands for}
+    of_target    {id of the target: the bytes or the special token that it stands for}. An id
+                 without a token, which a model has logits for all the same, stands for no bytes
     number_of    {bytes or a special token: id of the draft}
     both         ids of the target [n] and ids of the draft [n], for the tokens that both have
     pieces       {id of the target: ids of the draft}, one where both have the token
@@ -101,20 +108,23 @@ class Translation:
 
     def __init__(self, target: CachedLM, draft: CachedLM, tokenizers: list):
         self.tokenizers = tokenizers
-        self.of_target = read_bytes(tokenizers[0], count_logits(target))
+        size = count_logits(target)
+        of_target = read_bytes(tokenizers[0], size, "--target")
         of_draft = read_bytes(tokenizers[1], count_logits(draft))
-        # Of two tokens with the same bytes the later id counts. In Llama 2 the earlier one is the
-        # byte's own, which is kept for texts that no other token can write.
+        self.of_target = dict.fromkeys(range(size), b"") | of_target
+        # Of two tokens with the same bytes the later id counts, in both vocabularies. In Llama 2 the
+        # earlier one is the byte's own, which is kept for texts that no other token can write.
         self.number_of = {text: number for number, text in sorted(of_draft.items())}
         self.longest = max(len(text) for text in self.number_of)
         ends = [tokenizer.eos_token_id for tokenizer in tokenizers]
-        shared = {number: self.number_of[text] for number, text in self.of_target.items()
+        in_target = {text: number for number, text in sorted(of_target.items())}
+        shared = {number: self.number_of[text] for text, number in in_target.items()
                   if text in self.number_of}
-        if None not in ends:
+        if ends[0] in of_target and ends[1] in of_draft:  # None, where a tokenizer has none, is not
             shared[ends[0]] = ends[1]
-        least = FEWEST * min(len(self.of_target), len(of_draft))
+        least = math.ceil(FEWEST * min(len(of_target), len(of_draft)))
         if len(shared) < least:
-            raise InputError(f"--draft must share {least:.0f} tokens with the target or more, got "
+            raise InputError(f"--draft must share {least} tokens with the target or more, got "
                              f"{len(shared)}")
         self.pieces = {number: [shared[number]] if number in shared else self.split(text)
                        for number, text in self.of_target.items()}
@@ -123,7 +133,10 @@ class Translation:
                      torch.tensor([*shared.values()], device=device))
 
     def split(self, text: bytes | str) -> list[int]:
-        """Write a token in the draft's tokens, the longest possible one first.
+        """Write a text in the draft's tokens, the longest possible one first.
+
+        text     bytes, or the name of a special token
+        returns  ids of the draft
 
         What the draft has no token for is left out. If nothing is left, token 0 is fed.
         """
@@ -140,10 +153,23 @@ class Translation:
         return ids if ids else [0]
 
     def encode(self, ids: list[int]) -> list[int]:
-        """Encode a text of the target's tokens with the draft's tokenizer."""
+        """Encode a text of the target's tokens with the draft's tokenizer.
+
+        The draft's BOS stands before it where the draft's tokenizer puts it there.
+        """
+        of_target, of_draft = self.tokenizers
+        bos = [number for number in of_draft.encode("") if number == of_draft.bos_token_id]
+        # The target's BOS goes if the draft has its own, or does not know the target's.
+        if ids[:1] == [of_target.bos_token_id] and (bos or
+                                                    self.of_target[ids[0]] not in self.number_of):
+            ids = ids[1:]
         parts = [self.of_target[number] for number in ids]
-        text = b"".join(x.encode() if isinstance(x, str) else x for x in parts)
-        return self.tokenizers[1].encode(text.decode(errors="ignore"))
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        text = decoder.decode(b"".join(x.encode() if isinstance(x, str) else x for x in parts))
+        # A text may end inside a character, the rest of which comes with the next token.
+        half, _ = decoder.getstate()
+        end = self.split(half) if half else []
+        return bos + of_draft.encode(text, add_special_tokens=False) + end
 
 
 class TranslatedLM:
@@ -152,26 +178,36 @@ class TranslatedLM:
     draft         the draft, with its own tokens
     translation   a Translation
     vocab         the number of the target's tokens
+    widths        for each pending token of the target, how many of the draft's it is
     """
 
     def __init__(self, draft: CachedLM, translation: Translation, vocab: int):
         self.draft = draft
         self.translation = translation
         self.vocab = vocab
-        self.widths = []  # for each pending token of the target, how many of the draft's it is
+        self.widths = []
 
     def start(self, ids: list[int]) -> None:
         """Cache a text of the target's tokens, encoded as the draft's own tokenizer does it."""
-        self.draft.start(self.translation.encode(ids))
+        encoded = self.translation.encode(ids)
+        if len(encoded) > self.draft.max_length:
+            raise InputError(f"--draft must have room for the prompt, {len(encoded)} of its tokens, "
+                             f"got a context of {self.draft.max_length}")
+        self.draft.start(encoded)
         self.widths = []
 
     def forward(self, ids: list[int] | torch.Tensor) -> torch.Tensor:
-        """Feed a chain of the target's tokens; return the logits [n, V] after each, over the
-        target's vocabulary, with -inf for what the draft lacks."""
+        """Feed a chain of the target's tokens.
+
+        ids      n tokens, a list or a tensor
+        returns  the logits [n, V] after each, over the target's vocabulary, with -inf for what the
+                 draft lacks
+        """
         numbers = torch.as_tensor(ids).tolist()
         parts = [self.translation.pieces[number] for number in numbers]
         logits = self.draft.forward([piece for part in parts for piece in part])
         self.widths += map(len, parts)
+        # What the draft says after a token stands in the row of the token's last piece.
         ends = torch.tensor([*map(len, parts)]).cumsum(0) - 1
         of_target, of_draft = self.translation.both
         found = logits.new_full((len(ids), self.vocab), -torch.inf)
@@ -179,7 +215,10 @@ class TranslatedLM:
         return found
 
     def commit(self, path: range) -> None:
-        """Keep the first pending tokens of the target, as many as the path has."""
+        """Keep the first pending tokens of the target, as many as the path has, and forget the rest.
+
+        path   the range of the tokens that are kept, from 0 on
+        """
         self.draft.commit(range(sum(self.widths[:len(path)])))
         self.widths = []
 

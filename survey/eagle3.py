@@ -97,7 +97,10 @@ def choose_taps(model) -> list[int]:
 
 
 def tap_widths(model, taps: list[int]) -> list[int]:
-    """Return the width of what each tap reads."""
+    """Return the width of what each tap reads.
+
+    The LM head's input may be of another width than the layers' (in OPT-350m, for one).
+    """
     L, inside = depth_of(model), model.config.get_text_config().hidden_size
     last = model.get_output_embeddings().weight.shape[1]
     return [inside if i < L else last for i in taps]
@@ -105,8 +108,9 @@ def tap_widths(model, taps: list[int]) -> list[int]:
 
 @contextmanager
 def tap_layers(model, taps: list[int]):
-    """Keep what enters some layers in every pass of a model, until the block ends.
+    """Keep what enters some layers in every pass of a model, until the `with` block ends.
 
+    model   the target
     taps    numbers of layers. The number of all layers stands for what the LM head reads
     yields  a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
     """
@@ -130,6 +134,8 @@ def tap_layers(model, taps: list[int]):
 def join_taps(seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
     """Join what `tap_layers` kept since the list was empty, and empty it.
 
+    seen     what `tap_layers` yields: for each pass one tensor [B, n, h] for each tap
+    taps     the numbers of the layers
     returns  [B, n, taps * h], the rows of all passes one after the other
     """
     passes = [torch.cat(seen[i:i + len(taps)], -1) for i in range(0, len(seen), len(taps))]
@@ -209,9 +215,12 @@ class NormedHead(torch.nn.Linear):
 class Draft(torch.nn.Module):
     """Guess tokens from tapped features; `lm` is a Llama of one layer with an LM head of its own.
 
+    model     the target, which is frozen and lends its embeddings
     config    of the layer, as `make_config` makes it or as a released file has it
     taps      which layers of the target it reads
     vocab     the tokens that it can guess, in ascending order
+    form      the variant that it is
+    seed      of the random weights that it begins with
     own_head  whether the LM head is trained, or stays what it begins as: the target's rows
 
     accept    accept[n][r] is how often guess r was right after n guessed features
@@ -227,7 +236,7 @@ class Draft(torch.nn.Module):
         small = LlamaConfig(**config.to_dict() | dict(vocab_size=8, pad_token_id=None))
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            lm = LlamaForCausalLM(small)
+            lm = LlamaForCausalLM(small)  # with 8 embeddings, which the target's replace below
             lm.model.layers[0] = MTPLayer(lm.config) if form.mtp else Layer(lm.config, form)
             lm.lm_head = NormedHead(self.h, len(self.vocab), config.rms_norm_eps)
             self.fc = None  # a single tapped layer of the same width is read as it is
@@ -269,7 +278,8 @@ class Draft(torch.nn.Module):
         """Put tokens and features side by side, as the layer's inputs [..., 2h].
 
         Features of final tokens are tapped ones, which `fc` maps to g. Features of drafted tokens
-        are the layer's own, h wide.
+        are the layer's own, h wide. So the width says which of the two they are. A single tapped
+        layer that is as wide as the draft needs no `fc`.
         """
         ids = torch.as_tensor(pairs.tokens, dtype=torch.long, device=pairs.features.device)
         g = pairs.features.to(self.lm.lm_head.weight.dtype)
@@ -304,7 +314,8 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
                 probs: torch.Tensor, passes: int) -> torch.Tensor:
     """Compute the loss of the training-time test (Section 3.2, and the released code).
 
-    ids       [B, T]
+    draft     the draft
+    ids       [B, T], texts that were padded at their ends
     features  [B, T, taps * h], what was tapped
     learns    bool [B, T], which tokens are learned
     probs     [N, D], for each learned token the target's distribution over the draft's vocabulary
@@ -315,7 +326,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
     number = learns.flatten().cumsum(0).view(learns.shape) - 1  # the row of `probs` of each token
     cache, total = Passes(), 0.0
     own = torch.eye(R, dtype=torch.bool, device=ids.device)
-    sees = [torch.ones_like(own).tril()]
+    sees = [torch.ones_like(own).tril()]  # for each pass so far, which of its rows a row sees
     g = features[:, :R]
     for n in range(min(passes, R)):
         # Row j reads t_{j+1+n}. The last n rows have none: they read any token, and learn nothing.
@@ -359,6 +370,7 @@ class Tapped:
         self.features = join_taps(self.seen, self.taps)[0] if ids else self.target.features
 
     def forward(self, *given, **how) -> torch.Tensor:
+        # The clock of `fastest` calls the target by itself, and those calls were tapped as well.
         self.seen.clear()
         logits = self.target.forward(*given, **how)
         self.features = join_taps(self.seen, self.taps)[0]
@@ -445,6 +457,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
         lr: float, seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
 
+    model    the frozen target
+    data     pairs to learn from, and `held_out` those to measure acceptance on
     passes   how many passes the training-time test has
     returns  {step: {"accept": ...}}, the table Draft.accept on `held_out`
     """
@@ -534,7 +548,7 @@ def read_taps(text: str, model) -> list[int]:
 # ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: Draft, model) -> None:
-    """Write a draft's file, which says for which model it is."""
+    """Write a draft's file, which says for which model it is; `load_draft` reads it."""
     save_part(path, "an EAGLE-3 layer", model, draft.trained(), config=draft.config.to_dict(),
               form=draft.form._asdict(), own_head=draft.own_head, taps=draft.taps,
               vocab=draft.vocab.tolist(), accept=draft.accept)

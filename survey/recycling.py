@@ -5,9 +5,9 @@
 Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
 Recycling", arXiv 2408.08696
 
-A call of the target gives a distribution after every node of a tree. One token of it is used, and
-the others are thrown away, as are the distributions after nodes that were rejected. Token Recycling
-keeps them. A matrix M holds for each token the eight tokens that were the likeliest ones after it,
+A call of the target gives a distribution after every node of a tree. Other methods take one token
+of it and throw the others away, and with them all distributions after rejected nodes. Token
+Recycling keeps both. A matrix M holds for each token the eight tokens that were the likeliest ones after it,
 the last time that it was fed to the target. A tree of a fixed form is filled from M:
 
     M[sat] = on  in  at …        sat ─┬─ on ─┬─ the ── cat      child j of a node with token t
@@ -38,6 +38,7 @@ from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fast
 import torch
 
 WIDTH = 8  # successors that are kept of a token
+DEPTH = 6  # levels of guesses in a tree
 MOST = WIDTHS[6]  # nodes of a tree, at most
 # How often the j-th successor of an accepted token is accepted. Measured on a chat model of 135M
 # parameters: trees of 16 nodes, 16 prompts of Spec-Bench, 100 tokens each (results/recycling.md)
@@ -54,7 +55,10 @@ class Successors:
         self.rows = {}
 
     def read(self, text: list[int]) -> None:
-        """Put what follows each token of a text first in the token's row."""
+        """Put what follows each token of a text first in the token's row.
+
+        text   tokens, of which the last one has nothing behind it
+        """
         for token, following in zip(text, text[1:]):
             others = [x for x in self.rows.get(token, []) if x != following]
             self.rows[token] = [following, *others][:WIDTH]
@@ -97,7 +101,7 @@ def list_plans(target: CachedLM) -> Iterator[tuple]:
     yields   a tree, the tokens to be expected of a call, and the seconds of the call
     """
     costs = row_costs(target, MOST)
-    tree = best_tree([RATES] * 6, MOST)
+    tree = best_tree([RATES] * DEPTH, MOST)
     for n in range(1, len(tree) + 1):
         yield tree[:n], sum(node.chance for node in tree[:n]), costs[n]
 
@@ -121,9 +125,9 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
     successors.read(prompt)
     target.start(prompt[:-1])
     root = prompt[-1]
-    planned = best_tree([RATES] * 6, nodes)
+    planned = best_tree([RATES] * DEPTH, nodes)
     while True:
-        if nodes == 0:
+        if nodes == 0:  # the clock's choice may change while the context grows
             planned = fastest(target, "recycling", lambda: list_plans(target))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)

@@ -2,12 +2,13 @@
 the target's is in test_lossless.py."""
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common import CachedLM, InputError
-from families import tiny
-from survey.another_tokenizer import TranslatedLM, Translation, read_bytes
+from common import CachedLM, InputError, autoregressive
+from families import CONTEXT, tiny
+from helpers import tokens_of
+from survey.another_tokenizer import TranslatedLM, Translation, another_tokenizer, read_bytes
 from toy_tokenizers import TOKENIZERS, letters
 
 
@@ -53,6 +54,68 @@ def test_tokens_of_both_and_pieces_of_others():
 def test_the_longest_token_of_the_draft_comes_first():
     of_text = sentencepiece(["a", "aa", "b", "aab"])
     assert translation_of(letters("ab"), of_text).split(b"aaabaa") == [1, 0, 2, 1]
+
+
+def test_text_with_a_sign_for_spaces_needs_no_tokens_of_bytes():
+    tokenizer = Tokenizer(models.BPE({"▁a": 0}, []))
+    tokenizer.decoder = decoders.Metaspace()
+    assert read_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 9) == {0: b" a"}
+
+
+def test_a_byte_that_is_also_a_letter_is_one_guess():
+    """As in Llama 2, whose tokens <0x61> and a are the same text. A target writes the latter."""
+    tokenizer = sentencepiece(["<0x61>", "▁", "a"])
+    translation = translation_of(tokenizer, tokenizer)
+    assert [ids.tolist() for ids in translation.both] == [[2, 1, 3], [2, 1, 3]]
+    assert translation.pieces[0] == [2]
+
+
+def with_bos(text: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of letters that puts <s>, its last token, before a text."""
+    tokenizer = letters(text)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", len(text))])
+    return tokenizer
+
+
+def test_a_text_begins_with_the_bos_of_the_draft():
+    """It has it once. The target's is left out also where the draft knows none."""
+    one, other, neither = with_bos("ab"), with_bos("bac"), letters("ab")
+    assert translation_of(one, other).encode([2, 0, 1]) == [3, 1, 0]
+    assert translation_of(neither, other).encode([0, 1]) == [3, 1, 0]
+    assert translation_of(one, neither).encode([2, 0, 1]) == [0, 1]
+    neither.add_special_tokens({"bos_token": "<s>"})  # known, but not put there
+    assert translation_of(one, neither).encode([2, 0, 1]) == [2, 0, 1]
+
+
+def test_half_a_character_at_the_end_of_a_text_is_fed():
+    translation = translation_of(letters("aÃ©"), letters("Ã©a"))
+    assert translation.encode([0, 1]) == [2, 0] and translation.encode([1, 0]) == [2]
+
+
+def test_an_end_that_the_draft_has_no_logits_for_is_not_shared():
+    of_target, of_draft = letters("ab"), letters("ba")
+    for tokenizer in (of_target, of_draft):
+        tokenizer.add_special_tokens({"eos_token": "<end>"})
+    lms = [CachedLM(tiny("llama"), size) for size in (3, 2)]
+    assert Translation(*lms, [of_target, of_draft]).both[0].tolist() == [0, 1]
+
+
+def test_ids_without_tokens_are_text_of_no_bytes():
+    """A model has logits beyond its tokenizer, and says such tokens."""
+    target, draft, prompt = CachedLM(tiny("llama")), CachedLM(tiny("llama", 1)), [2, 3, 4]
+    tokenizers = [letters("abcdefgh"), letters("hgfedcba")]
+    expected = tokens_of(autoregressive(target, prompt), 30)
+    assert max(expected) >= 8
+    assert tokens_of(another_tokenizer(target, draft, prompt, tokenizers=tokenizers), 30) == expected
+
+
+def test_a_prompt_beyond_the_context_of_the_draft_is_refused():
+    tokenizers = [letters("ab"), letters("ba")]
+    lms = [CachedLM(tiny("llama", max_position_embeddings=n)) for n in (CONTEXT, 8)]
+    with pytest.raises(InputError, match="--draft must have room for the prompt, 9 of its tokens"):
+        next(another_tokenizer(*lms, [0, 1] * 5, tokenizers=tokenizers))
 
 
 def test_few_tokens_in_common_are_refused():
