@@ -112,8 +112,8 @@ class Translation:
         of_target = read_bytes(tokenizers[0], size, "--target")
         of_draft = read_bytes(tokenizers[1], count_logits(draft))
         self.of_target = dict.fromkeys(range(size), b"") | of_target
-        # Of two tokens with the same bytes the later id counts, in both vocabularies. In Llama 2 the
-        # earlier one is the byte's own, which is kept for texts that no other token can write.
+        # Of two tokens with the same bytes the later id counts, in both vocabularies. In Llama 2
+        # the earlier one is the byte's own, which is kept for texts that no other token can write.
         self.number_of = {text: number for number, text in sorted(of_draft.items())}
         self.longest = max(len(text) for text in self.number_of)
         ends = [tokenizer.eos_token_id for tokenizer in tokenizers]
@@ -191,8 +191,8 @@ class TranslatedLM:
         """Cache a text of the target's tokens, encoded as the draft's own tokenizer does it."""
         encoded = self.translation.encode(ids)
         if len(encoded) > self.draft.max_length:
-            raise InputError(f"--draft must have room for the prompt, {len(encoded)} of its tokens, "
-                             f"got a context of {self.draft.max_length}")
+            raise InputError(f"--draft must have room for the prompt, {len(encoded)} of its tokens,"
+                             f" got a context of {self.draft.max_length}")
         self.draft.start(encoded)
         self.widths = []
 
@@ -215,7 +215,7 @@ class TranslatedLM:
         return found
 
     def commit(self, path: range) -> None:
-        """Keep the first pending tokens of the target, as many as the path has, and forget the rest.
+        """Keep the first pending tokens of the target, as many as the path has; forget the rest.
 
         path   the range of the tokens that are kept, from 0 on
         """

@@ -7,8 +7,8 @@ Recycling", arXiv 2408.08696
 
 A call of the target gives a distribution after every node of a tree. Other methods take one token
 of it and throw the others away, and with them all distributions after rejected nodes. Token
-Recycling keeps both. A matrix M holds for each token the eight tokens that were the likeliest ones after it,
-the last time that it was fed to the target. A tree of a fixed form is filled from M:
+Recycling keeps both. A matrix M holds for each token the eight tokens that were the likeliest ones
+after it, the last time that it was fed to the target. A tree of a fixed form is filled from M:
 
     M[sat] = on  in  at …        sat ─┬─ on ─┬─ the ── cat      child j of a node with token t
     M[on]  = the my …                 │      └─ my              is the token M[t, j]
