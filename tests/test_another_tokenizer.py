@@ -150,6 +150,19 @@ def test_a_draft_is_fed_its_own_tokens():
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+def test_a_token_of_several_pieces_is_kept_whole():
+    """Also after a new prompt, which forgets what the last one had pending."""
+    translation = translation_of(sentencepiece(["ab", "a", "b"]), letters("ab"))
+    assert translation.pieces[0] == [0, 1]
+    draft = TranslatedLM(CachedLM(tiny("llama"), 2), translation, 4)
+    draft.start([1])
+    draft.forward([1, 2])  # pending, and never committed
+    draft.start([1])
+    draft.forward([0, 2])
+    draft.commit(range(1))
+    assert draft.draft.length == 3  # a, and then a and b
+
+
 def test_the_toy_tokenizers_differ_as_they_say():
     both = translation_of(*TOKENIZERS).both
     assert 30 < len(both[0]) < 45 and (both[0] != both[1]).any()
