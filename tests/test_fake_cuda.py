@@ -91,6 +91,9 @@ def plant(monkeypatch, owner, name: str, old: str, new: str) -> None:
     made = {}
     exec(source.replace(old, new), inspect.unwrap(function).__globals__, made)
     monkeypatch.setattr(owner, name, made[name])
+    for table in [x for x in vars(owner).values() if isinstance(x, dict)]:
+        for key in [key for key, value in table.items() if value is function]:
+            monkeypatch.setitem(table, key, made[name])
 
 
 def decode(name: str, run_as=CachedLM):
@@ -109,9 +112,11 @@ PLANTED = {
     "a generator is the CPU's": (
         Sampler, "uniform", "torch.Generator(device)", "torch.Generator()", decode("jacobi")),
     "coins stay on the CPU": (
-        speculative, "verify", "ratio.device", '"cpu"', decode("speculative")),
+        speculative, "verify_block", "h.shape, h.device", 'h.shape, "cpu"',
+        decode("speculative")),
     "guesses stay on the CPU": (
-        speculative, "verify", ", device=target_probs.device", "", decode("speculative")),
+        speculative, "verify_block", ", device=target_probs.device", "",
+        decode("speculative")),
     "numpy reads the draws": (
         Sampler, "__call__", "(-1).tolist()", "(-1).numpy().tolist()", decode("jacobi")),
     "a head's tokens stay on the CPU": (

@@ -177,7 +177,7 @@ def test_a_draft_of_any_family_is_distilled_saved_and_loaded(name, make, tmp_pat
     says of them is about the model's logits, scaled or capped as the model does."""
     model, prompts = make(name), [[5, 9, 3], [7, 3], [4, 4, 17]]
     monkeypatch.setattr(recipe, "load_checked", lambda *_: (model, Wordless()))
-    monkeypatch.setattr(recipe, "encode_prompts", lambda *_: prompts)
+    monkeypatch.setattr(recipe, "encode_data", lambda *given: (prompts, given[-1]))
     monkeypatch.setattr(training, "collect_answers", lambda *_: [p[::-1] for p in prompts])
     (tmp_path / "prompts").write_text("x\n")
     recipe.distil_layers(["--target", "x", "--layers", "1", "3", "--steps", "1", "--lr", "1e-9",
