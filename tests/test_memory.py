@@ -1,0 +1,69 @@
+"""What is counted by shapes is what the allocator of this CPU gives out."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from results import memory
+from results.memory import Functions, Ledger, Texts
+
+KB = 1024
+
+
+@pytest.fixture
+def ledger():
+    with Functions(), Ledger() as ledger:
+        yield ledger
+
+
+def test_a_storage_counts_until_nobody_has_it(ledger):
+    x = torch.zeros(16, 16)
+    view = x.view(256)  # of the same storage
+    y = x * 2
+    assert (ledger.now, ledger.peak) == (2 * KB, 2 * KB)
+    del y
+    assert (ledger.now, ledger.peak) == (KB, 2 * KB)
+    x += 1
+    del x
+    assert (ledger.now, view.numel()) == (KB, 256)
+
+
+def test_what_autograd_keeps_counts(ledger):
+    w = torch.zeros(16, 16, requires_grad=True)
+    loss = (w * 2).exp().sum()  # exp keeps its result
+    assert ledger.now == 2 * KB + 4
+    loss.backward()
+    del loss
+    assert ledger.now == 2 * KB  # the weight and its gradient
+    assert w.detach().sum().item() == 0
+
+
+def test_a_mask_chooses_as_many_rows_as_it_has(ledger):
+    x, chosen = torch.zeros(4, 256), torch.tensor([True, False, False, True])
+    before = ledger.now
+    rows = x[chosen]
+    assert ledger.now - before == 2 * KB
+    assert rows.argmax(-1).tolist() == [0, 0]
+
+
+def test_autocast_keeps_one_copy_of_a_trained_weight(ledger):
+    w, x = torch.zeros(16, 16, requires_grad=True), torch.zeros(16, 16)
+    before = ledger.now
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = F.linear(F.linear(x, w), w)
+        assert y.dtype == torch.bfloat16
+        # The copies of w and x, kept for the gradients, and two outputs
+        assert ledger.now - before == 4 * KB // 2
+
+
+@pytest.mark.parametrize("line", ["medusa", "layerskip --recompute --batch 2"])
+def test_shapes_take_what_the_allocator_gives(line, monkeypatch):
+    monkeypatch.setattr(memory, "SMALL", memory.SMALL | dict(num_hidden_layers=4))
+    assert memory.check([line], Texts(30, 20))
+
+
+def test_options_and_settings_are_told_apart():
+    """Two passes take what eight take, since gradients are there from the second on."""
+    name, options, settings = memory.read_options("bita --batch 4 --recompute --design deep")
+    assert (name, options) == ("bita", {"batch": 4, "design": "deep"})
+    assert settings == {"recompute": True, "accumulate": 1}
+    assert memory.read_options("eagle --accumulate 8")[2] == {"accumulate": 2}
