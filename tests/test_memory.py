@@ -58,7 +58,7 @@ def test_autocast_keeps_one_copy_of_a_trained_weight(ledger):
 @pytest.mark.parametrize("line", ["medusa", "layerskip --recompute --batch 2"])
 def test_shapes_take_what_the_allocator_gives(line, monkeypatch):
     monkeypatch.setattr(memory, "SMALL", memory.SMALL | dict(num_hidden_layers=4))
-    assert memory.check([line], Texts(30, 20))
+    assert memory.check([line], Texts(30, 20))[1]
 
 
 def test_options_and_settings_are_told_apart():
