@@ -104,6 +104,8 @@ def be_process(streams: list[int], others: list[int], act, args: tuple) -> None:
         os.close(number)
     sys.stdin, sys.stdout, sys.stderr = (open(i, mode) for i, mode in enumerate("rww"))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores Ctrl-C
+    # torch makes its pool of threads anew after a fork. Two threads that did so at once would fail.
+    torch.set_num_threads(torch.get_num_threads())
     sys.exit(act(*args))
 
 
