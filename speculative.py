@@ -59,6 +59,25 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, left / total, p)
 
 
+def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: torch.Tensor,
+              sample: Sampler) -> tuple[int, int]:
+    """Draw the token that follows the accepted guesses.
+
+    probs         [γ+1, V], the target's distribution in each place, or a share of it
+    draft_probs   [γ, V], the draft's distributions, which are taken off and the rest normalised
+    accepted      [1], how many guesses are accepted
+    sample        the Sampler that draws the token
+    returns       how many guesses are accepted, and the token
+    """
+    # Behind the last guess the draft has no distribution. With 0 in its place nothing is taken off,
+    # and the token is drawn from p_{γ+1} itself.
+    q = F.pad(draft_probs, (0, 0, 0, 1))  # [γ+1, V]
+    token = sample.draw(residual(probs[accepted], q[accepted]))  # [1]
+    # Both numbers leave a GPU together, since the CPU waits each time.
+    accepted, token = torch.cat([accepted, token]).tolist()
+    return accepted, token
+
+
 def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
                   sample: Sampler) -> tuple[int, int]:
     """Accept leading guesses, and draw the token after them. Leviathan, Alg. 1; Chen, Theorem 1.
@@ -77,13 +96,7 @@ def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses
     # Count the guesses before the first that does not pass. Guesses behind it do not count, also
     # where they pass, since the target was fed the wrong token before them.
     accepted = passed.cumprod(0).sum(0)  # [1]
-    # Behind the last guess the draft has no distribution. With 0 in its place nothing is taken off,
-    # and the token is drawn from p_{γ+1} itself.
-    q = F.pad(draft_probs, (0, 0, 0, 1))  # [γ+1, V]
-    token = sample.draw(residual(target_probs[accepted], q[accepted]))  # [1]
-    # Both numbers leave a GPU together, since the CPU waits each time.
-    accepted, token = torch.cat([accepted, token]).tolist()
-    return accepted, token
+    return draw_next(target_probs, draft_probs, accepted, sample)
 
 
 def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
@@ -116,9 +129,8 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     for ratio in ratios:
         kept.append((kept[-1] * ratio).clamp(max=1))
     p = torch.stack(kept)  # [γ+1, 1]
-    # What is left of the target's distribution after the first i guesses, for i = 0 … γ-1
-    left = (p[:-1] * target_probs[:-1] - draft_probs).clamp(min=0)  # [γ, V]
-    Z = left.sum(-1, keepdim=True)
+    scaled = p * target_probs  # [γ+1, V], p_i p(x) for i = 0 … γ
+    Z = (scaled[:-1] - draft_probs).clamp(min=0).sum(-1, keepdim=True)  # [γ, 1], Z_0 … Z_{γ-1}
     # Where p_i is 1 and Z_i is 0, h_i would be 0 / 0. No coin is below that, and none needs to be:
     # the target and the draft say the same of the next token, so that p_{i+1} is 1 as well.
     h = torch.cat([Z / (Z + 1 - p[:-1]), p[-1:]])[1:]  # h_1 … h_γ
@@ -127,12 +139,8 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     # a coin for i = 0, no guess at all, which always passes.
     numbers = torch.arange(1 + len(guesses), device=h.device)[:, None]
     accepted = (numbers * F.pad(passed, (0, 0, 1, 0), value=True)).amax(0)  # [1]
-    # As in verify_tokens, but with what p_i leaves of the target's distribution. Behind the last
-    # guess q is 0, and `residual` makes a distribution of p_γ p.
-    token = sample.draw(residual(p[accepted] * target_probs[accepted],
-                                 F.pad(draft_probs, (0, 0, 0, 1))[accepted]))
-    accepted, token = torch.cat([accepted, token]).tolist()
-    return accepted, token
+    # As in verify_tokens, but with what p_i leaves of the target's distribution
+    return draw_next(scaled, draft_probs, accepted, sample)
 
 
 VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option's values
@@ -159,6 +167,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     draft.start(prompt[:-1])
     root = prompt[-1]
     unseen = [root]  # final tokens that the draft has not been fed, the root last
+    verify = VERIFICATIONS[verification]
     while True:
         # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
         drawn = []
@@ -176,7 +185,6 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         target_probs = sample.probs(logits)  # [γ+1, V]
         # Third and fourth step: count the accepted guesses, and draw one more token. Without that
         # token a round whose first guess is rejected would add nothing to the text.
-        verify = VERIFICATIONS[verification]
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         # Keep the rows of what became final. The target was fed the root and all guesses. The draft
         # was fed `unseen` and all guesses but the last one.

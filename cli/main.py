@@ -106,8 +106,11 @@ class Session:
         self.models = {name: model for name, (model, _) in models.items()}
         self.run_as = self.check_graphs() if args.graphs else CachedLM
         self.texts = read_texts(args.prompt) if args.prompt else args.prompts
-        readers = [model for name, model in self.models.items()
-                   if self.tokenizers[name].get_vocab() == self.tokenizer.get_vocab()]
+        readers = [*self.models.values()]
+        if "tokenizers" in signature(method).parameters:  # then a draft may have other tokens
+            vocabulary = self.tokenizer.get_vocab()
+            readers = [model for name, model in self.models.items()
+                       if self.tokenizers[name].get_vocab() == vocabulary]
         self.prompts = encode_prompts(readers, self.tokenizer, self.texts, args.chat)
         self.eos = eos_ids(self.models["target"], self.tokenizer)
         self.context = min(map(context_length, self.models.values()))

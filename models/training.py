@@ -254,7 +254,7 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     longest = min(context_length(model), SETTINGS.get().max_length)
     if given is None:
         option, who = "prompts", "that the model answers with"
-        pairs = answer_prompts(model, tokenizer, prompts, limit, work, longest - limit)
+        pairs = collect_pairs(model, tokenizer, prompts, limit, work, longest - limit)
         said = f"{len(prompts) - len(pairs)} prompts too long or repeated"
     else:
         option, who = "data", "with answers of"
@@ -273,8 +273,8 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     return data[few:], data[:few]
 
 
-def answer_prompts(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
-                   longest: int) -> list[Pair]:
+def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
+                  longest: int) -> list[Pair]:
     """Let the model answer each prompt once, and leave out prompts of more than `longest` tokens.
 
     The other arguments are those of `collect_examples`.

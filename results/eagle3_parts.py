@@ -2,10 +2,10 @@
 
     python results/eagle3_parts.py --adapters FOLDER --picture results/eagle3.svg
 
-FOLDER holds trained drafts of EAGLE and of survey/eagle3.py, one file for each name of VARIANTS;
-those that are not there are left out. All must have been trained on the same answers for equally
-many steps. Prompts are those of bench.py. Only tokens per call are measured, which no other work of
-the machine changes.
+FOLDER holds trained drafts of EAGLE and of survey/eagle3.py, in a file for each name of VARIANTS.
+A draft whose file is not there is left out. All must have been trained on the same answers for
+equally many steps. Prompts are those of bench.py. Only tokens per call are measured, which no other
+work of the machine changes.
 """
 import copy
 import sys

@@ -81,7 +81,7 @@ from typing import Callable, Iterator, NamedTuple
 from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
                     context_length, fastest, greedy, row_costs, walk, windows_of)
 from survey.eagle import MOST, RANKS, copy_layer, make_layer, report
-from survey.eagle3 import join_taps, read_taps, tap_layers, tap_widths
+from survey.eagle3 import join_taps, read_taps, refuse_graphs, tap_layers, tap_widths
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.views import depth_of
@@ -368,8 +368,7 @@ def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     """
     if not 0 <= nodes <= MOST:
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
-    if type(target) is not CachedLM:
-        raise InputError("--graphs must be off for dflash, since a replayed graph taps no layer")
+    refuse_graphs(target, "dflash")
     draft = trained
     if draft is None:
         draft = target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
@@ -482,23 +481,32 @@ def make_blocks(draft: Draft, texts: list[Text], anchors: list[list[int]]) -> Bl
     return Blocks(hidden, at, before, draft.row[labels], inside)
 
 
+def score_rows(draft: Draft, to_logits: Callable, hidden: torch.Tensor) -> torch.Tensor:
+    """Compute the logits [..., V'] that the LM head gives, without the Markov head.
+
+    to_logits   scales or caps what the LM head gives (`parts.logits_of`)
+    hidden      [..., f], what the LM head reads
+    """
+    head = draft.lm.get_output_embeddings()
+    return to_logits(head(hidden.to(head.weight)).float())
+
+
 def block_logits(draft: Draft, to_logits: Callable, hidden: torch.Tensor,
                  before: torch.Tensor) -> torch.Tensor:
     """Compute the logits [..., V'] of guesses, where all tokens before them are the text's.
 
-    to_logits   scales or caps what the LM head gives (`parts.logits_of`)
-    hidden      [..., f], what the LM head reads
     before      [...], the token before each guess
+
+    The other arguments are those of `score_rows`.
     """
-    head = draft.lm.get_output_embeddings()
-    return draft.add_markov(to_logits(head(hidden.to(head.weight.dtype)).float()), before)
+    return draft.add_markov(score_rows(draft, to_logits, hidden), before)
 
 
 def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: list[list[int]],
                loss: str) -> torch.Tensor:
     """Compute the loss of the header in nats, the mean over all guesses of all blocks.
 
-    to_logits   as for `block_logits`
+    to_logits   as for `score_rows`
     texts       texts
     anchors     for each text equally many places of roots
     loss        ce or tv
@@ -510,10 +518,9 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
     # What the target read when it chose the tokens that are guessed, [N, T, f]
     last = torch.nn.utils.rnn.pad_sequence([x.last for x in texts], batch_first=True)
     text = torch.arange(len(texts))[:, None, None].expand(known.shape)[known.cpu()]
-    head = draft.lm.get_output_embeddings()
-    read = last[text, blocks.at[known].cpu()].to(head.weight)
+    read = last[text, blocks.at[known].cpu()]
     with torch.no_grad():
-        target_probs = to_logits(head(read).float()).softmax(-1)  # [guesses, V']
+        target_probs = score_rows(draft, to_logits, read).softmax(-1)  # [guesses, V']
     each = F.cross_entropy(logits.float(), target_probs, reduction="none")
     if loss == "tv":
         distance = 0.5 * (logits.float().softmax(-1) - target_probs).abs().sum(-1)
@@ -559,11 +566,10 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
             of_labels = (logits / temperature).log_softmax(-1).gather(-1, labels)[..., 0]
             losses[i] -= (of_labels * known).sum((0, 1)).cpu()
     draft.temperatures = [TEMPERATURES[i] for i in losses.argmin(0).tolist()]
-    head = draft.lm.get_output_embeddings()
     for text, blocks in zip(texts, blocks_of):
         ids = text.ids.tolist()
         for anchor, hidden in zip(text.anchors()[::EVERY], blocks.hidden[0]):
-            z = to_logits(head(hidden.to(head.weight.dtype)).float())
+            z = score_rows(draft, to_logits, hidden)
             tree, parents, _ = grow(draft, z, ids[anchor], MOST)
             # The text's token after each node. None comes after the text's last one.
             after = [*ids[anchor + 1:anchor + 2 + draft.B], *[-1] * draft.B]

@@ -131,6 +131,15 @@ def tap_layers(model, taps: list[int]):
             hook.remove()
 
 
+def refuse_graphs(target: CachedLM, method: str) -> None:
+    """Raise an InputError if a target replays graphs, in which no hook runs.
+
+    method   what the message calls the method that taps layers
+    """
+    if type(target) is not CachedLM:
+        raise InputError(f"--graphs must be off for {method}, since a replayed graph taps no layer")
+
+
 def join_taps(seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
     """Join what `tap_layers` kept since the list was empty, and empty it.
 
@@ -395,8 +404,7 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     """
     if not 0 <= nodes <= MOST:
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
-    if type(target) is not CachedLM:
-        raise InputError("--graphs must be off for eagle3, since a replayed graph taps no layer")
+    refuse_graphs(target, "eagle3")
     draft = trained
     if draft is None:
         draft = target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))

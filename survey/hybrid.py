@@ -63,7 +63,7 @@ from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
 from survey.dflash import BlockLM, run_block
 from survey.dflash import load_draft as load_block_draft
 from survey.eagle import Pairs, feed, load_draft
-from survey.eagle3 import join_taps, tap_layers
+from survey.eagle3 import join_taps, refuse_graphs, tap_layers
 from survey.medusa import load_heads
 from survey.ngrams import SEEN, SOURCES, NGrams, fit_trust, fit_weight, mix_entries
 from survey.parts import MODELS, load_facts, logits_of, save_facts
@@ -328,9 +328,8 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
     if guess != "none":
         trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
         taps = trained.taps
-    if taps and type(target) is not CachedLM:
-        raise InputError(f"--graphs must be off for --guess {guess}, since a replayed graph taps "
-                         "no layer")
+    if taps:
+        refuse_graphs(target, f"--guess {guess}")
     with tap_layers(target.model, taps) as seen:
         target.start(prompt[:-1])
         if trained:

@@ -82,7 +82,7 @@ class Successors:
         """
         ids = [root]
         parents = [-1]
-        place = {0: 0}  # the number of a planned node: its number among those that are left
+        place = {0: 0}  # for each planned node that is left, its number among them
         for number, node in enumerate(tree[1:], start=1):
             if node.parent not in place:
                 continue
