@@ -81,9 +81,9 @@ from typing import Callable, Iterator, NamedTuple
 from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
                     context_length, fastest, greedy, row_costs, walk, windows_of)
 from survey.eagle import MOST, RANKS, copy_layer, make_layer, report
-from survey.eagle3 import join_taps, read_taps, refuse_graphs, tap_layers, tap_widths
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.taps import join_taps, read_taps, refuse_graphs, tap_layers, tap_widths
 from survey.views import depth_of
 
 import torch

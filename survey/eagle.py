@@ -557,6 +557,18 @@ def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
     return (hits / total.clamp(min=1)).tolist()
 
 
+def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
+    """Measure the acceptance of a draft that is being trained, as `Training` asks for it.
+
+    draft     the draft, of EAGLE or of EAGLE-3
+    held_out  texts with what the draft reads of them
+    returns   {"accept": the table}, and a line to print
+    """
+    with torch.autocast(draft.lm.device.type, dtype=torch.bfloat16):
+        accept = measure_acceptance(draft, held_out)
+    return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
+
+
 def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: int, lr: float,
         seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and its answer, and set its `accept`.
@@ -593,10 +605,6 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
         return eagle_loss(draft, to_logits, texts_of(numbers), noise)
 
-    def evaluate() -> tuple[dict, str]:
-        with torch.autocast(model.device.type, dtype=torch.bfloat16):
-            accept = measure_acceptance(draft, held_texts)
-        return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
     fingerprint = (digest(model.state_dict()), draft.inputs, draft.mlp, draft.vocab.tolist(), data,
                    held_out, batch)
     if draft.config is not None:
@@ -604,7 +612,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     curve = Training(draft.trainable(), fingerprint, name="eagle", steps=steps, lr=lr,
                      rate=warm_cosine, max_norm=math.inf, max_value=0.5, seed=seed, folder=work,
                      models=(model, draft.lm),
-                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
+                     tokens=tokens_of_pass(data, batch)).train(
+                         loss_of, lambda: evaluate(draft, held_texts))
     draft.accept = curve[steps]["accept"]
     return curve
 

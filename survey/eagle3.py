@@ -61,17 +61,17 @@ import math
 import random
 import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, prepare
-from survey.eagle import MOST, Pairs, decode, measure_acceptance, report
-from survey.layers import list_layers
+from survey.eagle import MOST, Pairs, decode, evaluate, measure_acceptance, report
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (describe_layer, is_released, load_accept, make_config, read_head,
                              read_layer_config, refuse_settings, save_accept, take_embeddings,
                              write_head)
+from survey.taps import (Tapped, choose_taps, join_taps, read_taps, refuse_graphs, tap_layers,
+                         tap_widths)
 from survey.views import depth_of
 
 import torch
@@ -82,74 +82,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 ADAPTER = f"{MODELS}/eagle3.safetensors"
 DECAY = 0.8  # of the loss from pass to pass
 MTP_DECAY = 0.6  # the same for multi-token prediction
-
-
-# ------------------------------------------------------------------------- what the draft reads
-
-def choose_taps(model) -> list[int]:
-    """Choose the layers whose inputs the draft reads: an early, a middle and a late one."""
-    L = depth_of(model)
-    taps = sorted({2, L // 2, L - 3})
-    if len(taps) < 3 or taps[0] < 0:
-        raise InputError(f"--taps must name layers for a model of {L}, which has no layers 2, L/2 "
-                         "and L - 3")
-    return taps
-
-
-def tap_widths(model, taps: list[int]) -> list[int]:
-    """Return the width of what each tap reads.
-
-    The LM head's input may be of another width than the layers' (in OPT-350m, for one).
-    """
-    L, inside = depth_of(model), model.config.get_text_config().hidden_size
-    last = model.get_output_embeddings().weight.shape[1]
-    return [inside if i < L else last for i in taps]
-
-
-@contextmanager
-def tap_layers(model, taps: list[int]):
-    """Keep what enters some layers in every pass of a model, until the `with` block ends.
-
-    model   the target
-    taps    numbers of layers. The number of all layers stands for what the LM head reads
-    yields  a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
-    """
-    seen, layers = [], list_layers(model)
-
-    def keep_input(module, args, kwargs) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
-
-    hooks = [layers[i].register_forward_pre_hook(keep_input, with_kwargs=True)
-             for i in taps if i < len(layers)]
-    if len(layers) in taps:
-        hooks.append(model.get_decoder().register_forward_hook(
-            lambda module, args, output: seen.append(output[0])))
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def refuse_graphs(target: CachedLM, method: str) -> None:
-    """Raise an InputError if a target replays graphs, in which no hook runs.
-
-    method   what the message calls the method that taps layers
-    """
-    if type(target) is not CachedLM:
-        raise InputError(f"--graphs must be off for {method}, since a replayed graph taps no layer")
-
-
-def join_taps(seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
-    """Join what `tap_layers` kept since the list was empty, and empty it.
-
-    seen     what `tap_layers` yields: for each pass one tensor [B, n, h] for each tap
-    taps     the numbers of the layers
-    returns  [B, n, taps * h], the rows of all passes one after the other
-    """
-    passes = [torch.cat(seen[i:i + len(taps)], -1) for i in range(0, len(seen), len(taps))]
-    seen.clear()
-    return torch.cat(passes, 1)
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -356,36 +288,6 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
 
 # ---------------------------------------------------------------------------------- decoding
 
-class Tapped:
-    """Stand in for a target whose features are what enters some layers.
-
-    target  the target
-    taps    the numbers of the layers
-    seen    the list of `tap_layers` for them
-
-    features   [n, taps * h], of the last call, and after `start` of all tokens of the text
-    """
-
-    def __init__(self, target: CachedLM, taps: list[int], seen: list):
-        self.target, self.taps, self.seen = target, taps, seen
-
-    def __getattr__(self, name: str):
-        return getattr(self.target, name)
-
-    def start(self, ids: list[int]) -> None:
-        self.seen.clear()
-        self.target.start(ids)
-        # A text without tokens has no pass, and so no features.
-        self.features = join_taps(self.seen, self.taps)[0] if ids else self.target.features
-
-    def forward(self, *given, **how) -> torch.Tensor:
-        # The clock of `fastest` calls the target by itself, and those calls were tapped as well.
-        self.seen.clear()
-        logits = self.target.forward(*given, **how)
-        self.features = join_taps(self.seen, self.taps)[0]
-        return logits
-
-
 def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
            adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
@@ -471,7 +373,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
     returns  {step: {"accept": ...}}, the table Draft.accept on `held_out`
     """
     from models.training import (Training, count_tokens, digest, pad_pairs, sample_alike,
-                                 warm_linear)
+                                 tokens_of_pass, warm_linear)
     scale, texts = logits_of(model), compute_texts(model, draft, held_out)
     head = head_for(model.get_output_embeddings(), draft.vocab)
 
@@ -482,15 +384,13 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
         learns, probs = choose_lessons(draft, ids, answers, hidden, lambda x: scale(head(x)))
         return unroll_loss(draft, ids, features, learns, probs, passes)
 
-    def evaluate() -> tuple[dict, str]:
-        with torch.autocast(model.device.type, dtype=torch.bfloat16):
-            accept = measure_acceptance(draft, texts)
-        return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
     fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.config.to_dict(),
                    draft.vocab.tolist(), draft.own_head, data, held_out, batch, passes)
     curve = Training(draft.trained(), fingerprint, name="eagle3", steps=steps, lr=lr,
                      rate=warm_linear, max_norm=math.inf, max_value=0.5, seed=seed,
-                     folder=work).train(loss_of, evaluate)
+                     folder=work, models=(model,),
+                     tokens=tokens_of_pass(data, batch)).train(
+                         loss_of, lambda: evaluate(draft, texts))
     draft.accept = curve[steps]["accept"]
     return curve
 
@@ -540,17 +440,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
         work=work)
     save_draft(out, draft, model)
-
-
-def read_taps(text: str, model) -> list[int]:
-    """Read the option `--taps`."""
-    if not text:
-        return choose_taps(model)
-    numbers = [int(x) if x.strip().isdigit() else -1 for x in text.split(",")]
-    if sorted(set(numbers)) != numbers or not 0 <= numbers[0] <= numbers[-1] <= depth_of(model):
-        raise InputError(f"--taps must be numbers from 0 to {depth_of(model)} in ascending "
-                         f"order, got {text}")
-    return numbers
 
 
 # ------------------------------------------------------------------------------------ the file

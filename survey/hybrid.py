@@ -63,11 +63,11 @@ from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
 from survey.dflash import BlockLM, run_block
 from survey.dflash import load_draft as load_block_draft
 from survey.eagle import Pairs, feed, load_draft
-from survey.eagle3 import join_taps, refuse_graphs, tap_layers
 from survey.medusa import load_heads
 from survey.ngrams import SEEN, SOURCES, NGrams, fit_trust, fit_weight, mix_entries
 from survey.parts import MODELS, load_facts, logits_of, save_facts
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
+from survey.taps import join_taps, refuse_graphs, tap_layers
 
 import torch
 from tqdm import tqdm

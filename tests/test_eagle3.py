@@ -18,11 +18,11 @@ from families import tiny
 from helpers import tokens_of
 from models.training import pad_pairs
 from survey.eagle import Pairs
-from survey.eagle3 import (Draft, Form, choose_taps, eagle3, export, join_taps, choose_lessons,
-                           load_accept, load_draft, make_config, measure, read_taps, read_target,
-                           save_draft, tap_layers, unroll_loss)
+from survey.eagle3 import (Draft, Form, choose_lessons, eagle3, export, load_accept, load_draft,
+                           make_config, measure, read_target, save_draft, unroll_loss)
 from survey.parts import head_for
 from survey.released import read_released
+from survey.taps import choose_taps, join_taps, read_taps, tap_layers
 
 MODEL = tiny("llama", num_hidden_layers=7)
 WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
@@ -80,7 +80,7 @@ def test_graphs_are_refused():
 def test_which_layers_are_tapped():
     assert choose_taps(MODEL) == [2, 3, 4]
     assert read_taps("0, 5,7", MODEL) == [0, 5, 7]
-    for text in ("3,2", "1,8", "x", "-1"):
+    for text in ("3,2", "2,2", "1,8", "x", "-1"):
         with pytest.raises(InputError, match="--taps must be numbers from 0 to 7"):
             read_taps(text, MODEL)
     with pytest.raises(InputError, match="--taps must name layers"):
@@ -439,12 +439,14 @@ def test_what_is_no_head_is_refused(tmp_path):
 
 def test_the_picture_has_a_curve_for_each_variant():
     curves = {name: [0.9 - 0.1 * n - 0.01 * i for n in range(4)]
-              for i, name in enumerate(eagle3_parts.VARIANTS.values())}
+              for i, name in enumerate(eagle3_parts.VARIANTS)}
     root, space = xml.fromstring(eagle3_parts.draw_curves(curves)), "{http://www.w3.org/2000/svg}"
     lines = [x.get("points").split() for x in root.iter(f"{space}polyline")]
     assert [len(line) for line in lines] == [4, 2] * len(curves)
     words = " ".join(x.text or "" for x in root.iter(f"{space}text"))
-    assert all(name.replace(", ", " ", 1) in words for name in curves)
+    assert all(variant.label in words for variant in eagle3_parts.VARIANTS.values())
+    looks = {(variant.dash, variant.mark) for variant in eagle3_parts.VARIANTS.values()}
+    assert len(looks) == len(curves)  # no color tells them apart
     heights = [float(line[0].partition(",")[2]) for line in lines[::2]]
     assert heights == sorted(heights) and len({*heights}) == len(curves)
     legend = [float(line[0].partition(",")[2]) for line in lines[1::2]]
