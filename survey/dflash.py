@@ -93,7 +93,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/dflash.safetensors"
 GAMMA = 4.0  # the loss of guess k weighs exp(-(k - 1) / GAMMA)
-LOSSES = ("ce", "tv")
 TEMPERATURES = [0.6 * 1.1 ** i for i in range(16)]  # 0.6 to 2.5, from which T_k is chosen
 EVERY = 4  # held-out answers are measured by a block at each EVERY-th of their places
 
@@ -511,6 +510,7 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
     anchors     for each text equally many places of roots
     loss        ce or tv
     """
+    from models.training import compare_guesses
     blocks = make_blocks(draft, texts, anchors)
     # A token that the draft cannot guess teaches it nothing.
     known = blocks.inside & (blocks.labels < len(draft.vocab))
@@ -521,10 +521,7 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
     read = last[text, blocks.at[known].cpu()]
     with torch.no_grad():
         target_probs = score_rows(draft, to_logits, read).softmax(-1)  # [guesses, V']
-    each = F.cross_entropy(logits.float(), target_probs, reduction="none")
-    if loss == "tv":
-        distance = 0.5 * (logits.float().softmax(-1) - target_probs).abs().sum(-1)
-        each = 0.1 * each + 0.9 * distance
+    each = compare_guesses(loss, target_probs, logits)
     k = torch.arange(draft.B, device=known.device).expand(known.shape)[known]
     weights = torch.exp(-k / GAMMA)
     return (weights * each).sum() / weights.sum().clamp(min=1e-9)
@@ -667,11 +664,10 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, layers=layers, B=B, anchors=anchors, steps=steps, batch=batch,
-                             max_new_tokens=max_new_tokens)
+    require_training_options(lr, loss, layers=layers, B=B, anchors=anchors, steps=steps,
+                             batch=batch, max_new_tokens=max_new_tokens)
     for option, number in (("markov", markov), ("mlp", mlp), ("vocab", vocab)):
         require(number >= 0, option, "0 or more", number)
-    require(loss in LOSSES, "loss", " or ".join(LOSSES), loss)
     require(begin in ("last", "random"), "begin", "last or random", begin)
     L = depth_of(model)
     require(layers <= L, "layers", f"at most {L}", layers)

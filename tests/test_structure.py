@@ -108,6 +108,7 @@ def test_a_method_file_needs_common_alone(name):
     trains = {x.name for x in inner if {"models", "survey"} & imported(x.body)}
     assert trains <= {"fit", "train", "collect", "build", "tune", "search", "measure", "accuracy",
                       "tuning_loss", "sar_loss", "losses", "heads_loss", "eagle_loss", "exit_loss",
+                      "unroll_loss", "block_loss",
                       "collect_features", "compute_features", "collect_states",
                       "compute_texts",
                       "measure_all_right", "read_examples"}
