@@ -4,6 +4,7 @@
 #   make test       check that every method is exact
 #   make bench      measure every method on this machine, beside transformers' generate
 #   make mutants    check that the tests notice mistakes in the code
+#   make who        measure who guesses best and what a guess costs, and draw it
 #   make picture    draw README's picture of a run on this machine
 #   make models     train the embedded models anew; the commands from `bita` on train the parts of
 #                   single methods (models/README.md says how long each takes)
@@ -14,7 +15,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test mutants bench gpu-dry models picture bita medusa \
+.PHONY: demo test mutants bench who gpu-dry models picture bita medusa \
 	eagle eagle3 dflash layerskip masks sequoia rest hybrid cllm clean
 
 demo: .venv/ready
@@ -32,6 +33,10 @@ mutants: .venv/ready
 
 bench: .venv/ready
 	$(RUN) results/bench.py
+
+# Makes results/who_guesses.svg. What was measured is kept, but for the costs, which come last.
+who: .venv/ready
+	$(RUN) results/who_guesses.py -n 24 --time-again --picture results/who_guesses.svg
 
 # How much each method would ask of a GPU: launches, waits, copies. It needs no GPU, and minutes
 gpu-dry: .venv/ready
