@@ -52,6 +52,7 @@ from cli.run import Run  # noqa: E402
 from cli.text import set_encodings  # noqa: E402
 from common import CachedLM, InputError, autoregressive, greedy  # noqa: E402
 from jacobi import lookahead  # noqa: E402
+from models.training import digest  # noqa: E402
 from speculative import speculative  # noqa: E402
 from survey import dflash as dflash_file, eagle as eagle_file, eagle3 as eagle3_file  # noqa: E402
 from survey import hybrid as hybrid_file, recycling as recycling_file  # noqa: E402
@@ -62,7 +63,7 @@ from survey.masks import pass_sampling  # noqa: E402
 from survey.medusa import load_heads, medusa  # noqa: E402
 
 LONGEST = 8  # guesses of a chain, at most
-FEWEST = 20  # an acceptance of fewer rounds than these is not shown
+FEWEST = 30  # an acceptance of fewer rounds than these is not shown
 NEAR = 0.05  # how far a prediction may be off
 TIMED = 64  # tokens that a drafter decodes of each prompt while the clock runs
 GROUPS = ("a model's call for each guess", "a small layer for each guess", "all guesses at once",
@@ -79,6 +80,7 @@ class Drafter(NamedTuple):
     make    a function of a number of guesses that builds the method with chains of as many
     files   what was trained or collected for it
     own     tokens of a round that are no guesses
+    draft   the small model, where there is one
     """
     name: str
     group: str
@@ -86,6 +88,7 @@ class Drafter(NamedTuple):
     make: Callable[[int], Ours]
     files: tuple[Path, ...] = ()
     own: int = 1
+    draft: torch.nn.Module | None = None
 
     def lengths(self) -> list[int]:
         """Return the lengths of the chains that the clock measures."""
@@ -174,30 +177,35 @@ class Drafters:
             models["draft"] = bench.cached(draft)
         return Ours(method, models, bench.args.max_new_tokens, bench.eos, greedy, **settings)
 
-    def add(self, name: str, group: str, make: Callable[[], tuple], *names: str, own: int = 1):
+    def add(self, name: str, group: str, make: Callable[[], tuple], *names: str, own: int = 1,
+            draft=None) -> None:
         """Add a drafter, or say what is missing.
 
         make    a function that returns the drafter's `most` and its `make`
         names   files of --adapters. All must be there
+
+        The other arguments are those of `Drafter`.
         """
         files = tuple(self.bench.args.adapters / file for file in names)
 
         def build() -> Drafter:
             if lacking := [path for path in files if not path.exists()]:
                 raise InputError(f"--adapters must hold {lacking[0].name}")
-            return Drafter(name, group, *make(*files), files, own)
+            return Drafter(name, group, *make(*files), files, own, draft)
         self.found |= self.bench.fitting(name, build)
+
+    def add_draft(self, name: str, draft) -> None:
+        """Add a small model that guesses."""
+        self.add(name, MODELS, lambda: (LONGEST, lambda k: self.run(speculative, draft, gamma=k)),
+                 draft=draft)
 
     def add_models(self) -> None:
         """Add what runs layers of a model for each guess."""
         bench = self.bench
         if bench.draft:
-            self.add("small model", MODELS, lambda: (LONGEST, lambda k: self.run(
-                speculative, bench.draft, gamma=k)))
+            self.add_draft("small model", bench.draft)
         if bench.args.distilled:
-            draft = bench.load(bench.args.distilled)
-            self.add("distilled", MODELS, lambda: (LONGEST, lambda k: self.run(
-                speculative, draft, gamma=k)))
+            self.add_draft("distilled", bench.load(bench.args.distilled))
 
         def load(path: Path):
             trained = load_exit(path, bench.target)
@@ -538,16 +546,21 @@ def table_costs(drafters: dict[str, Drafter], rates: dict, costs: dict) -> dict[
     return found
 
 
-def digest_files(drafter: Drafter) -> str:
+def digest_parts(drafter: Drafter) -> str:
     """Return a hash of what was trained or collected for a drafter."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in drafter.files)).hexdigest()[:16]
+    hashed = hashlib.sha256()
+    for path in drafter.files:
+        hashed.update(path.read_bytes())
+    if drafter.draft is not None:
+        hashed.update(digest(drafter.draft.state_dict()).encode())
+    return hashed.hexdigest()[:16]
 
 
 def compare(bench: Bench, kept: Kept) -> None:
     """Measure all drafters, or take what is kept, and print the tables and draw the picture."""
     drafters, args = Drafters(bench).found, bench.args
     prompts = [prompt for _, prompt in bench.pairs()]
-    names = {name: f"{name} {digest_files(x)}" for name, x in drafters.items()}
+    names = {name: f"{name} {digest_parts(x)}" for name, x in drafters.items()}
     answers = {}
     for name, x in tqdm(drafters.items(), desc="drafters", leave=False):
         answers[name] = kept(names[name], lambda: {

@@ -34,7 +34,7 @@ PANEL, TALL, GUESSES = 160, 230, 8  # width and height of a small panel, and the
 PLANE = (820, 84, 1200, 666)  # left, top, right and bottom of the large panel
 TICKS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 SPEEDS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6)
-LEAST = 0.9  # the smallest cost and the fewest tokens of the plane
+LEAST = 0.8  # the smallest cost and the fewest tokens of the plane
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 

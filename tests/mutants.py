@@ -1508,7 +1508,7 @@ MUTANTS = {
         ("tokens / sum(len(answer[\"accepted\"])", "tokens / sum(1 + len(answer[\"accepted\"])",
          "an answer has a round too many"),
         ("kept.known.pop(timed, None)", "pass", "costs are never measured again"),
-        ("{digest_files(x)}\"", "\"", "a part that was trained anew is not measured anew"),
+        ("{digest_parts(x)}\"", "\"", "a part that was trained anew is not measured anew"),
     ],
     "results/who_picture.py": [
         ("moved[i] = max(heights[i], least)", "moved[i] = heights[i]", "labels overlap downwards"),
@@ -1635,6 +1635,7 @@ MUTANTS = {
 
 # What guards a file besides the tests of its name: other arguments of pytest, in this order.
 GUARDS = {
+    "results/who_picture.py": ["tests/test_who_guesses.py"],
     "common.py": ["tests/test_loading.py",
                   "tests/test_lossless.py -k autoregressive_text_is_that_of_transformers",
                   "tests/test_lossless.py -k speculative", "tests/test_lossless.py -k bita"],
