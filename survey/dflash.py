@@ -35,7 +35,8 @@ the product of the p along its path. The tree has the n likeliest nodes of all, 
 target verifies it. So the output is the target's own, greedily or with one sample at each node.
 
 Training packs many blocks into one pass over a text, one for each of some random anchors, which are
-the roots of these blocks. A block sees the H before its anchor, and itself, and no other block:
+the roots of these blocks. A block sees the H before its anchor, and itself, and no other block. In
+this table of two blocks with B = 2, a row on the left sees what has an x:
 
                 H_0 H_1 H_2 H_3 H_4   x_2 mask   x_4 mask
         H_1      x   x
@@ -44,7 +45,8 @@ the roots of these blocks. A block sees the H before its anchor, and itself, and
         x_4      x   x   x   x                    x   x
         mask     x   x   x   x                    x   x
 
-    loss = Σ_k exp(-(k - 1) / 4) CrossEntropy(target's distribution, p of row k)
+    loss = Σ_k w_k CrossEntropy(target's distribution, p of row k) / Σ_k w_k
+    w_k  = exp(-(k - 1) / 4)
 
 With `--loss tv` each term is 0.1 CrossEntropy + 0.9 · ½‖target's distribution - p‖₁. The second
 part is the chance that speculative sampling rejects the guess.
@@ -53,9 +55,10 @@ Departures (paper / here / why):
     context rows: the keys and values of every layer come from H itself / H are rows of the draft,
         each of which sees the earlier ones, and pass through its layers / the draft is then an
         ordinary model with an ordinary cache
-    what a block row reads: a token or the mask / also H of the last token before the root, through
-        a linear map for the root and one for the masks, and a vector for each place / the newest
-        feature says most about the next tokens, and so no layer has to find it by attention
+    what a block row reads: a token or the mask / a linear map of it, and H of the last token before
+        the root, through a linear map for the root and one for the masks, and a vector for each
+        place. With --gains there are no such maps, and each place multiplies each number of H / the
+        newest feature says most about the next tokens, and so no layer has to find it by attention
     guesses: DFlash's root row guesses nothing / it guesses the next token, as in DSpark / a block
         of B rows then has B guesses
     layers: 5 or more, random / 2, which begin as the target's last ones / they learn faster
@@ -76,7 +79,7 @@ import sys
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
                     context_length, fastest, greedy, row_costs, walk, windows_of)
@@ -109,6 +112,8 @@ class Draft(torch.nn.Module):
     markov   the rank of the Markov head. 0: there is none
     causal   whether a row of the block sees only the earlier rows of its block
     mlp      the width of the layers' MLPs. 0: as wide as the target's
+    gains    whether a row of the block reads H of the token before the root through one factor for
+             each number of it, in place of a matrix
     vocab    the tokens that the draft can guess. None: all. Row i of the LM head is vocab[i]
     begin    how the layers begin: last (as the target's last ones), or random
     seed     a seed for the random weights
@@ -120,10 +125,10 @@ class Draft(torch.nn.Module):
     """
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
-                 causal: bool = False, mlp: int = 0, vocab: list[int] | None = None,
-                 begin: str = "last", seed: int = 0):
+                 causal: bool = False, mlp: int = 0, gains: bool = False,
+                 vocab: list[int] | None = None, begin: str = "last", seed: int = 0):
         super().__init__()
-        self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp)
+        self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp, gains=gains)
         self.taps, self.B, self.causal, self.begin = taps, B, causal, begin
         self.accept, self.temperatures, self.tokens = [], [1.0] * B, [1.0]
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -141,19 +146,22 @@ class Draft(torch.nn.Module):
             self.fc = torch.nn.Linear(sum(tap_widths(model, taps)), e, bias=False)
             self.W1 = torch.nn.Embedding(len(known) + 1, markov) if markov else None
             self.W2 = torch.nn.Linear(markov, len(known), bias=False) if markov else None
+            if begin == "last":
+                copy_layer(last, lm)
+                self.begin_with_last_tap()
         self.norm = LlamaRMSNorm(e)
-        self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding, or the mask
         self.mask = torch.nn.Parameter(table.weight.detach().float().mean(0))
-        self.before = torch.nn.Linear(e, 2 * e, bias=False)  # reads the H before the root
+        if gains:
+            self.gains = torch.nn.Parameter(torch.zeros(B, e))  # of the H before the root
+        else:
+            self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding or the mask
+            self.before = torch.nn.Linear(e, 2 * e, bias=False)  # reads the H before the root
+            torch.nn.init.eye_(self.token.weight)
+            torch.nn.init.zeros_(self.before.weight)
         self.place = torch.nn.Parameter(torch.zeros(B, e))
-        # The Markov head and the H before the root add nothing at first.
+        # The Markov head adds nothing at first, as the H before the root.
         if markov:
             torch.nn.init.zeros_(self.W2.weight)
-        torch.nn.init.zeros_(self.before.weight)
-        torch.nn.init.eye_(self.token.weight)
-        if begin == "last":
-            copy_layer(last, lm)
-            self.begin_with_last_tap()
         copy_outside_layers(last, lm)
         model.requires_grad_(False)
         self.lm = lm
@@ -188,7 +196,10 @@ class Draft(torch.nn.Module):
         """
         root = self.lm.get_input_embeddings()(roots).to(self.mask.dtype)
         masks = self.mask.expand(*root.shape[:-1], self.B - 1, -1)
-        rows = self.token(torch.cat([root[..., None, :], masks], -2))
+        rows = torch.cat([root[..., None, :], masks], -2)
+        if self.form["gains"]:
+            return rows + self.gains * before[..., None, :] + self.place
+        rows = self.token(rows)
         of_root, of_masks = self.before(before)[..., None, :].chunk(2, -1)
         of_masks = of_masks.expand(*root.shape[:-1], self.B - 1, -1)
         return rows + torch.cat([of_root, of_masks], -2) + self.place
@@ -202,6 +213,7 @@ class Draft(torch.nn.Module):
         """
         if self.W1 is None:
             return z
+        # A cached model cuts logits off that stand for no token. So z may be the narrower one.
         return z + self.W2(self.W1(self.row[tokens]))[..., :z.shape[-1]]
 
 
@@ -314,7 +326,7 @@ def grow(draft: Draft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, 
              tree of the m likeliest nodes
     """
     ids, parents, chances = [root], [-1], [1.0]
-    leaves = kept = [0]
+    leaves = [0]
     for z_k, temperature in zip(z, draft.temperatures):
         # All nodes of a level share z_k. Their Markov terms differ.
         tokens = torch.tensor([ids[x] for x in leaves], device=z.device)
@@ -534,15 +546,27 @@ def measure_acceptance(draft: Draft, to_logits: Callable, texts: list[Text]) -> 
     texts    held-out texts
     returns  for each of the B places a rate
     """
-    right, reached = torch.zeros(draft.B), torch.zeros(draft.B)
+    found = []
     for text in texts:
         blocks = make_blocks(draft, [text], [[*text.anchors()[::EVERY]]])
         logits = block_logits(draft, to_logits, blocks.hidden, blocks.before)
-        hits = blocks.inside & (logits.argmax(-1) == blocks.labels)
+        found.append((logits.argmax(-1) == blocks.labels, blocks.inside))
+    return rate_guesses(found)
+
+
+def rate_guesses(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Compute how often the guess of each place is right, where those before it are.
+
+    found    which guesses of some blocks are right, bool [..., B], and which lie inside their text
+    returns  for each of the B places a rate
+    """
+    right = reached = 0
+    for hits, inside in found:
+        hits = hits & inside
         so_far = hits.cumprod(-1).bool()
         earlier = F.pad(so_far[..., :-1], (1, 0), value=True)
-        right += so_far.sum((0, 1)).cpu()
-        reached += (earlier & blocks.inside).sum((0, 1)).cpu()
+        right = right + so_far.flatten(0, -2).sum(0)
+        reached = reached + (earlier & inside).flatten(0, -2).sum(0)
     return (right / reached.clamp(min=1)).tolist()
 
 
@@ -574,11 +598,12 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
             path, _ = walk(tree, parents, [after[depth] for depth in depths.tolist()])
             counts[path] += 1
             trees += 1
-    # The root stands for the token that the target chooses itself.
+    # The first n nodes are the tree of n nodes. It would have kept those nodes of the path that are
+    # among them. The root stands for the token that the target chooses itself.
     draft.tokens = (counts.cumsum(0) / max(1, trees)).tolist()
 
 
-def paper_rate(done: int, steps: int) -> float:
+def warm_cosine(done: int, steps: int) -> float:
     """Return the rate of a step that rises over 4% of the steps, then falls along a cosine."""
     return min(1.0, (done + 1) / (0.04 * steps)) * 0.5 * (1 + math.cos(math.pi * done / steps))
 
@@ -599,7 +624,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
     seed      chooses texts and anchors
     returns   {step: {"accept": ...}}, Draft.accept after some of the steps
     """
-    from models.training import Training, digest, sample_alike, tokens_of_pass
+    from models.training import Training, digest, sample_alike
     to_logits = logits_of(model)
     texts, held_texts = (compute_texts(model, draft.taps, some, work) for some in (data, held_out))
 
@@ -624,8 +649,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
     fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.vocab.tolist(), data,
                    held_out, batch, anchors, loss)
     curve = Training(draft.trainable(), fingerprint, name="dflash", steps=steps, lr=lr,
-                     rate=paper_rate, seed=seed, folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
+                     rate=warm_cosine, seed=seed, folder=work).train(loss_of, evaluate)
     draft.accept = curve[steps]["accept"]
     calibrate(draft, to_logits, held_texts)
     return curve
@@ -639,9 +663,9 @@ def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           layers: int = 2, B: int = 8, markov: int = 64, causal: bool = False, loss: str = "ce",
-          taps: str = "", begin: str = "last", mlp: int = 0, vocab: int = 0, anchors: int = 24,
-          max_new_tokens: int = 200, steps: int = 1500, batch: int = 16, lr: float = 3e-3,
-          seed: int = 0) -> None:
+          taps: str = "", begin: str = "last", mlp: int = 0, gains: bool = False, vocab: int = 0,
+          anchors: int = 24, max_new_tokens: int = 200, steps: int = 1500, batch: int = 16,
+          lr: float = 3e-3, seed: int = 0) -> None:
     """Train a block draft for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
@@ -656,6 +680,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              for what the LM head reads. The default is layers 2, L/2 and L - 1
     begin:   how the layers begin, as the target's last ones (last), or at random (random)
     mlp:     width of the layers' MLPs, with 0 for the target's
+    gains:   let a row of the block read the H before the root through one factor for each number of
+             it. Without this option matrices read it and the root's embedding, which are half of a
+             small draft
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
     anchors: how many blocks each answer of a step has
@@ -678,7 +705,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                       most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
     draft = Draft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
-                  vocab=known, begin=begin, seed=seed)
+                  gains=gains, vocab=known, begin=begin, seed=seed)
     print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)

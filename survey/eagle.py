@@ -517,13 +517,14 @@ def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Tex
 
 
 @torch.inference_mode()
-def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
-    """Measure how often guesses are right where the draft reads guessed features (the paper's n-α).
+def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Guess the tokens of an answer again, step by step. The draft reads features of its own.
 
-    draft     the draft
-    held_out  texts with their features
-    returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
-              are guessed, and all tokens before it are the text's
+    draft   the draft
+    text    a text with its features
+    yields  for step n the likeliest guesses [m, ranks] and the right tokens [m]. Before each guess
+            the last n features are guessed, and all tokens are the text's. Row i of all steps has
+            the same first feature
 
     All steps of a text are one pending tree of the draft, here of a text t_0 … t_5:
 
@@ -538,25 +539,38 @@ def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
     token t_{i+1}. So row 3" sees the rows 0, 1, 2' and itself, which read two features of the text
     and then two guessed ones.
     """
+    ids, features, length = text
+    ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
+    first = max(0, length - 2)  # the first row that guesses a token of the answer
+    lm = CachedLM(draft.lm)
+    lm.start([])
+    pairs = Pairs(ids[:-2], features[:-2].to(draft.lm.device), ids[1:-1])
+    above = None  # the rows of step 0 are a chain
+    for n in range(min(DEPTH, len(ids) - 2 - first)):
+        logits = lm.forward(draft.join(pairs), above)
+        labels = ids[first + n + 2:].to(logits.device)
+        yield draft.vocab[logits[-len(labels):].topk(ranks).indices], labels
+        # The next step's rows hang below all rows of this step but its last, which guesses the
+        # text's last token: no token of the text is left to read beside its feature.
+        above = range(len(lm.parents) - len(labels), len(lm.parents) - 1)
+        guessed = lm.features[-len(labels):-1]
+        pairs = Pairs(ids[first + n + 1:-2], guessed, ids[first + n + 2:-1])
+
+
+def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
+    """Measure how often guesses are right where the draft reads guessed features (the paper's n-α).
+
+    draft     the draft
+    held_out  texts with their features
+    returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
+              are guessed, and all tokens before it are the text's
+    """
     ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
     hits, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
-    lm = CachedLM(draft.lm)
-    for ids, features, length in held_out:
-        first = max(0, length - 2)  # the first row that guesses a token of the answer
-        lm.start([])
-        pairs = Pairs(ids[:-2], features[:-2].to(draft.lm.device), ids[1:-1])
-        above = None  # the rows of step 0 are a chain
-        for n in range(min(DEPTH, len(ids) - 2 - first)):
-            logits = lm.forward(draft.join(pairs), above)
-            labels = ids[first + n + 2:].to(logits.device)
-            best = draft.vocab[logits[-len(labels):].topk(ranks).indices]
+    for text in held_out:
+        for n, (best, labels) in enumerate(guess_text(draft, text)):
             hits[n] += (best == labels[:, None]).sum(0).cpu()
             total[n] += len(labels)
-            # The next step's rows hang below all rows of this step but its last, which guesses
-            # the text's last token: no token of the text is left to read beside its feature.
-            above = range(len(lm.parents) - len(labels), len(lm.parents) - 1)
-            guessed = lm.features[-len(labels):-1]
-            pairs = Pairs(ids[first + n + 1:-2], guessed, ids[first + n + 2:-1])
     return (hits / total.clamp(min=1)).tolist()
 
 
