@@ -118,14 +118,11 @@ class Tapped:
         return getattr(self.target, name)
 
     def start(self, ids: list[int]) -> None:
-        self.seen.clear()
         self.target.start(ids)
         # A text without tokens has no pass, and so no features.
         self.features = join_taps(self.seen, self.taps)[0] if ids else self.target.features
 
     def forward(self, *given, **how) -> torch.Tensor:
-        # The clock of `fastest` calls the target by itself, and those calls were tapped as well.
-        self.seen.clear()
         logits = self.target.forward(*given, **how)
         self.features = join_taps(self.seen, self.taps)[0]
         return logits

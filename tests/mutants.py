@@ -578,8 +578,6 @@ MUTANTS = {
          "late layers come before early ones"),
         ("seen.clear()\n    return", "return", "what was read is read again"),
         ("for hook in hooks:\n            hook.remove()", "pass", "the target stays tapped"),
-        ("self.seen.clear()\n        logits", "logits",
-         "features of the calls that the clock made are fed to the draft"),
         ("return [inside if i < L else last for i in taps]", "return [inside for i in taps]",
          "what the LM head reads is as wide as the layers"),
         ("if len(layers) in taps:", "if False:", "what the LM head reads is not tapped"),

@@ -22,7 +22,8 @@ from survey.eagle3 import (Draft, Form, choose_lessons, eagle3, export, load_acc
                            make_config, measure, read_target, save_draft, unroll_loss)
 from survey.parts import head_for
 from survey.released import read_released
-from survey.taps import choose_taps, join_taps, read_taps, tap_layers
+from survey.taps import choose_taps, join_taps, read_taps, tap_layers, tap_widths
+from survey.views import depth_of
 
 MODEL = tiny("llama", num_hidden_layers=7)
 WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
@@ -57,6 +58,15 @@ def test_taps_are_what_enters_the_layers():
     for taps in ([2, 3, 4], [0, 6], [7]):  # 7, all layers: what the LM head reads
         found = tapped(make_draft(taps=taps), TEXT)
         assert torch.allclose(found, torch.cat([hidden[i] for i in taps], -1)[0], atol=1e-5)
+
+
+def test_widths_of_taps_are_those_of_what_is_tapped():
+    """In OPT-350m, for one, layers are wider than what the LM head reads."""
+    model = tiny("opt", word_embed_proj_dim=16)
+    taps = [0, depth_of(model)]
+    with tap_layers(model, taps) as seen:
+        model(torch.tensor([TEXT]))
+    assert tap_widths(model, taps) == [x.shape[-1] for x in seen] == [32, 16]
 
 
 def test_a_text_in_parts_has_the_taps_of_the_whole_text():
