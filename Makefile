@@ -36,7 +36,7 @@ bench: .venv/ready
 
 # Makes results/who_guesses.svg. What was measured is kept, but for the costs, which come last.
 who: .venv/ready
-	$(RUN) results/who_guesses.py -n 24 --time-again --picture results/who_guesses.svg
+	$(RUN) results/who_guesses.py -n 16 --time-again --picture results/who_guesses.svg
 
 # How much each method would ask of a GPU: launches, waits, copies. It needs no GPU, and minutes
 gpu-dry: .venv/ready

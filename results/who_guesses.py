@@ -166,8 +166,6 @@ class Drafters:
         self.add_layers()
         self.add_parallel()
         self.add_lookups()
-        if not self.found:
-            raise InputError(f"--adapters must hold a trained part, got {bench.args.adapters}")
 
     def run(self, method, draft=None, **settings) -> Ours:
         """Build a method with caches of its own."""
@@ -272,7 +270,8 @@ class Drafters:
             return LONGEST, lambda k: self.run(rest_file.rest, store=texts, nodes=k)
 
         def both(datastore: Path, trust: Path, heads: Path):
-            hybrid_file.load_trust(str(trust), model)
+            if "hydra" not in hybrid_file.load_trust(str(trust), model)["w"]:
+                raise InputError(f"--adapters must hold a {trust.name} with a weight for hydra")
             return LONGEST, lambda k: self.run(
                 hybrid_file.hybrid, guess="hydra", nodes=1 + k, datastore=str(datastore),
                 trust=str(trust), adapter=str(heads))
@@ -456,6 +455,9 @@ def measure_costs(bench: Bench, drafters: dict[str, Drafter]) -> dict:
         calls.append(time_calls(lm, prompt, range(1, 2 + LONGEST)))
         for key, run in runs.items():
             spent[key].append(time_rounds(run, prompt, limit))
+    if not any(alone):
+        raise InputError("--max-new-tokens must be 3 or more, and prompts have answers of as many, "
+                         f"got {bench.args.max_new_tokens}")
     rounds, read = {name: [] for name in drafters}, {}
     for (name, k), measured in spent.items():
         if whole := [x for x in measured if x is not None]:
@@ -519,12 +521,14 @@ def table_acceptance(drafters: dict[str, Drafter], answers: dict[str, dict]) -> 
         counts = measure_acceptance(long, x.most)
         cells = [f"{right / tried:.2f}" if tried >= FEWEST else "" for tried, right in counts]
         check = check_prediction(x, long, short)
-        other = check_prediction(x, long[::2], short[1::2])
+        other = ""
+        if len(long) > 1:
+            other = f"{check_prediction(x, long[::2], short[1::2]).off:+.1%}"
         if abs(check.off) > NEAR:
             misses.append(name)
         rows.append([name, *cells, *[""] * (LONGEST - x.most), str(counts[0][0]),
                      f"{check.measured:.2f}", f"{check.predicted:.2f}", f"{check.off:+.1%}",
-                     f"{other.off:+.1%}"])
+                     other])
     print(table(rows))
     return misses
 

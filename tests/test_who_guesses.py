@@ -73,6 +73,16 @@ def test_the_check_predicts_a_shorter_chain():
     assert module.Check(2.2, 2.0).off == pytest.approx(0.1)
 
 
+def test_one_prompt_has_no_other_half(capsys):
+    drafter = module.Drafter("x", module.MODELS, 2, None)
+    one = {"tokens": 4, "accepted": [1, 1], "cut": False}
+    answers = {"x": {"long": [one] * 2, "short": [one] * 2}}
+    assert module.table_acceptance({"x": drafter}, answers) == []
+    assert module.table_acceptance({"x": drafter}, {"x": {"long": [one], "short": [one]}}) == []
+    two, alone = ([row[-1] for row in rows[1:]] for rows in tables_of(capsys.readouterr().out))
+    assert two == ["+0.0%"] and alone == [""]
+
+
 def run_of(draft, gamma: int, limit: int = 40) -> Ours:
     lms = {"target": CachedLM(MODEL), "draft": CachedLM(draft)}
     return Ours(speculative, lms, limit, set(), greedy, gamma=gamma)
@@ -236,10 +246,12 @@ def test_tables_and_the_figure_are_made_and_kept(
 
 @pytest.mark.parametrize("argv, said", [
     (["--temperature", "1"], "--temperature must be 0, got 1.0"),
-    (["--timed", "0"], "--timed must be 1 or more, got 0")])
-def test_what_cannot_be_compared_is_refused(argv, said, models, monkeypatch, capsys):  # noqa: F811
+    (["--timed", "0"], "--timed must be 1 or more, got 0"),
+    (["--max-new-tokens", "2"], "--max-new-tokens must be 3 or more")])
+def test_what_cannot_be_compared_is_refused(
+        argv, said, models, tmp_path, monkeypatch, capsys):  # noqa: F811
     with pytest.raises(SystemExit) as end:
-        run_main(monkeypatch, capsys, *models, *argv)
+        run_main(monkeypatch, capsys, *models, "--adapters", tmp_path, "--work", tmp_path, *argv)
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
