@@ -102,68 +102,6 @@ def test_a_perfect_drafter_and_one_that_is_always_wrong():
         {"tokens": 9, "accepted": [4, 4], "cut": True}]
 
 
-# ------------------------------------------------------------------------------------- chains
-
-def test_rests_chain_is_what_followed_most_often():
-    store = Datastore(as_text([1, 2, 3, 4, 5, 9, 1, 2, 3, 7, 9, 1, 2, 3, 4, 6]))
-    ids, parents = module.retrieve_chain([Datastore(), store], as_text([8, 1, 2]), 3, 16)
-    assert (ids, parents) == ([2, 3, 4, ids[3]], [-1, 0, 1, 2]) and ids[3] in (5, 6)
-    assert module.retrieve_chain([store], as_text([1, 2]), 1, 16) == ([2, 3], [-1, 0])
-    assert module.retrieve_chain([store], as_text([8]), 3, 16) == ([8], [-1])
-    first = Datastore(as_text([2, 7]))  # an earlier store counts first
-    assert module.retrieve_chain([first, store], as_text([2]), 1, 16) == ([2, 7], [-1, 0])
-    assert module.retrieve_chain([first, store], as_text([1, 2]), 1, 16) == ([2, 3], [-1, 0])
-    assert module.keep_likeliest(lambda x: {"a": 0.2, "b": 0.5, x: 0.3}, "c") == {"b": 0.5}
-    assert module.keep_likeliest(dict) == {}
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """Load the embedded models with all their parts, and a prompt of each task."""
-    args = options("").parse_args(["-n", "1", "--max-new-tokens", "24", "--device", "cpu"])
-    args.distilled = None
-    bench = Bench(args)
-    with module.only_chains():
-        yield bench, module.Drafters(bench).found
-
-
-def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes(loaded):
-    bench, drafters = loaded
-    assert {"small model", "Medusa", "Hydra", "EAGLE", "EAGLE-3", "DFlash", "BiTA", "PaSS", "REST",
-            "early exit", "Draft & Verify", "n-grams", "recycling", "hybrid"} <= {*drafters}
-    assert {x.group for x in drafters.values()} == {*module.GROUPS}
-    [_, (_, prompt), _] = bench.pairs()
-    expected = bench.ours(autoregressive)(prompt).output
-    for name, drafter in drafters.items():
-        assert 3 <= drafter.most <= 8
-        for k in (1, drafter.most):
-            run, trees = drafter.make(k), []
-            forward = CachedLM.forward
-
-            def spy(lm, ids, parents=None, **options):
-                if lm is run.models["target"] and options.get("counts", True):
-                    trees.append(parents)
-                return forward(lm, ids, parents, **options)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(CachedLM, "forward", spy)
-                count = run(prompt)
-            assert count.output == expected, name
-            guesses = [x.get("guessed", x.get("drafted")) for x in count.log]
-            assert max(guesses) == k and max(x["accepted"] for x in count.log) <= k, name
-            if name != "BiTA":  # whose masks hang below every node
-                chains = [None, *([-1, *range(n)] for n in range(k + 1))]
-                assert all(parents in chains for parents in trees), name
-
-
-def test_a_part_that_is_not_there_is_left_out(loaded, tmp_path, capsys):
-    bench = copy.copy(loaded[0])
-    bench.args = copy.copy(bench.args)
-    bench.args.adapters = tmp_path
-    found = module.Drafters(bench).found
-    assert {*found} == {"small model", "n-grams", "recycling"}
-    assert "REST left out: --adapters must hold rest.safetensors" in capsys.readouterr().out
-
-
 # -------------------------------------------------------------------------------------- costs
 
 def test_a_round_is_timed_without_the_prompt(monkeypatch):
@@ -211,48 +149,6 @@ def test_the_best_chain_by_hand():
     half = costs | {"rounds": {"x": [[1, 2.5, 0.5], [2, 2.5, 0.5], [4, 2.5, 0.5]]}}
     # It guesses every other time: half a second more, of which the row takes a half.
     assert module.find_best(drafter, [1, 0, 0, 0], half).guess == 0.25
-
-
-# ------------------------------------------------------------------------------- all of it
-
-def run_main(monkeypatch, capsys, *argv) -> str:
-    monkeypatch.setattr(sys, "argv", ["results/who_guesses.py", *map(str, argv)])
-    module.main()
-    return capsys.readouterr().out
-
-
-def test_tables_and_the_figure_are_made_and_kept(
-        models, tmp_path, monkeypatch, capsys):  # noqa: F811
-    argv = [*models, "--adapters", tmp_path, "--max-new-tokens", "10", "--timed", "1", "--work",
-            tmp_path / "work", "--picture", tmp_path / "who.svg"]
-    text = run_main(monkeypatch, capsys, *argv)
-    acceptance, costs = tables_of(text[text.index("| drafter"):])
-    assert names_of(acceptance) == names_of(costs) == ["small model", "n-grams", "recycling"]
-    assert {*column(acceptance, "off")} == {"small model", "n-grams", "recycling"}
-    assert all(float(x) >= 1 for x in column(costs, "tokens a round").values())
-    assert column(costs, "of the target's")["n-grams"] == "0.0%"
-    xml.parse(tmp_path / "who.svg")
-    monkeypatch.setattr(module, "decode_all", None)  # nothing is decoded again
-    made = []
-    monkeypatch.setattr(module, "measure_costs", lambda *given: made.append(1) or kept)
-    [file] = (tmp_path / "work").iterdir()
-    lines = map(json.loads, file.read_text().splitlines())
-    [kept] = [value for name, value in lines if name.startswith("costs")]
-    again = run_main(monkeypatch, capsys, *argv)
-    assert again == text and not made
-    assert run_main(monkeypatch, capsys, *argv, "--time-again").partition("\n")[2] == (
-        text.partition("\n")[2]) and made == [1]
-
-
-@pytest.mark.parametrize("argv, said", [
-    (["--temperature", "1"], "--temperature must be 0, got 1.0"),
-    (["--timed", "0"], "--timed must be 1 or more, got 0"),
-    (["--max-new-tokens", "2"], "--max-new-tokens must be 3 or more")])
-def test_what_cannot_be_compared_is_refused(
-        argv, said, models, tmp_path, monkeypatch, capsys):  # noqa: F811
-    with pytest.raises(SystemExit) as end:
-        run_main(monkeypatch, capsys, *models, "--adapters", tmp_path, "--work", tmp_path, *argv)
-    assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------- the figure
@@ -322,3 +218,107 @@ def test_labels_are_moved_apart():
     box = bound_text(*find_place(50, 50, "word", taken, (0, 0, 400, 400)), "word", "middle")
     assert not any(overlap(box, other) for other in taken) and box[0] >= 0
     assert overlap((0, 0, 2, 2), (1, 1, 3, 3)) and not overlap((0, 0, 2, 2), (2, 0, 3, 2))
+
+
+# ------------------------------------------------------------------------------------- chains
+
+def test_rests_chain_is_what_followed_most_often():
+    store = Datastore(as_text([1, 2, 3, 4, 5, 9, 1, 2, 3, 7, 9, 1, 2, 3, 4, 6]))
+    ids, parents = module.retrieve_chain([Datastore(), store], as_text([8, 1, 2]), 3, 16)
+    assert (ids, parents) == ([2, 3, 4, ids[3]], [-1, 0, 1, 2]) and ids[3] in (5, 6)
+    assert module.retrieve_chain([store], as_text([1, 2]), 1, 16) == ([2, 3], [-1, 0])
+    assert module.retrieve_chain([store], as_text([8]), 3, 16) == ([8], [-1])
+    first = Datastore(as_text([2, 7]))  # an earlier store counts first
+    assert module.retrieve_chain([first, store], as_text([2]), 1, 16) == ([2, 7], [-1, 0])
+    assert module.retrieve_chain([first, store], as_text([1, 2]), 1, 16) == ([2, 3], [-1, 0])
+    assert module.keep_likeliest(lambda x: {"a": 0.2, "b": 0.5, x: 0.3}, "c") == {"b": 0.5}
+    assert module.keep_likeliest(dict) == {}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Load the embedded models with all their parts, and a prompt of each task."""
+    args = options("").parse_args(["-n", "1", "--max-new-tokens", "24", "--device", "cpu"])
+    args.distilled = None
+    bench = Bench(args)
+    with module.only_chains():
+        yield bench, module.Drafters(bench).found
+
+
+def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes(loaded):
+    bench, drafters = loaded
+    assert {"small model", "Medusa", "Hydra", "EAGLE", "EAGLE-3", "DFlash", "BiTA", "PaSS", "REST",
+            "early exit", "Draft & Verify", "n-grams", "recycling", "hybrid"} <= {*drafters}
+    assert {x.group for x in drafters.values()} == {*module.GROUPS}
+    [_, (_, prompt), _] = bench.pairs()
+    expected = bench.ours(autoregressive)(prompt).output
+    for name, drafter in drafters.items():
+        assert 3 <= drafter.most <= 8
+        for k in (1, drafter.most):
+            run, trees = drafter.make(k), []
+            forward = CachedLM.forward
+
+            def spy(lm, ids, parents=None, **options):
+                if lm is run.models["target"] and options.get("counts", True):
+                    trees.append(parents)
+                return forward(lm, ids, parents, **options)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(CachedLM, "forward", spy)
+                count = run(prompt)
+            assert count.output == expected, name
+            guesses = [x.get("guessed", x.get("drafted")) for x in count.log]
+            assert max(guesses) == k and max(x["accepted"] for x in count.log) <= k, name
+            if name != "BiTA":  # whose masks hang below every node
+                chains = [None, *([-1, *range(n)] for n in range(k + 1))]
+                assert all(parents in chains for parents in trees), name
+
+
+def test_a_part_that_is_not_there_is_left_out(loaded, tmp_path, capsys):
+    bench = copy.copy(loaded[0])
+    bench.args = copy.copy(bench.args)
+    bench.args.adapters = tmp_path
+    found = module.Drafters(bench).found
+    assert {*found} == {"small model", "n-grams", "recycling"}
+    assert "REST left out: --adapters must hold rest.safetensors" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------- all of it
+
+def run_main(monkeypatch, capsys, *argv) -> str:
+    monkeypatch.setattr(sys, "argv", ["results/who_guesses.py", *map(str, argv)])
+    module.main()
+    return capsys.readouterr().out
+
+
+def test_tables_and_the_figure_are_made_and_kept(
+        models, tmp_path, monkeypatch, capsys):  # noqa: F811
+    argv = [*models, "--adapters", tmp_path, "--max-new-tokens", "10", "--timed", "1", "--work",
+            tmp_path / "work", "--picture", tmp_path / "who.svg"]
+    text = run_main(monkeypatch, capsys, *argv)
+    acceptance, costs = tables_of(text[text.index("| drafter"):])
+    assert names_of(acceptance) == names_of(costs) == ["small model", "n-grams", "recycling"]
+    assert {*column(acceptance, "off")} == {"small model", "n-grams", "recycling"}
+    assert all(float(x) >= 1 for x in column(costs, "tokens a round").values())
+    assert column(costs, "of the target's")["n-grams"] == "0.0%"
+    xml.parse(tmp_path / "who.svg")
+    monkeypatch.setattr(module, "decode_all", None)  # nothing is decoded again
+    made = []
+    monkeypatch.setattr(module, "measure_costs", lambda *given: made.append(1) or kept)
+    [file] = (tmp_path / "work").iterdir()
+    lines = map(json.loads, file.read_text().splitlines())
+    [kept] = [value for name, value in lines if name.startswith("costs")]
+    again = run_main(monkeypatch, capsys, *argv)
+    assert again == text and not made
+    assert run_main(monkeypatch, capsys, *argv, "--time-again").partition("\n")[2] == (
+        text.partition("\n")[2]) and made == [1]
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--temperature", "1"], "--temperature must be 0, got 1.0"),
+    (["--timed", "0"], "--timed must be 1 or more, got 0"),
+    (["--max-new-tokens", "2"], "--max-new-tokens must be 3 or more")])
+def test_what_cannot_be_compared_is_refused(
+        argv, said, models, tmp_path, monkeypatch, capsys):  # noqa: F811
+    with pytest.raises(SystemExit) as end:
+        run_main(monkeypatch, capsys, *models, "--adapters", tmp_path, "--work", tmp_path, *argv)
+    assert end.value.code == 2 and said in capsys.readouterr().err
