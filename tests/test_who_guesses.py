@@ -268,6 +268,8 @@ def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes(loaded):
             assert count.output == expected, name
             guesses = [x.get("guessed", x.get("drafted")) for x in count.log]
             assert max(guesses) == k and max(x["accepted"] for x in count.log) <= k, name
+            final = sum(x["accepted"] + drafter.own for x in count.log)
+            assert count.tokens <= final <= count.tokens + drafter.own, name
             if name != "BiTA":  # whose masks hang below every node
                 chains = [None, *([-1, *range(n)] for n in range(k + 1))]
                 assert all(parents in chains for parents in trees), name
@@ -311,6 +313,8 @@ def test_tables_and_the_figure_are_made_and_kept(
     assert again == text and not made
     assert run_main(monkeypatch, capsys, *argv, "--time-again").partition("\n")[2] == (
         text.partition("\n")[2]) and made == [1]
+    with pytest.raises(TypeError):  # another draft decodes anew
+        run_main(monkeypatch, capsys, *argv, "--draft", models[models.index("--cllm") + 1])
 
 
 @pytest.mark.parametrize("argv, said", [
