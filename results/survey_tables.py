@@ -2,15 +2,19 @@
 
     python results/survey_tables.py --table medusa              # or another of TABLES, at the end
     python results/survey_tables.py --table inputs --adapters FOLDER
+    python results/survey_tables.py --table losses --adapters FOLDER
 
 For --table inputs FOLDER holds a draft layer for each choice of `survey.eagle train --inputs`,
-named shifted.safetensors and so on. All layers must have been trained equally long. Prompts, rounds
-and medians are those of bench.py.
+named shifted.safetensors and so on. For --table losses it holds what both choices of --loss made,
+named medusa-ce.safetensors, medusa-tv.safetensors and so on, of Medusa, Hydra and EAGLE or of some
+of them. All parts must have been trained equally long. Prompts, rounds and medians are those of
+bench.py.
 """
 import copy
 import functools
 import itertools
 import math
+import random
 import sys
 import tempfile
 import time
@@ -25,19 +29,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from bita import bita, load_tuning  # noqa: E402  (path: set above)
 from common import WIDTHS, Sampler, autoregressive, row_costs, vocab_size  # noqa: E402
 from jacobi import lookahead  # noqa: E402
-from models.training import collect_answers  # noqa: E402
+from models.training import LOSSES, collect_answers, total_variation  # noqa: E402
 from speculative import speculative  # noqa: E402
 from survey import triforce as triforce_file  # noqa: E402
 from survey.cascade import cascade  # noqa: E402
 from survey.draft_verify import draft_verify, load_blocks, without  # noqa: E402
-from survey.eagle import eagle, load_draft  # noqa: E402
+from survey.eagle import Pairs, compute_features, eagle, load_draft  # noqa: E402
 from survey.early_exit import early_exit, load_exit  # noqa: E402
 from survey.hybrid import GUESSES, grow, hybrid, load_trust  # noqa: E402
 from survey.layerskip import layerskip, load_tuned, measure_exit  # noqa: E402
 from survey.lossy import specdec  # noqa: E402
 from survey.masks import load_space, measure_all_right, pass_sampling, space  # noqa: E402
-from survey.medusa import load_heads, medusa  # noqa: E402
+from survey.medusa import collect_features, head_states, load_heads, medusa  # noqa: E402
 from survey.ngrams import NGrams  # noqa: E402
+from survey.parts import logits_of  # noqa: E402
 from survey.online import online  # noqa: E402
 from survey.rest import (BOUNDARY, Datastore, as_text, load_datastore,  # noqa: E402
                          rest)
@@ -157,6 +162,96 @@ def table_inputs(bench: Bench) -> None:
               *(f"{results.per_call((name, dynamic)):.2f}" for dynamic in (False, True))]
              for name, draft in drafts.items()]
     print(table(rows))
+
+
+# ------------------------------------------------------------------------ the loss of a training
+
+def find_logits(bench: Bench, part, prompt: list[int], answer: list[int]) -> tuple:
+    """Compute what a part and the target say of the token after each root of an answer.
+
+    part     heads of Medusa or Hydra, or a draft of EAGLE
+    prompt   token ids
+    answer   token ids, two or more
+    returns  the logits [n, V] of the part and of the target
+    """
+    model, pair = bench.target, (prompt, answer)
+    to_logits, head = logits_of(model), model.get_output_embeddings()
+    if hasattr(part, "K"):
+        [(f, tokens, ahead)] = collect_features(model, [pair], part.K, "tv")
+        [x, *_] = [x for _, x, _ in head_states(part, model, f.to(model.dtype), tokens)]
+        return to_logits(part.lm_head_of(1)(x)), to_logits(head(ahead[:, 0].to(model.dtype)))
+    [(ids, f, length)] = compute_features(model, [pair])
+    lm, f = bench.cached(part.lm), f.to(model.dtype)
+    lm.start([])
+    said = lm.forward(part.join(Pairs(ids[:-2], f[:-2], ids[1:-1])))
+    first = max(0, length - 2)
+    return said[first:], to_logits(head(f[1:-1]))[first:]
+
+
+@torch.inference_mode()
+def overlap(bench: Bench, part, texts: list[tuple]) -> float:
+    """Return the mean of 1 - ½‖p - q‖₁ for the token after the root, over texts (prompt, answer).
+
+    This is how often speculative sampling would accept a guess that is drawn from the part.
+    """
+    found = []
+    for prompt, answer in texts:
+        q, p = find_logits(bench, part, prompt, answer)
+        found.append(1 - total_variation(p.float().softmax(-1), q.float().softmax(-1)))
+    return torch.cat(found).mean().item()
+
+
+def ratio_interval(ours: list, theirs: list) -> str:
+    """Return by what factor tokens per call rise, with its 95% interval by bootstrap over prompts.
+
+    ours, theirs  Counts of the same prompts
+    """
+    def factor(chosen: list[int]) -> float:
+        a, b = (sum(some[i].tokens for i in chosen) / sum(some[i].calls for i in chosen)
+                for some in (ours, theirs))
+        return a / b
+    rng, every = random.Random(0), range(len(ours))
+    found = sorted(factor(rng.choices(every, k=len(every))) for _ in range(1000))
+    return f"{factor([*every]):.3f} [{found[25]:.3f}, {found[974]:.3f}]"
+
+
+def table_losses(bench: Bench) -> None:
+    """Print what parts make that learned by cross-entropy (ce) and by the distance (tv)."""
+    folder, runs, parts, rows = bench.args.adapters, {}, {}, []
+    for kind, loss in itertools.product(("medusa", "hydra", "eagle"), LOSSES):
+        path = folder / f"{kind}-{loss}.safetensors"
+        if not path.exists():
+            print(f"{path} left out, which is not there")
+        elif kind == "eagle":
+            parts[kind, loss] = load_draft(path, bench.target)
+            runs[kind, loss] = functools.partial(bench.ours, eagle)
+        else:
+            parts[kind, loss] = load_heads(path, kind, bench.target)
+            runs[kind, loss] = functools.partial(bench.ours, medusa, heads=kind)
+    greedy, warm = (Sampler(t, seed=bench.args.seed) for t in (0.0, 1.0))
+    ar = bench.ours(autoregressive, warm)
+    texts = [(prompt, ar(prompt).output) for _, prompt in bench.pairs()]
+    texts = [(prompt, answer) for prompt, answer in texts if len(answer) > 1]
+    counts = {}
+    for t, sample in ((0, greedy), (1, warm)):
+        results = bench.measure({name: run(sample, trained=parts[name], nodes=16)
+                                 for name, run in runs.items()})
+        for name in runs:
+            counts[*name, t] = [count for some in results.rounds(name) for count in some]
+    for kind, loss in runs:
+        cells = [kind, loss, f"{overlap(bench, parts[kind, loss], texts):.3f}"]
+        for t in (0, 1):
+            some = counts[kind, loss, t]
+            accepted = [record["accepted"] for count in some for record in count.log]
+            reached = [sum(a >= k for a in accepted) for k in range(5)]
+            cells += [f"{sum(x.tokens for x in some) / sum(x.calls for x in some):.3f}",
+                      ratio_interval(some, counts[kind, "ce", t]),
+                      " ".join(f"{b / a:.2f}" for a, b in zip(reached, reached[1:]))]
+        rows.append(cells)
+    print(table([["part", "loss", "1 - ½‖p - q‖₁",
+                  *(f"{x}, temperature {t}" for t in (0, 1) for x in (
+                      "tokens per call", "ratio to ce [95%]", "accepted of level 1, 2, 3, 4"))],
+                 *rows]))
 
 
 # --------------------------------------------------------------------------------------- Sequoia
@@ -657,7 +752,8 @@ def lookups(bench: Bench) -> None:
 # ---------------------------------------------------------------------------- the command line
 
 TABLES = {"medusa": table_medusa, "eagle": table_eagle, "inputs": table_inputs,
-          "sequoia": table_sequoia, "rest": table_rest, "specdec": table_specdec,
+          "losses": table_losses, "sequoia": table_sequoia, "rest": table_rest,
+          "specdec": table_specdec,
           "layerskip": table_layerskip, "exits": table_exits, "draft_verify": table_draft_verify,
           "accuracy": table_accuracy, "masks": table_masks, "cascade": table_cascade,
           "triforce": table_triforce, "online": table_online, "boost": table_boost,

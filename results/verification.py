@@ -120,6 +120,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--draft", default=str(ROOT / "models/draft"))
     parser.add_argument("--blocks", metavar="FILE", help="draft without these blocks instead")
     parser.add_argument("--gammas", type=int, nargs="+", default=[3, 6])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="in place of held-out tasks")
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--dtype", default="float32")
@@ -141,7 +142,7 @@ def main(argv: list[str]) -> None:
     prompts = encode_prompts([model], tokenizer, texts, args.chat)
     print("| temperature | γ | token by token | block | ratio | 95% interval | rounds |\n"
           "| --- | --- | --- | --- | --- | --- | --- |")
-    for temperature in (0.5, 1.0):
+    for temperature in args.temperatures:
         for gamma in args.gammas:
             runs = [run_prompt(start(target, source, gamma, Sampler(temperature, seed=i)), prompt,
                                eos_ids(model, tokenizer), args.max_new_tokens)

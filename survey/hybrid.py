@@ -1,8 +1,9 @@
 """One tree holds all guesses, each node has a measured chance, and rows are added while they pay.
 
-hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained guess, of Medusa or
-         Hydra (medusa.py), EAGLE (eagle.py) or DFlash (dflash.py), in one tree. Others choose one
-         source a step (SAM-Decoding, arXiv 2411.10666)
+hybrid   of this project: n-grams of REST's datastore (rest.py), what the target said after the
+         same token before (recycling.py), and a trained guess, of Medusa or Hydra (medusa.py),
+         EAGLE (eagle.py) or DFlash (dflash.py), in one tree. Others choose one source a step
+         (SAM-Decoding, arXiv 2411.10666)
 
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
     python -m survey.hybrid --prompt "..."
@@ -16,8 +17,9 @@ hybrid   of this project: n-grams of REST's datastore (rest.py) and a trained gu
     The nodes are added in the order on, the, mat, in, a. The call is expected to give
     1 + .71 + .52 + .30 + .12 + .11 = 2.76 tokens.
 
-The children of a node come from n-grams of the text and of a datastore (ngrams.py), looked up after
-the text and the node's path. At the root a trained part guesses as well, unless the n-grams give a
+The children of a node come from n-grams of the text and of a datastore, and from what the target
+said the last time that it was fed the node's token (ngrams.py). They are looked up after the text
+and the node's path. At the root a trained part guesses as well, unless the n-grams give a
 token a chance of 1/2 or more. The chance of a child is then w p_guess + (1 - w) p_ngram. One pass
 of DFlash's draft guesses for all depths of its block, so it is asked at deeper nodes in the same
 way. The other parts would need a pass for each depth.
@@ -66,6 +68,7 @@ from survey.eagle import Pairs, feed, load_draft
 from survey.medusa import load_heads
 from survey.ngrams import SEEN, SOURCES, NGrams, fit_trust, fit_weight, mix_entries
 from survey.parts import MODELS, load_facts, logits_of, save_facts
+from survey.recycling import Successors
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
 from survey.taps import join_taps, refuse_graphs, tap_layers
 
@@ -301,7 +304,8 @@ def choose_tree(ngrams: NGrams, trained: Trained | None, w: float, nodes: int, c
 
 def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: int = 0,
            adapter: str = "", datastore: str = DATASTORE, trust: str = f"{MODELS}/hybrid.json",
-           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+           successors: Successors | None = None, sample: Sampler = greedy,
+           log: list | None = None) -> Iterator[list[int]]:
     """Verify the likeliest continuations by n-grams and a trained guess, as many as pay.
 
     guess:     the trained part that guesses beside the n-grams. Medusa, hydra and eagle guess the
@@ -312,6 +316,9 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
     trust:     a file made by `python -m survey.hybrid fit`
 
     Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path"} a call.
+
+    The Successors `successors` are what the target said after each token, kept from prompt to
+    prompt, and are changed in place.
 
     The log's "chances" are those of the guesses, in the order of the tree. Its "path" has the
     numbers of the accepted guesses in this order, from 0.
@@ -334,7 +341,7 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
         target.start(prompt[:-1])
         if trained:
             trained.start(Pairs(prompt[:-1], read_features(target, seen, taps), prompt[1:]))
-        ngrams = NGrams(as_text(prompt), store, facts["trust"])
+        ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)
         recent = deque(maxlen=RECENT)  # calls
         while True:
             # The costs of rows are measured again whenever the context has doubled. This is no part
@@ -346,10 +353,12 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
                                                 recent)
             # Verify.
             seen.clear()  # of the calls that the clock made
-            path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+            logits = target.forward(ids, parents)
+            path, chunk = walk(ids, parents, sample(logits))
             target.commit(path)
             # Tell all that guesses what became final.
             ngrams.add(as_text(chunk))
+            ngrams.learn(ids, logits)  # rejected nodes too
             if trained:
                 features = read_features(target, seen, taps)[path]
                 trained.add(Pairs([ids[x] for x in path], features, chunk))
@@ -432,11 +441,13 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
     entries = []
     guessed = {kind: [] for kind in parts}
     taps = parts["dflash"].taps if "dflash" in parts else []
+    successors = Successors()
     for prompt, answer in tqdm(data, desc="answers"):
-        ngrams = NGrams(as_text(prompt), store, [])
+        ngrams = NGrams(as_text(prompt), store, [], successors)
         with tap_layers(lm.model, taps) as seen:
             lm.start(prompt + answer)
             tapped = read_features(lm, seen, taps)
+        said = read_logits(lm, lm.features[len(prompt) - 1:])
         features = {kind: tapped if kind == "dflash" else lm.features for kind in parts}
         for kind, part in parts.items():
             part.start(Pairs(prompt[:-1], features[kind][:len(prompt) - 1], prompt[1:]))
@@ -444,12 +455,20 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
             entries.append([*ngrams.list_entries("")])
             before = as_tokens(ngrams.text[-1])
             ngrams.add(token)
+            successors.learn(before, said[i + 1 - len(prompt)][None])
             for kind, part in parts.items():
                 guessed[kind].append(part.predict().get(token, 0.0))
                 # Here i is the place of the token before this one, so row i led to this token.
                 part.add(Pairs(before, features[kind][i:i + 1], as_tokens(token)))
         tokens += as_text(answer)
     return tokens, entries, guessed
+
+
+@torch.inference_mode()
+def read_logits(lm: CachedLM, features: torch.Tensor) -> torch.Tensor:
+    """Return the logits [n, V] that a model makes of features [n, d]."""
+    head = lm.model.get_output_embeddings()
+    return logits_of(lm.model)(head(features))[:, :lm.vocab]
 
 
 def load_trust(path: str, model) -> dict:
@@ -461,11 +480,15 @@ def load_trust(path: str, model) -> dict:
              the file is damaged, or for another model
     """
     def parse(facts: dict) -> dict:
+        # An older file has two sources. Nothing that the target said is trusted then.
         numbers = torch.tensor(facts["trust"])
+        if len(numbers) == len(SOURCES) - 1:
+            numbers = torch.cat([numbers, torch.zeros_like(numbers[:1])])
+            facts["trust"] = numbers.tolist()
         right_shape = numbers.shape == (len(SOURCES), len(SEEN) + 1, 3)
         if not right_shape or not all(
                 0 <= x <= 1 for x in (*numbers.flatten(), *facts["w"].values())):
-            raise ValueError("not 2 x 5 x 3 numbers and weights of 0 to 1")
+            raise ValueError("not 3 x 5 x 3 numbers and weights of 0 to 1")
         return facts
     expected = "a file that `python -m survey.hybrid fit` made for this model"
     return load_facts(path, {"model": model}, expected, parse)
@@ -483,4 +506,5 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([hybrid], report, commands=[fit], ranges={"guess": GUESSES}))
+    sys.exit(main([hybrid], report, commands=[fit], ranges={"guess": GUESSES},
+                  shared={"successors": Successors}))

@@ -6,6 +6,10 @@ The last 8, 4, 2 and 1 tokens are looked up, each in the text itself, then in a 
 An *entry* is one of these suffixes in one of these sources, with the tokens that followed it there
 and how often each did. The entry of the longest suffix comes first.
 
+A third source has entries of one token: what the target itself said the last time that it was fed
+this token (recycling.py). These are its likeliest tokens without their chances, so RATES stand for
+how often each followed.
+
 At first a mass of 1 is left to be given to tokens. Each entry takes a share of the mass that is
 left, and this share is its *trust*. It splits what it takes among its followers, in proportion to
 their counts. What it did not take is left to the next entry. After "… sat on the":
@@ -18,13 +22,13 @@ their counts. What it did not take is left to the next entry. After "… sat on 
 The last .2 is given to no token.
 
 The trust of an entry depends on three things: on its source, on how often its suffix was seen, and
-on how many different tokens followed. Classes of these make 2 x 5 x 3 numbers, which are fitted by
+on how many different tokens followed. Classes of these make 3 x 5 x 3 numbers, which are fitted by
 EM (`fit_trust`). So the model is smoothed like that of Jelinek and Mercer, 1980, with weights by
 counts.
 
 The *class* of an entry is a triple (source, often, variety) of indices into these numbers:
 
-    source     0 for the text, 1 for the datastore
+    source     0 for the text, 1 for the datastore, 2 for what the target said
     often      0 for a suffix that was seen once, 1 for twice, 2 for up to 5 times, 3 for up to 15
                times, 4 for more
     variety    0 for one follower, 1 for several that are at most a third of the times seen, 2 for
@@ -34,12 +38,14 @@ from collections import Counter
 from itertools import product
 from typing import Iterable, Iterator
 
-from survey.rest import BOUNDARY, MATCHES, Datastore
+from survey.recycling import RATES, Successors
+from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
 
 import torch
 
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
-SOURCES = TEXT, STORE = (0, 1)
+SOURCES = TEXT, STORE, TARGET = (0, 1, 2)
+TIMES = [round(1000 * rate) for rate in RATES]  # how often the target's likeliest tokens followed
 SEEN = (1, 2, 5, 15)  # the upper bounds of the first four values of `often`
 LEAST = 0.01  # where less mass than this is left, no further entry is asked
 
@@ -47,15 +53,18 @@ LEAST = 0.01  # where less mass than this is left, no further entry is asked
 class NGrams:
     """Tell what follows a text, by what followed its last tokens before.
 
-    text    the text so far, as rest.as_text writes it
-    store   the datastore that is searched beside the text
-    trust   the trust of each class of entries, [source][often][variety]
+    text         the text so far, as rest.as_text writes it
+    store        the datastore that is searched beside the text
+    trust        the trust of each class of entries, [source][often][variety]
+    successors   what the target said after each token, which the caller keeps up to date
     """
 
-    def __init__(self, text: str, store: Datastore, trust: list):
+    def __init__(self, text: str, store: Datastore, trust: list,
+                 successors: Successors | None = None):
         self.text = ""
         self.store = store
         self.trust = trust
+        self.successors = successors or Successors()
         self.text_followers = {}  # suffix: the tokens that followed it, the last MATCHES times
         self.store_followers = {}  # suffix: a Counter
         self.add(text)
@@ -73,16 +82,28 @@ class NGrams:
                     self.text_followers[s] = (earlier + token)[-MATCHES:]
             self.text += token
 
+    def learn(self, ids: list[int], logits: torch.Tensor) -> None:
+        """Keep what the target said after all nodes of a tree, unless this is not trusted.
+
+        ids      the tokens of the nodes
+        logits   [n, V] after each of them
+        """
+        if any(any(row) for row in self.trust[TARGET]):
+            self.successors.learn(ids, logits)
+
     def count_followers(self, source: int, s: str) -> Counter:
         """Count the tokens that followed a suffix in a source.
 
-        source   TEXT or STORE
+        source   TEXT, STORE or TARGET
         s        the suffix
         returns  {token: how often it followed}. Of many places the last MATCHES count in the text,
-                 and an even sample of them in the datastore
+                 and an even sample of them in the datastore. Of the target, TIMES
         """
         if source == TEXT:
             return Counter(self.text_followers.get(s, ""))
+        if source == TARGET:
+            row = self.successors.rows.get(*as_tokens(s), []) if len(s) == 1 else []
+            return Counter(dict(zip(as_text(row), TIMES)))
         if s not in self.store_followers:
             counts = Counter(self.store.text[i:i + 1] for i in self.store.find_places(s))
             del counts[BOUNDARY], counts[""]  # the ends of texts are followed by nothing
@@ -92,7 +113,8 @@ class NGrams:
     def list_entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
         """Yield the entries for the end of the text and of a path of guesses below it.
 
-        The entry of the longest suffix comes first, and of two with the same suffix the text's.
+        The entry of the longest suffix comes first, and of those with the same suffix the text's,
+        then the datastore's.
 
         path    the guesses, "" for none
         yields  for each entry its class, and the counts of its followers

@@ -16,11 +16,12 @@ from survey.eagle import Draft, Pairs
 from survey.hybrid import (Trained, choose_width, estimate_prices, fit, fit_weight, grow, hybrid,
                            load_trust, report)
 from survey.medusa import Heads
-from survey.ngrams import NGrams, fit_trust, split_chance
+from survey.ngrams import TIMES, NGrams, fit_trust, split_chance
 from survey.parts import save_facts
+from survey.recycling import Successors
 from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
 
-HALF = [[[0.5] * 3] * 5] * 2
+HALF = [[[0.5] * 3] * 5] * 3
 KINDS = module.GUESSES[1:]
 FILES = dict(datastore="store", trust="trust", adapter="part")
 
@@ -95,6 +96,49 @@ def test_the_longest_suffix_comes_first_and_of_equals_the_text():
     assert ngrams.predict("")["x"] == pytest.approx(1 - 0.2 ** 3)
     ngrams = NGrams("pqbxxab", Datastore("aby"), sure)
     assert ngrams.predict("") == pytest.approx({"y": 0.8 + 0.2 * 0.2 * 0.8, "x": 0.2 * 0.8})
+
+
+def test_what_the_target_said_comes_last():
+    """The text and a path end with b. The target said c, a and b after b, and x after others."""
+    trust = [[[0.0] * 3 for _ in range(5)] for _ in range(3)]
+    trust[0][0][0] = 0.5  # "ab" and "b" in the text, followed by z once
+    trust[2][4][1] = trust[2][4][0] = 0.4  # many times by the rates, one token or several
+    successors = Successors()
+    successors.rows = {token: as_tokens(row) for token, row in zip(as_tokens("bz"), ("cad", "x"))}
+    ngrams = NGrams("abzq", Datastore("q"), trust, successors)
+    assert TIMES[:4] == [420, 110, 50, 30]
+    mass = 0.25 * 0.4
+    assert ngrams.predict("ab") == pytest.approx({
+        "z": 0.75, "c": mass * 420 / 580, "a": mass * 110 / 580, "d": mass * 50 / 580})
+    assert ngrams.predict("xz") == pytest.approx({"q": 0.5, "x": 0.5 * 0.4})
+    assert ngrams.predict("y") == {}
+
+
+def test_a_run_learns_from_all_nodes_and_keeps_what_it_learnt():
+    """What it learns after a token is what the target says after the token's latest node, from
+    prompt to prompt. Then it is guessed: the same prompt takes fewer calls the second time."""
+    model = tiny("llama")
+    answer = tokens_of(autoregressive(CachedLM(model), [3, 14, 15]), 40)
+    target, successors, fed = prepared(model), Successors(), {}
+
+    def forward(ids, parents=None, **how):
+        logits = CachedLM.forward(target, ids, parents, **how)
+        if parents is not None:
+            fed.update(zip(ids, logits.topk(8).indices.tolist()))
+        return logits
+    target.forward = forward
+    calls = []
+    for _ in range(2):
+        before = target.calls
+        assert tokens_of(hybrid(target, [3, 14, 15], guess="none", nodes=16, successors=successors,
+                                **FILES), 40) == answer
+        calls.append(target.calls - before)
+        assert {token: successors.rows[token] for token in fed} == fed
+    target.memo["trust", "trust"]["trust"] = [*HALF[:2], [[0.0] * 3] * 5]
+    others = Successors()
+    tokens_of(hybrid(target, [3, 14, 15], guess="none", nodes=16, successors=others, **FILES), 9)
+    assert others.rows == {}  # where it is not trusted, nothing is learnt
+    assert calls[1] < calls[0] and len({*fed} - {*answer, 15}) > 3
 
 
 def test_a_text_that_grows_is_as_one_that_is_whole_and_the_latest_count():
@@ -463,11 +507,11 @@ def test_trust_is_measured_and_kept_for_its_model(fitted, monkeypatch, capsys):
     model, seen, real = tiny("llama"), [], module.NGrams
     texts = [as_text(p[-2:] + a) for p, a in zip(PROMPTS, answers_of(model))]
     monkeypatch.setattr(module, "load_heads", lambda path, kind, model: Heads(model, kind, 1))
-    monkeypatch.setattr(module, "NGrams", lambda text, store, trust: seen.append(store.text)
-                        or real(text, store, trust))
+    monkeypatch.setattr(module, "NGrams", lambda text, store, *others: seen.append(store.text)
+                        or real(text, store, *others))
     file = fitted(model, ["medusa", "hydra"], BOUNDARY.join([*texts, as_text([5] * 6)]))
     known = load_trust(file, model)
-    assert {*seen} == {as_text([5] * 6)} and torch.tensor(known["trust"]).shape == (2, 5, 3)
+    assert {*seen} == {as_text([5] * 6)} and torch.tensor(known["trust"]).shape == (3, 5, 3)
     assert [*known["w"]] == ["none", "medusa", "hydra"] and known["w"]["none"] == 0
     assert "weights of the trained parts" in capsys.readouterr().out
     with pytest.raises(InputError, match="--guess must be one that .* has a weight for, got eagle"):
@@ -506,6 +550,28 @@ def test_what_the_trust_is_measured_on(fitted, monkeypatch):
         torch.testing.assert_close(torch.cat(features), lm.features[:-1])
         expected += range(1, len(text) - 2)
     assert len(told) == 60 and asked == expected
+
+
+def test_a_file_of_two_sources_loads(tmp_path):
+    """Nothing that the target said is trusted then."""
+    model = tiny("llama")
+    save_facts(tmp_path / "t.json", {"model": model}, trust=HALF[:2], w={"none": 0.0})
+    assert load_trust(str(tmp_path / "t.json"), model)["trust"] == [*HALF[:2], [[0.0] * 3] * 5]
+
+
+def test_what_the_target_said_is_measured_before_each_token(fitted, monkeypatch):
+    """It is what the target says after the text's own tokens, before the token is known."""
+    model, seen, real = tiny("llama"), [], NGrams.list_entries
+    monkeypatch.setattr(NGrams, "list_entries", lambda self, path: seen.append(
+        (as_tokens(self.text), {t: [*row] for t, row in self.successors.rows.items()}))
+        or real(self, path))
+    fitted(model, [])
+    expected = {}
+    for text, rows in seen:
+        assert rows == expected
+        said = model(torch.tensor([text])).logits[0, -1]  # read once the next token is known
+        expected[text[-1]] = said.topk(8).indices.tolist()
+    assert len(seen) > 200
 
 
 @pytest.mark.parametrize("wrong", [

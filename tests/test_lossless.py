@@ -95,7 +95,7 @@ def pool_of(texts: list[list[int]]) -> ouroboros.PhrasePool:
 
 def trusting(model, part=None, kind: str = "none") -> Callable:
     """Prepare what the hybrid reads: a datastore, trust, costs of rows, and a part's guesses."""
-    known = {"trust": [[[0.5] * 3] * 5] * 2, "w": {"none": 0.0, kind: 0.5}}
+    known = {"trust": [[[0.5] * 3] * 5] * 3, "w": {"none": 0.0, kind: 0.5}}
     costs = {("row costs", power): [1.0] * 65 for power in (8, 9)}
     store = store_of(own_texts(model))
     return lambda target: {("rest", "store"): store, ("trust", "trust"): known,

@@ -48,8 +48,8 @@ NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of 
          "survey.cascade": ("speculative", "survey.rest"),
          "survey.triforce": ("speculative", "survey.cascade", "survey.views"),
          "survey.hybrid": ("survey.dflash", "survey.eagle", "survey.medusa", "survey.ngrams",
-                           "survey.parts", "survey.rest", "survey.taps"),
-         "survey.ngrams": ("survey.rest",),
+                           "survey.parts", "survey.recycling", "survey.rest", "survey.taps"),
+         "survey.ngrams": ("survey.recycling", "survey.rest"),
          "survey.online": ("models.training", "speculative", "survey.parts", "survey.views"),
          "models.training": ()}
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
