@@ -6,6 +6,7 @@
 #   make mutants    check that the tests notice mistakes in the code
 #   make who        measure who guesses best and what a guess costs, and draw it
 #   make picture    draw README's picture of a run on this machine
+#   make cost       write costs.html: what calls cost here, and what guesses bring
 #   make models     train the embedded models anew; the commands from `bita` on train the parts of
 #                   single methods (models/README.md says how long each takes)
 #   make clean      remove .venv and all that trainings have kept
@@ -15,7 +16,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test mutants bench who gpu-dry models picture bita medusa \
+.PHONY: demo test mutants bench who gpu-dry models picture cost bita medusa \
 	eagle eagle3 dflash layerskip masks sequoia rest hybrid cllm clean
 
 demo: .venv/ready
@@ -48,6 +49,11 @@ models: .venv/ready
 # Makes .github/decode.svg.
 picture: .venv/ready
 	$(RUN) results/picture.py
+
+# README's screenshots, .github/costs.png and trace.png: chromium --headless --window-size=1200,620
+# --screenshot=FILE.png of this page, and of one that --compare --trace wrote
+cost: .venv/ready
+	$(RUN) results/cost_page.py
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv

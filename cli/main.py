@@ -14,6 +14,7 @@ from typing import Callable, Container, Iterator
 
 from transformers.utils import logging
 
+from cli.costs import find_reason
 from cli.loading import encode_data, encode_prompts, load_checked
 from cli.options import (MODELS, parse_command, parse_decoding, read_options, select_options,
                          select_settings, write_option)
@@ -184,23 +185,15 @@ class Session:
 def explain_slowdown(run: Run, ar: Run) -> str:
     """Say in a line which cost makes a run slower than token by token decoding.
 
-    A round takes a call of the target over many rows, and the guessing. Both are said in calls of
-    one row, as the run of autoregressive decoding has them. The larger surplus is to blame.
-
     run      the run of the method
     ar       the run of `autoregressive`
     """
     target, alone = run.models["target"], ar.models["target"]
     one = alone.seconds / alone.calls
-    call = target.seconds / target.calls / one
-    others = run.seconds - target.seconds - target.prompt_seconds
-    guessing = others / target.calls / one
-    gives = f"and a call gives {run.tokens / target.calls:.1f} tokens"
-    if call - 1 > guessing:
-        reason = f"a call of {target.rows / target.calls:.0f} rows costs {call:.1f} calls of one"
-    else:
-        reason = f"the guesses of a call cost {guessing:.1f} calls of one row"
-    return f"slower here because {reason}, {gives}"
+    guessing = run.seconds - target.seconds - target.prompt_seconds
+    reason = find_reason(target.rows / target.calls, target.seconds / target.calls / one,
+                         guessing / target.calls / one, run.tokens / target.calls)
+    return f"slower here because {reason}"
 
 
 def compare(session: Session, run: Run, lossy: Container) -> int:
@@ -262,11 +255,12 @@ def record_trace(session: Session) -> Iterator[None]:
         yield
         return
     from cli.trace import Trace, make_page
-    session.trace = Trace()
+    session.trace = trace = Trace()
     try:
         yield
+        trace.time_calls()  # not after Ctrl-C, when nobody wants to wait
     finally:
-        shown = make_page(session.trace.runs, session.tokenizer)
+        shown = make_page(trace.runs, session.tokenizer, trace.describe_costs())
         path.write_text(shown, encoding="utf-8")
         print(f"trace: {path.resolve()}", file=sys.stderr)
 

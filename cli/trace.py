@@ -14,6 +14,7 @@ It becomes this record, an entry of the run's "rounds":
 
     {"chunk": [7, 11],
      "log": {"accepted": 1},           the method's own record of the round
+     "seconds": 0.0041,                of the round, without the pass over the prompt
      "calls": [{
          "lm": 0,                      which model, a place in the run's "lms"
          "time": [12.1, 15.3],         milliseconds since the first call
@@ -38,8 +39,9 @@ from typing import Iterator
 
 import torch
 
+from cli.costs import describe, time_calls, write_panel
 from cli.text import split_text
-from common import CachedLM
+from common import WIDTHS, CachedLM
 
 PAGE = Path(__file__).with_name("trace.html")
 PATCHED = ("start", "forward", "commit", "truncate")
@@ -57,6 +59,7 @@ class Recorder:
         """Begin another run; the time that recording takes is set-up of its target."""
         self.target = target
         self.began = None  # when the first call began
+        self.prompts = 0.0  # seconds that passes over the prompt took
         self.lms = []  # models in the order of their first call
         self.calls = []  # of the present round
         self.waiting = {}  # lm: calls whose rows are not committed
@@ -104,6 +107,7 @@ class Recorder:
         if lm not in self.lms:
             self.lms.append(lm)
         self.waiting[lm], self.final[lm] = [], []
+        self.prompts += times[1] - times[0]
 
     def note_forward(self, lm, args, logits, length, pending, times) -> None:
         if lm not in self.lms:  # a model that goes on from another one's cache is never started
@@ -162,6 +166,8 @@ class Trace:
     def __init__(self):
         self.recorder = Recorder()
         self.runs = []
+        self.verifier = None  # the model that verified in the method's runs
+        self.table = []  # (rows, seconds) of its calls, which are timed in the end
 
     def watch(self, run, prompt: list[int], chunks: Iterator[list[int]]) -> Iterator[list[int]]:
         """Yield the chunks of an answer, and keep the calls that made them.
@@ -172,7 +178,7 @@ class Trace:
         recorder = self.recorder
         recorder.forget(run.models["target"])
         rounds, verifies = [], None
-        logged = len(run.log)
+        logged, spent = len(run.log), run.seconds
         record = {"method": run.method.__name__, "prompt": prompt, "rounds": rounds}
         self.runs.append(record)
         with recorder.patch():
@@ -180,13 +186,36 @@ class Trace:
                 calls, recorder.calls = recorder.calls, []
                 if verifies is None:  # a round ends with a call of the model that verifies
                     verifies = calls[-1]["lm"]
+                    if record["method"] != "autoregressive":
+                        self.verifier = recorder.lms[verifies]
                 log = run.log[-1] if len(run.log) > logged else {}
                 logged = len(run.log)
-                rounds.append({"chunk": list(chunk), "log": dict(log), "calls": calls})
+                took = run.seconds - spent - recorder.prompts
+                spent, recorder.prompts = run.seconds, 0.0
+                rounds.append({"chunk": list(chunk), "log": dict(log), "calls": calls,
+                               "seconds": took})
                 record |= {"lms": self.name_models(run.models), "target": verifies}
                 yield chunk
         for step in rounds:
             trim_round(step, verifies)
+
+    def time_calls(self) -> None:
+        """Time calls of the model that verified, up to the widest that was recorded."""
+        widest = max((len(call["ids"]) for run in self.runs for step in run["rounds"]
+                      for call in step["calls"] if call["lm"] == run["target"]), default=0)
+        if self.verifier:
+            self.table = time_calls(self.verifier, min(widest, WIDTHS[-1]))
+
+    def describe_costs(self) -> list[dict]:
+        """Collect what the panel of costs shows: the method that was compared with AR, if any.
+
+        returns   a list of one entry, or of none where no call was timed
+        """
+        ar = [run for run in self.runs if run["method"] == "autoregressive" and run["rounds"]]
+        own = [run for run in self.runs if run["method"] != "autoregressive" and run["rounds"]]
+        if not self.table or not own:
+            return []
+        return [describe(own[0]["method"], own, self.table, ar)]
 
     def name_models(self, models: dict[str, CachedLM]) -> list[str]:
         """Return the names of all recorded models; a method's own model is told by its layers."""
@@ -241,8 +270,14 @@ def say_text(run: dict, tokenizer) -> list[str]:
     return split_text(tokenizer, run["prompt"] + answer, skip_special_tokens=False)
 
 
-def make_page(runs: list[dict], tokenizer) -> str:
-    """Write the runs into one HTML file that needs no other: its script draws them."""
+def make_page(runs: list[dict], tokenizer, costs: list[dict] = ()) -> str:
+    """Write the runs into one HTML file that needs no other: its script draws them.
+
+    costs   what the panel of costs shows, as `describe` of costs.py returns it; without any the
+            page has no panel
+    """
     said = [run | {"said": say_text(run, tokenizer)} for run in runs]
     data = json.dumps({"runs": said, "texts": say_tokens(runs, tokenizer)}, ensure_ascii=True)
-    return PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"), 1)
+    page = PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"), 1)
+    panel = write_panel(costs) if costs else ""
+    return page.replace("<noscript>", f"{panel}<noscript>", 1)

@@ -276,7 +276,8 @@ def test_compare_reports_the_first_difference(ask, dtype, expected):
 
 
 def test_a_slow_run_says_why():
-    """By hand: AR's calls take 0.1 s; calls of 16 rows 0.21 s, or the guesses of a call 0.3 s."""
+    """By hand: AR's calls take 0.1 s; calls of 16 rows 0.21 s, or the guesses of a call 0.3 s, or
+    both together less than two calls of AR."""
     def run_of(all_seconds, **counts):
         return SimpleNamespace(tokens=20, seconds=all_seconds, models={
             "target": SimpleNamespace(prompt_seconds=1.0, **counts)})
@@ -287,6 +288,10 @@ def test_a_slow_run_says_why():
     run = run_of(5.3, seconds=1.3, calls=10, rows=160)
     assert explain_slowdown(run, ar) == ("slower here because the guesses of a call cost 3.0 calls "
                                          "of one row, and a call gives 2.0 tokens")
+    run = run_of(3.72, seconds=2.4, calls=16, rows=256)
+    assert explain_slowdown(run, ar) == ("slower here because guesses are seldom right: a call and "
+                                         "its guesses cost 1.7 calls of one row, and a call gives "
+                                         "1.2 tokens")
 
 
 def test_compare_looks_at_every_prompt_and_at_the_end(ask):

@@ -1,0 +1,147 @@
+"""Write a page on which sliders say what a faster machine or a better draft would change.
+
+    make cost                                  # five methods on the embedded models: costs.html
+    python results/cost_page.py --check        # the expected speed beside the measured one
+    python results/cost_page.py --target DIR --adapters FOLDER --prompts FILE --chat --out FILE
+
+Each method decodes the prompts at its defaults, where the clock of this machine chooses the tree,
+and once more with the largest tree. The second run says what each smaller tree is worth
+(cli/costs.py). Calls of every width are timed in between. --trace has the same panel for a run.
+
+--check computes the speed from these figures, and measures it in runs that nobody records. Its exit
+status is 1 if the two differ by more than 15% for any method.
+"""
+import re
+import sys
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cli.costs import describe, expected_speed, write_panel  # noqa: E402  (the path is set above)
+from cli.run import Run  # noqa: E402
+from cli.trace import PAGE, Trace  # noqa: E402
+from common import autoregressive  # noqa: E402
+from results.bench import Bench, Ours, options, perform, table  # noqa: E402
+from speculative import speculative  # noqa: E402
+
+OFF = 0.15  # of the measured speed: how far the expected one may be from it
+WIDEST = 64  # rows of the largest trees, which the second runs have
+LONGEST = 12  # tokens of the longest drafts
+
+
+def list_methods(bench: Bench, **wide) -> dict[str, Ours]:
+    """Build the five methods, those of them whose files fit the target.
+
+    wide   options in place of the defaults, by the method's name
+    """
+    made = {**bench.run("speculative", speculative, gamma=bench.args.gamma),
+            **bench.heads("medusa"), **bench.eagle("eagle"), **bench.rest("rest"),
+            **bench.hybrid(bench.args.guess)}
+    made = {name.partition(",")[0]: run for name, run in made.items()}
+    if not bench.draft:
+        made.pop("speculative", None)
+    for name, run in made.items():
+        run.options |= wide.get(name, {})
+    return made
+
+
+def widen(bench: Bench) -> dict[str, Ours]:
+    """Build the five methods with their largest trees."""
+    trees = {name: {"nodes": WIDEST} for name in ("medusa", "eagle", "hybrid")}
+    return list_methods(bench, speculative={"gamma": LONGEST}, rest={"nodes": WIDEST - 1}, **trees)
+
+
+def record(ours: Ours, prompts: list[list[int]]) -> Trace:
+    """Decode prompts and record the calls, after a first prompt that warms up.
+
+    returns   the trace, with a table of what calls take
+    """
+    ours(prompts[0])
+    ours.new_round()
+    trace = Trace()
+    for prompt in prompts:
+        run = Run(ours.method, ours.models, ours.shared | ours.options, ours.eos)
+        for _ in trace.watch(run, prompt, run.decode(prompt, ours.limit, ours.sample)):
+            pass
+    trace.time_calls()
+    return trace
+
+
+def collect(bench: Bench) -> list[dict]:
+    """Record all methods, and return what the panel shows of each."""
+    prompts = [prompt for _, prompt in bench.pairs()]
+    ar, wide = record(bench.ours(autoregressive), prompts).runs, widen(bench)
+    entries = []
+    for name, run in list_methods(bench).items():
+        own, tried = record(run, prompts), record(wide[name], prompts)
+        entries.append(describe(name, own.runs, tried.table, ar, tried.runs))
+    return entries
+
+
+def write_page(entries: list[dict]) -> str:
+    """Write the page, in the style of --trace's pages."""
+    head = re.search(r"^.*?</style>\n", PAGE.read_text(encoding="utf-8"), re.S)[0]
+    head = re.sub("<title>.*?</title>", "<title>Five methods on one machine</title>", head)
+    return (f"{head}<h1>Five methods on one machine</h1>\n{write_panel(entries)}"
+            "<noscript>This page draws itself by a script, which stands in it.</noscript>\n"
+            "</html>\n")
+
+
+def measure(ours: Ours, prompts: list[list[int]]) -> float:
+    """Return the tokens a second of a method that nobody records, without passes over prompts."""
+    tokens, seconds = 0, 0.0
+    ours.new_round()
+    for prompt in prompts:
+        count = ours(prompt)
+        tokens += count.tokens
+        seconds += count.total - sum(lm.prompt_seconds for lm in ours.models.values())
+    return tokens / seconds
+
+
+def check(bench: Bench) -> int:
+    """Print the expected and the measured speed of each method; return the exit status.
+
+    Runs that are recorded and runs that are not take turns, and the median of the rounds counts.
+    """
+    prompts = [prompt for _, prompt in bench.pairs()]
+    rows = [["method", "rows a call", "expected tokens/s", "measured tokens/s", "off by"]]
+    failed = False
+    for name, run in list_methods(bench).items():
+        pairs = []
+        for _ in range(bench.args.rounds):
+            trace = record(run, prompts)
+            entry = describe(name, trace.runs, trace.table)
+            expected = expected_speed(entry["chosen"], entry["one"])
+            pairs.append((expected, measure(run, prompts)))
+        expected, measured = (median(x) for x in zip(*pairs))
+        off = expected / measured - 1
+        failed |= abs(off) > OFF
+        rows.append([name, f"{entry['chosen']['rows']:.1f}", f"{expected:.0f}", f"{measured:.0f}",
+                     f"{off:+.0%}"])
+    print(table(rows))
+    return int(failed)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    add = parser.add_argument
+    add("--check", action="store_true", help="compare the expected speed with the measured one")
+    add("--guess", default="eagle", help="the trained part of the hybrid")
+    add("--out", type=Path, default=Path("costs.html"), help="the page")
+    parser.set_defaults(n=3, rounds=3, max_new_tokens=100)
+    status = 0
+
+    def act(bench: Bench) -> None:
+        nonlocal status
+        if bench.args.check:
+            status = check(bench)
+            return
+        bench.args.out.write_text(write_page(collect(bench)), encoding="utf-8")
+        print(bench.args.out.resolve())
+    perform(parser, act)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What smaller trees would have made, by hand; the page's script has Python's formula; the report
+says which of rows, draft and guesses makes a run slow."""
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from cli.costs import (describe, expected_speed, expected_tokens, find_reason, know_ahead,
+                       list_sizes, measure_size, read_table, say_why, time_calls, write_panel)
+from cli.run import Run
+from cli.trace import Trace
+from common import CachedLM, encode, greedy
+from families import tiny
+from helpers import ROOT
+from results.cost_page import write_page
+from speculative import speculative
+
+TABLE = [(1, 0.1), (2, 0.12), (4, 0.2), (8, 0.6)]
+DRAFT = {"lm": 0, "ids": [1], "parents": [-1], "first": 0, "best": [1], "kept": []}
+
+
+def call(ids, parents, kept, time=(0.0, 100.0)) -> dict:
+    return {"lm": 1, "ids": ids, "parents": parents, "first": 0, "best": ids, "kept": kept,
+            "time": time}
+
+
+def step(target_call, chunk, drafts=(), others=0.0) -> dict:
+    """A round whose draft calls take so many milliseconds, and all else `others` seconds."""
+    calls = [DRAFT | {"time": [0.0, x]} for x in drafts]
+    seconds = others + sum(drafts) / 1000 + (target_call["time"][1] - target_call["time"][0]) / 1000
+    return {"chunk": chunk, "log": {}, "calls": [*calls, target_call], "seconds": seconds}
+
+
+#     0 ─┬─ 1 ── 3        The first round accepts 1 and 3, and the second 2 alone.
+#        └─ 2
+TREE = [-1, 0, 0, 1]
+ROUNDS = [(step(call([5, 6, 7, 8], TREE, [0, 1, 3]), [6, 8, 9], (10.0, 30.0), 0.02), 1),
+          (step(call([9, 6, 7, 8], TREE, [0, 2]), [7, 4], (10.0, 30.0), 0.04), 1)]
+
+
+def test_a_smaller_tree_is_the_first_rows():
+    """Rows, seconds, draft calls and acceptance by hand, for each size."""
+    sizes = [measure_size(ROUNDS, TABLE, most) for most in (1, 2, 3, 4)]
+    assert [x["rows"] for x in sizes] == [1, 2, 3, 4]
+    assert [x["call"] for x in sizes] == pytest.approx([0.1, 0.12, 0.16, 0.2])
+    # Nothing, one level or both are drafted; the other 0.03 s stay.
+    assert [x["draft"] for x in sizes] == pytest.approx([0.03, 0.04, 0.04, 0.07])
+    assert [x["acceptance"] for x in sizes] == [[], [0.5], [1.0], [1.0, 0.5]]
+    tokens = [expected_tokens(x["acceptance"]) for x in sizes]
+    assert tokens == [1, 1.5, 2, 2.5]
+
+
+def test_masks_are_no_guesses_and_hidden_states_are():
+    """A mask stays in a smaller call, and is not one of its rows with a token."""
+    masked = step(call([5, -1, 6, -1, 7], [-1, 0, 0, 2, 2], [0, 2, 4]), [6, 7, 8])
+    two = measure_size([(masked, 1)], TABLE, 2)
+    assert (two["rows"], two["acceptance"]) == (4, [1.0])
+    hidden = step(call([-1, -1, -1], [-1, 0, 1], [0, 1]), [6, 7])
+    assert measure_size([(hidden, 1)], TABLE, 2)["rows"] == 2
+
+
+def test_seconds_lie_between_those_of_measured_widths():
+    assert [read_table(TABLE, n) for n in (1, 1.5, 2, 3, 8)] == pytest.approx(
+        [0.1, 0.11, 0.12, 0.16, 0.6])
+    assert read_table(TABLE, 10) == pytest.approx(0.8)  # the last line goes on
+    assert read_table([(1, 0.1)], 5) == 0.1
+
+
+def test_the_formula():
+    """By hand: 1 + 0.5 + 0.5 · 0.4 tokens in 0.3 s; acceptance stays below 1."""
+    size = {"call": 0.2, "draft": 0.1, "acceptance": [0.5, 0.4]}
+    assert expected_speed(size, 0.1) == pytest.approx(1.7 / 0.3)
+    assert expected_speed(size, 0.1, right=3) == pytest.approx(3 / 0.3)
+    assert expected_speed(size, 0.1, row=2) == pytest.approx(1.7 / 0.4)
+    assert expected_speed(size, 0.1, draft=0) == pytest.approx(1.7 / 0.2)
+
+
+def test_an_oracle_feeds_what_is_right():
+    """3 and 2 rows; the draft takes as long as it did."""
+    assert know_ahead(ROUNDS, TABLE, 0.05) == pytest.approx(5 / (0.16 + 0.12 + 0.1))
+
+
+def test_sizes_that_are_compared():
+    assert list_sizes(1) == [1] and list_sizes(5) == [1, 2, 3, 4, 5]
+    assert list_sizes(33) == [*range(1, 17), 20, 24, 28, 32, 33]
+
+
+@pytest.mark.parametrize("counts, said", [
+    ((16, 2.1, 0.5, 2.0), "a call of 16 rows costs 2.1 calls of one, and a call gives 2.0 tokens"),
+    ((4, 1.2, 2.0, 2.4),
+     "the guesses of a call cost 2.0 calls of one row, and a call gives 2.4 tokens"),
+    ((16, 1.6, 0.1, 1.1), "guesses are seldom right: a call and its guesses cost 1.7 calls of one "
+                          "row, and a call gives 1.1 tokens")])
+def test_which_term_loses(counts, said):
+    assert find_reason(*counts) == said
+
+
+def test_the_sentence_is_of_what_was_measured():
+    """Calls of 0.1 s, which are two calls of one row, and 0.07 s for guesses."""
+    assert say_why(ROUNDS, 0.05, 0.6) == (
+        "slower here because the guesses of a call cost 1.4 calls of one row, and a call gives 2.5 "
+        "tokens")
+    assert say_why(ROUNDS, 0.1, 1.5).startswith(
+        "1.5 times as fast here: a call of 4 rows costs 1.0 calls of one, its guesses cost 0.7")
+
+
+def test_calls_are_timed_and_leave_no_trace():
+    lm = CachedLM(tiny("llama"))
+    lm.start([3, 5, 7])
+    lm.forward([4])
+    table = time_calls(lm, 5)
+    assert [rows for rows, _ in table] == [1, 2, 4, 8] and all(x > 0 for _, x in table)
+    assert (lm.length, lm.parents, lm.calls) == (3, [], 1)
+
+
+def test_a_chain_is_described_as_it_was(embedded):
+    """Recorded rounds: the whole size has the run's tokens, and no round has a prompt's seconds."""
+    target, draft, tokenizer = embedded
+    trace = Trace()
+    lms = {"target": CachedLM(target), "draft": CachedLM(draft)}
+    run = Run(speculative, lms, {"gamma": 4}, set())
+    prompt = encode(tokenizer, "Tom has 3 apples. He buys 4 apples. How many apples does he have?")
+    output = [x for chunk in trace.watch(run, prompt, run.decode(prompt, 40, greedy)) for x in chunk]
+    trace.time_calls()
+    [entry] = trace.describe_costs()
+    [known] = trace.runs
+    n = len(known["rounds"])
+    assert [x["most"] for x in entry["sizes"]] == [1, 2, 3, 4, 5]
+    assert entry["chosen"] == entry["sizes"][-1]
+    assert expected_tokens(entry["chosen"]["acceptance"]) == pytest.approx(len(output) / n)
+    prompts = sum(lm.prompt_seconds for lm in lms.values())
+    seconds = sum(x["seconds"] for x in known["rounds"])
+    assert seconds == pytest.approx(run.seconds - prompts, rel=0.02)
+    drafts = [x["draft"] for x in entry["sizes"]]
+    assert drafts == sorted(drafts) and drafts[0] < drafts[-1]
+
+
+def entries() -> list[dict]:
+    runs = [{"method": "medusa", "target": 1, "rounds": [x for x, _ in ROUNDS]}]
+    return [describe("</script><b>", runs, TABLE, runs), describe("tried", runs, TABLE)]
+
+
+def test_the_page_is_one_file_and_a_name_is_only_text():
+    page = write_page(entries())
+    data = re.search(r'id="costs-data">(.*?)</script>', page, re.S)[1]
+    assert json.loads(data)[0]["name"] == "</script><b>" and "<b>" not in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "") and "innerHTML" not in page
+    for name in ("right", "row", "draft", "method"):  # each control has a label
+        assert f'<label for="costs-{name}">' in page and f'id="costs-{name}"' in page
+    sizes = [float(x) for x in re.findall(r"(?:font-size: |font: (?:\d+ )?)([\d.]+)px", page)]
+    assert sizes and min(sizes) >= 12
+
+
+def test_the_script_has_the_same_formula():
+    """node computes the speeds that stand in the page; with another number it would notice."""
+    if not shutil.which("node"):
+        pytest.skip("node is not installed")
+    page = write_panel(entries())
+    script = re.search(r'<script id="costs-formula">(.*?)</script>', page, re.S)[1]
+    data = re.search(r'id="costs-data">(.*?)</script>', page, re.S)[1]
+    ask = f"""{script}
+        const entries = {data};
+        console.log(entries.every(agrees));
+        entries[0].checks[5][4] *= 1.001;
+        console.log(agrees(entries[0]));"""
+    said = subprocess.run(["node", "-e", ask], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["true", "false"]
+    assert len({tuple(x) for x in entries()[0]["checks"]}) >= 16
+
+
+@pytest.mark.parametrize("name", ["costs", "trace"])
+def test_readmes_screenshots_are_small(name):
+    data = (ROOT / f".github/{name}.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) < 150_000
