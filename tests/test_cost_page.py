@@ -122,7 +122,8 @@ def test_a_chain_is_described_as_it_was(embedded):
     lms = {"target": CachedLM(target), "draft": CachedLM(draft)}
     run = Run(speculative, lms, {"gamma": 4}, set())
     prompt = encode(tokenizer, "Tom has 3 apples. He buys 4 apples. How many apples does he have?")
-    output = [x for chunk in trace.watch(run, prompt, run.decode(prompt, 40, greedy)) for x in chunk]
+    chunks = trace.watch(run, prompt, run.decode(prompt, 40, greedy))
+    output = [x for chunk in chunks for x in chunk]
     trace.time_calls()
     [entry] = trace.describe_costs()
     [known] = trace.runs
