@@ -50,8 +50,8 @@ models: .venv/ready
 picture: .venv/ready
 	$(RUN) results/picture.py
 
-# README's screenshots, .github/costs.png and trace.png: chromium --headless --window-size=1200,620
-# --screenshot=FILE.png of this page, and of one that --compare --trace wrote
+# README's screenshots: .github/costs.png is this page at --window-size=1600,690, and trace.png at
+# 1200,610 is a page of speculative.py --compare --trace (chromium --headless --screenshot=FILE.png)
 cost: .venv/ready
 	$(RUN) results/cost_page.py
 
