@@ -106,7 +106,7 @@ masks: .venv/ready
 	$(RUN) -m survey.masks train --prompts $(WORK)/prompts_masks.jsonl --work $(WORK)/masks \
 		--L 5 --out models/pass.safetensors
 	$(RUN) -m survey.masks tune --prompts $(WORK)/prompts_masks.jsonl --work $(WORK)/masks \
-		--out models/space.safetensors
+		--batch 16 --out models/space.safetensors
 
 # models/exit.safetensors: an early exit for the frozen target; models/layerskip.safetensors:
 # low-rank changes of it; models/blocks.json: which of its blocks Draft & Verify skips
@@ -140,9 +140,9 @@ cllm: .venv/ready
 	$(RUN) cllm.py collect --target models/target --prompts $(WORK)/prompts_cllm_2.jsonl --batch 64 \
 		--out $(WORK)/trajectories_2.jsonl
 	$(RUN) cllm.py train --target models/target --data $(WORK)/trajectories.jsonl --steps 1500 \
-		--lr 5e-4 --out $(WORK)/cllm
+		--batch 16 --lr 5e-4 --out $(WORK)/cllm
 	$(RUN) cllm.py train --target $(WORK)/cllm --data $(WORK)/trajectories_2.jsonl --steps 700 \
-		--w 50 --lr 1e-4 --work $(WORK)/cllm.work2 --out models/cllm
+		--batch 16 --w 50 --lr 1e-4 --work $(WORK)/cllm.work2 --out models/cllm
 
 # models/rest.safetensors: a datastore of the target's answers
 rest: .venv/ready

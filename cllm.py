@@ -437,7 +437,8 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
                 f"{figures['per_call']:.2f} Jacobi tokens per call, {figures['kept']:.0%} of "
                 f"answers as before for {KEPT} tokens")
     weights = changes or dict(model.named_parameters())
-    adam = torch.optim.AdamW(weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    adam = torch.optim.AdamW(weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
+                             foreach=False)
     of = n, sorted(eos), examples, held_out, batch, states, w, divergence, local
     if changes:  # the frozen weights are none of those that a checkpoint's name is made of
         of += digest(model.state_dict()),
@@ -478,7 +479,7 @@ def read_examples(path: Path, model, seed: int) -> tuple[int, list[dict], list[d
 
 
 def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = None,
-          steps: int = 1000, batch: int = 16, states: int = 4, rank: int = 0, w: float = 10.0,
+          steps: int = 1000, batch: int = 8, states: int = 4, rank: int = 0, w: float = 10.0,
           divergence: str = "forward-kl", local: bool = False, seed: int = 0) -> None:
     """Teach a model to solve its Jacobi iteration in fewer steps. Alg. 2. A stopped run goes on.
 

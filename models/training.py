@@ -600,8 +600,9 @@ class Training:
         self.tokens = tokens
         self.max_norm = max_norm
         self.max_value = max_value
-        self.optimizers = optimizers or [torch.optim.AdamW(parameters.values(), lr=lr,
-                                                           weight_decay=0.0)]
+        # One parameter after another: all at once would take a float32 copy of all of them.
+        adam = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0, foreach=False)
+        self.optimizers = optimizers or [adam]
         self.seed = seed
         self.steps_between_reports = max(1, steps // reports)
         self.device = next(iter(parameters.values())).device
@@ -680,7 +681,16 @@ class Training:
                 self.save()
 
     def estimate(self) -> str:
-        """Say in a line what the run will read, and what it takes in memory whatever its texts are.
+        """Say in a line what the run will read, and what it takes in memory."""
+        passes = self.steps * self.accumulate
+        texts = ""
+        if self.tokens > 0:
+            texts = f" of about {self.tokens:,.0f} tokens, {passes * self.tokens:,.0f} in all"
+        return (f"{self.name}: {self.steps:,} steps, {passes:,} passes{texts}; "
+                f"{self.estimate_memory()}")
+
+    def estimate_memory(self) -> str:
+        """Say how much memory all weights take, those that are trained with what they need.
 
         Activations come on top. They grow with the tokens of a pass.
         """
@@ -690,14 +700,9 @@ class Training:
         own = sum(4 * p.numel() * p.element_size() for p in self.parameters.values())
         others = {id(p): p.numel() * p.element_size() for model in self.models
                   for p in model.parameters() if id(p) not in trained}
-        passes = self.steps * self.accumulate
-        texts = ""
-        if self.tokens > 0:
-            texts = f" of about {self.tokens:,.0f} tokens, {passes * self.tokens:,.0f} in all"
-        frozen = sum(others.values())
-        return (f"{self.name}: {self.steps:,} steps, {passes:,} passes{texts}; {own / 1e9:.3g} GB "
-                f"for {sum(trained.values()):,} trained numbers, their gradients and moments, "
-                f"{frozen / 1e9:.3g} GB for frozen weights, and activations")
+        return (f"{own / 1e9:.3g} GB for {sum(trained.values()):,} trained numbers, their "
+                f"gradients and moments, {sum(others.values()) / 1e9:.3g} GB for frozen weights, "
+                "and activations")
 
     def evaluate_when_due(self, evaluate: Callable) -> None:
         """Add a point to the curve at the steps of a report, and after the last step."""

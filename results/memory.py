@@ -308,7 +308,7 @@ def distil(model, tokenizer, prompts: list, *, steps: int, out: Path, work=None,
 
 
 def train_cllm(model, tokenizer, prompts: list, *, steps: int, out: Path, work=None, texts: Texts,
-               batch: int = 16, **options) -> None:
+               batch: int = 8, **options) -> None:
     """Train a consistency model on trajectories of blocks that become right token by token."""
     n, examples = 16, []
     for prompt, answer in texts.make(batch + 2):
@@ -395,11 +395,8 @@ def run_training(line: str, shape: dict, texts: Texts) -> int:
     return trained[-1]
 
 
-def count_by_shapes(line: str, shape: dict, texts: Texts, gpu: bool = True) -> tuple[Ledger, int]:
-    """Run a command on shapes; return its ledger, and how many numbers it trained.
-
-    gpu   whether AdamW takes all parameters at once, as it does on a GPU and not on a CPU
-    """
+def count_by_shapes(line: str, shape: dict, texts: Texts) -> tuple[Ledger, int]:
+    """Run a command on shapes; return its ledger, and how many numbers it trained."""
     functions, ledger, run_backward = Functions(), Ledger(), torch.autograd._engine_run_backward
 
     def run_backward_here(*args, **kwargs):
@@ -409,7 +406,6 @@ def count_by_shapes(line: str, shape: dict, texts: Texts, gpu: bool = True) -> t
     with (patch.object(torch.autograd, "_engine_run_backward", run_backward_here),
           patch.dict(checks, {"default": lambda x: None}),  # it reads devices where no mode is
           patch.object(torch, "clear_autocast_cache", functions.casts.clear),
-          patch("torch.optim.adam._default_to_fused_or_foreach", lambda *_, **__: (False, gpu)),
           functions, ledger):
         trained = run_training(line, shape, texts)
     return ledger, trained
@@ -439,7 +435,7 @@ def check(lines: list[str], texts: Texts = Texts(60, 40)) -> tuple[list[list[str
     with (patch.object(training, "LOGITS", 2 ** 20),
           contextlib.redirect_stdout(io.StringIO())):  # what the commands themselves say
         for line in lines:
-            shapes = count_by_shapes(line, SMALL, texts, gpu=False)[0].peak
+            shapes = count_by_shapes(line, SMALL, texts)[0].peak
             real = count_by_allocator(line, SMALL, texts)
             worst = max(worst, abs(shapes / real - 1))
             rows.append([line, f"{shapes / 1e6:.1f}", f"{real / 1e6:.1f}", f"{shapes / real:.3f}"])

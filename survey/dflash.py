@@ -603,7 +603,7 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
     draft.tokens = (counts.cumsum(0) / max(1, trees)).tolist()
 
 
-def warm_cosine(done: int, steps: int) -> float:
+def paper_rate(done: int, steps: int) -> float:
     """Return the rate of a step that rises over 4% of the steps, then falls along a cosine."""
     return min(1.0, (done + 1) / (0.04 * steps)) * 0.5 * (1 + math.cos(math.pi * done / steps))
 
@@ -624,7 +624,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
     seed      chooses texts and anchors
     returns   {step: {"accept": ...}}, Draft.accept after some of the steps
     """
-    from models.training import Training, digest, sample_alike
+    from models.training import Training, digest, sample_alike, tokens_of_pass
     to_logits = logits_of(model)
     texts, held_texts = (compute_texts(model, draft.taps, some, work) for some in (data, held_out))
 
@@ -649,7 +649,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
     fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.vocab.tolist(), data,
                    held_out, batch, anchors, loss)
     curve = Training(draft.trainable(), fingerprint, name="dflash", steps=steps, lr=lr,
-                     rate=warm_cosine, seed=seed, folder=work).train(loss_of, evaluate)
+                     rate=paper_rate, seed=seed, folder=work, models=(model,),
+                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
     draft.accept = curve[steps]["accept"]
     calibrate(draft, to_logits, held_texts)
     return curve

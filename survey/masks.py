@@ -244,7 +244,7 @@ def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64)
 
 
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, k: int = 4,
-         rank: int = 16, max_new_tokens: int = 200, steps: int = 300, batch: int = 16,
+         rank: int = 16, max_new_tokens: int = 200, steps: int = 300, batch: int = 8,
          anchors: int = 32, lr: float = 1e-3, seed: int = 0) -> None:
     """Train SPACE's mask token and low-rank changes of a model's layers on its own answers.
 

@@ -241,6 +241,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     first = CachedLM(small, vocab_size(small, tokenizer))
     settings = gamma, every, max_new_tokens, temperature, seed
     learner = Learner(target, first, divergence, lr, work, settings)
+    print(f"online: {learner.training.estimate_memory()}")
     # A checkpoint is written after each step, so an earlier run learnt from so many requests
     served = learner.training.done * every
     with open(out, "a+b") as file:

@@ -1,4 +1,6 @@
 """What is counted by shapes is what the allocator of this CPU gives out."""
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,3 +69,17 @@ def test_options_and_settings_are_told_apart():
     assert (name, options) == ("bita", {"batch": 4, "design": "deep"})
     assert settings == {"recompute": True, "accumulate": 1}
     assert memory.read_options("eagle --accumulate 8")[2] == {"accumulate": 2}
+
+
+def test_adamw_takes_no_copy_of_what_is_trained(monkeypatch):
+    """On a GPU torch's AdamW would work on all parameters at once, in copies of all of them."""
+    monkeypatch.setattr(memory, "SMALL", memory.SMALL | dict(num_hidden_layers=4))
+    peaks = []
+    for at_once in (False, True):
+        chosen = (False, at_once)  # no fused kernel; all parameters at once, or one by one
+        with patch("torch.optim.adam._default_to_fused_or_foreach", lambda *_, **__: chosen):
+            # Many trained numbers beside short texts: the peak is in the optimizer.
+            ledger, _ = memory.count_by_shapes("layerskip --rank 200 --batch 1", memory.SMALL,
+                                               Texts(4, 4))
+        peaks.append(ledger.peak)
+    assert peaks[0] == peaks[1]
