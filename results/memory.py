@@ -330,7 +330,7 @@ SMALLER = "--batch 4 --accumulate 4 --recompute"
 # The name of a training, its command, and the options with which it fits 24 GB, or None where it
 # cannot: the weights of the target, what is trained and AdamW's moments take more by themselves
 ROWS = [("Collecting answers", "answers", ""), ("Medusa", "medusa", ""),
-        ("Hydra", "medusa --heads hydra", "--K 2"),
+        ("Hydra", "medusa --heads hydra", "--K 3"),
         ("EAGLE", "eagle", "--batch 2 --accumulate 8"),
         ("EAGLE-3", "eagle3", "--batch 1 --accumulate 16 --mlp 4096 --vocab 8000"),
         ("BiTA", "bita", SMALLER), ("PaSS", "pass", SMALLER),
