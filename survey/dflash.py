@@ -9,30 +9,32 @@
     python -m survey.dflash train --prompts FILE --out my.safetensors
     python -m survey.dflash --adapter my.safetensors --prompt "..."
 
-The target's hidden states h enter several of its layers. The draft reads those of all final tokens
-but the root, whose own are not known yet. Its block has one row for the root and B - 1 rows for a
-learned mask. Here B = 4, and the root is x_5:
+Let h of a token be what enters some layers of the target, the taps, in the token's row. The draft
+reads the h of all final tokens but the root, whose own h is not known yet. Its block has one row
+for the root and B - 1 rows for a learned mask. Row k makes the guess g_k. Here B = 4, and the root
+is x_5:
 
     target    h of x_0 … x_4
                   │
                   fc, norm
                   │
     draft     H_0 H_1 H_2 H_3 H_4 │  x_5  mask mask mask
-               └───┴───┴───┴───┴──┴───┴────┴────┴────┘     1 or 2 layers: a row of the block sees
-                                     │    │    │    │      every H and the whole block
+               └───┴───┴───┴───┴──┴───┴────┴────┴────┘     some layers, in which a row of the block
+                                     │    │    │    │      sees every H and the whole block
                                     z_1  z_2  z_3  z_4     LM head
-    Markov                      x_5 ─┴ x̂_6 ┴ x̂_7 ┴ x̂_8 ┴   read from left to right
-    guesses                         x̂_6  x̂_7  x̂_8  x̂_9
+    Markov                      x_5 ─┴ g_1 ┴ g_2 ┴ g_3 ┴   read from left to right
+    guesses                         g_1  g_2  g_3  g_4     of the tokens x_6 to x_9
 
 z_k does not know which tokens the rows before it guess. So two likely guesses need not fit each
-other. The Markov head repairs this, because it reads the token before. It costs two small matrices
-for each node of a tree, and no further pass of the layers:
+other. The Markov head repairs this, because it reads the token before, which for g_1 is the root
+g_0. It costs one product with a matrix for each node of a tree, and no further pass of the layers:
 
-    p(x_k | x_{k-1}) = softmax((z_k + W_2 W_1[x_{k-1}]) / T_k)
+    p(g_k | g_{k-1}) = softmax((z_k + W_2 W_1[g_{k-1}]) / T_k)
 
 The T_k are temperatures that make these chances right on held-out answers. The chance of a node is
-the product of the p along its path. The tree has the n likeliest nodes of all, and one call of the
-target verifies it. So the output is the target's own, greedily or with one sample at each node.
+the product of the p along its path. Every node has its ten likeliest guesses for children, and the
+tree has the n likeliest nodes of all these. One call of the target verifies it. So the output is
+the target's own, greedily or with one sample at each node.
 
 Training packs many blocks into one pass over a text, one for each of some random anchors, which are
 the roots of these blocks. A block sees the H before its anchor, and itself, and no other block. In
@@ -46,10 +48,11 @@ this table of two blocks with B = 2, a row on the left sees what has an x:
         mask     x   x   x   x                    x   x
 
     loss = Σ_k w_k CrossEntropy(target's distribution, p of row k) / Σ_k w_k
-    w_k  = exp(-(k - 1) / 4)
+    w_k  = exp(-(k - 1) / 4)                                           Eq. 4 of DFlash, with γ = 4
 
-With `--loss tv` each term is 0.1 CrossEntropy + 0.9 · ½‖target's distribution - p‖₁. The second
-part is the chance that speculative sampling rejects the guess.
+The sums run over the rows of all blocks. All T_k are 1 here, and g_{k-1} is the token of the text.
+With `--loss tv` each term is 0.1 CrossEntropy + 0.9 · ½‖target's distribution - p‖₁, as in DSpark.
+Half the distance is the chance that speculative sampling rejects a guess drawn from p.
 
 Departures (paper / here / why):
     context rows: the keys and values of every layer come from H itself / H are rows of the draft,
@@ -57,15 +60,16 @@ Departures (paper / here / why):
         ordinary model with an ordinary cache
     what a block row reads: a token or the mask / a linear map of it, and H of the last token before
         the root, through a linear map for the root and one for the masks, and a vector for each
-        place. With --gains there are no such maps, and each place multiplies each number of H / the
-        newest feature says most about the next tokens, and so no layer has to find it by attention
+        place. With --gains there are no such maps, and each place has a factor for each number of
+        that H / the newest H says most about the next tokens, and so no layer has to find it by
+        attention
     guesses: DFlash's root row guesses nothing / it guesses the next token, as in DSpark / a block
         of B rows then has B guesses
-    layers: 5 or more, random / 2, which begin as the target's last ones / they learn faster
+    layers: mostly 5, random / 2, which begin as the target's last ones / they learn faster
     labels: the tokens of answers / the target's distribution / it says more than a token does
     rate: 6e-4 / 3e-3 / it suits small models
-    confidences: DSpark trains a head for them / temperatures / the clock needs chances, and B
-        numbers make them right
+    confidences: DSpark trains a head for them / temperatures / a tree compares chances of all
+        places, and B numbers make them right
     size of the tree: fixed / the size that makes the most tokens a second by held-out answers and
         by the clock, or --nodes / costs differ
 
@@ -106,22 +110,23 @@ class Draft(torch.nn.Module):
     """Guess a block of tokens in one pass. Making a draft freezes the target.
 
     model    the target
-    taps     which layers of the target it reads, by the numbers of their inputs
+    taps     the layers of the target whose inputs it reads, by number (survey/taps.py)
     layers   how many layers the draft has
-    B        how many rows a block has, and how many guesses
+    B        how many rows a block has, each of which makes a guess
     markov   the rank of the Markov head. 0: there is none
     causal   whether a row of the block sees only the earlier rows of its block
     mlp      the width of the layers' MLPs. 0: as wide as the target's
-    gains    whether a row of the block reads H of the token before the root through one factor for
-             each number of it, in place of a matrix
-    vocab    the tokens that the draft can guess. None: all. Row i of the LM head is vocab[i]
+    gains    whether a row of the block reads H of the token before the root through a factor for
+             each number of it. Otherwise matrices read it and the row's token
+    vocab    the tokens that the draft can guess, V' of them. None: all. Row i of the LM head stands
+             for vocab[i]
     begin    how the layers begin: last (as the target's last ones), or random
     seed     a seed for the random weights
 
-    accept         accept[k] is how often the likeliest guess k is right on held-out answers, where
+    accept         accept[k - 1] is how often the likeliest g_k is right on held-out answers, where
                    all guesses before it are right
     temperatures   the T_k of the header
-    tokens         tokens[n - 1] is how many tokens a call with a tree of n nodes gave there
+    tokens         tokens[n - 1] is how many tokens a call with a tree of n nodes gave on them
     """
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
@@ -135,7 +140,8 @@ class Draft(torch.nn.Module):
         e = table.weight.shape[1]
         V = len(head.weight)
         known = torch.arange(V) if vocab is None else torch.tensor(vocab)
-        # The row of each token in the LM head. All tokens that cannot be guessed share one more.
+        # The row of each token in the LM head and in W_1. All tokens that cannot be guessed share
+        # one more row, which W_1 alone has.
         row = torch.full((V,), len(known))
         row[known] = torch.arange(len(known))
         self.register_buffer("vocab", known, persistent=False)
@@ -152,14 +158,14 @@ class Draft(torch.nn.Module):
         self.norm = LlamaRMSNorm(e)
         self.mask = torch.nn.Parameter(table.weight.detach().float().mean(0))
         if gains:
-            self.gains = torch.nn.Parameter(torch.zeros(B, e))  # of the H before the root
+            self.gains = torch.nn.Parameter(torch.zeros(B, e))  # they multiply the H before it
         else:
             self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding or the mask
             self.before = torch.nn.Linear(e, 2 * e, bias=False)  # reads the H before the root
             torch.nn.init.eye_(self.token.weight)
             torch.nn.init.zeros_(self.before.weight)
         self.place = torch.nn.Parameter(torch.zeros(B, e))
-        # The Markov head adds nothing at first, as the H before the root.
+        # At first the Markov head adds nothing, and neither does the H before the root.
         if markov:
             torch.nn.init.zeros_(self.W2.weight)
         copy_outside_layers(last, lm)
@@ -171,9 +177,10 @@ class Draft(torch.nn.Module):
 
     @torch.no_grad()
     def begin_with_last_tap(self) -> None:
-        """Let H begin as the last tapped layer's input, a little noise aside, if widths allow it.
+        """Let H begin as the normed input of the last tap, with a little noise.
 
-        The target's last layers, as which the draft's begin, read about the same.
+        The draft's layers begin as the target's last ones, which read about the same. Where the
+        widths do not fit, H begins as noise alone.
         """
         e, width = self.fc.weight.shape
         torch.nn.init.normal_(self.fc.weight, std=0.002)
@@ -185,7 +192,7 @@ class Draft(torch.nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Return H [..., e] of tapped features [..., t]."""
+        """Return H [..., e] of what was tapped, [..., t], where t is the width of all taps."""
         return self.norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def embed_blocks(self, roots: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -209,62 +216,28 @@ class Draft(torch.nn.Module):
 
         z        [..., V'], the logits of rows of blocks
         tokens   [...], the token before each guess
-        returns  the logits of p of the header, at a temperature of 1
+        returns  [..., V'], the logits of the header's p, before T_k divides them
         """
         if self.W1 is None:
             return z
-        # A cached model cuts logits off that stand for no token. So z may be the narrower one.
+        # A CachedLM cuts off logits that stand for no token. So z may be the narrower one.
         return z + self.W2(self.W1(self.row[tokens]))[..., :z.shape[-1]]
 
 
 @torch.no_grad()
 def copy_outside_layers(last, lm) -> None:
-    """Copy the norm before the LM head, and what else is no part of a layer.
+    """Copy into a draft the norm before the LM head, and what else is no part of a layer.
 
     The LM head is the target's, so the norm before it begins as the target's.
 
-    last, lm   the target's last layers and the draft's, each a model of its own
+    last   the target's last layers, as a model of their own
+    lm     the draft's layers, as a model of their own
     """
     in_layers = {id(p) for p in list_layers(lm).parameters()}
     weights = dict(last.named_parameters())
     for name, p in lm.named_parameters():
         if id(p) not in in_layers:
             p.copy_(weights[name])
-
-
-def run_blocks(draft: Draft, ids: torch.Tensor, features: torch.Tensor,
-               anchors: torch.Tensor) -> torch.Tensor:
-    """Run the draft over texts and blocks at once, as the header's table shows it.
-
-    ids       [N, T], the tokens of N texts
-    features  [N, T, t], what was tapped
-    anchors   [N, G], where the roots of each text's blocks are
-    returns   what the LM head reads of each block, [N, G, B, f]
-    """
-    N, T = ids.shape
-    rows = anchors.shape[1] * draft.B
-    H = draft.fuse(features)  # [N, T, e]
-    shifted = F.pad(H, (0, 0, 1, 0))  # the H before each place, and 0 before the first
-    before = shifted.gather(1, anchors[..., None].expand(-1, -1, H.shape[-1]))
-    blocks = draft.embed_blocks(ids.gather(1, anchors), before).flatten(1, 2)  # [N, G B, e]
-    # A row of a block stands where the token stands that it reads or hides.
-    places = torch.arange(T, device=ids.device).expand(N, -1)
-    row = torch.arange(rows, device=ids.device)
-    own = (anchors[..., None] + row[:draft.B]).flatten(1)
-    positions = torch.cat([places, own.clamp(max=context_length(draft.lm) - 1)], 1)
-    # H sees the H up to itself. A row of a block sees those before its anchor, and its block.
-    sees_block = row[:, None] // draft.B == row // draft.B
-    if draft.causal:
-        sees_block = sees_block.tril()
-    sees_context = places[:, None] < anchors.repeat_interleave(draft.B, 1)[..., None]
-    of_context = F.pad(places[:, None] <= places[..., None], (0, rows))
-    of_blocks = torch.cat([sees_context, sees_block.expand(N, -1, -1)], 2)
-    mask = attention_mask(windows_of(draft.lm), torch.cat([of_context, of_blocks], 1), positions,
-                          positions, H)
-    hidden = draft.lm.get_decoder()(
-        inputs_embeds=torch.cat([H, blocks.to(H.dtype)], 1), position_ids=positions,
-        attention_mask=mask, use_cache=False)[0]
-    return hidden[:, T:].unflatten(1, (-1, draft.B))
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -300,7 +273,7 @@ def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Te
     lm       the draft's layers with their cache
     H        [n, e], of the tokens that became final since the last block
     root     the last token of the text
-    returns  z [B, V'], the logits of the block's rows
+    returns  z [B, V'], the logits of the block's rows, without the Markov head
     """
     before = H[-1] if len(H) else torch.zeros_like(draft.mask)
     *early, late = H.split(WIDTHS[-1])  # a long prompt comes in parts
@@ -317,9 +290,9 @@ def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Te
 
 @torch.inference_mode()
 def grow(draft: Draft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, list]:
-    """Grow the tree of the n likeliest nodes.
+    """Grow the tree of the n likeliest nodes. A node has at most RANKS children.
 
-    z        [B, V'], the logits of a block
+    z        [B, V'], the logits of a block, without the Markov head
     root     the token of node 0
     n        how many nodes the tree has, the root among them
     returns  ids, parents and chances of the nodes, the likeliest first. The first m nodes are the
@@ -328,10 +301,10 @@ def grow(draft: Draft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, 
     ids, parents, chances = [root], [-1], [1.0]
     leaves = [0]
     for z_k, temperature in zip(z, draft.temperatures):
-        # All nodes of a level share z_k. Their Markov terms differ.
+        # The nodes of a level share z_k. What the Markov head adds depends on their tokens.
         tokens = torch.tensor([ids[x] for x in leaves], device=z.device)
         logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens).float() / temperature
-        # A draft that overflows gives NaN.
+        # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
         probs, rows = logits.softmax(-1).nan_to_num(0.0).topk(min(RANKS, n, z.shape[-1]))
         first = len(ids)
         for leaf, children, factors in zip(leaves, draft.vocab[rows].tolist(), probs.tolist()):
@@ -354,13 +327,13 @@ def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
     """Yield trees of all sizes, for `fastest` to choose from.
 
     lm       the draft's layers with their cache
-    yields   a number of nodes, the tokens that a call gave with it on held-out answers, and the
-             seconds of the draft's pass and of the call
+    yields   a number of nodes, the tokens that a call with so many gave on held-out answers, and
+             the seconds of the draft's pass and the call together
     """
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
     yield 1, 1.0, costs[1]
     for n, tokens in enumerate(draft.tokens[1:], 2):
-        # A row for each token that became final, and the block
+        # The draft's pass has a row for each token that became final, and those of the block.
         rows = min(MOST, math.ceil(tokens) + draft.B)
         yield n, tokens, costs[n] + draft_costs[rows]
 
@@ -400,7 +373,7 @@ def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str 
             if n > 1:
                 ids, parents, _ = grow(draft, run_block(draft, lm, H, root), root, n)
                 H = H[:0]
-            seen.clear()  # of the calls that the clock made
+            seen.clear()  # the clock made calls too, whose rows are no text
             path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
             H = torch.cat([H, read_context(draft, seen)[path]])
             root = chunk[-1]
@@ -428,8 +401,8 @@ class Text(NamedTuple):
 def compute_texts(model, taps: list[int], data: list, folder: Path) -> list[Text]:
     """Run the target over pairs of a prompt and its answer, once for all steps of training.
 
-    What it computed is kept in a file, of which memory holds only what is being read. So it may be
-    larger than the memory, and a run that was stopped goes on behind the last whole text.
+    What it computed is kept in a file, of which memory holds only what is being read. So the file
+    may be larger than the memory. A run that was stopped goes on behind the last whole text.
 
     model    the target
     taps     the layers that are tapped
@@ -463,21 +436,57 @@ def compute_texts(model, taps: list[int], data: list, folder: Path) -> list[Text
 
 
 class Blocks(NamedTuple):
-    """Hold some blocks of some texts, and what their rows should guess. All but `hidden` are
-    [N, G, B]: for each of N texts, G blocks and B rows.
+    """Hold G blocks of each of N texts, and what their B rows should guess.
+
+    All tensors but `hidden` are [N, G, B].
     """
     hidden: torch.Tensor  # [N, G, B, f], what the LM head reads
     at: torch.Tensor  # the place of the token before each guess
-    before: torch.Tensor  # that token
+    previous: torch.Tensor  # that token
     labels: torch.Tensor  # the row of the LM head that stands for the right token, or V'
     inside: torch.Tensor  # whether there is a right token, since texts end
 
 
+def run_blocks(draft: Draft, ids: torch.Tensor, features: torch.Tensor,
+               anchors: torch.Tensor) -> torch.Tensor:
+    """Run the draft over texts and their blocks in one pass, as the header's table shows it.
+
+    ids       [N, T], the tokens of N texts
+    features  [N, T, t], what was tapped at them
+    anchors   [N, G], the places of the roots of each text's blocks
+    returns   what the LM head reads of each block, [N, G, B, f]
+    """
+    N, T = ids.shape
+    rows = anchors.shape[1] * draft.B
+    H = draft.fuse(features)  # [N, T, e]
+    shifted = F.pad(H, (0, 0, 1, 0))  # the H before each place, and 0 before the first
+    before = shifted.gather(1, anchors[..., None].expand(-1, -1, H.shape[-1]))
+    blocks = draft.embed_blocks(ids.gather(1, anchors), before).flatten(1, 2)  # [N, G B, e]
+    # A row of a block stands where the token stands that it reads or hides.
+    places = torch.arange(T, device=ids.device).expand(N, -1)
+    row = torch.arange(rows, device=ids.device)
+    own = (anchors[..., None] + row[:draft.B]).flatten(1)
+    positions = torch.cat([places, own.clamp(max=context_length(draft.lm) - 1)], 1)
+    # H sees the H up to itself. A row of a block sees the H before its anchor, and its block.
+    sees_block = row[:, None] // draft.B == row // draft.B
+    if draft.causal:
+        sees_block = sees_block.tril()
+    sees_context = places[:, None] < anchors.repeat_interleave(draft.B, 1)[..., None]
+    of_context = F.pad(places[:, None] <= places[..., None], (0, rows))
+    of_blocks = torch.cat([sees_context, sees_block.expand(N, -1, -1)], 2)
+    mask = attention_mask(windows_of(draft.lm), torch.cat([of_context, of_blocks], 1), positions,
+                          positions, H)
+    hidden = draft.lm.get_decoder()(
+        inputs_embeds=torch.cat([H, blocks.to(H.dtype)], 1), position_ids=positions,
+        attention_mask=mask, use_cache=False)[0]
+    return hidden[:, T:].unflatten(1, (-1, draft.B))
+
+
 def make_blocks(draft: Draft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
-    """Run blocks of texts.
+    """Run blocks of texts, and find what they should guess.
 
     texts     N texts
-    anchors   for each text G places of roots
+    anchors   for each text the places of the roots of G blocks
     """
     device = draft.place.device
     ids, features = (torch.nn.utils.rnn.pad_sequence(some, batch_first=True).to(device)
@@ -488,8 +497,8 @@ def make_blocks(draft: Draft, texts: list[Text], anchors: list[list[int]]) -> Bl
     lengths = torch.tensor([len(x.ids) for x in texts], device=device)
     inside = at + 1 < lengths[:, None, None]
     at = at.clamp(max=ids.shape[1] - 2)
-    before, labels = (ids.gather(1, some.flatten(1)).view_as(at) for some in (at, at + 1))
-    return Blocks(hidden, at, before, draft.row[labels], inside)
+    previous, labels = (ids.gather(1, some.flatten(1)).view_as(at) for some in (at, at + 1))
+    return Blocks(hidden, at, previous, draft.row[labels], inside)
 
 
 def score_rows(draft: Draft, to_logits: Callable, hidden: torch.Tensor) -> torch.Tensor:
@@ -503,30 +512,31 @@ def score_rows(draft: Draft, to_logits: Callable, hidden: torch.Tensor) -> torch
 
 
 def block_logits(draft: Draft, to_logits: Callable, hidden: torch.Tensor,
-                 before: torch.Tensor) -> torch.Tensor:
+                 previous: torch.Tensor) -> torch.Tensor:
     """Compute the logits [..., V'] of guesses, where all tokens before them are the text's.
 
-    before      [...], the token before each guess
+    previous    [...], the token before each guess
 
     The other arguments are those of `score_rows`.
     """
-    return draft.add_markov(score_rows(draft, to_logits, hidden), before)
+    return draft.add_markov(score_rows(draft, to_logits, hidden), previous)
 
 
 def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: list[list[int]],
                loss: str) -> torch.Tensor:
-    """Compute the loss of the header in nats, the mean over all guesses of all blocks.
+    """Compute the loss of the header, the weighted mean over all guesses of all blocks.
 
     to_logits   as for `score_rows`
-    texts       texts
+    texts       the texts of a step
     anchors     for each text equally many places of roots
     loss        ce or tv
     """
     from models.training import compare_guesses
     blocks = make_blocks(draft, texts, anchors)
-    # A token that the draft cannot guess teaches it nothing.
+    # Where the draft cannot guess the right token, no guess can be accepted. So these places do not
+    # count. The target's distribution is that over the tokens that the draft can guess.
     known = blocks.inside & (blocks.labels < len(draft.vocab))
-    logits = block_logits(draft, to_logits, blocks.hidden[known], blocks.before[known])
+    logits = block_logits(draft, to_logits, blocks.hidden[known], blocks.previous[known])
     # What the target read when it chose the tokens that are guessed, [N, T, f]
     last = torch.nn.utils.rnn.pad_sequence([x.last for x in texts], batch_first=True)
     text = torch.arange(len(texts))[:, None, None].expand(known.shape)[known.cpu()]
@@ -541,7 +551,7 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
 
 @torch.inference_mode()
 def measure_acceptance(draft: Draft, to_logits: Callable, texts: list[Text]) -> list[float]:
-    """Measure how often the likeliest guess of each place is right, where those before it are.
+    """Measure how often the likeliest guess of each place is right, where all before it are right.
 
     texts    held-out texts
     returns  for each of the B places a rate
@@ -549,13 +559,13 @@ def measure_acceptance(draft: Draft, to_logits: Callable, texts: list[Text]) -> 
     found = []
     for text in texts:
         blocks = make_blocks(draft, [text], [[*text.anchors()[::EVERY]]])
-        logits = block_logits(draft, to_logits, blocks.hidden, blocks.before)
+        logits = block_logits(draft, to_logits, blocks.hidden, blocks.previous)
         found.append((logits.argmax(-1) == blocks.labels, blocks.inside))
     return rate_guesses(found)
 
 
 def rate_guesses(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Compute how often the guess of each place is right, where those before it are.
+    """Compute how often the guess of each place is right, where all before it are right.
 
     found    which guesses of some blocks are right, bool [..., B], and which lie inside their text
     returns  for each of the B places a rate
@@ -580,7 +590,7 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
     losses, counts, trees = torch.zeros(len(TEMPERATURES), draft.B), torch.zeros(MOST), 0
     blocks_of = [make_blocks(draft, [text], [[*text.anchors()[::EVERY]]]) for text in texts]
     for blocks in blocks_of:
-        logits = block_logits(draft, to_logits, blocks.hidden, blocks.before)
+        logits = block_logits(draft, to_logits, blocks.hidden, blocks.previous)
         known = blocks.inside & (blocks.labels < len(draft.vocab))
         labels = blocks.labels.clamp(max=len(draft.vocab) - 1)[..., None]
         for i, temperature in enumerate(TEMPERATURES):
@@ -604,7 +614,10 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
 
 
 def paper_rate(done: int, steps: int) -> float:
-    """Return the rate of a step that rises over 4% of the steps, then falls along a cosine."""
+    """Return the rate of a step, as a share of `lr`. It rises over 4% of the steps, then falls.
+
+    It falls along the same cosine that a run without a warm-up would fall along.
+    """
     return min(1.0, (done + 1) / (0.04 * steps)) * 0.5 * (1 + math.cos(math.pi * done / steps))
 
 
@@ -657,7 +670,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
 
 
 def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
-    """Sample n places of roots. A place comes twice only where all others have come once."""
+    """Sample n places of roots. No place comes twice, unless a text has fewer than n places."""
     places = text.anchors()
     return rng.sample(places, n, counts=[-(-n // len(places))] * len(places))
 

@@ -662,7 +662,7 @@ MUTANTS = {
          "H = read_context(draft, seen)[path]",
          "what was final before a call without a draft is forgotten"),
         ("                H = H[:0]\n", "", "H is fed again in each round"),
-        ("seen.clear()  # of the calls that the clock made", "pass",
+        ("seen.clear()  # the clock made calls too, whose rows are no text", "pass",
          "features of the clock's calls are fed to the draft"),
         ("chances += [chances[leaf] * p for p in factors]", "chances += factors",
          "a node's chance forgets its path"),

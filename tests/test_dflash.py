@@ -178,7 +178,7 @@ def test_what_is_scaled_counts(tmp_path):
     draft = make_draft(markov=0)
     [text] = texts_of(draft, tmp_path)
     blocks = make_blocks(draft, [text], [[4]])
-    plain, scaled = (block_logits(draft, lambda x: c * x, blocks.hidden, blocks.before)
+    plain, scaled = (block_logits(draft, lambda x: c * x, blocks.hidden, blocks.previous)
                      for c in (1, 3))
     assert torch.allclose(3 * plain, scaled)
 
@@ -189,7 +189,7 @@ def test_blocks_end_with_the_text(tmp_path):
     blocks = make_blocks(draft, [text], [[4, 13, 14]])
     assert blocks.inside[0].tolist() == [[True] * 4, [True, True, False, False],
                                          [True, False, False, False]]
-    assert blocks.before[0, 0].tolist() == TEXT[4:8] and blocks.at[0, 0].tolist() == [4, 5, 6, 7]
+    assert blocks.previous[0, 0].tolist() == TEXT[4:8] and blocks.at[0, 0].tolist() == [4, 5, 6, 7]
     assert blocks.labels[0, 0].tolist() == [draft.vocab.tolist().index(x) if x % 3 == 0 else 21
                                             for x in TEXT[5:9]]
 
