@@ -139,7 +139,7 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     # a coin for i = 0, no guess at all, which always passes.
     numbers = torch.arange(1 + len(guesses), device=h.device)[:, None]
     accepted = (numbers * F.pad(passed, (0, 0, 1, 0), value=True)).amax(0)  # [1]
-    # As in verify_tokens, but with what p_i leaves of the target's distribution
+    # The token is drawn as in verify_tokens, but p_i p(x) stands in the place of p(x).
     return draw_next(scaled, draft_probs, accepted, sample)
 
 

@@ -10,7 +10,7 @@ text in both. The draft's distribution q is renormalised on these tokens. From t
 is speculative sampling (../speculative.py), with q = 0 for all tokens that the draft lacks:
 
     the target's text   "…"  " Paris"  " est"  " éblouissante"        ids of the target
-                         │      │        │         │ ┌─────┘
+                         │      │        │     ┌────┼───────┐
     the draft is fed    "…"  " Paris"  " est"  " é" "bloui" "ssante"  ids of the draft
     the draft's q       " et" 0.5    " !" 0.2    " magn" 0.3
     both have           " et" 0.7    " !" 0.3                         ids of the target
@@ -44,7 +44,7 @@ from speculative import report, speculative
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-FEWEST = 0.1  # of the smaller vocabulary: the share of tokens that both must have
+FEWEST = 0.1  # the share of the smaller vocabulary that both must have
 
 
 # ------------------------------------------------------------------------------ two vocabularies
@@ -56,8 +56,8 @@ def read_bytes(tokenizer, size: int, option: str = "--draft") -> dict[int, bytes
                 space and <0xE9> for a byte (SentencePiece)
     size        how many tokens the model knows
     option      the option that named the model, for the error
-    returns     for each id below `size` that has a token the bytes, or a special token's own name.
-                InputError for a tokenizer of another kind
+    returns     {id below `size`: the bytes of its token, or a special token's own name}. An id
+                without a token is not in it. InputError for a tokenizer of another kind
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = json.loads(backend.to_str())["decoder"] if backend else None
@@ -94,14 +94,15 @@ def count_logits(lm: CachedLM) -> int:
 
 
 class Translation:
-    """Hold what the tokens of a target are for a draft.
+    """Hold which of a draft's tokens stand for the tokens of a target.
 
     tokenizers   the target's tokenizer and the draft's
     of_target    {id of the target: the bytes or the special token that it stands for}. An id
                  without a token, which a model has logits for all the same, stands for no bytes
-    number_of    {bytes or a special token: id of the draft}
+    number_of    {the bytes or the special token: id of the draft}
     both         ids of the target [n] and ids of the draft [n], for the tokens that both have
-    pieces       {id of the target: ids of the draft}, one where both have the token
+    pieces       {id of the target: the draft's ids that are fed for it}. It is a single id where
+                 both have the token
 
     Raises InputError where few tokens are in both.
     """
@@ -120,7 +121,8 @@ class Translation:
         in_target = {text: number for number, text in sorted(of_target.items())}
         shared = {number: self.number_of[text] for text, number in in_target.items()
                   if text in self.number_of}
-        if ends[0] in of_target and ends[1] in of_draft:  # None, where a tokenizer has none, is not
+        # A tokenizer without such a token has None in its place, which no vocabulary has.
+        if ends[0] in of_target and ends[1] in of_draft:
             shared[ends[0]] = ends[1]
         least = math.ceil(FEWEST * min(len(of_target), len(of_draft)))
         if len(shared) < least:
@@ -173,12 +175,12 @@ class Translation:
 
 
 class TranslatedLM:
-    """A draft that reads and guesses the target's tokens, for the loop of speculative decoding.
+    """Let a draft read and guess the target's tokens, in the loop of speculative decoding.
 
     draft         the draft, with its own tokens
     translation   a Translation
-    vocab         the number of the target's tokens
-    widths        for each pending token of the target, how many of the draft's it is
+    vocab         how many logits the target's calls give
+    widths        for each pending token of the target, how many of the draft's tokens were fed
     """
 
     def __init__(self, draft: CachedLM, translation: Translation, vocab: int):
@@ -207,7 +209,7 @@ class TranslatedLM:
         parts = [self.translation.pieces[number] for number in numbers]
         logits = self.draft.forward([piece for part in parts for piece in part])
         self.widths += map(len, parts)
-        # What the draft says after a token stands in the row of the token's last piece.
+        # What the draft says after a token of the target stands in the row of its last piece.
         ends = torch.tensor([*map(len, parts)]).cumsum(0) - 1
         of_target, of_draft = self.translation.both
         found = logits.new_full((len(ids), self.vocab), -torch.inf)
@@ -215,7 +217,7 @@ class TranslatedLM:
         return found
 
     def commit(self, path: range) -> None:
-        """Keep the first pending tokens of the target, as many as the path has; forget the rest.
+        """Keep the first pending tokens of the target, as many as the path has, and no others.
 
         path   the range of the tokens that are kept, from 0 on
         """

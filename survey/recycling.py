@@ -6,9 +6,10 @@ Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Langua
 Recycling", arXiv 2408.08696
 
 A call of the target gives a distribution after every node of a tree. Other methods take one token
-of it and throw the others away, and with them all distributions after rejected nodes. Token
-Recycling keeps both. A matrix M holds for each token the eight tokens that were the likeliest ones
-after it, the last time that it was fed to the target. A tree of a fixed form is filled from M:
+of each distribution on the accepted path, and throw everything else away. Token Recycling keeps the
+likeliest tokens of all of them. A matrix M holds for each token the eight tokens that were the
+likeliest ones after it, the last time that it was fed to the target. A tree of a fixed form is
+filled from M:
 
     M[sat] = on  in  at …        sat ─┬─ on ─┬─ the ── cat      child j of a node with token t
     M[on]  = the my …                 │      └─ my              is the token M[t, j]
@@ -27,7 +28,7 @@ Departures (paper / here / why):
     the prompt: its logits fill M / what follows each token of the prompt comes first in its row /
         the LM head would have to read all of the prompt, which takes as long as many tokens
     the tree: 80 nodes at 6 levels, found by hand / the likeliest tree by RATES, of as many nodes as
-        pay on this machine / on a CPU 80 rows take the time of many
+        pay on this machine / on a CPU a call of 80 rows takes much longer than one of a few
 """
 import sys
 from typing import Iterator
@@ -72,25 +73,27 @@ class Successors:
         likeliest = logits.topk(min(WIDTH, logits.shape[-1])).indices.tolist()
         self.rows.update(zip(ids, likeliest))
 
-    def fill(self, root: int, tree: list[Node]) -> tuple[list[int], list[int]]:
-        """Fill a planned tree with tokens.
+    def fill(self, root: int, planned: list[Node]) -> tuple[list[int], list[int]]:
+        """Fill a planned tree with tokens of M.
 
-        root     the token of node 0
-        tree     the planned nodes, of which those are left out that have no token in M, and all
-                 below them
-        returns  ids and parents of the nodes that are left
+        A node for which M has no token is dropped, with all nodes below it.
+
+        root      the token of node 0
+        planned   the nodes of the plan, the root first
+        returns   ids and parents of the nodes that are kept
         """
         ids = [root]
         parents = [-1]
-        place = {0: 0}  # for each planned node that is left, its number among them
-        for number, node in enumerate(tree[1:], start=1):
-            if node.parent not in place:
+        new_number = {0: 0}  # of each planned node that is kept, by its number in the plan
+        for number, node in enumerate(planned[1:], start=1):
+            if node.parent not in new_number:
                 continue
-            row = self.rows.get(ids[place[node.parent]], [])
+            parent = new_number[node.parent]
+            row = self.rows.get(ids[parent], [])
             if node.rank < len(row):
-                place[number] = len(ids)
+                new_number[number] = len(ids)
                 ids.append(row[node.rank])
-                parents.append(place[node.parent])
+                parents.append(parent)
         return ids, parents
 
 
@@ -109,14 +112,14 @@ def list_plans(target: CachedLM) -> Iterator[tuple]:
 def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: bool = True,
               successors: Successors | None = None, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
-    """Verify in one call what the target said after the same tokens before.
+    """Guess what the target said when it read the same tokens before, and verify it in one call.
 
     nodes:   the most nodes of a tree, the root among them. With 0, as many as pay on this machine
     history: keep M from prompt to prompt
 
     Yields chunks of 1 to 7 tokens; logs {"guessed", "accepted"} a call.
 
-    The Successors `successors` are M, and are changed in place.
+    `successors` is M, which is changed in place.
     """
     if not 0 <= nodes <= MOST:
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
@@ -135,7 +138,7 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
         logits = target.forward(ids, parents)
         path, chunk = walk(ids, parents, sample(logits))
         target.commit(path)
-        # Recycle: all nodes were answered, and so all of them update M.
+        # Recycle: the target gave logits after all nodes, and so all of them update M.
         successors.learn(ids, logits)
         root = chunk[-1]
         if log is not None:

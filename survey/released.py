@@ -1,23 +1,24 @@
 """This file reads heads that others have trained and released, and writes heads as they do.
 
-A released head is a directory or a hub id, with config.json and files of tensors. What kind of head
-it is, the names of its tensors tell, since configurations say it in many ways or not at all:
+A released head is a directory or a hub id, with config.json and files of tensors. The names of the
+tensors tell what kind of head it is, since configurations say it in many ways or not at all:
 
-    kind        a name that only its files have                        read by
+    kind        a name by which it is known                            read by
     EAGLE-3     midlayer.hidden_norm.weight, or with layers.0          eagle3.py
     EAGLE       fc.weight, and none of EAGLE-3's                       eagle.py
     Medusa      0.0.linear.weight, of head 0                           medusa.py
     Hydra++     hydra_mlp.0.1.linear.weight                            nothing here
     Kangaroo    layers.0.self_attn.q_proj.weight, and no MLP           nothing here
 
-Every tensor of a file is used, or the file is refused. A pickled file may hold tensors alone, and
-no code of it is run. How often the guesses of a head are right is in no released file. A command
-`measure` of the files above measures it on the target's own answers, for the option --accept.
+A file is refused if it has a tensor whose name is not expected. A pickled file may hold tensors
+alone, and no code of it is run. How often the guesses of a head are right is in no released file. A
+command `measure` of the files above measures it on the target's own answers, for the option
+--accept.
 """
 import json
 import re
 from pathlib import Path
-from typing import Iterable
+from typing import Collection, Iterable
 
 from common import InputError, context_length, shorten
 from survey.parts import belongs, load_facts, save_facts, some_rows
@@ -27,12 +28,14 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
-# In this order: a repository may have its weights in two forms. Those of a large head may come in
-# parts, which an index lists.
+# The first of these files that a repository has is read, since some have their weights in two
+# forms. The weights of a large head may come in parts, which an index lists.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt",
            "hydra_lm_head.pt")
-KINDS = {  # what a message calls a kind of head, and the names that only its files have
+# What a message calls a kind of head, and names by which it is known. The kinds are tried in this
+# order: EAGLE-3 has the name of EAGLE, too, and both may have the name of Kangaroo.
+KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
     "Hydra++ heads, which nothing here reads": r"hydra_mlp\..*",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
@@ -40,7 +43,7 @@ KINDS = {  # what a message calls a kind of head, and the names that only its fi
     "a Kangaroo adapter, which nothing here reads": r"layers\.0\.self_attn\.q_proj\.weight"}
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "head_dim", "rms_norm_eps")  # what a configuration says of a layer, but for its positions
-ROTARY = ("default", "linear", "llama3")  # kinds of rotary positions that do not depend on a length
+ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
 
 
 # ------------------------------------------------------------------------------------- reading
@@ -75,7 +78,7 @@ def read_released(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """
     try:
         config = json.loads(find_file(path, "config.json").read_text(encoding="utf-8"))
-        found = ((name, find_file(path, name)) for name in WEIGHTS)  # none after the first is asked
+        found = ((name, find_file(path, name)) for name in WEIGHTS)  # asks until one is there
         name, first = next((name, file) for name, file in found if file)
         files = [first]
         if name.endswith(".index.json"):
@@ -90,8 +93,8 @@ def read_released(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
                          f"weights, got {path!r}: {shorten(error)}") from error
 
 
-def tell_kind(names: Iterable[str]) -> str:
-    """Tell from the names of its tensors what kind of head a file has."""
+def tell_kind(names: Collection[str]) -> str:
+    """Tell from the names of its tensors what kind of head a file has, in the words of KINDS."""
     for kind, pattern in KINDS.items():
         if any(re.fullmatch(pattern, name) for name in names):
             if "Kangaroo" in kind and any(".mlp." in name for name in names):
@@ -104,9 +107,9 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """Read a released head of one kind.
 
     path     a directory or hub id
-    kind     what a message calls the kind, as in KINDS
-    returns  its configuration, which is flat, and its tensors by name, where "model." is left out.
-             InputError for a head of another kind
+    kind     the kind, in the words of KINDS
+    returns  its configuration, made flat if it was nested, and its tensors by name, where "model."
+             is left out. InputError for a head of another kind
     """
     config, tensors = read_released(path)
     tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
@@ -114,7 +117,7 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
     if found != kind:
         raise InputError(f"--adapter must be {kind}, got {path!r}, {found}")
     if "transformer_layer_config" in config:  # the package speculators writes nested ones
-        # By their silence on it they say that the residual stream is normed.
+        # Where such a configuration does not say whether the residual stream is normed, it is.
         config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
     return config, tensors
 
@@ -124,7 +127,7 @@ def refuse_settings(path: str, config: dict, names: Iterable[str]) -> None:
 
     path     the head's, for the message
     config   its configuration
-    names    settings that only a head has which is not computed here
+    names    further settings that must be false or absent
     """
     refused = [name for name in names if config.get(name)]
     if config.get("num_hidden_layers", 1) != 1:
@@ -139,9 +142,9 @@ def refuse_settings(path: str, config: dict, names: Iterable[str]) -> None:
 # ---------------------------------------------------------------------------------- the layer
 
 def make_config(model, mlp: int = 0) -> LlamaConfig:
-    """Describe a Llama layer for a model to train: its widths are the model's.
+    """Describe a Llama layer that is to be trained for a model, as wide as the model's own.
 
-    mlp   the width of the MLP; 0 is the model's
+    mlp   the width of the MLP. 0: as wide as the model's
     """
     text, h = model.config.get_text_config(), model.get_input_embeddings().weight.shape[1]
     heads = text.num_attention_heads
@@ -182,8 +185,8 @@ def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
     tensors  the head's, from which the table is taken
     model    the target
     h        how wide the layer is
-    returns  the table. None if the target's serves: there is none in the file, or the same one.
-             InputError if it is of another model, or missing
+    returns  the table. None where the head has no table or the target's, which then serves.
+             InputError if the table is of another model, or if the head needs one and has none
     """
     own = model.get_input_embeddings().weight
     table = tensors.pop("embed_tokens.weight", None)
@@ -206,9 +209,9 @@ def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
 # ------------------------------------------------------------------------------------- writing
 
 def describe_layer(config: PreTrainedConfig, model) -> dict:
-    """Say of a layer what engines read in a head's config.json.
+    """Describe a layer by the settings that engines read in a head's config.json.
 
-    They read no nested dictionary of rotary positions, but a base and, if need be, a scaling.
+    Older engines read no dictionary of rotary positions, but a base and a scaling beside it.
 
     config   the layer's configuration
     model    the target
@@ -243,9 +246,10 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
 # ------------------------------------------------------------------------- measured acceptance
 
 def save_accept(path: Path, model, accept: list[list[float]]) -> None:
-    """Write how often the guesses of a head are right for a model, and print it for first guesses.
+    """Write how often the guesses of a head are right for a model, and print it for the likeliest.
 
-    accept   accept[n][r] is how often the guess of rank r is right, of depth n or of head n
+    accept   accept[n][r] is how often the guess of rank r is right, at depth n of a tree or, for
+             Medusa, of head n + 1
     """
     print(f"right {[round(ranks[0], 3) for ranks in accept]}")
     save_facts(path, {"model": model}, accept=accept)

@@ -20,7 +20,11 @@ import torch
 
 
 def choose_taps(model) -> list[int]:
-    """Choose the layers whose inputs the draft reads: an early, a middle and a late one."""
+    """Choose the three layers that EAGLE-3 taps: an early, a middle and a late one.
+
+    model    the target. InputError if it has fewer than 7 layers
+    returns  the numbers 2, L/2 and L - 3
+    """
     L = depth_of(model)
     taps = sorted({2, L // 2, L - 3})
     if len(taps) < 3 or taps[0] < 0:
@@ -32,7 +36,7 @@ def choose_taps(model) -> list[int]:
 def read_taps(text: str, model) -> list[int]:
     """Read the option `--taps`.
 
-    text     numbers of layers with commas between them. Of an empty one the layers are chosen
+    text     numbers of layers with commas between them. If it is empty, `choose_taps` chooses them
     model    the target
     returns  the numbers. InputError if they are not in ascending order, or no layers of the model
     """
@@ -60,7 +64,8 @@ def tap_layers(model, taps: list[int]):
     """Keep what enters some layers in every pass of a model, until the `with` block ends.
 
     model   the target
-    taps    numbers of layers. The number of all layers stands for what the LM head reads
+    taps    numbers of layers, in ascending order. The number of all layers stands for what the LM
+            head reads
     yields  a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
     """
     seen, layers = [], list_layers(model)
@@ -94,7 +99,7 @@ def join_taps(seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
 
     seen     what `tap_layers` yields: for each pass one tensor [B, n, h] for each tap
     taps     the numbers of the layers
-    returns  [B, n, taps * h], the rows of all passes one after the other
+    returns  [B, n, t], the rows of all passes one after the other, where t is the width of all taps
     """
     passes = [torch.cat(seen[i:i + len(taps)], -1) for i in range(0, len(seen), len(taps))]
     seen.clear()
@@ -108,7 +113,7 @@ class Tapped:
     taps    the numbers of the layers
     seen    the list of `tap_layers` for them
 
-    features   [n, taps * h], of the last call, and after `start` of all tokens of the text
+    features   [n, t], what was tapped in the last call. After `start`: for all tokens of the text
     """
 
     def __init__(self, target: CachedLM, taps: list[int], seen: list):
