@@ -416,7 +416,7 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
     the held-out losses "consistency" and "ar", the figures of `decode_examples` and those of
     `watch`.
     """
-    from models.training import Training, digest, tokens_of_pass, warm_linear
+    from models.training import Training, digest, low_precision, tokens_of_pass, warm_linear
     from survey.parts import score_with
     score = score_with(model.eval())  # dropout is not wanted
 
@@ -427,7 +427,7 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
 
     def evaluate() -> tuple[dict, str]:
         rng = random.Random(0)  # the same held-out states every time
-        with torch.inference_mode(), torch.autocast(model.device.type, dtype=torch.bfloat16):
+        with torch.inference_mode(), low_precision(model.device, model):
             measured = [losses(model, *sample_pairs(held_out, batch, states, local, rng), score,
                                divergence) for _ in range(4)]
         consistency, ar = (sum(x).item() / 4 for x in zip(*measured))

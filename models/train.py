@@ -47,9 +47,9 @@ from cli.loading import encode_data, load_checked, open_chat  # noqa: E402
 from cli.options import add_own_options, add_prompt_options, select_settings  # noqa: E402
 from cli.text import Parser, cut_message, set_encodings  # noqa: E402
 from models.training import (Settings, Training, answer_all, collect_examples,  # noqa: E402
-                             compute_in_parts, digest, divergence, generate_answers, require,
-                             require_training_options, tokens_of_pass, use_settings,
-                             warm_linear)
+                             compute_in_parts, digest, divergence, generate_answers,
+                             low_precision, require, require_training_options, tokens_of_pass,
+                             use_settings, warm_linear)
 from survey.layers import take_layers  # noqa: E402
 from survey.parts import score_with  # noqa: E402
 from survey.views import depth_of  # noqa: E402
@@ -261,14 +261,16 @@ def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, s
     models       all models that the losses run
     tokens       about how many tokens a batch has
     """
+    models = models or (model,)
+
     @torch.no_grad()
     def evaluate():
-        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        with low_precision(model.device, *models):
             loss = sum(held_out(random.Random(i)).item() for i in range(4)) / 4
         return {"loss": loss}, f"held-out loss {loss:.4f}"
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     Training(trained, fingerprint, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
-             optimizers=make_optimizers(model, lr), folder=work, models=models or (model,),
+             optimizers=make_optimizers(model, lr), folder=work, models=models,
              tokens=tokens).train(loss_of, evaluate)
 
 
@@ -331,12 +333,14 @@ def make_prompts(argv: list[str]) -> None:
     add("--max-new-tokens", type=int, default=200,
         help="the most tokens of a prompt; longer prompts are dropped")
     add("--temperature", type=float, default=0.8)
+    add("--dtype", choices=["float32", "bfloat16"],
+        help="of the model (default: float32 on a CPU, else its own)")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     for option in "count", "batch", "max_new_tokens":
         require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
     require(args.temperature > 0, "temperature", "above 0", args.temperature)
-    model, tokenizer = load_checked(args.target, args.device, "bfloat16")
+    model, tokenizer = load_checked(args.target, args.device, args.dtype)
     before = open_chat(tokenizer)
     torch.manual_seed(args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -388,7 +392,8 @@ def distil_layers(argv: list[str]) -> None:
     add("--layers", type=int, nargs="+", required=True,
         help="which layers of the target, from 0, in ascending order")
     add_prompt_options(parser, trains=True, default=None)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the target")
+    add("--dtype", choices=["float32", "bfloat16"],
+        help="of the target (default: float32 on a CPU, else the model's own)")
     add("--out", type=Path, required=True, help="directory of the draft")
     add("--work", type=Path, default=HERE / "work", help="folder of answers and checkpoints")
     add("--max-new-tokens", type=int, default=200, help="of an answer")
@@ -441,7 +446,7 @@ def measure_agreement(target, draft, rows: list[Row]) -> tuple[float, float]:
     scores = {model: score_with(model) for model in (target, draft)}
     right = accepted = total = 0
     for row in rows:
-        with torch.autocast(target.device.type, dtype=torch.bfloat16):
+        with low_precision(target.device, target, draft):
             p, q = (score(read_tokens(model, *pad_rows([row]))) for model, score in scores.items())
         right += (p.argmax(-1) == q.argmax(-1)).sum().item()
         accepted += (1 - divergence("tvd", p, q)).sum().item()

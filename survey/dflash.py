@@ -637,7 +637,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
     seed      chooses texts and anchors
     returns   {step: {"accept": ...}}, Draft.accept after some of the steps
     """
-    from models.training import Training, digest, sample_alike, tokens_of_pass
+    from models.training import Training, digest, low_precision, sample_alike, tokens_of_pass
     to_logits = logits_of(model)
     texts, held_texts = (compute_texts(model, draft.taps, some, work) for some in (data, held_out))
 
@@ -653,7 +653,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
         return block_loss(draft, to_logits, some, places, loss)
 
     def evaluate() -> tuple[dict, str]:
-        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        with low_precision(model.device, model):
             accept = measure_acceptance(draft, to_logits, held_texts)
         # The mean number of guesses before the first wrong one
         accepted = sum(accumulate(accept, lambda a, b: a * b))

@@ -581,7 +581,8 @@ def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
     held_out  texts with what the draft reads of them
     returns   {"accept": the table}, and a line to print
     """
-    with torch.autocast(draft.lm.device.type, dtype=torch.bfloat16):
+    from models.training import low_precision
+    with low_precision(draft.lm.device, draft.lm):
         accept = measure_acceptance(draft, held_out)
     return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
 

@@ -1310,6 +1310,10 @@ MUTANTS = {
         ("replace(training, \"KEPT\", 0)", "pass", "states of all texts are kept"),
     ],
     "models/training.py": [
+        ('device.type != "cpu" or torch', 'device.type == "cpu" or torch',
+         "a CPU without AVX-512 multiplies in bfloat16"),
+        ("enabled=fast or mixed", "enabled=fast",
+         "a model in half precision meets weights in float32"),
         ("answer[:max(0, longest - len(prompt))]", "answer[:longest]", "long answers are not cut"),
         ("answer_of.setdefault(tuple(prompt), answer)", "answer_of[tuple(prompt)] = answer",
          "the last answer to a prompt counts"),

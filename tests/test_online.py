@@ -247,7 +247,7 @@ def test_a_second_draft_learns_all_that_the_first_gets_wrong_and_no_more(model, 
     assert begin[0] == begin[1] == begin[2] == end[0] < end[2] and len(learnt) == 30
     for i, (p, q) in enumerate(learnt):
         (teacher, labels), (known, _), (student, _) = scored[3 * i:3 * i + 3]
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad(), training.low_precision(model.device, model):
             wrong = first.lm_head(known).argmax(-1) != labels
             expected = model.lm_head(teacher[wrong]).float()
         assert wrong.any() and not wrong.all()

@@ -198,7 +198,7 @@ def test_three_steps_by_hand(tmp_path, capsys):
                torch.optim.AdamW([plain.model.embed_tokens.weight, *norms], betas=(0.9, 0.95),
                                  weight_decay=0.0)]
     for step, rate in enumerate((1, 2 / 3, 1 / 3)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with training.low_precision(plain.device, plain):
             if step == 0:
                 held_out = sum(sampled_loss(plain, random.Random(i)).item() for i in range(4)) / 2
             sampled_loss(plain, random.Random(f"x 0 {step}")).backward()
@@ -267,7 +267,7 @@ def test_agreement_by_hand():
     rows = recipe.weigh_answers([[5, 9, 30], [8]], [[2], [7, 1, 12]])
     right, accepted = [], []
     for (ids, _), places in zip(rows, (slice(2, 3), slice(0, 3))):
-        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.inference_mode(), training.low_precision(target.device, target):
             p, q = (x(torch.tensor([ids])).logits[0, places].float() for x in (target, draft))
         right += (p.argmax(-1) == q.argmax(-1)).tolist()
         accepted += torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).tolist()

@@ -6,6 +6,7 @@ import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from models import training
 from models.training import (LOSSES, Settings, Training, answer_all, collect_answers,
                              collect_examples, compare_guesses, compute_frozen, compute_in_parts,
                              cosine, digest, divergence, find_frequent, generate_answers,
-                             read_answers, read_texts, recompute_layers, sample_alike, sample_rows,
-                             score_answers, use_settings, warm_cosine, warm_linear)
+                             low_precision, read_answers, read_texts, recompute_layers,
+                             sample_alike, sample_rows, score_answers, use_settings, warm_cosine,
+                             warm_linear)
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, online
 
 
@@ -87,6 +89,19 @@ def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, va
         adam.step()
         adam.zero_grad()
     assert toy.weights() == pytest.approx(plain.weights(), abs=1e-5)
+
+
+@pytest.mark.parametrize("device, dtype, capability, low", [
+    ("cpu", torch.float32, "AVX2", False), ("cpu", torch.float32, "DEFAULT", False),
+    ("cpu", torch.float32, "AVX512", True), ("cpu", torch.float16, "AVX2", True),
+    ("cuda", torch.float32, "AVX2", True)])
+def test_products_are_in_bfloat16_where_that_is_fast(device, dtype, capability, low, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch, "autocast", lambda kind, **options: asked.append((kind, options)))
+    models = [SimpleNamespace(dtype=x) for x in (torch.float32, dtype)]
+    low_precision(torch.device(device), *models)
+    assert asked == [(device, dict(dtype=torch.bfloat16, enabled=low))]
 
 
 def test_rates():
