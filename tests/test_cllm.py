@@ -434,6 +434,15 @@ def test_another_training_in_the_same_folder_has_a_checkpoint_of_its_own(change,
     assert len({*worked.iterdir()}) == len(before) + 1
 
 
+def test_changes_of_another_model_have_a_checkpoint_of_their_own(tmp_path):
+    for seed, files in (0, 1), (0, 1), (1, 2):
+        model = tiny("llama", seed=seed).requires_grad_(False)
+        torch.manual_seed(0)
+        fit(model, ROWS, ROWS, {3}, 6, **FIT | {"steps": 1}, changes=add_low_rank(model, 2),
+            work=tmp_path)
+        assert len([*tmp_path.iterdir()]) == files
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_recomputed_activations_are_the_same(rank):
     """Each layer runs once more for a pass, in the backward pass, and not where it is evaluated;
@@ -508,6 +517,29 @@ def test_train_hands_its_options_on(tmp_path, monkeypatch):
     assert sorted(row["number"] for row in parts[0] + parts[1]) == [0, 1, 2, 3]
     given = given_to_fit(monkeypatch, tmp_path, rows)[-1]
     assert given["work"] == tmp_path / "out.work"  # the default
+
+
+def test_texts_have_a_greatest_length(tmp_path, monkeypatch, capsys):
+    rows = [ROWS[0] | {"prompt": [9] * length} for length in (3, 4, 5, 60)]
+    most = len(ROWS[0]["answer"]) + 5
+    with use_settings(Settings(max_length=most)):
+        data, held_out, *_ = given_to_fit(monkeypatch, tmp_path, rows)
+    assert sorted(len(row["prompt"]) for row in data + held_out) == [3, 4, 5]
+    assert f"1 trajectories longer than {most} tokens are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank, expected", [(0, torch.float32), (2, torch.bfloat16)])
+def test_what_is_trained_is_in_float32(rank, expected, tmp_path, monkeypatch):
+    """Steps of AdamW would round to nothing. What is frozen stays as it is."""
+    model, seen = tiny("llama").bfloat16(), []
+
+    def watched(model, *_, changes, **__):
+        trained = changes or dict(model.named_parameters())
+        seen.append((model.dtype, {x.dtype for x in trained.values()}))
+    monkeypatch.setattr(module, "fit", watched)
+    train(model, Saved(), data=written(tmp_path / "data", ROWS), out=tmp_path / "out", lr=5e-4,
+          rank=rank)
+    assert seen == [(expected, {torch.float32})]
 
 
 def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):
