@@ -66,16 +66,12 @@ LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown
 NEAR = 0.05  # how far a prediction may be off
 TIMED = 64  # tokens that a drafter decodes of each prompt while the clock runs
-GROUPS = ("a model's call for each guess", "a small layer for each guess", "all guesses at once",
-          "guesses that are looked up")
-MODELS, LAYERS, AT_ONCE, LOOKED_UP = GROUPS
 
 
 class Drafter(NamedTuple):
     """Describe who guesses.
 
-    name    what it is called in tables
-    group   one of GROUPS
+    name    what it is called in tables, one of those in GROUPS of who_picture.py
     most    guesses of its longest chain
     make    a function of a number of guesses that builds the method with chains of as many
     files   what was trained or collected for it
@@ -83,7 +79,6 @@ class Drafter(NamedTuple):
     draft   the small model, where there is one
     """
     name: str
-    group: str
     most: int
     make: Callable[[int], Ours]
     files: tuple[Path, ...] = ()
@@ -175,7 +170,7 @@ class Drafters:
             models["draft"] = bench.cached(draft)
         return Ours(method, models, bench.args.max_new_tokens, bench.eos, greedy, **settings)
 
-    def add(self, name: str, group: str, make: Callable[[], tuple], *names: str, own: int = 1,
+    def add(self, name: str, make: Callable[[], tuple], *names: str, own: int = 1,
             draft=None) -> None:
         """Add a drafter, or say what is missing.
 
@@ -189,12 +184,12 @@ class Drafters:
         def build() -> Drafter:
             if lacking := [path for path in files if not path.exists()]:
                 raise InputError(f"--adapters must hold {lacking[0].name}")
-            return Drafter(name, group, *make(*files), files, own, draft)
+            return Drafter(name, *make(*files), files, own, draft)
         self.found |= self.bench.fitting(name, build)
 
     def add_draft(self, name: str, draft) -> None:
         """Add a small model that guesses."""
-        self.add(name, MODELS, lambda: (LONGEST, lambda k: self.run(speculative, draft, gamma=k)),
+        self.add(name, lambda: (LONGEST, lambda k: self.run(speculative, draft, gamma=k)),
                  draft=draft)
 
     def add_models(self) -> None:
@@ -213,8 +208,8 @@ class Drafters:
             skipped = load_blocks(str(path), bench.target)
             return LONGEST, lambda k: self.run(draft_verify, skipped=skipped, gamma=k,
                                                threshold=0.0, adaptive=False)
-        self.add("early exit", MODELS, load, "exit.safetensors")
-        self.add("Draft & Verify", MODELS, skip, "blocks.json")
+        self.add("early exit", load, "exit.safetensors")
+        self.add("Draft & Verify", skip, "blocks.json")
 
     def add_layers(self) -> None:
         """Add what runs a layer or a head on the target's features for each guess."""
@@ -226,10 +221,10 @@ class Drafters:
         one, three = (functools.partial(features, method, load) for method, load in (
             (eagle_file.eagle, eagle_file.load_draft),
             (eagle3_file.eagle3, eagle3_file.load_draft)))
-        self.add("EAGLE", LAYERS, one, "eagle.safetensors")
-        self.add("EAGLE-3", LAYERS, three, "eagle3.safetensors")
-        self.add("MTP", LAYERS, three, "mtp.safetensors")
-        self.add("Hydra", LAYERS, functools.partial(self.load_heads, "hydra"), "hydra.safetensors")
+        self.add("EAGLE", one, "eagle.safetensors")
+        self.add("EAGLE-3", three, "eagle3.safetensors")
+        self.add("MTP", three, "mtp.safetensors")
+        self.add("Hydra", functools.partial(self.load_heads, "hydra"), "hydra.safetensors")
 
     def load_heads(self, kind: str, path: Path):
         """Load heads of Medusa or Hydra."""
@@ -254,12 +249,12 @@ class Drafters:
         def lookahead_tokens(path: Path):
             trained = load_tuning(path, model)
             return len(trained.masks), lambda k: self.run(pass_sampling, trained=trained, L=k)
-        self.add("Medusa", AT_ONCE, functools.partial(self.load_heads, "medusa"),
+        self.add("Medusa", functools.partial(self.load_heads, "medusa"),
                  "medusa.safetensors")
-        self.add("DFlash", AT_ONCE, block, "dflash.safetensors")
-        self.add("BiTA", AT_ONCE, masks, "bita.safetensors")
+        self.add("DFlash", block, "dflash.safetensors")
+        self.add("BiTA", masks, "bita.safetensors")
         # A call of PaSS drafts, and its first token is the target's own. So it is final as well.
-        self.add("PaSS", AT_ONCE, lookahead_tokens, "pass.safetensors", own=2)
+        self.add("PaSS", lookahead_tokens, "pass.safetensors", own=2)
 
     def add_lookups(self) -> None:
         """Add what looks its guesses up, and the hybrid."""
@@ -275,12 +270,12 @@ class Drafters:
             return LONGEST, lambda k: self.run(
                 hybrid_file.hybrid, guess="hydra", nodes=1 + k, datastore=str(datastore),
                 trust=str(trust), adapter=str(heads))
-        self.add("n-grams", LOOKED_UP, lambda: (LONGEST, lambda k: self.run(
+        self.add("n-grams", lambda: (LONGEST, lambda k: self.run(
             lookahead, W=0, N=1 + k, G=1)))
-        self.add("REST", LOOKED_UP, store, "rest.safetensors")
-        self.add("recycling", LOOKED_UP, lambda: (LONGEST, lambda k: self.run(
+        self.add("REST", store, "rest.safetensors")
+        self.add("recycling", lambda: (LONGEST, lambda k: self.run(
             recycling_file.recycling, nodes=1 + k)))
-        self.add("hybrid", LOOKED_UP, both, "rest.safetensors", "hybrid.json", "hydra.safetensors")
+        self.add("hybrid", both, "rest.safetensors", "hybrid.json", "hydra.safetensors")
 
 
 # --------------------------------------------------------------------------------- acceptance
@@ -581,11 +576,18 @@ def compare(bench: Bench, kept: Kept) -> None:
     print(f"A round of AR took {1000 * costs['AR']:.1f} ms. The prediction is off by more than "
           f"{NEAR:.0%} for: {', '.join(misses) or 'none'}.\n")
     if args.picture:
-        curves = [Curve(name, GROUPS.index(x.group),
-                        [right / tried for tried, right in counts[name] if tried >= FEWEST],
-                        (found[name].cost, found[name].tokens))
-                  for name, x in drafters.items() if name in found]
-        args.picture.write_text(draw_figure(curves, GROUPS), encoding="utf-8")
+        args.picture.write_text(draw_figure([
+            make_curve(name, counts[name], best) for name, best in found.items()]),
+            encoding="utf-8")
+
+
+def make_curve(name: str, counts: list[tuple[int, int]], best: Best) -> Curve:
+    """Collect what the figure shows of a drafter, with the digits that the tables have.
+
+    counts   what `measure_acceptance` returned
+    """
+    rates = [round(right / tried, 2) for tried, right in counts if tried >= FEWEST]
+    return Curve(name, rates, *(round(x, 2) for x in (best.cost, best.tokens, best.speed)))
 
 
 # ---------------------------------------------------------------------------- the command line

@@ -1,16 +1,20 @@
 """Draw the figure of who_guesses.py: acceptance by position, and tokens against cost.
 
+    python results/who_picture.py       # both figures of who_guesses.md, from the page's tables
+
 Four small panels have the acceptance of each guess, a group of drafters each. A fifth has what the
 best chain of each drafter makes of it. Groups differ by the shape of their marks, and the drafters
 of a group by the fill of the marks and by the dashes of the lines, so the figure needs no colour.
+A drafter has the same mark in all figures.
 """
-import itertools
 import math
+import re
 from html import escape
-from typing import Callable, NamedTuple
+from pathlib import Path
+from typing import Callable, Iterator, NamedTuple
 
 STYLE = """
-svg { background: #ffffff; font: 19px system-ui, "Segoe UI", Arial, sans-serif; }
+svg { background: #ffffff; font: 20px system-ui, "Segoe UI", Arial, sans-serif; }
 text { fill: #1f2328; } .small { fill: #59636e; } .head { font-weight: 600; }
 .ink { stroke: #1f2328; fill: none; stroke-width: 2; }
 .thin { stroke: #8c959f; fill: none; stroke-width: 1; }
@@ -24,14 +28,20 @@ text { fill: #1f2328; } .small { fill: #59636e; } .head { font-weight: 600; }
   .full { fill: #f0f6fc; } .half { fill: #6e7681; } .empty { fill: #0d1117; }
 }
 """
-WIDTH, HEIGHT = 1280, 740
-SIZE = 19  # of the letters
+GROUPS = {"a model's call for each guess": ("small model", "early exit", "Draft & Verify",
+                                            "distilled"),
+          "a small layer for each guess": ("EAGLE", "EAGLE-3", "Hydra", "MTP"),
+          "all guesses at once": ("Medusa", "DFlash", "BiTA", "PaSS"),
+          "guesses that are looked up": ("n-grams", "REST", "recycling", "hybrid")}
 SHAPES = ("square", "circle", "triangle", "diamond")  # by group
-FILLS = ("empty", "full", "half", "empty", "full")  # by the place within a group
-DASHES = ("", "9 5", "2 4", "12 4 2 4", "5 3")
-PANELS = ((56, 84), (450, 84), (56, 436), (450, 436))  # left and top of the small panels
-PANEL, TALL, GUESSES = 160, 230, 8  # width and height of a small panel, and the guesses it shows
-PLANE = (820, 84, 1200, 666)  # left, top, right and bottom of the large panel
+FILLS = ("empty", "full", "half", "dot")  # by the place within a group
+DASHES = ("", "9 5", "2 4", "12 4 2 4")
+PAGE = Path(__file__).with_name("who_guesses.md")
+WIDTH, HEIGHT = 1320, 740
+SIZE = 20  # of the letters, as in STYLE
+PANELS = ((66, 84), (470, 84), (66, 436), (470, 436))  # left and top of the small panels
+PANEL, TALL, GUESSES = 150, 230, 8  # width and height of a small panel, and the guesses it shows
+PLANE = (850, 84, 1236, 666)  # left, top, right and bottom of the large panel
 TICKS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 SPEEDS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6)
 LEAST = 0.8  # the smallest cost and the fewest tokens of the plane
@@ -42,14 +52,47 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 class Curve(NamedTuple):
     """Hold what is drawn of a drafter.
 
-    group        the number of its group
+    name         of the drafter, one of GROUPS
     acceptance   of its first, second, … guess
-    point        what a round of its best chain costs, and the tokens that the round gives
+    cost         of a round of its best chain, in rounds of AR
+    tokens       that such a round gives
+    speed        in times AR's
     """
     name: str
-    group: int
     acceptance: list[float]
-    point: tuple[float, float]
+    cost: float
+    tokens: float
+    speed: float
+
+
+# ------------------------------------------------------------------------------ the page's tables
+
+def read_figures(text: str) -> dict[str, list[Curve]]:
+    """Read the tables of a page.
+
+    text      of the page. The tables of a figure stand between its line and that of the next figure
+    returns   for the file of each figure the drafters that have a row in both of its tables
+    """
+    parts = re.split(r"^!\[.*\]\((.*)\)$", text, flags=re.M)
+    return {file: read_curves(part) for file, part in zip(parts[1::2], parts[2::2])}
+
+
+def read_curves(text: str) -> list[Curve]:
+    """Read the two tables of a figure, of acceptance and of costs."""
+    head, cells = [], {}
+    for line in text.splitlines():
+        row = [cell.strip() for cell in line.split("|")[1:-1]]
+        if row[:1] == ["drafter"]:
+            head = row
+        elif row and not row[0].startswith("---"):
+            cells.setdefault(row[0], {}).update(zip(head, row))
+    return [Curve(name, [float(own[f"guess {k}"]) for k in range(1, 1 + GUESSES)
+                         if own[f"guess {k}"]],
+                  float(own["a round costs"]), float(own["tokens a round"]), float(own["x AR"]))
+            for name, own in cells.items() if "x AR" in own]
+
+
+# ------------------------------------------------------------------------------- lines and letters
 
 
 def write_text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
@@ -58,16 +101,27 @@ def write_text(x: float, y: float, text: str, anchor: str = "start", kind: str =
             '</text>')
 
 
-def draw_mark(shape: str, fill: str, x: float, y: float) -> str:
-    """Draw a mark of one of SHAPES at a point."""
-    style = f'class="ink {fill}" style="stroke-dasharray:none"'
+def find_style(name: str) -> tuple[str, str, str]:
+    """Return the shape and the fill of a drafter's marks, and the dashes of its line."""
+    group, place = next((i, names.index(name)) for i, names in enumerate(GROUPS.values())
+                        if name in names)
+    return SHAPES[group], FILLS[place], DASHES[place]
+
+
+def draw_mark(name: str, x: float, y: float) -> str:
+    """Draw the mark of a drafter at a point."""
+    shape, fill, _ = find_style(name)
+    style, dot = f'class="ink {fill}"', ""
+    if fill == "dot":
+        style = 'class="ink empty"'
+        dot = f'<circle class="full" cx="{x:.1f}" cy="{y:.1f}" r="2.8"/>'
     if shape == "square":
-        return f'<rect x="{x - 5.5:.1f}" y="{y - 5.5:.1f}" width="11" height="11" {style}/>'
+        return f'<rect x="{x - 6.5:.1f}" y="{y - 6.5:.1f}" width="13" height="13" {style}/>{dot}'
     if shape == "circle":
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" {style}/>'
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" {style}/>{dot}'
     if shape == "triangle":
-        return f'<path d="M{x:.1f} {y - 7:.1f}l7 12h-14z" {style}/>'
-    return f'<path d="M{x:.1f} {y - 8:.1f}l7 8l-7 8l-7 -8z" {style}/>'
+        return f'<path d="M{x:.1f} {y - 9.5:.1f}l9 15h-18z" {style}/>{dot}'
+    return f'<path d="M{x:.1f} {y - 9:.1f}l9 9l-9 9l-9 -9z" {style}/>{dot}'
 
 
 def spread(heights: list[float], gap: float, top: float, bottom: float) -> list[float]:
@@ -91,23 +145,26 @@ def draw_panel(curves: list[Curve], left: float, top: float, title: str) -> list
     """Draw the acceptance of the drafters of a group over the number of the guess."""
     def place(k: int, rate: float) -> tuple[float, float]:
         return left + (k - 1) / (GUESSES - 1) * PANEL, top + (1 - rate) * TALL
-    parts = [write_text(left - 6, top - 20, title, kind="head")]
+    parts = [write_text(left - 6, top - 20, title)]
     for tick in (0, 0.5, 1):
         y = place(1, tick)[1]
         parts += [f'<path class="grid" d="M{left:.1f} {y:.1f}h{PANEL}"/>',
                   write_text(left - 12, y + 6, f"{tick:g}", "end", "small")]
     for k in (1, 2, 4, 6, 8):
         parts.append(write_text(place(k, 0)[0], top + TALL + 24, str(k), "middle", "small"))
+    parts.append(write_text(left + PANEL / 2, top + TALL + 48, "number of the guess", "middle",
+                            "small"))
     ends = [place(len(curve.acceptance), curve.acceptance[-1]) for curve in curves]
     heights = spread([y for _, y in ends], SIZE + 3, top + 4, top + TALL - 2)
-    for i, (curve, end, height) in enumerate(zip(curves, ends, heights)):
+    label = left + PANEL + 46
+    for curve, end, height in zip(curves, ends, heights):
         points = [place(k, rate) for k, rate in enumerate(curve.acceptance, 1)]
-        label = left + PANEL + 28
-        parts += [f'<path class="thin" d="M{end[0] + 8:.1f} {end[1]:.1f}L{label - 18} {height:.1f}'
-                  f'h14"/>',
-                  f'<polyline class="ink" stroke-dasharray="{DASHES[i]}" points="'
+        parts += [f'<path class="thin" d="M{end[0]:.1f} {end[1]:.1f}L{label - 28} {height:.1f}'
+                  'h14"/>',
+                  f'<polyline class="ink" stroke-dasharray="{find_style(curve.name)[2]}" points="'
                   + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>',
-                  *(draw_mark(SHAPES[curve.group], FILLS[i], x, y) for x, y in points),
+                  *(draw_mark(curve.name, x, y) for x, y in points),
+                  draw_mark(curve.name, label - 14, height),
                   write_text(label, height + 6, curve.name)]
     return parts
 
@@ -117,7 +174,7 @@ def bound_text(x: float, y: float, text: str, anchor: str) -> Box:
 
     The arguments are those of `write_text`.
     """
-    width = 0.58 * SIZE * len(text)
+    width = 0.63 * SIZE * len(text)
     left = x - {"start": 0, "middle": width / 2, "end": width}[anchor]
     return left, y - 15, left + width, y + 5
 
@@ -127,27 +184,54 @@ def overlap(one: Box, other: Box) -> bool:
     return (one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3])
 
 
+def find_lead(x: float, y: float, box: Box) -> tuple[float, float]:
+    """Find the point of a label's box that is the nearest to (x, y), to which a thin line leads."""
+    return min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3])
+
+
+def hits(start: tuple[float, float], end: tuple[float, float], boxes: list[Box]) -> bool:
+    """Tell whether the straight line from start to end runs through a box.
+
+    A box at its start, as that of a drafter's own mark, does not count. The line may touch the
+    outermost three units of a box.
+    """
+    others = [(left + 3, top + 3, right - 3, bottom - 3) for left, top, right, bottom in boxes
+              if not overlap((*start, *start), (left, top, right, bottom))]
+    points = [(start[0] + i / 20 * (end[0] - start[0]), start[1] + i / 20 * (end[1] - start[1]))
+              for i in range(21)]
+    return any(overlap((*point, *point), box) for point in points for box in others)
+
+
 def find_place(x: float, y: float, text: str, taken: list[Box], within: Box) -> tuple[float, float]:
     """Find a free place for a label near a point.
 
-    taken    boxes that the label must not touch
-    within   the box in which it must lie
+    taken    boxes that the label must not touch. Nor does the thin line to it touch them, if any
+             free place allows that
+    within   the box in which the label must lie
     returns  the point in the middle under the label's letters, for the free place that is the
              nearest to the given point. If none is free, the point itself
     """
+    free = []
+    for middle in list_places(x, y, text):
+        box = bound_text(*middle, text, "middle")
+        inside = (within[0] <= box[0] and within[1] <= box[1] and box[2] <= within[2]
+                  and box[3] <= within[3])
+        if inside and not any(overlap(box, other) for other in taken):
+            free.append(middle)
+            if not hits((x, y), find_lead(x, y, box), taken):
+                return middle
+    return free[0] if free else (x, y)
+
+
+def list_places(x: float, y: float, text: str) -> Iterator[tuple[float, float]]:
+    """Yield the places around a point that a label may have, the nearest first."""
     left, top, right, bottom = bound_text(0, 0, text, "middle")
-    for distance in range(11, 400, 6):
+    for distance in range(12, 400, 6):
         for turn in range(16):
             angle = turn * math.pi / 8
             # The label's middle stands farther away the longer the label reaches in this direction.
-            middle = (x + math.cos(angle) * (distance + right),
-                      y + math.sin(angle) * (distance + (bottom - top) / 2) - (top + bottom) / 2)
-            box = bound_text(*middle, text, "middle")
-            inside = (within[0] <= box[0] and within[1] <= box[1] and box[2] <= within[2]
-                      and box[3] <= within[3])
-            if inside and not any(overlap(box, other) for other in taken):
-                return middle
-    return x, y
+            yield (x + math.cos(angle) * (distance + right),
+                   y + math.sin(angle) * (distance + (bottom - top) / 2) - (top + bottom) / 2)
 
 
 def name_speeds(place: Callable, most: tuple[float, float]) -> list[tuple]:
@@ -176,9 +260,13 @@ def draw_axes(place: Callable, most: tuple[float, float]) -> list[str]:
     """Draw the axes of the plane and their numbers. The arguments are those of `name_speeds`."""
     left, top, right, bottom = PLANE
     parts = [f'<path class="thin" d="M{left} {top}V{bottom}H{right}"/>',
-             write_text(left - 36, 28, "tokens a round", kind="head"),
-             write_text(WIDTH - 10, 28, "dashed: equal speed", "end", "small"),
-             write_text(right, bottom + 52, "cost of a round, in rounds of AR", "end", "head")]
+             write_text(left - 60, 28, "What a round costs, and what it gives", kind="head"),
+             write_text(left - 60, 52, "2×: twice as fast as AR; dotted: equal speed",
+                        kind="small"),
+             f'<g transform="translate({left - 52} {(top + bottom) / 2}) rotate(-90)">',
+             write_text(0, 0, "tokens a round", "middle", "small"), "</g>",
+             write_text((left + right) / 2, bottom + 52, "cost of a round, in rounds of AR",
+                        "middle", "small")]
     for tick in TICKS:
         if tick < most[0]:
             parts.append(write_text(place(tick, 1)[0], bottom + 24, f"{tick:g}", "middle", "small"))
@@ -187,14 +275,11 @@ def draw_axes(place: Callable, most: tuple[float, float]) -> list[str]:
     return parts
 
 
-def draw_plane(curves: list[Curve], marks: dict[str, str]) -> list[str]:
-    """Draw the tokens of a round over what it costs, both on logarithmic scales.
-
-    marks   the fill of each drafter's marks
-    """
+def draw_plane(curves: list[Curve]) -> list[str]:
+    """Draw the tokens of a round over what it costs, both on logarithmic scales."""
     left, top, right, bottom = PLANE
-    most = (1.12 * max(2.0, *(curve.point[0] for curve in curves)),
-            1.12 * max(2.0, *(curve.point[1] for curve in curves)))
+    most = (1.12 * max(2.0, *(curve.cost for curve in curves)),
+            1.12 * max(2.0, *(curve.tokens for curve in curves)))
 
     def place(cost: float, tokens: float) -> tuple[float, float]:
         return (left + math.log(cost / LEAST) / math.log(most[0] / LEAST) * (right - left),
@@ -205,37 +290,43 @@ def draw_plane(curves: list[Curve], marks: dict[str, str]) -> list[str]:
         parts += [f'<path class="{kind}" stroke-dasharray="{dash}" d="M{x:.1f} {y:.1f}'
                   f'L{end:.1f} {high:.1f}"/>', write_text(*label, "small")]
         taken.append(bound_text(*label))
-    points = {curve.name: place(*curve.point) for curve in curves}
-    taken += [(x - 11, y - 10, x + 11, y + 10) for x, y in points.values()]
-    words = []
-    for curve in sorted(curves, key=lambda curve: -curve.point[1]):
+    points = {curve.name: place(curve.cost, curve.tokens) for curve in curves}
+    taken += [(x - 12, y - 11, x + 12, y + 11) for x, y in points.values()]
+    words, fastest = [], max(curves, key=lambda curve: curve.speed)
+    for curve in sorted(curves, key=lambda curve: -curve.tokens):
         x, y = points[curve.name]
-        label = (*find_place(x, y, curve.name, taken, (left + 4, top, WIDTH - 4, bottom - 4)),
-                 curve.name, "middle")
+        text = f"{curve.name} {curve.speed:.2f}×"
+        label = (*find_place(x, y, text, taken, (left + 4, top, WIDTH - 4, bottom - 4)), text,
+                 "middle")
         box = bound_text(*label)
         taken.append(box)
-        near = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
+        near = find_lead(x, y, box)
         parts.append(f'<path class="thin" d="M{x:.1f} {y:.1f}L{near[0]:.1f} {near[1]:.1f}"/>')
-        words.append(write_text(*label, "over"))
-    return [*parts, *words, *(draw_mark(SHAPES[curve.group], marks[curve.name],
-                                        *points[curve.name]) for curve in curves)]
+        words.append(write_text(*label, "over head" if curve is fastest else "over"))
+    return [*parts, *words, *(draw_mark(name, *point) for name, point in points.items())]
 
 
-def draw_figure(curves: list[Curve], titles: tuple[str, ...]) -> str:
-    """Draw the figure as an SVG picture.
+def draw_figure(curves: list[Curve]) -> str:
+    """Draw the figure of some drafters as an SVG picture.
 
-    curves   the drafters
-    titles   the names of the groups
+    A drafter whose acceptance is not known is left out.
     """
-    parts, marks = [], {}
-    for group, (title, (left, top)) in enumerate(zip(titles, PANELS)):
-        some = [curve for curve in curves if curve.group == group and curve.acceptance]
-        marks |= {curve.name: fill for curve, fill in zip(some, itertools.cycle(FILLS))}
-        parts += draw_panel(some, left, top, title)
-    parts += [write_text(50, 28, "how often guess 1, 2, … is right, where those before it were",
-                         kind="small"),
-              *draw_plane([curve for curve in curves if curve.name in marks], marks)]
+    known = [curve for curve in curves if curve.acceptance]
+    parts = [write_text(60, 28, "How often a guess is right, if those before it were",
+                        kind="head")]
+    for (title, names), (left, top) in zip(GROUPS.items(), PANELS):
+        parts += draw_panel([curve for curve in known if curve.name in names], left, top, title)
+    parts += draw_plane(known)
     words = "Who guesses best, and what a guess costs"
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
             f'width="{WIDTH}" height="{HEIGHT}" role="img">\n<title>{words}</title>\n'
             f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n")
+
+
+def main() -> None:
+    for file, curves in read_figures(PAGE.read_text(encoding="utf-8")).items():
+        PAGE.with_name(file).write_text(draw_figure(curves), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

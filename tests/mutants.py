@@ -1560,6 +1560,12 @@ MUTANTS = {
         ("taken.append(bound_text(*label))", "pass", "labels overlap the names of speeds"),
         ("if inside and not any", "if not any", "labels leave the picture"),
         ("place(last, last * speed)", "place(last, last)", "lines of speed are not of that speed"),
+        ("if not hits((x, y), find_lead(x, y, box), taken):", "if True:",
+         "the line to a label crosses another mark"),
+        ("SHAPES[group], FILLS[place]", "SHAPES[group], FILLS[place % 3]",
+         "the fourth drafter of a group has the mark of the first"),
+        ("key=lambda curve: curve.speed)", "key=lambda curve: curve.tokens)",
+         "who gives most tokens is bold, not the fastest"),
     ],
     "results/curves.py": [
         ("return (1 - self.a) * log_q + self.a * log_p", "return self.a * log_q + self.a * log_p",

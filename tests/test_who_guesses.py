@@ -53,7 +53,7 @@ def test_tokens_per_round_by_hand():
 def test_the_check_predicts_a_shorter_chain():
     """Guesses that are right by chance are predicted. A drafter that guesses better in short chains
     is not."""
-    rng, drafter = random.Random(0), module.Drafter("x", module.MODELS, 4, None)
+    rng, drafter = random.Random(0), module.Drafter("x", 4, None)
 
     def decode(rates: list[float]) -> list[dict]:
         answers = []
@@ -74,7 +74,7 @@ def test_the_check_predicts_a_shorter_chain():
 
 
 def test_one_prompt_has_no_other_half(capsys):
-    drafter = module.Drafter("x", module.MODELS, 2, None)
+    drafter = module.Drafter("x", 2, None)
     one = {"tokens": 4, "accepted": [1, 1], "cut": False}
     answers = {"x": {"long": [one] * 2, "short": [one] * 2}}
     assert module.table_acceptance({"x": drafter}, answers) == []
@@ -137,7 +137,7 @@ def test_weights_that_are_read():
 
 def test_the_best_chain_by_hand():
     """A round of k guesses takes 2 + k seconds where one of AR takes 2."""
-    drafter = module.Drafter("x", module.MODELS, 4, None)
+    drafter = module.Drafter("x", 4, None)
     costs = {"AR": 2.0, "calls": [2.0, 2.5, 3.0, 3.5, 4.0],
              "rounds": {"x": [[1, 3.0, 1.0], [2, 4.0, 2.0], [4, 6.0, 4.0]]}}
     best = module.find_best(drafter, [0.9, 0.8, 0.1, 0.1], costs)
@@ -153,16 +153,15 @@ def test_the_best_chain_by_hand():
 
 # --------------------------------------------------------------------------------- the figure
 
-NAMES = (("small model", "distilled", "early exit", "Draft & Verify"),
-         ("EAGLE", "EAGLE-3", "MTP", "Hydra"), ("Medusa", "DFlash", "BiTA", "PaSS"),
-         ("n-grams", "REST", "recycling", "hybrid"))
+def make_curve(name: str, rates: list[float], cost: float, tokens: float) -> Curve:
+    return Curve(name, rates, cost, tokens, tokens / cost)
 
 
 def make_curves(seed: int) -> list[Curve]:
     rng = random.Random(seed)
-    return [Curve(name, group, [rng.random() for _ in range(rng.choice([3, 4, 8]))],
-                  (1 + rng.random() ** 3 * 3, 1 + rng.random() ** 2 * 5))
-            for group, names in enumerate(NAMES) for name in names]
+    return [make_curve(name, [rng.random() for _ in range(rng.choice([3, 4, 8]))],
+                       1 + rng.random() ** 3 * 3, 1 + rng.random() ** 2 * 5)
+            for names in picture.GROUPS.values() for name in names]
 
 
 def boxes_of(root) -> dict[tuple[int, str], tuple]:
@@ -175,34 +174,69 @@ def boxes_of(root) -> dict[tuple[int, str], tuple]:
 @pytest.mark.parametrize("seed", range(6))
 def test_every_drafter_has_a_line_a_mark_and_a_label_and_no_labels_overlap(seed):
     curves = make_curves(seed)
-    root = xml.fromstring(draw_figure(curves, module.GROUPS))
+    root = xml.fromstring(draw_figure(curves))
     lines = [x.get("points").split() for x in root.iter(f"{SPACE}polyline")]
     assert [len(line) for line in lines] == [len(curve.acceptance) for curve in curves]
     words = [x.text for x in root.iter(f"{SPACE}text")]
-    assert all(words.count(curve.name) == 2 for curve in curves)
+    plane = {curve.name: f"{curve.name} {curve.speed:.2f}×" for curve in curves}
+    assert all(words.count(word) == 1 for both in plane.items() for word in both)
+    [bold] = [x.text for x in root.iter(f"{SPACE}text") if x.get("class") == "over head"]
+    assert bold == plane[max(curves, key=lambda curve: curve.speed).name]
     boxes = boxes_of(root)
-    names = {curve.name for curve in curves}
+    names = {*plane, *plane.values()}
     for (one, a), (other, b) in itertools.combinations(boxes.items(), 2):
         if names & {one[1], other[1]}:
             assert not overlap(a, b), (one, other)
     assert all(0 <= left and right <= picture.WIDTH and 0 <= top and bottom <= picture.HEIGHT
                for (_, name), (left, top, right, bottom) in boxes.items() if name in names)
-    for group in range(4):  # within a group all lines differ, and so do all marks
+    for group in range(4):  # within a group all lines differ
         dashes = [x.get("stroke-dasharray") for x in root.iter(f"{SPACE}polyline")]
         assert len({*dashes[4 * group:4 * group + 4]}) == 4
 
 
+def test_marks_differ_and_are_the_same_in_every_figure():
+    """No two drafters have one mark, and who else is drawn does not change it."""
+    curves = make_curves(0)
+    styles = [picture.find_style(curve.name) for curve in curves]
+    marks = {picture.draw_mark(curve.name, 0, 0) for curve in curves}
+    assert len(marks) == len({x[:2] for x in styles}) == len(curves) == 16
+    assert picture.draw_mark("hybrid", 0, 0) == (
+        '<path d="M0.0 -9.0l9 9l-9 9l-9 -9z" class="ink empty"/>'
+        '<circle class="full" cx="0.0" cy="0.0" r="2.8"/>')
+    few = draw_figure([curve for curve in curves if curve.name in ("PaSS", "BiTA")])
+    assert few.count(' l9 15h-18z" class="ink half"'[1:]) == (
+        len(next(x for x in curves if x.name == "BiTA").acceptance) + 2)
+
+
+PAGE = picture.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", picture.read_figures(PAGE))
+def test_the_pages_figures_show_its_tables(file):
+    """`python results/who_picture.py` would write what is there. The tables' cells are read."""
+    curves = picture.read_figures(PAGE)[file]
+    assert picture.PAGE.with_name(file).read_text(encoding="utf-8") == draw_figure(curves)
+    part = PAGE[PAGE.index(f"({file})"):]
+    acceptance, costs = tables_of(part[part.index("| drafter"):])[:2]
+    assert names_of(costs) == [curve.name for curve in curves]
+    first, speeds = column(acceptance, "guess 1"), column(costs, "x AR")
+    for curve in curves:
+        assert first[curve.name] == f"{curve.acceptance[0]:.2f}"
+        assert speeds[curve.name] == f"{curve.speed:.2f}"
+        assert curve.tokens / curve.cost == pytest.approx(curve.speed, abs=0.02)
+
+
 def test_points_lie_where_they_belong():
     """A drafter twice as fast as AR lies on the line of 2, and acceptance grows upwards."""
-    curves = [Curve("a", 0, [0.9, 0.2], (1.5, 3.0)), Curve("b", 3, [0.5], (2.0, 2.0))]
-    root = xml.fromstring(draw_figure(curves, module.GROUPS))
+    curves = [make_curve("small model", [0.9, 0.2], 1.5, 3.0), make_curve("REST", [0.5], 2.0, 2.0)]
+    root = xml.fromstring(draw_figure(curves))
     [line, _] = [[tuple(map(float, point.split(","))) for point in x.get("points").split()]
                  for x in root.iter(f"{SPACE}polyline")]
     left, top = picture.PANELS[0]
     assert line[0] == (left, pytest.approx(top + 0.1 * picture.TALL, abs=0.1))
     assert line[1][0] == pytest.approx(left + picture.PANEL / 7, abs=0.1)
     [mark] = [x for x in root.iter(f"{SPACE}rect")][-1:]
-    x, y = (float(mark.get(axis)) + 5.5 for axis in "xy")
+    x, y = (float(mark.get(axis)) + 6.5 for axis in "xy")
     paths = [x.get("d")[1:].replace("L", " ") for x in root.iter(f"{SPACE}path")
              if x.get("stroke-dasharray") == "3 5"]
     ends = [tuple(map(float, path.split())) for path in paths]
@@ -217,6 +251,14 @@ def test_labels_are_moved_apart():
     taken = [(42, 42, 58, 58), (55, 0, 400, 400)]
     box = bound_text(*find_place(50, 50, "word", taken, (0, 0, 400, 400)), "word", "middle")
     assert not any(overlap(box, other) for other in taken) and box[0] >= 0
+    own, other = (38, 39, 62, 61), (38, 66, 62, 88)  # a mark, and another one below it
+    # Only a strip of the page is left, from the mark to below the other one.
+    strip = bound_text(*find_place(50, 50, "I", [own, other], (36, 0, 64, 400)), "I", "middle")
+    assert strip[3] <= 39
+    assert picture.hits((50, 50), (50, 90), [own, other])
+    assert not picture.hits((50, 50), (50, 62), [own, other])
+    below = bound_text(*find_place(50, 50, "I", [own, other], (36, 62, 64, 400)), "I", "middle")
+    assert below[1] >= 88  # no other place is free, so the thin line crosses the other mark
     assert overlap((0, 0, 2, 2), (1, 1, 3, 3)) and not overlap((0, 0, 2, 2), (2, 0, 3, 2))
 
 
@@ -249,7 +291,7 @@ def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes(loaded):
     bench, drafters = loaded
     assert {"small model", "Medusa", "Hydra", "EAGLE", "EAGLE-3", "DFlash", "BiTA", "PaSS", "REST",
             "early exit", "Draft & Verify", "n-grams", "recycling", "hybrid"} <= {*drafters}
-    assert {x.group for x in drafters.values()} == {*module.GROUPS}
+    assert {*drafters} < {name for names in picture.GROUPS.values() for name in names}
     [_, (_, prompt), _] = bench.pairs()
     expected = bench.ours(autoregressive)(prompt).output
     for name, drafter in drafters.items():
