@@ -106,11 +106,18 @@ def test_the_sentence_is_of_what_was_measured():
         "1.5 times as fast here: a call of 4 rows costs 1.0 calls of one, its guesses cost 0.7")
 
 
-def test_calls_are_timed_and_leave_no_trace():
-    lm = CachedLM(tiny("llama"))
+def test_calls_are_timed_and_leave_no_trace(monkeypatch):
+    """A row that waits is not a part of any call that is timed."""
+    lm, pending, forward = CachedLM(tiny("llama")), [], CachedLM.forward
     lm.start([3, 5, 7])
     lm.forward([4])
+
+    def spy(lm, *args, **options):
+        pending.append(len(lm.parents))
+        return forward(lm, *args, **options)
+    monkeypatch.setattr(CachedLM, "forward", spy)
     table = time_calls(lm, 5)
+    assert pending == [0] * 4 * 5
     assert [rows for rows, _ in table] == [1, 2, 4, 8] and all(x > 0 for _, x in table)
     assert (lm.length, lm.parents, lm.calls) == (3, [], 1)
 
@@ -150,6 +157,7 @@ def test_the_page_is_one_file_and_a_name_is_only_text():
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "") and "innerHTML" not in page
     for name in ("right", "row", "draft", "method"):  # each control has a label
         assert f'<label for="costs-{name}">' in page and f'id="costs-{name}"' in page
+    assert 'by(name).setAttribute("aria-valuetext"' in page  # what a slider's place means
     sizes = [float(x) for x in re.findall(r"(?:font-size: |font: (?:\d+ )?)([\d.]+)px", page)]
     assert sizes and min(sizes) >= 12
 

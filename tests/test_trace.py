@@ -144,6 +144,36 @@ def test_text_is_shown_and_never_run(embedded):
         "http://www.w3.org/2000/svg", "")
 
 
+def luminance(colour: str) -> float:
+    """Return the relative luminance of WCAG 2 of a colour such as #a85a08."""
+    parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return sum(share * x for share, x in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_all_words_can_be_read(scheme):
+    """Every colour of words has a contrast of 4.5 or more to both grounds. Words have no other."""
+    page = PAGE.read_text() + PAGE.with_name("costs.html").read_text()
+    roots = re.findall(r":root \{(.*?)\}", page, re.S)
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6});", roots[scheme]))
+    words = {*re.findall(r"(?<!-)color: ?(?! ?inherit)([^;\"]+)", page),
+             *re.findall(r"text[^{}]*\{[^}]*fill: ([^;]+)", page), "var(--draft-text)"}
+    assert {"var(--text)", "var(--faint)", "var(--guess)", "var(--own)"} < words
+    for word in words:
+        for ground in ("back", "panel"):
+            both = sorted(luminance(colours[x]) for x in (word[6:-1], ground))
+            assert (both[1] + 0.05) / (both[0] + 0.05) >= 4.5, (word, ground)
+
+
+def test_keys_belong_to_what_has_the_focus():
+    """Keys step through the rounds, but not while a list, a slider of costs or a wide tree has the
+    focus, and the slider of rounds says which round it shows."""
+    page = PAGE.read_text()
+    assert 'closest?.("select, #costs, .wide, .said")' in page
+    assert 'by("step").setAttribute("aria-valuetext", by("count").textContent)' in page
+
+
 def test_the_picture_is_small_and_shows_the_output(embedded):
     """Well-formed; of each run the text, its calls as bars from left to right, and its time."""
     target, draft, tokenizer = embedded
