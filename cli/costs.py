@@ -1,4 +1,4 @@
-"""Says what the calls of a run cost, and what rounds of another size would have made of them.
+"""Say what the calls of a run cost, and what rounds of another size would have made of them.
 
 --trace and results/cost_page.py show these figures (costs.html). Nothing is decoded again. A
 smaller tree is the first rows of the trees that the run had, since methods put their likeliest
@@ -62,8 +62,10 @@ def read_table(table: list[tuple[int, float]], rows: float) -> float:
 # -------------------------------------------------------------------------------- smaller rounds
 
 def find_tokens(call: dict) -> list[int]:
-    """Return the rows of a recorded call that hold a token, and no mask. Where no row does, the
-    target was fed hidden states, and each of them counts as a token."""
+    """Return the rows of a recorded call that hold a token, and no mask.
+
+    If no row holds one, the target was fed hidden states. Each of them counts as a token then.
+    """
     rows = [row for row, token in enumerate(call["ids"]) if token >= 0]
     return rows or [*range(len(call["ids"]))]
 
@@ -83,7 +85,8 @@ def cut_round(step: dict, target: int, most: int) -> dict:
               seconds of the draft calls that remain. A tree of half the depth needs half the calls
     """
     rows, path, drafts = [], [], []
-    depths, whole, left = {}, 0, 0  # of each pending row; of the whole tree and of what remains
+    depths = {}  # of each pending row
+    whole, left = 0, 0  # the depth of the whole tree, and of what remains of it
     for call in step["calls"]:
         if call["lm"] != target:
             drafts.append(time_of(call))
@@ -124,6 +127,7 @@ def measure_size(steps: list[tuple[dict, int]], table: list, most: int) -> dict:
     """
     cut = [cut_round(step, target, most) for step, target in steps]
     n = len(cut)
+    # The seconds of a round in which no model was called, as those of a lookup, count as drafting.
     others = sum(step["seconds"] - sum(map(time_of, step["calls"])) for step, _ in steps)
     reached = [sum(x["accepted"] > depth for x in cut)
                for depth in range(max(x["accepted"] for x in cut))]
@@ -195,8 +199,11 @@ def find_reason(rows: float, call: float, guessing: float, tokens: float) -> str
 
 
 def average(steps: list[tuple[dict, int]]) -> dict:
-    """Average what was measured of recorded rounds: for each call of the target its "rows", its
-    "call" in seconds, the "guessing" in seconds and the "tokens"."""
+    """Average what was measured of recorded rounds, for each call of the target.
+
+    returns   "rows" of the call; "call", its seconds; "guessing", the seconds of all else in a
+              round; and "tokens", which the call gives
+    """
     calls = [call for step, target in steps for call in step["calls"] if call["lm"] == target]
     n, seconds = len(calls), sum(map(time_of, calls))
     return {"rows": sum(len(call["ids"]) for call in calls) / n, "call": seconds / n,

@@ -48,7 +48,7 @@ PATCHED = ("start", "forward", "commit", "truncate")
 
 
 class Recorder:
-    """Writes down the calls of all CachedLMs."""
+    """Write down the calls of all CachedLMs."""
 
     def __init__(self):
         self.originals = {name: getattr(CachedLM, name) for name in PATCHED}
@@ -161,7 +161,7 @@ class Recorder:
 
 
 class Trace:
-    """The runs of a command, each with its calls."""
+    """Hold the runs of a command, each with its calls."""
 
     def __init__(self):
         self.recorder = Recorder()
@@ -218,7 +218,11 @@ class Trace:
         return [describe(own[0]["method"], own, self.table, ar)]
 
     def name_models(self, models: dict[str, CachedLM]) -> list[str]:
-        """Return the names of all recorded models; a method's own model is told by its layers."""
+        """Return the names of all recorded models.
+
+        models   the run's models by name. A model that a method made itself is called by the number
+                 of its layers
+        """
         known = {id(lm): name for name, lm in models.items()}
         names = []
         for lm in self.recorder.lms:
@@ -265,7 +269,10 @@ def say_tokens(runs: list[dict], tokenizer) -> dict[int, str]:
 
 
 def say_text(run: dict, tokenizer) -> list[str]:
-    """Return a piece of text for each token of the prompt and of the answer; together the text."""
+    """Return a piece of text for each token of the prompt and of the answer.
+
+    The pieces joined are the whole text.
+    """
     answer = [token for step in run["rounds"] for token in step["chunk"]]
     return split_text(tokenizer, run["prompt"] + answer, skip_special_tokens=False)
 

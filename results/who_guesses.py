@@ -317,7 +317,7 @@ def measure_acceptance(answers: list[dict], most: int) -> list[tuple[int, int]]:
 
 
 def rates_of(counts: list[tuple[int, int]]) -> list[float]:
-    """Divide: return the acceptance of each guess, 0 where it was never tried."""
+    """Return the acceptance of each guess, 0 where it was never tried."""
     return [right / max(1, tried) for tried, right in counts]
 
 
@@ -379,7 +379,9 @@ def check_prediction(drafter: Drafter, long: list[dict], short: list[dict]) -> C
 def time_rounds(run: Ours, prompt: list[int], limit: int) -> tuple[float, float] | None:
     """Measure the mean seconds of a round and its mean guesses, the first round left out.
 
-    The first round has the prompt's pass. None: the answer has too few rounds.
+    The first round has the prompt's pass.
+
+    returns   (seconds, guesses), or None if the answer has too few rounds
     """
     job = Run(run.method, run.models, run.shared | run.options, run.eos)
     marks = [job.seconds for _ in job.decode(prompt, limit, run.sample)]
@@ -468,7 +470,10 @@ def measure_costs(bench: Bench, drafters: dict[str, Drafter]) -> dict:
 
 
 def interpolate(points: list[tuple[float, float]], x: float) -> float:
-    """Return the value at x of a line through points, which are in order. Outside it is level."""
+    """Return the value at x of a line through points, which are in order.
+
+    Before the first point and behind the last one the line is level.
+    """
     for (left, low), (right, high) in itertools.pairwise(points):
         if left <= x <= right:
             return low + (high - low) * (x - left) / (right - left)
@@ -484,6 +489,7 @@ class Best(NamedTuple):
 
     @property
     def speed(self) -> float:
+        """Return the speed in times AR's."""
         return self.tokens / self.cost
 
 
@@ -497,7 +503,8 @@ def find_best(drafter: Drafter, rates: list[float], costs: dict) -> Best:
     calls = list(enumerate(costs["calls"], 1))
     found = []
     for k in range(1, 1 + drafter.most):
-        seconds, guesses = (interpolate([(x[0], x[i]) for x in measured], k) for i in (1, 2))
+        seconds = interpolate([(x[0], x[1]) for x in measured], k)
+        guesses = interpolate([(x[0], x[2]) for x in measured], k)
         rows = interpolate(calls, 1 + guesses) - calls[0][1]
         guess = max(0.0, seconds - unit - rows) / guesses if guesses else 0.0
         found.append(Best(k, expect_tokens(rates[:k], drafter.own), seconds / unit, guess / unit))
@@ -507,7 +514,11 @@ def find_best(drafter: Drafter, rates: list[float], costs: dict) -> Best:
 # ------------------------------------------------------------------------------------- tables
 
 def table_acceptance(drafters: dict[str, Drafter], answers: dict[str, dict]) -> list[str]:
-    """Print the acceptance of each guess and the check; return the names of those that miss it."""
+    """Print the acceptance of each guess and the check of the prediction.
+
+    answers   for each drafter what `decode_all` returned, for the "long" and the "short" chains
+    returns   the names of the drafters whose prediction is off by more than NEAR
+    """
     rows = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds",
              "tokens a round, half the chain", "predicted", "off", "off, other prompts"]]
     misses = []
@@ -529,7 +540,12 @@ def table_acceptance(drafters: dict[str, Drafter], answers: dict[str, dict]) -> 
 
 
 def table_costs(drafters: dict[str, Drafter], rates: dict, costs: dict) -> dict[str, Best]:
-    """Print what a guess costs and what the fastest chain makes of it; return these chains."""
+    """Print what a guess costs, and what the fastest chain makes of it.
+
+    rates     the acceptance of each drafter
+    costs     what `measure_costs` returned
+    returns   for each drafter its fastest chain
+    """
     rows = [["drafter", "a guess costs", "weights a guess reads, MB", "of the target's",
              "best chain", "tokens a round", "a round costs", "x AR"]]
     found = {}
