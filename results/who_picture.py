@@ -7,6 +7,7 @@ best chain of each drafter makes of it. Groups differ by the shape of their mark
 of a group by the fill of the marks and by the dashes of the lines, so the figure needs no colour.
 A drafter has the same mark in all figures.
 """
+import argparse
 import math
 import re
 from html import escape
@@ -324,6 +325,8 @@ def draw_figure(curves: list[Curve]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for file, curves in read_figures(PAGE.read_text(encoding="utf-8")).items():
         PAGE.with_name(file).write_text(draw_figure(curves), encoding="utf-8")
 
