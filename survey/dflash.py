@@ -86,7 +86,7 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
-                    context_length, fastest, greedy, row_costs, walk, windows_of)
+                    context_length, fastest, greedy, row_costs, shorten, walk, windows_of)
 from survey.eagle import MOST, RANKS, copy_layer, make_layer, report
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
@@ -740,12 +740,20 @@ def save_draft(path: Path, draft: Draft, model) -> None:
 def load_draft(path: str | Path, model) -> Draft:
     """Read a draft from its file. InputError if it is damaged, or for another model."""
     header, tensors = load_part(path, "a DFlash draft", model)
-    draft = Draft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
-                  begin="random")
+    try:
+        draft = Draft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
+                      begin="random")
+        draft.accept, draft.tokens = header["accept"], header["tokens"]
+        draft.temperatures = header["temperatures"]
+        if not 0 <= min(draft.taps) <= max(draft.taps) <= depth_of(model):
+            raise ValueError(f"taps {draft.taps}")
+        if len(draft.temperatures) != draft.B or not 0 < len(draft.tokens) <= MOST:
+            raise ValueError(f"{len(draft.temperatures)} temperatures, {len(draft.tokens)} trees")
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"expected a file of a DFlash draft for this model, got {str(path)!r} "
+                         f"with a wrong header: {shorten(error)}") from error
     fill(draft.trainable(), tensors, path)
     draft.to(model.dtype)
-    draft.accept, draft.tokens = header["accept"], header["tokens"]
-    draft.temperatures = header["temperatures"]
     return draft
 
 

@@ -15,6 +15,7 @@ from survey.dflash import (EVERY, BlockLM, Draft, Text, block_logits, block_loss
                            compute_texts, dflash, grow, load_draft, make_blocks,
                            measure_acceptance, plan_sizes, run_block, run_blocks, sample_anchors,
                            save_draft)
+from survey.parts import save_part
 
 MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -415,6 +416,31 @@ def test_a_file_gives_the_same_draft(tmp_path):
     assert again.vocab.tolist() == draft.vocab.tolist()
     with pytest.raises(InputError, match="another's"):
         load_draft(tmp_path / "x", tiny("llama", seed=5))
+
+
+WRONG = {"a layer too many": dict(taps=[0, 9]), "no tap": dict(taps=[]),
+         "taps that are no list": dict(taps=None), "an unknown form": dict(form=dict(odd=1)),
+         "a form of words": dict(form=dict(B="x")), "no temperatures": dict(temperatures=[]),
+         "no trees": dict(tokens=[]), "trees that are too large": dict(tokens=[1.0] * 65)}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
+    draft = Draft(MODEL, [1, 3], B=4, markov=8)
+    header = dict(form=draft.form, taps=draft.taps, accept=draft.accept, tokens=draft.tokens,
+                  temperatures=draft.temperatures)
+    save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), **header)
+    load_draft(tmp_path / "x", MODEL)
+    save_part(tmp_path / "y", "a DFlash draft", MODEL, draft.trainable(), **header | wrong)
+    with pytest.raises(InputError, match="wrong header"):
+        load_draft(tmp_path / "y", MODEL)
+
+
+def test_a_file_without_a_part_of_its_header_is_refused(tmp_path):
+    draft = Draft(MODEL, [1, 3], B=4, markov=8)
+    save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), form=draft.form)
+    with pytest.raises(InputError, match="wrong header: 'taps'"):
+        load_draft(tmp_path / "x", MODEL)
 
 
 def test_graphs_are_refused():
