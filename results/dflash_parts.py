@@ -102,11 +102,14 @@ def measure_parts(model, adapters: Path, held_out: list, work: Path) -> dict[str
     return found
 
 
-def train_variants(model, data: list, held_out: list, steps: int, work: Path) -> dict:
+def train_variants(model, data: list, held_out: list, steps: int, batch: int, anchors: int,
+                   work: Path) -> dict:
     """Train each of VARIANTS.
 
     data, held_out   pairs to learn from, and to measure by
     steps            how many steps each learns for
+    batch            how many answers a step learns from
+    anchors          how many blocks each answer of a step has
     work             the folder of features and checkpoints
     returns          {name: a rate for each place of its block}
     """
@@ -114,8 +117,8 @@ def train_variants(model, data: list, held_out: list, steps: int, work: Path) ->
     for name, (form, loss, share) in VARIANTS.items():
         print(f"{name}:", flush=True)
         draft = dflash.Draft(model, TAPS, **form)
-        dflash.fit(model, draft, data[:round(share * len(data))], held_out, loss=loss, anchors=24,
-                   steps=steps, batch=16, lr=3e-3, work=work)
+        dflash.fit(model, draft, data[:round(share * len(data))], held_out, loss=loss,
+                   anchors=anchors, steps=steps, batch=batch, lr=3e-3, work=work)
         found[name] = draft.accept
     return found
 
@@ -149,6 +152,8 @@ def main() -> None:
     add("--adapters", type=Path, default=ROOT / "models", help="folder of the parts beside")
     add("--max-new-tokens", type=int, default=200)
     add("--steps", type=int, default=0, help="of each form; 0: none is trained")
+    add("--batch", type=int, default=16, help="how many answers a step learns from")
+    add("--anchors", type=int, default=24, help="how many blocks each answer of a step has")
     args = parser.parse_args()
     try:
         model, tokenizer = load_checked(args.target, None, args.dtype)
@@ -159,7 +164,8 @@ def main() -> None:
         rates = measure_parts(model, args.adapters, held_out, args.work)
         print_rates(rates)
         if args.steps:
-            print_rates(train_variants(model, data, held_out, args.steps, args.work))
+            print_rates(train_variants(model, data, held_out, args.steps, args.batch, args.anchors,
+                                       args.work))
     except InputError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 

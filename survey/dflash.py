@@ -623,7 +623,7 @@ def paper_rate(done: int, steps: int) -> float:
 
 def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: int, steps: int,
         batch: int, lr: float, work: Path, seed: int = 0) -> dict:
-    """Train a draft on pairs of a prompt and its answer, and set what was measured of it.
+    """Train a draft on pairs of a prompt and its answer, and set `accept`.
 
     model     the target
     data      pairs to learn from
@@ -665,7 +665,6 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
                      rate=paper_rate, seed=seed, folder=work, models=(model,),
                      tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
     draft.accept = curve[steps]["accept"]
-    calibrate(draft, to_logits, held_texts)
     return curve
 
 
@@ -723,6 +722,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)
+    calibrate(draft, logits_of(model), compute_texts(model, draft.taps, held_out, work))
     save_draft(out, draft, model)
 
 
