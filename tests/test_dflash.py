@@ -2,6 +2,7 @@
 has the likeliest paths, and a perfect block is accepted whole."""
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -386,6 +387,22 @@ def test_temperatures_and_tokens_by_hand(tmp_path, monkeypatch):
     assert len(draft.tokens) == 64
     last = 24 in [root for root, _ in asked]
     assert draft.tokens[:5] == pytest.approx([1, 2, 2, 3 - last / places, 3 - last / places])
+
+
+def test_a_trained_draft_is_calibrated(tmp_path, monkeypatch):
+    """Training ends with temperatures and `tokens`, of the held-out answers and not of the data."""
+    seen = []
+
+    def note(draft, to_logits, texts):
+        seen.extend(texts)
+        draft.temperatures, draft.tokens = [0.8, 1.0, 1.3], [1.0, 1.5]
+    monkeypatch.setattr(module, "calibrate", note)
+    words = SimpleNamespace(eos_token_id=None)
+    module.train(MODEL, words, [[x, 3, 7] for x in range(4, 24)], out=tmp_path / "out", taps="1,2",
+                 layers=1, B=3, markov=4, anchors=3, max_new_tokens=6, steps=1, batch=2)
+    trained = load_draft(tmp_path / "out", MODEL)
+    assert (trained.temperatures, trained.tokens) == ([0.8, 1.0, 1.3], [1.0, 1.5])
+    assert len(seen) == 2  # a tenth of the prompts
 
 
 def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
