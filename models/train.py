@@ -29,11 +29,13 @@ import itertools
 import json
 import random
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM,
                           PreTrainedTokenizerFast)
@@ -48,8 +50,8 @@ from cli.options import add_own_options, add_prompt_options, select_settings  # 
 from cli.text import Parser, cut_message, set_encodings  # noqa: E402
 from models.training import (Settings, Training, answer_all, collect_examples,  # noqa: E402
                              compute_in_parts, digest, divergence, generate_answers,
-                             low_precision, require, require_training_options, tokens_of_pass,
-                             use_settings, warm_linear)
+                             low_precision, multiplies_bfloat16, require,
+                             require_training_options, tokens_of_pass, use_settings, warm_linear)
 from survey.layers import take_layers  # noqa: E402
 from survey.parts import score_with  # noqa: E402
 from survey.views import depth_of  # noqa: E402
@@ -239,12 +241,32 @@ def make_distance(target, draft, kind: str):
 
 # ----------------------------------------------------------------------------------- training
 
+class KeepFloat32(TorchFunctionMode):
+    """Copy a tensor where code inside the `with` asks for it in bfloat16."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.bfloat16:
+            return args[0].clone()
+        return function(*args, **(kwargs or {}))
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, which always multiplies in bfloat16, except where float32 is faster."""
+
+    def step(self, closure=None):
+        """Update the weights. `closure` is passed on to torch, which allows for None."""
+        device = self.param_groups[0]["params"][0].device
+        mode = nullcontext() if multiplies_bfloat16(device) else KeepFloat32()
+        with mode:
+            return super().step(closure)
+
+
 def make_optimizers(model, lr: float) -> list:
     """Make Muon for the matrices of the layers, and AdamW for embeddings, norms and the rest."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in trained if p.ndim != 2 or "embed" in n]
-    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    return [Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 

@@ -72,18 +72,26 @@ def digest(weights: dict[str, torch.Tensor], *settings) -> str:
     return found.hexdigest()[:16]
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Tell whether products in bfloat16 are faster than in float32: not on CPUs without AVX-512.
+
+    Products of large matrices take tens of times longer there.
+
+    device  where the products are computed
+    """
+    return device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autocast:
     """Compute products of matrices in bfloat16, except where float32 models are faster without it.
-
-    On a CPU without AVX-512 products of large matrices take tens of times longer in bfloat16.
 
     device   where the products are computed
     models   all that take part
     returns  what a `with` takes
     """
-    fast = device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
     mixed = any(model.dtype != torch.float32 for model in models)
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast or mixed)
+    return torch.autocast(device.type, dtype=torch.bfloat16,
+                          enabled=mixed or multiplies_bfloat16(device))
 
 
 def require(fits: bool, option: str, expected: str, got) -> None:

@@ -1317,7 +1317,7 @@ MUTANTS = {
     "models/training.py": [
         ('device.type != "cpu" or torch', 'device.type == "cpu" or torch',
          "a CPU without AVX-512 multiplies in bfloat16"),
-        ("enabled=fast or mixed", "enabled=fast",
+        ("enabled=mixed or multiplies_bfloat16(device))", "enabled=multiplies_bfloat16(device))",
          "a model in half precision meets weights in float32"),
         ("answer[:max(0, longest - len(prompt))]", "answer[:longest]", "long answers are not cut"),
         ("answer_of.setdefault(tuple(prompt), answer)", "answer_of[tuple(prompt)] = answer",
@@ -1451,6 +1451,8 @@ MUTANTS = {
         ("weights = (weights == 1.0).float()", "weights = (weights > 0.0).float()",
          "prompts count in the measured loss"),
         ("and \"embed\" not in n]", "]", "Muon trains the embeddings"),
+        ("if function is torch.Tensor.bfloat16:", "if False:", "Muon is slow on an older CPU"),
+        ("return args[0].clone()", "return args[0]", "Muon divides the gradient in place"),
         ("train_rows)\n    fit(\"distil\"", "[])\n    fit(\"distil\"",
          "a distillation goes on with other answers"),
         ("return pad_rows(rng.choice(groups or [group]))", "return pad_rows(group)",

@@ -180,11 +180,12 @@ def sampled_loss(model, rng: random.Random) -> torch.Tensor:
     return recipe.next_token_loss(model, ids, torch.ones(1, 6))
 
 
-def test_three_steps_by_hand(tmp_path, capsys):
+def test_three_steps_by_hand(tmp_path, capsys, monkeypatch):
     """Muon moves the matrices of the layers, AdamW the embeddings and norms.
 
     Frozen weights stay, the gradient is cut to 1, and the rates are 1, 2/3 and 1/3. The held-out
     loss is the mean over four batches."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     model, plain = tiny("llama"), tiny("llama")
     for each in model, plain:
         each.lm_head.requires_grad_(False)
@@ -213,6 +214,25 @@ def test_three_steps_by_hand(tmp_path, capsys):
     for name, p in model.state_dict().items():
         torch.testing.assert_close(p, plain.state_dict()[name], atol=1e-6, rtol=1e-5)
         assert torch.equal(p, start.state_dict()[name]) == (name == "lm_head.weight"), name
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_muon_multiplies_in_float32_where_bfloat16_is_slow(monkeypatch, capability):
+    """The matrix moves along its gradient, whose singular values Newton-Schulz brings near 1.
+
+    By hand in float64 the same: to float32's precision on AVX2, to bfloat16's on AVX-512."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    torch.manual_seed(0)
+    matrix = torch.nn.Parameter(torch.zeros(4, 6))
+    matrix.grad = torch.randn(4, 6)
+    near = matrix.grad.double() / matrix.grad.double().norm()
+    for _ in range(5):
+        gram = near @ near.T
+        near = 3.4445 * near + (-4.7750 * gram + 2.0315 * gram @ gram) @ near
+    recipe.Muon([matrix], lr=1.0, weight_decay=0.0).step()
+    error = (matrix.detach() + near).abs().max().item()
+    assert error < 1e-5 if capability == "AVX2" else 1e-4 < error < 3e-2
+    assert matrix.dtype == torch.float32
 
 
 def test_training_on_tasks_reports_on_test_batches(tmp_path, monkeypatch):
