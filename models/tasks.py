@@ -121,6 +121,7 @@ def read_pairs(path: str | Path) -> list[dict]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         for number, line in enumerate(text.split("\n"), 1):
+            line = line.removeprefix("\ufeff")  # several files in one have their marks within
             if line.strip():
                 row = parse_pair(line)
                 rows.append(row | {"where": f"{str(path)!r}, line {number}"})

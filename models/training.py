@@ -44,7 +44,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import InputError, context_length, eos_ids
+from common import InputError, context_length, eos_ids, shorten
 
 PAUSE = 120  # the fewest seconds between two checkpoints
 SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
@@ -66,7 +66,8 @@ def digest(weights: dict[str, torch.Tensor], *settings) -> str:
     """
     found = hashlib.sha256(repr(settings).encode())
     for name, x in weights.items():
-        found.update(repr((name, x.shape)).encode())
+        # The same numbers in another type make other answers, so the type counts too.
+        found.update(repr((name, x.shape, x.dtype)).encode())
         sample = x.detach().flatten()[::1 + x.numel() // 1009]
         found.update(sample.float().cpu().numpy().tobytes())
     return found.hexdigest()[:16]
@@ -238,6 +239,24 @@ def read_whole_lines(file) -> list[bytes]:
     return lines
 
 
+def read_kept(file) -> dict[tuple[int, ...], list[int]]:
+    """Read the answers that earlier runs kept, and cut off a last line that is not whole.
+
+    file     the file of `collect_answers`, opened with "a+b"
+    returns  token ids of each answer, by the token ids of its prompt
+    raises   InputError for a line that holds no answer
+    """
+    answer_of = {}
+    for number, line in enumerate(read_whole_lines(file), 1):
+        try:
+            row = json.loads(line)
+            answer_of[tuple(row["prompt"])] = [*row["answer"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise InputError(f"expected answers of an earlier run, got a damaged line {number} in "
+                             f"{file.name}; without the file the model answers anew") from error
+    return answer_of
+
+
 def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
                     work: Path) -> list[list[int]]:
     """Collect the model's own greedy answer to each prompt; a file in `work` keeps all answers.
@@ -251,8 +270,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
     work.mkdir(parents=True, exist_ok=True)
     path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
     with open(path, "a+b") as file:
-        rows = map(json.loads, read_whole_lines(file))
-        answer_of = {tuple(row["prompt"]): row["answer"] for row in rows}
+        answer_of = read_kept(file)
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in answer_of]
         with tqdm(total=len(todo), desc="answers") as bar:
             for answers in generate_answers(model, eos, todo, limit):
@@ -282,6 +300,8 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     given = SETTINGS.get().pairs
     longest = min(context_length(model), SETTINGS.get().max_length)
     if given is None:
+        require(limit < longest, "max_new_tokens", f"below {longest}, the most tokens of a text",
+                limit)
         option, who = "prompts", "that the model answers with"
         pairs = collect_pairs(model, tokenizer, prompts, limit, work, longest - limit)
         said = f"{len(prompts) - len(pairs)} prompts too long or repeated"
@@ -653,19 +673,27 @@ class Training:
                 optimizer.load_state_dict(saved)
             self.done = state["done"]
             self.curve = state["curve"]
-        except (RuntimeError, LookupError, EOFError, UnpicklingError) as error:
-            raise InputError(f"expected a checkpoint, got a damaged one in {self.file}; without it "
+        except (OSError, RuntimeError, LookupError, TypeError, ValueError, EOFError,
+                UnpicklingError) as error:  # torch raises all of these for a damaged file
+            raise InputError(f"expected a checkpoint that can be read, got {self.file}; without it "
                              "the run begins anew") from error
 
     def save(self) -> None:
-        """Write a checkpoint, unless an update is half made; at any time the file is whole."""
+        """Write a checkpoint, unless an update is half made; at any time the file is whole.
+
+        raises  InputError where the folder does not take it, as on a disk that is full
+        """
         if self.file is None or self.inside_update:
             return
         began = time.monotonic()
-        torch.save({"parameters": self.parameters, "done": self.done, "curve": self.curve,
-                    "optimizers": [x.state_dict() for x in self.optimizers]},
-                   self.file.with_suffix(".new"))
-        os.replace(self.file.with_suffix(".new"), self.file)
+        state = {"parameters": self.parameters, "done": self.done, "curve": self.curve,
+                 "optimizers": [x.state_dict() for x in self.optimizers]}
+        try:
+            torch.save(state, self.file.with_suffix(".new"))
+            os.replace(self.file.with_suffix(".new"), self.file)
+        except (OSError, RuntimeError) as error:  # torch raises the latter where a disk is full
+            raise InputError(f"expected a folder that takes a checkpoint, got {self.file.parent}: "
+                             f"{shorten(error)}") from error
         self.saved_at = time.monotonic()
         self.save_seconds = self.saved_at - began
 

@@ -1396,8 +1396,9 @@ MUTANTS = {
          "writing checkpoints may take most of the time"),
         ("if age > max(PAUSE, SHARE * self.save_seconds):",
          "if age > SHARE * self.save_seconds:", "a checkpoint is written after every update"),
-        ("self.file.with_suffix(\".new\"))\n        os.replace(self.file.with_suffix(\".new\"), "
-         "self.file)", "self.file)", "a checkpoint that is cut off replaces a whole one"),
+        ("self.file.with_suffix(\".new\"))\n            os.replace("
+         "self.file.with_suffix(\".new\"), self.file)", "self.file)", "a checkpoint that is cut off replaces a whole one"),
+        ("x.shape, x.dtype)", "x.shape)", "a run in float32 goes on in bfloat16"),
         ("each = 0.1 * each + 0.9 * total", "each = 0.9 * each + 0.1 * total",
          "the loss tv is mostly cross-entropy"),
         ("each + 0.9 * total_variation(target_probs, logits.softmax(-1))",

@@ -158,10 +158,14 @@ TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"
 
 
 def test_pairs_of_a_file(tmp_path):
-    """Texts, token ids and messages; blank lines are none. Each knows its file and line."""
+    """Texts, token ids and messages; blank lines are none. Each knows its file and line.
+
+    Where several files are one, a byte order mark stands in the middle.
+    """
     file = tmp_path / "pairs"
     rows = [{"prompt": "a", "answer": "é"}, {"prompt": [1, 2], "answer": [3]}, {"messages": TALK}]
-    lines = [json.dumps(rows[0], ensure_ascii=False), "  ", *map(json.dumps, rows[1:])]
+    lines = [json.dumps(rows[0], ensure_ascii=False), "  ", json.dumps(rows[1]),
+             "\ufeff" + json.dumps(rows[2])]
     file.write_bytes("\ufeff".encode() + "\n".join(lines).encode())
     assert tasks.read_pairs(file) == [row | {"where": f"{str(file)!r}, line {n}"}
                                       for row, n in zip(rows, (1, 3, 4))]

@@ -282,13 +282,39 @@ def test_another_run_in_the_same_folder_starts_over_and_the_same_run_is_loaded(c
     assert not again.sampled and not again.evaluated
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:500], lambda data: b"", lambda data: b"x"])
+@pytest.mark.parametrize("damage", [lambda data: data[:500], lambda data: b"", lambda data: b"x",
+                                    lambda data: data[:len(data) // 2]])
 def test_a_damaged_checkpoint_is_refused(damage, tmp_path):
     train_toy(tmp_path)
     [file] = tmp_path.glob("*.pt")
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(InputError, match="expected a checkpoint, got a damaged one"):
+    with pytest.raises(InputError, match="expected a checkpoint that can be read, got .*toy-"):
         Toy(tmp_path)
+    file.unlink()
+    file.mkdir()  # an OSError, which torch raises for some files that are cut off too
+    with pytest.raises(InputError, match="expected a checkpoint that can be read, got .*toy-"):
+        Toy(tmp_path)
+
+
+@pytest.mark.parametrize("change", [
+    lambda state: [1], lambda state: {}, lambda state: state | {"parameters": None},
+    lambda state: state | {"parameters": {"w": torch.ones(5), "b": torch.ones(1, 1)}},
+    lambda state: state | {"optimizers": [{"state": {}, "param_groups": []}]}])
+def test_a_file_of_torch_that_is_no_checkpoint_is_refused(change, tmp_path):
+    train_toy(tmp_path)
+    [file] = tmp_path.glob("*.pt")
+    torch.save(change(torch.load(file)), file)
+    with pytest.raises(InputError, match="expected a checkpoint that can be read, got .*toy-"):
+        Toy(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(tmp_path, monkeypatch):
+    """Where a disk is full torch raises a RuntimeError, and one of several lines."""
+    def fill_disk(state, file):
+        raise RuntimeError("unexpected pos 407680\nvs 407568")
+    monkeypatch.setattr(torch, "save", fill_disk)
+    with pytest.raises(InputError, match="a folder that takes a checkpoint, got .* 407680 vs 40"):
+        train_toy(tmp_path)
 
 
 def interrupted_at(number: int, act) -> None:
@@ -628,8 +654,9 @@ def test_digests_tell_weights_and_settings_apart():
     weights = {"a": torch.arange(3000.0), "b": torch.ones(1)}
     found = {digest(weights), digest(weights, 1), digest(weights, "1"), digest(weights, [1]),
              digest(weights | {"b": torch.zeros(1)}), digest({"a": torch.arange(3000.0) + 1}),
-             digest(weights | {"a": torch.arange(3000.0) + (torch.arange(3000) > 9)})}
-    assert len(found) == 7 and digest(dict(weights), [1]) in found
+             digest(weights | {"a": torch.arange(3000.0) + (torch.arange(3000) > 9)}),
+             digest(weights | {"b": torch.ones(1, dtype=torch.bfloat16)})}
+    assert len(found) == 8 and digest(dict(weights), [1]) in found
 
 
 # ------------------------------------------------------------------------------------ the data
@@ -703,12 +730,25 @@ def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
         assert file.read_text() == "\n".join([*marked, ""])
 
 
-def test_answers_of_another_model_or_length_are_not_taken(tmp_path):
+@pytest.mark.parametrize("line", ["xx", "", "[]", "{}", '{"prompt": 3, "answer": [4]}',
+                                  '{"prompt": [3], "answer": 4}', "\udcff"])
+def test_a_damaged_line_among_the_answers_is_refused(line, tmp_path):
+    model, prompts = tiny("llama"), [[5, 9, 3], [7]]
+    collect_answers(model, WORDLESS, prompts, 8, tmp_path)
+    [file] = tmp_path.iterdir()
+    before = file.read_bytes()
+    file.write_bytes(before + line.encode(errors="surrogateescape") + b"\n")
+    with pytest.raises(InputError, match="got a damaged line 3 in .*answers-"):
+        collect_answers(model, WORDLESS, prompts, 8, tmp_path)
+
+
+def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
     for seed, limit in ((0, 8), (1, 8), (0, 6), (0, 12)):
         model = tiny("llama", seed=seed)
         expected = [tokens_of(autoregressive(CachedLM(model), [7]), limit, {1})]
         assert collect_answers(model, WORDLESS, [[7]], limit, tmp_path) == expected
-    assert len(list(tmp_path.iterdir())) == 4
+    collect_answers(tiny("llama").bfloat16(), WORDLESS, [[7]], 8, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 LLAMA = tiny("llama")
@@ -763,6 +803,9 @@ def test_texts_have_a_greatest_length(split, capsys):
         data, held_out = split([[3] * 10, [4] * 11, [5] * 2])
     assert sorted(len(p) for p, _ in data + held_out) == [2, 10]
     assert "1 prompts too long or repeated" in capsys.readouterr().out
+    with use_settings(Settings(max_length=20)), pytest.raises(InputError, match=(
+            "--max-new-tokens must be below 20, the most tokens of a text, got 20")):
+        split([[3]])
 
 
 def test_given_pairs_take_the_place_of_answers(split, capsys):
