@@ -297,6 +297,7 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     raises   InputError if fewer than two prompts leave room for an answer, or are answered with
              two tokens or more
     """
+    require(limit >= 1, "max_new_tokens", "1 or more", limit)
     given = SETTINGS.get().pairs
     longest = min(context_length(model), SETTINGS.get().max_length)
     if given is None:

@@ -785,7 +785,7 @@ def test_a_repeated_prompt_counts_once(split):
     assert sorted(p[0] for p, _ in data + held_out) == list(range(7))
 
 
-def test_prompts_without_room_for_an_answer_are_skipped(split, capsys):
+def test_prompts_without_room_for_an_answer_are_skipped(split, tmp_path, capsys):
     """Of 160 tokens an answer may take 20; an answer of one token has nothing to predict."""
     prompts = [[3] * 140, [4] * 141, [5] * 2, [6] * 500, [7]]
     data, held_out = split(prompts)
@@ -795,6 +795,8 @@ def test_prompts_without_room_for_an_answer_are_skipped(split, capsys):
         split(prompts[:2])
     with pytest.raises(InputError, match="that the model answers with 2 tokens or more, got 1"):
         split(prompts[2::2])
+    with pytest.raises(InputError, match="--max-new-tokens must be 1 or more, got 0"):
+        collect_examples(LLAMA, WORDLESS, prompts, 0, tmp_path, seed=0)
 
 
 def test_texts_have_a_greatest_length(split, capsys):
