@@ -455,7 +455,7 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     if draft is None:
         draft = target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
         if accept:
-            draft.accept = target.once(("eagle", accept),
+            draft.accept = target.once(("eagle accept", accept),
                                        lambda: load_accept(accept, target.model))
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     yield from decode(target, draft, lm, prompt, nodes, dynamic, sample, log)

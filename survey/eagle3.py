@@ -11,7 +11,7 @@
 
 What EAGLE (eagle.py) does in another way is marked with a star:
 
-    target     h_2  h_6  h_9       what enters layers 2, L/2 and L - 3 at position i        *
+    target     h_2  h_6  h_9       what enters layers 2, L/2 and L - 3 of 12 at position i  *
                  └────┼────┘
                      fc                                                                      *
                       │
@@ -24,7 +24,7 @@ What EAGLE (eagle.py) does in another way is marked with a star:
 EAGLE's loss on features ties a_{i+1} to the target's own feature, and more data does not help then.
 Without that loss a_{i+1} is free, but it is another thing than g, which the layer was trained on.
 So training does what decoding will do, the *training-time test* (Section 3.2): pass n reads what
-pass n - 1 gave. Row j of pass n stands for the n-th guess after row j of the text:
+pass n - 1 gave. Row j of pass n stands for the row of a guess, n levels below row j of the text:
 
     pass 0   reads g_j      and t_{j+1}   sees pass 0 up to j               guesses t_{j+2}
     pass 1   reads a of j   and t_{j+2}   sees pass 0 up to j, itself       guesses t_{j+3}
@@ -50,7 +50,9 @@ Departures (paper or released code / here / why):
 - rate: 5e-5 with a warm-up / 1e-3 with a warm-up over a twentieth of the steps / that suits small
   models. For a target of billions of parameters lower it.
 - data: answers of a fixed set / the target's own greedy answers / that is what the draft guesses.
-- MTP, a later pass: sees its own rows up to j / sees what the test's pass sees / so it decodes.
+- MTP, a later pass: row j sees the rows of the same pass up to j / it sees what a row of the
+  training-time test sees / decoding gives it that.
+- MTP, the weights of passes: their sum is 1 / they are 0.6^n / AdamW hardly heeds a common factor.
 - MTP, the target: DeepSeek-V3 trains it too / it is frozen, as with FastMTP / the output stays its.
 - size of a tree: 60 nodes / the best size by measured acceptance and by the clock / costs differ.
 - tree of a released head: 60 nodes, dynamic / the same, until `measure` has written a file for
@@ -112,8 +114,9 @@ class Layer(LlamaDecoderLayer):
         self.norm_before_residual = form.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
-            rows = getattr(self.self_attn, name).out_features
-            setattr(self.self_attn, name, torch.nn.Linear(2 * config.hidden_size, rows, bias=False))
+            width = getattr(self.self_attn, name).out_features
+            wider = torch.nn.Linear(2 * config.hidden_size, width, bias=False)
+            setattr(self.self_attn, name, wider)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features."""
@@ -158,13 +161,15 @@ class Draft(torch.nn.Module):
 
     model     the target, which is frozen and lends its embeddings
     config    of the layer, as `make_config` makes it or as a released file has it
-    taps      which layers of the target it reads
-    vocab     the tokens that it can guess, in ascending order
+    taps      numbers of the layers of the target whose inputs it reads
+    vocab     the D tokens that it can guess, in the order of the LM head's rows
     form      the variant that it is
     seed      of the random weights that it begins with
-    own_head  whether the LM head is trained, or stays what it begins as: the target's rows
+    own_head  whether the LM head is trained, or stays what it begins as: the target's rows.
+              InputError if it is to stay so and the target's LM head is of another width
 
-    accept    accept[n][r] is how often guess r was right after n guessed features
+    accept    accept[n][r] is how often guess r was right after n guessed features. It is empty if
+              nobody has measured that
     """
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
@@ -193,7 +198,7 @@ class Draft(torch.nn.Module):
             lm.lm_head.weight.data.copy_(rows[self.vocab])
         elif not own_head:
             raise InputError("--head must be own where the target's LM head is not as wide as its "
-                             "layers, got target")
+                             "embeddings, got target")
         lm.lm_head.weight.requires_grad_(own_head)
         model.requires_grad_(False)
         self.lm = prepare(lm)  # while its embeddings are its own, of 8 tokens
@@ -216,10 +221,13 @@ class Draft(torch.nn.Module):
                 if self.own_head or name != "lm_head.weight"}
 
     def join(self, pairs: Pairs) -> torch.Tensor:
-        """Put tokens and features side by side, as the layer's inputs [..., 2h].
+        """Put tokens and features side by side.
+
+        pairs    tokens [...] and features [..., w], of any leading shape
+        returns  the layer's inputs [..., 2h]
 
         Features of final tokens are tapped ones, which `fc` maps to g. Features of drafted tokens
-        are the layer's own, h wide. So the width says which of the two they are. A single tapped
+        are the layer's own, h wide. So the width w says which of the two they are. A single tapped
         layer that is as wide as the draft needs no `fc`.
         """
         ids = torch.as_tensor(pairs.tokens, dtype=torch.long, device=pairs.features.device)
@@ -237,17 +245,18 @@ class Passes:
     """Hold the keys and values of all passes of training; gradients flow through them."""
 
     def __init__(self):
-        self.rows = None
+        self.kept = None
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_, **__) -> tuple:
         """Add a pass's keys and values [B, heads, R, d]; return those of all passes so far."""
         new = (keys, values)
-        if self.rows is not None:
-            new = tuple(torch.cat(both, 2) for both in zip(self.rows, new))
-        self.rows = new
+        if self.kept is not None:
+            new = tuple(torch.cat(both, 2) for both in zip(self.kept, new))
+        self.kept = new
         return new
 
     def get_seq_length(self, *_) -> int:
+        """Return 0, since the mask and the positions of a pass are given to it."""
         return 0
 
 
@@ -257,11 +266,12 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
 
     draft     the draft
     ids       [B, T], texts that were padded at their ends
-    features  [B, T, taps * h], what was tapped
+    features  [B, T, t], what was tapped, where t is the width of all taps
     learns    bool [B, T], which tokens are learned
     probs     [N, D], for each learned token the target's distribution over the draft's vocabulary
     passes    how often the layer runs
     loss      ce or tv, by which guesses are compared (`compare_guesses` of models/training.py)
+    returns   Σ_n decay^n times the mean loss of the guesses of pass n that are learned
     """
     from models.training import compare_guesses
     R = ids.shape[1] - 2
@@ -281,10 +291,11 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
         g = draft.lm.model(inputs_embeds=inputs, position_ids=places, attention_mask=mask,
                            past_key_values=cache, use_cache=True)[0]  # a of pass n, [B, R, h]
         # Row j guesses t_{j+2+n}.
-        rows = learns[:, 2 + n:]
-        logits = draft.lm.lm_head(g[:, :R - n][rows]).float()
-        each = compare_guesses(loss, probs[number[:, 2 + n:][rows]], logits)
-        total = total + decay ** n * each.mean()
+        learned = learns[:, 2 + n:]
+        logits = draft.lm.lm_head(g[:, :R - n][learned]).float()
+        each = compare_guesses(loss, probs[number[:, 2 + n:][learned]], logits)
+        # The draft's vocabulary may lack all tokens of a pass. The mean of none would be NaN.
+        total = total + decay ** n * (each.mean() if len(each) else each.sum())
         sees.append(own)
     return total
 
@@ -296,6 +307,8 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
 
+    trained   a draft to use in place of a file's
+
     nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
@@ -304,8 +317,7 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
              id of a released head
     accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
              tree of such a head is the released code's own: dynamic, with 60 nodes if --nodes is 0
-    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call. A draft that is given as
-    `trained` is used instead of the file.
+    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     if not 0 <= nodes <= MOST:
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
@@ -314,7 +326,7 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     if draft is None:
         draft = target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
         if accept:
-            draft.accept = target.once(("eagle3", accept),
+            draft.accept = target.once(("eagle3 accept", accept),
                                        lambda: load_accept(accept, target.model))
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     with tap_layers(target.model, draft.taps) as seen:
@@ -326,9 +338,12 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
 
 @torch.no_grad()
 def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the frozen target over texts [B, T].
+    """Run the frozen target over texts.
 
-    returns  what is tapped [B, T, taps * h], and what the target's LM head reads [B, T, f]
+    taps     numbers of the layers whose inputs are read
+    ids      [B, T], texts that were padded at their ends
+    returns  what is tapped [B, T, t], where t is the width of all taps, and what the target's LM
+             head reads [B, T, f]
     """
     last = depth_of(model)
     with tap_layers(model, taps) as seen, tap_layers(model, [last]) as final:
@@ -347,8 +362,9 @@ def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidde
     to_logits  a function from rows [N, f] to the target's logits [N, D] over the draft's vocabulary
     returns    learns and probs, as `unroll_loss` takes them
     """
-    # An answer is greedy, so its token is the target's likeliest. One that the draft cannot guess
-    # teaches it nothing. Rows are chosen before the LM head, which is most of the work.
+    # The target's own answer is greedy, so its token is the target's likeliest. A token that the
+    # draft cannot guess teaches it nothing. An answer of --data is taken for the target's own.
+    # Rows are chosen before the LM head, which is most of the work.
     learns = answers & torch.isin(ids[:, 1:], draft.vocab)
     probs = to_logits(hidden[:, :-1][learns]).float().softmax(-1)
     return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
@@ -356,7 +372,11 @@ def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidde
 
 @torch.inference_mode()
 def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
-    """Run the target over held-out pairs; return what eagle.measure_acceptance takes of each."""
+    """Run the target over held-out pairs of a prompt and an answer.
+
+    returns  for each pair what `measure_acceptance` of eagle.py takes: ids [T], what is tapped
+             [T, t], and the length of the prompt
+    """
     lm, texts = CachedLM(model), []
     with tap_layers(model, draft.taps) as seen:
         for prompt, answer in data:
@@ -370,15 +390,23 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
         lr: float, loss: str = "ce", seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
 
-    model    the frozen target
-    data     pairs to learn from, and `held_out` those to measure acceptance on
-    passes   how many passes the training-time test has
-    loss     ce or tv
-    returns  {step: {"accept": ...}}, the table Draft.accept on `held_out`
+    model     the frozen target
+    draft     the draft
+    data      pairs to learn from
+    held_out  pairs to measure acceptance on
+    passes    how many passes the training-time test has
+    steps     how many steps are trained
+    batch     how many answers a step learns from
+    lr        the highest learning rate
+    loss      ce or tv
+    seed      chooses the answers of each step
+    work      folder of checkpoints, or None to keep none
+    returns   {step: {"accept": ...}}, the table Draft.accept on `held_out`
     """
     from models.training import (Training, count_tokens, digest, pad_pairs, sample_alike,
                                  tokens_of_pass, warm_linear)
-    scale, texts = logits_of(model), compute_texts(model, draft, held_out)
+    scale = logits_of(model)  # from what an LM head gives to logits
+    texts = compute_texts(model, draft, held_out)
     head = head_for(model.get_output_embeddings(), draft.vocab)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
@@ -436,7 +464,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require(vocab >= 0, "vocab", "0 or more", vocab)
     require(head in ("own", "target"), "head", "own or target", head)
     numbers = read_taps(taps or (str(depth_of(model)) if mtp else ""), model)
-    require(not norms or len(numbers) > 1, "norms", "off where one layer is read", "it")
+    require(not norms or len(numbers) > 1, "norms", "off where one layer is read",
+            f"it for layer {numbers[0]}")
     form = Form(fc_norm=norms, norm_output=norms, mtp=mtp)
     work = work or Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
@@ -453,7 +482,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: Draft, model) -> None:
-    """Write a draft's file, which says for which model it is; `load_draft` reads it."""
+    """Write a draft to a file, which `load_draft` reads.
+
+    path    the safetensors file to make
+    draft   the draft
+    model   the target, whose fingerprint the file holds
+    """
     save_part(path, "an EAGLE-3 layer", model, draft.trained(), config=draft.config.to_dict(),
               form=draft.form._asdict(), own_head=draft.own_head, taps=draft.taps,
               vocab=draft.vocab.tolist(), accept=draft.accept)
@@ -462,11 +496,16 @@ def save_draft(path: Path, draft: Draft, model) -> None:
 def load_draft(path: str | Path, model) -> Draft:
     """Read a draft from its file, or a released one from a directory or a hub id.
 
+    path     the safetensors file, the directory or the hub id
+    model    the target
     returns  the draft. InputError where it is damaged, unknown, or for another model
     """
     if is_released(path):
         return load_released(str(path), model)
     header, tensors = load_part(path, "an EAGLE-3 layer", model)
+    if max(header["taps"]) > depth_of(model):  # the embeddings may be those of a deeper model
+        raise InputError(f"--adapter must read some of {depth_of(model)} layers, got {str(path)!r} "
+                         f"that reads {header['taps']}")
     draft = Draft(model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
                   Form(**header["form"]), own_head=header.get("own_head", True))
     fill(draft.trained(), tensors, path)
@@ -478,11 +517,19 @@ def load_draft(path: str | Path, model) -> Draft:
 # ------------------------------------------------------------------------------- released heads
 
 def check_taps(path: str, config: dict, taps: list[int]) -> None:
-    """Raise an InputError for a head that reads other layers than `taps`, by its configuration."""
+    """Raise an InputError for a head that reads other layers, if its configuration says so.
+
+    path     the head's, for the message
+    config   its configuration
+    taps     numbers of the layers that it must read, in ascending order
+    """
     name = "eagle_aux_hidden_state_layer_ids"
-    listed = config.get(name) or (config.get("eagle_config") or {}).get(name)
+    inner = config.get("eagle_config")
+    listed = config.get(name) or (inner.get(name) if isinstance(inner, dict) else None)
     # Engines count differently: to some, layer i is what enters it, to others what layer i gives.
-    if listed and sorted(listed) not in (taps, [i - 1 for i in taps]):
+    allowed = [{*map(str, taps)}, {str(i - 1) for i in taps}]
+    given = {*map(str, listed)} if isinstance(listed, list) else listed
+    if listed and given not in allowed:
         raise InputError(f"--adapter must be a head that reads layers {taps}, got {path!r} with "
                          f"{name} {listed}")
 
@@ -491,7 +538,9 @@ def load_released(path: str, model) -> Draft:
     """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
 
     path     a directory or hub id
-    returns  the draft, which nobody has measured
+    model    the target
+    returns  the draft, which nobody has measured. InputError if it is damaged, unknown, or for
+             another model
     """
     config, found = read_head(path, "an EAGLE-3 head")
     refuse_settings(path, config, ("attention_bias", "norm_before_fc"))
@@ -501,12 +550,16 @@ def load_released(path: str, model) -> Draft:
     form = Form(norm_before_residual=bool(config.get("norm_before_residual")),
                 fc_norm=any(name.startswith("fc_norm.") for name in tensors),
                 norm_output=bool(config.get("norm_output")))
-    if "lm_head.weight" not in tensors:
+    head = tensors.get("lm_head.weight")
+    if head is None or head.ndim != 2:
         raise InputError(f"--adapter must have an LM head of its own, got {path!r} without")
     V = len(model.get_output_embeddings().weight)
-    vocab = torch.arange(len(tensors["lm_head.weight"]))
-    if "d2t" in tensors:
-        vocab = vocab + tensors.pop("d2t")
+    vocab = torch.arange(len(head))
+    offsets = tensors.pop("d2t", torch.zeros_like(vocab))
+    if offsets.shape != vocab.shape or offsets.is_floating_point():
+        raise InputError(f"--adapter must be a head whose d2t has {len(head)} whole numbers, got "
+                         f"{path!r} with {tuple(offsets.shape)} of {offsets.dtype}")
+    vocab = vocab + offsets
     tensors.pop("t2d", None)  # it says the same
     if not 0 <= vocab.min() <= vocab.max() < V:
         raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
@@ -541,6 +594,9 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     out:     the directory to make
     """
     draft, V = load_draft(adapter, model), len(model.get_output_embeddings().weight)
+    form = draft.form._asdict()
+    if form.pop("mtp"):  # before its layers, of which it reads one
+        raise InputError(f"--adapter must be trained without --mtp, got {str(adapter)!r}")
     if draft.taps != choose_taps(model):
         raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
                          f"got {draft.taps}")
@@ -552,9 +608,6 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     table = draft.lm.get_input_embeddings()
     if table is not model.get_input_embeddings():
         tensors["embed_tokens.weight"] = table.weight
-    form = draft.form._asdict()
-    if form.pop("mtp"):
-        raise InputError(f"--adapter must be trained without --mtp, got {str(adapter)!r}")
     # No numbers of layers are written, since engines count them differently.
     config = describe_layer(draft.config, model) | form
     write_head(out, config | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D},

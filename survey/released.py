@@ -62,6 +62,46 @@ def find_file(path: str, name: str) -> Path | None:
     return Path(found) if found else None
 
 
+def need_file(path: str, name: str) -> Path:
+    """Find a file as `find_file` does. FileNotFoundError if there is none of this name."""
+    file = find_file(path, name)
+    if file is None:
+        raise FileNotFoundError(f"there is no {name}")
+    return file
+
+
+def find_weights(path: str) -> list[Path]:
+    """Find the files that hold the tensors of a head.
+
+    path     a directory or hub id
+    returns  the first file of WEIGHTS that is there, or all files that it lists if it is an index.
+             FileNotFoundError if one of them is missing
+    """
+    for name in WEIGHTS:
+        file = find_file(path, name)
+        if file is not None and not name.endswith(".index.json"):
+            return [file]
+        if file is not None:
+            parts = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+            return [need_file(path, part) for part in sorted({*parts})]
+    raise FileNotFoundError(f"there is no {WEIGHTS[0]}, nor another file of weights")
+
+
+def parse_config(text: str) -> dict:
+    """Parse a config.json, and make its settings flat if they are nested.
+
+    text     what the file holds
+    returns  the settings. ValueError or TypeError if the file does not hold dictionaries
+    """
+    config = json.loads(text)
+    if not isinstance(config, dict):
+        raise TypeError("config.json does not hold a dictionary")
+    if "transformer_layer_config" in config:  # the package speculators writes nested ones
+        # Where such a configuration does not say whether the residual stream is normed, it is.
+        config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
+    return config
+
+
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
     """Read a file of tensors. A pickled file may hold tensors alone: no code of it is run."""
     if file.suffix == ".safetensors":
@@ -73,19 +113,13 @@ def read_released(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """Read a released head.
 
     path     a directory or hub id
-    returns  what its config.json says, and its tensors by name. InputError if something is missing
-             or damaged
+    returns  the settings of its config.json, made flat if they were nested, and its tensors by
+             name. InputError if something is missing or damaged
     """
     try:
-        config = json.loads(find_file(path, "config.json").read_text(encoding="utf-8"))
-        found = ((name, find_file(path, name)) for name in WEIGHTS)  # asks until one is there
-        name, first = next((name, file) for name, file in found if file)
-        files = [first]
-        if name.endswith(".index.json"):
-            parts = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
-            files = [find_file(path, part) for part in sorted({*parts})]
+        config = parse_config(need_file(path, "config.json").read_text(encoding="utf-8"))
         tensors = {}
-        for file in files:
+        for file in find_weights(path):
             tensors |= read_weights(file)
         return config, {name: x for name, x in tensors.items() if x.numel() > 0}
     except Exception as error:  # the readers of the file formats raise all kinds
@@ -108,7 +142,7 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
 
     path     a directory or hub id
     kind     the kind, in the words of KINDS
-    returns  its configuration, made flat if it was nested, and its tensors by name, where "model."
+    returns  its settings, as `read_released` gives them, and its tensors by name, where "model."
              is left out. InputError for a head of another kind
     """
     config, tensors = read_released(path)
@@ -116,9 +150,6 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
     found = tell_kind(tensors)
     if found != kind:
         raise InputError(f"--adapter must be {kind}, got {path!r}, {found}")
-    if "transformer_layer_config" in config:  # the package speculators writes nested ones
-        # Where such a configuration does not say whether the residual stream is normed, it is.
-        config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
     return config, tensors
 
 
@@ -163,9 +194,15 @@ def read_layer_config(path: str, config: dict, model,
     config   its own configuration
     model    the target, whose texts may be longer than those that the head was trained on
     family   the class of the configuration
-    returns  the configuration. InputError for rotary positions that are not computed here
+    returns  the configuration. InputError for rotary positions that are not computed here, and for
+             settings that describe no layer
     """
-    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    rope = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise InputError(f"--adapter must be a head whose {name} is a dictionary, got {path!r} "
+                             f"with {config[name]!r}")
+        rope |= config.get(name) or {}
     kind = rope.setdefault("rope_type", rope.pop("type", "default"))
     if kind not in ROTARY:
         raise InputError(f"--adapter must be a head with rotary positions of type "
@@ -173,8 +210,17 @@ def read_layer_config(path: str, config: dict, model,
     # The released code turns keys by the base 10,000 where a configuration names none.
     rope["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta") or 10000.0
     kept = {name: config[name] for name in SHAPE if config.get(name) is not None}
-    return family(**kept, num_hidden_layers=1, rope_parameters=rope,
-                  max_position_embeddings=context_length(model))
+    numbers = kept | {"rope_theta": rope["rope_theta"], "factor": rope.get("factor", 1)}
+    for name, value in numbers.items():
+        if not (isinstance(value, (int, float)) and value > 0):
+            raise InputError(f"--adapter must be a head whose {name} is a number above 0, got "
+                             f"{path!r} with {value!r}")
+    try:
+        return family(**kept, num_hidden_layers=1, rope_parameters=rope,
+                      max_position_embeddings=context_length(model))
+    except Exception as error:  # transformers raises all kinds for settings that do not fit
+        raise InputError(f"--adapter must be a head whose config.json describes a layer, got "
+                         f"{path!r}: {shorten(error)}") from error
 
 
 def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
@@ -195,9 +241,9 @@ def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
             raise InputError(f"--adapter must have embeddings of its own where it is {h} wide, got "
                              f"{path!r} without")
         return None
-    if len(table) != len(own):
-        raise InputError(f"--adapter must be a head for {len(own)} tokens, got {path!r} for "
-                         f"{len(table)}")
+    if table.shape != (len(own), h):
+        raise InputError(f"--adapter must be a head for {len(own)} tokens, each with {h} numbers, "
+                         f"got {path!r} with embeddings of the shape {tuple(table.shape)}")
     if table.shape == own.shape and not belongs(some_rows(table), model):
         raise InputError(f"--adapter must be a head for this model, got {path!r}, another's")
     table = table.to(own)
@@ -256,10 +302,16 @@ def save_accept(path: Path, model, accept: list[list[float]]) -> None:
 
 
 def load_accept(path: str, model) -> list[list[float]]:
-    """Read what `save_accept` wrote for this model."""
+    """Read what `save_accept` wrote. InputError if it is damaged, or was written for another model.
+
+    path     the JSON file
+    model    the target
+    returns  the table accept, as `save_accept` describes it
+    """
     def parse(facts: dict) -> list[list[float]]:
         accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
-        if not accept or not all(ranks and 0 <= min(ranks) <= max(ranks) <= 1 for ranks in accept):
+        right = all(ranks and all(0 <= p <= 1 for p in ranks) for ranks in accept)
+        if not accept or not right:
             raise ValueError("no table of acceptance")
         return accept
     return load_facts(path, {"model": model}, "what `measure` wrote for this model", parse)

@@ -22,15 +22,15 @@ import torch
 def choose_taps(model) -> list[int]:
     """Choose the three layers that EAGLE-3 taps: an early, a middle and a late one.
 
-    model    the target. InputError if it has fewer than 7 layers
-    returns  the numbers 2, L/2 and L - 3
+    model    the target
+    returns  the numbers 2, L/2 and L - 3. InputError if the model has fewer than 7 layers, since
+             these are not three numbers in ascending order then
     """
     L = depth_of(model)
-    taps = sorted({2, L // 2, L - 3})
-    if len(taps) < 3 or taps[0] < 0:
-        raise InputError(f"--taps must name layers for a model of {L}, which has no layers 2, L/2 "
-                         "and L - 3")
-    return taps
+    if L < 7:
+        raise InputError("expected a model of 7 layers or more, of which layers 2, L/2 and L - 3 "
+                         f"are read, got {L} layers: train a draft for it with --taps")
+    return [2, L // 2, L - 3]
 
 
 def read_taps(text: str, model) -> list[int]:
@@ -42,7 +42,7 @@ def read_taps(text: str, model) -> list[int]:
     """
     if not text:
         return choose_taps(model)
-    numbers = [int(x) if x.strip().isdigit() else -1 for x in text.split(",")]
+    numbers = [int(x) if x.strip().isdecimal() else -1 for x in text.split(",")]
     if sorted(set(numbers)) != numbers or not 0 <= numbers[0] <= numbers[-1] <= depth_of(model):
         raise InputError(f"--taps must be numbers from 0 to {depth_of(model)} in ascending "
                          f"order, got {text}")

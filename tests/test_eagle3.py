@@ -21,7 +21,7 @@ from survey.eagle import Pairs
 from survey.eagle3 import (Draft, Form, choose_lessons, eagle3, export, load_accept, load_draft,
                            make_config, measure, read_target, save_draft, unroll_loss)
 from survey.parts import head_for
-from survey.released import read_released
+from survey.released import read_released, save_accept
 from survey.taps import choose_taps, join_taps, read_taps, tap_layers, tap_widths
 from survey.views import depth_of
 
@@ -90,11 +90,12 @@ def test_graphs_are_refused():
 def test_which_layers_are_tapped():
     assert choose_taps(MODEL) == [2, 3, 4]
     assert read_taps("0, 5,7", MODEL) == [0, 5, 7]
-    for text in ("3,2", "2,2", "1,8", "x", "-1"):
+    for text in ("3,2", "2,2", "1,8", "x", "-1", "\u00b2", ","):
         with pytest.raises(InputError, match="--taps must be numbers from 0 to 7"):
             read_taps(text, MODEL)
-    with pytest.raises(InputError, match="--taps must name layers"):
-        choose_taps(tiny("llama"))
+    for layers in (2, 3, 6):
+        with pytest.raises(InputError, match=f"7 layers or more, .* got {layers} layers"):
+            choose_taps(tiny("llama", num_hidden_layers=layers))
 
 
 # ------------------------------------------------------------------------------ what it is fed
@@ -231,6 +232,18 @@ def test_training_gives_the_layer_what_decoding_gives_it(mtp, taps, decay):
             pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_a_pass_that_learns_nothing_adds_nothing():
+    """With a small vocabulary all tokens that a pass would learn may be missing."""
+    draft = make_draft()
+    ids, _ = pad_pairs([(TEXT[:4], TEXT[4:])])
+    features, _ = read_target(MODEL, draft.taps, ids)
+    learns = torch.zeros_like(ids, dtype=torch.bool)
+    assert unroll_loss(draft, ids, features, learns, torch.zeros(0, 61), 3).item() == 0.0
+    learns[0, 2], probs = True, torch.full((1, 61), 1 / 61)  # of pass 0 alone
+    one, three = (unroll_loss(draft, ids, features, learns, probs, n) for n in (1, 3))
+    assert one.item() == three.item() > 0.0
+
+
 def test_tokens_that_the_draft_cannot_guess_are_not_learned():
     draft = make_draft(vocab=range(0, 61, 2))
     ids, answers = pad_pairs([(TEXT[:4], TEXT[4:]), (TEXT[:7], TEXT[7:9])])
@@ -293,6 +306,10 @@ def test_a_file_gives_the_same_draft(tmp_path):
     assert again.vocab.tolist() == draft.vocab.tolist() and again.accept == draft.accept
     with pytest.raises(InputError, match="another's"):
         load_draft(tmp_path / "x", tiny("llama", seed=5))
+    short = tiny("llama", num_hidden_layers=3)
+    short.set_input_embeddings(MODEL.get_input_embeddings())
+    with pytest.raises(InputError, match=r"some of 3 layers, got .* that reads \[2, 3, 4\]"):
+        load_draft(tmp_path / "x", short)
 
 
 # ------------------------------------------------------------------------------- released heads
@@ -415,6 +432,14 @@ def test_a_measured_table_plans_the_tree(tmp_path):
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(InputError, match="expected what `measure` wrote for this model"):
         load_accept(str(tmp_path / "a.json"), MODEL)
+    with pytest.raises(InputError, match="expected what `measure` wrote for this model"):
+        next(eagle3(target, TEXT, adapter=folder, accept=folder))
+
+
+def test_a_rate_that_is_no_number_is_refused(tmp_path):
+    save_accept(tmp_path / "a.json", MODEL, [[0.5, float("nan")]])
+    with pytest.raises(InputError, match="no table of acceptance"):
+        load_accept(str(tmp_path / "a.json"), MODEL)
 
 
 REFUSED = [
@@ -426,6 +451,21 @@ REFUSED = [
     (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}), "layer_ids"),
     (dict(changes={"lm_head.weight": torch.zeros(99, 32)}), "must be a head for 61 tokens"),
     (dict(changes={"d2t": torch.full((61,), 7)}), "must be a head for 61 tokens"),
+    (dict(changes={"d2t": torch.zeros(3, dtype=torch.int64)}), r"d2t has 61 .* got .* \(3,\) of"),
+    (dict(changes={"d2t": torch.zeros(61)}), "d2t has 61 whole numbers, got .*float32"),
+    (dict(changes={"lm_head.weight": torch.tensor(1.0)}), "must have an LM head of its own"),
+    (dict(drop=("lm_head.weight",)), "must have an LM head of its own"),
+    (dict(changes={"embed_tokens.weight": torch.zeros(61, 64)}), r"61 tokens, each with 32 .*64\)"),
+    (dict(changes={"embed_tokens.weight": torch.zeros(61)}), r"each with 32 numbers, .* \(61,\)"),
+    (dict(eagle_config=3, eagle_aux_hidden_state_layer_ids=5), "layer_ids 5"),
+    (dict(eagle_aux_hidden_state_layer_ids=["a", 1]), r"layer_ids \['a', 1\]"),
+    (dict(num_attention_heads=0), "whose num_attention_heads is a number above 0, got .* with 0"),
+    (dict(head_dim="8"), "whose head_dim is a number above 0, got .* with '8'"),
+    (dict(num_attention_heads=3), "whose config.json describes a layer, got .*: .* multiple"),
+    (dict(rope_scaling="linear"), "whose rope_scaling is a dictionary, got .* with 'linear'"),
+    (dict(rope_scaling={"type": "linear"}), "whose config.json describes a layer, .*factor"),
+    (dict(rope_scaling={"type": "linear", "factor": "x"}), "factor is a number above 0, .* 'x'"),
+    (dict(rope_theta="x"), "rope_theta is a number above 0, got .* with 'x'"),
     (dict(changes={"midlayer.more.weight": torch.zeros(3)}), "expected tensors"),
     (dict(drop=("norm.weight",)), "expected tensors"),
     (dict(drop=("midlayer.hidden_norm.weight",)), "must be an EAGLE-3 head"),
@@ -441,12 +481,23 @@ def test_a_head_that_would_be_misread_is_refused(tmp_path, changes, said):
 
 
 def test_what_is_no_head_is_refused(tmp_path):
-    with pytest.raises(InputError, match="expected a trained file, or a directory or hub id"):
+    expected = "expected a trained file, or a directory or hub id with config.json and weights, got"
+    with pytest.raises(InputError, match=f"{expected} .*: there is no config.json$"):
+        load_draft(tmp_path, MODEL)
+    for told, said in (("[]", "config.json does not hold a dictionary"),
+                       ('{"transformer_layer_config": 3}', "unsupported operand"),
+                       ("{}", "there is no model.safetensors, nor another file of weights")):
+        (tmp_path / "config.json").write_text(told)
+        with pytest.raises(InputError, match=f"{expected} .*: {said}"):
+            load_draft(tmp_path, MODEL)
+    listed = json.dumps({"weight_map": {"fc.weight": "part.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(listed)
+    with pytest.raises(InputError, match=f"{expected} .*: there is no part.safetensors$"):
         load_draft(tmp_path, MODEL)
     with pytest.raises(InputError, match="which engines assume"):
         write_head(tmp_path, make_draft(taps=(1, 3, 4)))
     with pytest.raises(InputError, match="must be trained without --mtp"):
-        write_head(tmp_path, make_draft(form=Form(mtp=True)))
+        write_head(tmp_path, make_draft((7,), form=Form(mtp=True)))
 
 
 # ---------------------------------------------------------------------------------- its variants

@@ -364,6 +364,8 @@ def test_what_is_measured_plans_the_tree(tmp_path, embedded, name):
     (tmp_path / "b.json").write_text(json.dumps(facts))
     with pytest.raises(InputError, match="what `measure` wrote for this model"):
         next(METHODS[name](target, TEXT, adapter=adapter, accept=str(tmp_path / "b.json")))
+    with pytest.raises(InputError, match="what `measure` wrote for this model"):
+        next(METHODS[name](target, TEXT, adapter=adapter, accept=adapter))  # no such table
 
 
 def test_a_whole_model_of_medusa_2_is_the_target_and_has_the_heads(tmp_path, small_llama):
@@ -621,6 +623,10 @@ def test_the_command_line_says_in_one_line_what_it_refuses(tmp_path, capfd):
     assert script("survey.medusa", "--adapter", str(tmp_path), "--prompt", "a", "--device",
                   "cpu") == 2
     said_in_one_line("Hydra++ heads, which nothing here reads", capfd)
+    (tmp_path / "config.json").unlink()
+    assert script("survey.eagle3", "--adapter", str(tmp_path), "--prompt", "a", "--device",
+                  "cpu") == 2
+    said_in_one_line(f"got '{tmp_path}': there is no config.json", capfd)
 
 
 def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(monkeypatch):
