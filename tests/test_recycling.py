@@ -50,6 +50,16 @@ def test_a_text_that_repeats_is_accepted_whole():
     assert lengths[0] == 1 and min(lengths[9:]) == 7 == 1 + log[-1]["accepted"]
 
 
+def test_the_prompt_is_read_and_every_guess_is_learned_from():
+    """The prompt has said all, so the first call accepts a chain of six. Then the rows of the
+    chain's tokens are what the target said after each of them."""
+    target, known = counting(9), Successors()
+    chunk = next(recycling(target, [*range(9), 0], nodes=64, successors=known))
+    assert chunk == [1, 2, 3, 4, 5, 6, 7]
+    lengths = {token: len(row) for token, row in known.rows.items()}
+    assert lengths == {**{fed: WIDTH for fed in range(7)}, 7: 1, 8: 1}
+
+
 def test_what_is_kept_from_prompt_to_prompt():
     model, known = tiny("llama"), Successors()
     first, again, alone = [], [], []
@@ -58,6 +68,15 @@ def test_what_is_kept_from_prompt_to_prompt():
                             log=log), 20)
     count = [sum(r["accepted"] for r in log) for log in (first, again, alone)]
     assert count[1] > count[0] == count[2]
+
+
+@pytest.mark.parametrize("nodes, accepted", [(1, 0), (2, 1), (4, 2), (7, 3)])
+def test_a_tree_has_at_most_so_many_nodes(nodes, accepted):
+    """All is known, so the tree is full. Of seven nodes three are no likeliest successors."""
+    target, known, log = counting(20), Successors(), []
+    known.rows = {token: [(token + 1) % 20, 0, 0] for token in range(20)}
+    next(recycling(target, [8, 0], nodes=nodes, successors=known, log=log))
+    assert log == [{"guessed": nodes - 1, "accepted": accepted}]
 
 
 @pytest.mark.parametrize("nodes", [-1, 65])
