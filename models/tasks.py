@@ -85,6 +85,15 @@ def read_prompts(path: str | Path) -> list[str]:
     return [prompt_of(row) for row in read_rows(path)]
 
 
+def read_lines(path: str | Path):
+    """Yield (number from 1, line) for each line of a file in UTF-8 that is not blank."""
+    text = Path(path).read_text(encoding="utf-8-sig")
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.removeprefix("\ufeff")  # several files in one have their marks within
+        if line.strip():
+            yield number, line
+
+
 def read_rows(path: str | Path) -> list[dict]:
     """Read the lines of a file of prompts, which is UTF-8 with or without a byte order mark.
 
@@ -95,11 +104,8 @@ def read_rows(path: str | Path) -> list[dict]:
     """
     rows, number = [], 0
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        for number, line in enumerate(text.split("\n"), 1):
-            line = line.removeprefix("\ufeff")  # several files in one have their marks within
-            if line.strip():
-                rows.append(parse_line(line, Path(path).suffix.lower() == ".jsonl"))
+        for number, line in read_lines(path):
+            rows.append(parse_line(line, Path(path).suffix.lower() == ".jsonl"))
     except (OSError, ValueError, RecursionError) as error:
         where = f"line {number}: " if number else ""
         refuse_prompts(path, f"{where}{error}", error)
@@ -119,12 +125,9 @@ def read_pairs(path: str | Path) -> list[dict]:
     """
     rows, number = [], 0
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        for number, line in enumerate(text.split("\n"), 1):
-            line = line.removeprefix("\ufeff")  # several files in one have their marks within
-            if line.strip():
-                row = parse_pair(line)
-                rows.append(row | {"where": f"{str(path)!r}, line {number}"})
+        for number, line in read_lines(path):
+            row = parse_pair(line)
+            rows.append(row | {"where": f"{str(path)!r}, line {number}"})
         number = 0
         if not rows:
             raise ValueError("no line in it")

@@ -1413,7 +1413,8 @@ MUTANTS = {
         ("if age > max(PAUSE, SHARE * self.save_seconds):",
          "if age > SHARE * self.save_seconds:", "a checkpoint is written after every update"),
         ("self.file.with_suffix(\".new\"))\n            os.replace("
-         "self.file.with_suffix(\".new\"), self.file)", "self.file)", "a checkpoint that is cut off replaces a whole one"),
+         "self.file.with_suffix(\".new\"), self.file)", "self.file)",
+         "a checkpoint that is cut off replaces a whole one"),
         ("x.shape, x.dtype)", "x.shape)", "a run in float32 goes on in bfloat16"),
         ("each = 0.1 * each + 0.9 * total", "each = 0.9 * each + 0.1 * total",
          "the loss tv is mostly cross-entropy"),
@@ -1493,23 +1494,15 @@ MUTANTS = {
          "seven equal tokens are a loop"),
         ("line = line.removeprefix(", "line.removeprefix(",
          "a byte order mark within a file joins a prompt"),
-        ("encoding=\"utf-8-sig\")\n        for number, line in enumerate(text.split(\"\\n\"), 1):\n"
-         "            line", "encoding=\"latin-1\")\n"
-         "        for number, line in enumerate(text.split(\"\\n\"), 1):\n            line",
-         "a file of prompts is read as latin-1"),
-        ("encoding=\"utf-8-sig\")\n        for number, line in enumerate(text.split(\"\\n\"), 1):\n"
-         "            if line.strip():\n                row", "encoding=\"latin-1\")\n"
-         "        for number, line in enumerate(text.split(\"\\n\"), 1):\n"
-         "            if line.strip():\n                row",
-         "a file of answers is read as latin-1"),
+        ("encoding=\"utf-8-sig\"", "encoding=\"latin-1\"", "a file is read as latin-1"),
         ("whole = isinstance(messages, list) and len(messages) > 1 and",
          "whole = isinstance(messages, list) and", "an answer to nothing is learnt"),
         ("messages[-1][\"role\"] != \"assistant\"", "messages[-1][\"role\"] == \"\"",
          "a user's words are an answer"),
         ("if len(kinds) > 1:", "if len(kinds) > 2:", "a text is the answer to token ids"),
         ("type(x) is int and x >= 0", "type(x) is int", "a token id is negative"),
-        ("if line.strip():\n                rows.append(parse_line",
-         "if line:\n                rows.append(parse_line", "lines of blanks are prompts"),
+        ("if line.strip():\n            yield", "if line:\n            yield",
+         "lines of blanks are prompts"),
         ("if not is_json and not line", "if not line", "a plain line of a .jsonl file is a prompt"),
     ],
     "cli/graphs.py": [
