@@ -12,6 +12,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Callable, Container, Iterator
 
+from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.costs import find_reason
@@ -328,7 +329,8 @@ def main(methods: list, report, argv: list[str] | None = None, **extras) -> int:
     try:
         argv = sys.argv[1:] if argv is None else argv
         return perform(methods, report, argv, Extras(**extras))
-    except (InputError, OSError, UnicodeError, RuntimeError, MemoryError) as error:
+    except (InputError, OSError, SafetensorError, UnicodeError, RuntimeError,
+            MemoryError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # a mistake of this project, not of its user
         said = cut_message(str(error)) or "out of memory"

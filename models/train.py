@@ -34,7 +34,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM,
@@ -78,7 +80,7 @@ def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
     # No other step takes examples of seed -1.
     text = [e.prompt + e.answer for task in tasks.TASKS
             for e in tasks.take(task, "train", 20000, seed=-1)]
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(BPE())
     # A piece is a newline, a word, a digit, other signs, or blanks. No token spans two pieces, so a
     # prompt that ends at a newline ends at a token boundary.
     pieces = Regex(r"\n| ?[A-Za-z_]+| ?\d|\d| ?[^\sA-Za-z_\d]+| +(?=[^\s])| +|\s")
@@ -433,6 +435,7 @@ def distil_layers(argv: list[str]) -> None:
     fits = args.layers == sorted({*args.layers} & {*range(last + 1)})
     require(fits, "layers", f"different numbers from 0 to {last} in ascending order",
             " ".join(map(str, args.layers)))
+    args.out.mkdir(parents=True, exist_ok=True)  # a file there is refused before the training
     prompts, settings = encode_data(target, tokenizer, args, settings)
     with use_settings(settings):
         distil_on(target, tokenizer, prompts, args)
@@ -623,7 +626,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=HERE / "work", help="folder of checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    args.work.mkdir(exist_ok=True)
+    for option in "target_tokens", "draft_tokens", "distill_tokens", "compare_tokens":
+        require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
+    try:
+        torch.empty(0, device=args.device)
+    except (AssertionError, RuntimeError) as error:  # the first: this torch knows no GPU
+        raise common.InputError(f"--device must be one that torch can use, got {args.device!r}: "
+                                f"{common.shorten(error)}") from error
+    args.work.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     for stage, make in STAGES.items():
         if args.stage in (stage, "all"):
@@ -636,7 +646,7 @@ if __name__ == "__main__":
     set_encodings()
     try:
         command(sys.argv[2:]) if command else main()
-    except (common.InputError, OSError) as error:
+    except (common.InputError, OSError, SafetensorError) as error:
         print(f"train.py: {cut_message(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

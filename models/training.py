@@ -1,4 +1,4 @@
-"""Everything here is trained on a model's own greedy answers, by one loop that can be stopped.
+"""All trainings share one loop that can be stopped, and most learn from a model's own answers.
 
 A method brings the parameters that it trains, `loss_of(rng)` and `evaluate()`. `Training` does the
 rest. It sets the rate, accumulates and clips gradients, writes checkpoints and keeps the curve.
@@ -186,6 +186,7 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
                      temperature: float = 0.0):
     """Let the model answer prompts, without any of its generation settings (such as penalties).
 
+    model        the model that answers
     eos          token ids that end an answer
     prompts      token ids of each prompt
     limit        the most tokens of an answer

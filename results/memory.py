@@ -50,8 +50,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa:
 
 import bita  # noqa: E402
 import cllm  # noqa: E402
-from cli.text import Parser, set_encodings  # noqa: E402
-from common import CachedLM, prepare  # noqa: E402
+from cli.text import Parser, cut_message, set_encodings  # noqa: E402
+from common import CachedLM, InputError, prepare  # noqa: E402
 from models import train, training  # noqa: E402
 from results.bench import table  # noqa: E402
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online, parts  # noqa: E402
@@ -209,7 +209,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def run(self, func, args: tuple, kwargs: dict):
-        """Run an operation: for real if its inputs are real, else on shapes."""
+        """Run an operation on real numbers if its inputs have them, else on shapes."""
         tensors = tensors_in(args, kwargs)
         if not tensors:  # it makes a tensor of nothing, as torch.zeros does
             out = func(*args, **kwargs | {"device": META} | dict.fromkeys(
@@ -245,6 +245,7 @@ class Ledger(TorchDispatchMode):
         weakref.finalize(storage, self.free, size, place).atexit = False
 
     def free(self, size: int, place: str) -> None:
+        """Take the bytes of a storage off that nobody has any more."""
         self.now -= size
         self.places[place] -= size
 
@@ -257,6 +258,7 @@ class Texts(NamedTuple):
     answer: int = 200
 
     def make(self, n: int) -> list:
+        """Make n pairs of a prompt and its answer, token ids from 3 to 999."""
         rng = random.Random(n)
         return [tuple([rng.randrange(3, 1000) for _ in range(k)] for k in self) for _ in range(n)]
 
@@ -287,8 +289,8 @@ def collect_answers(model, tokenizer, prompts: list, *, steps: int, out: Path, w
     training.answer_all(model, {2}, prompts, 2)
 
 
-def learn_online(model, tokenizer, prompts: list, *, steps: int, out: Path, work=None, every=2,
-                 texts: Texts) -> None:
+def learn_online(model, tokenizer, prompts: list, *, steps: int, out: Path, work=None,
+                 every: int = 2, texts: Texts) -> None:
     """Make the steps of `online.Learner`, where every third token was a failure."""
     learner = online.Learner(CachedLM(model), CachedLM(make_draft(model)), "forward-kl", 1e-4)
     d = model.config.hidden_size
@@ -344,14 +346,28 @@ CHECKED = ["medusa", "medusa --heads hydra", "eagle", "eagle3", "bita --recomput
 
 
 def read_options(line: str) -> tuple[str, dict, dict]:
-    """Read `name --option value --switch`; return the name, its options and the settings."""
-    name, *words = line.split()
+    """Read `name --option value --switch`.
+
+    returns  the name, which is one of COMMANDS, the command's own options, and those of Settings
+    raises   InputError for another name, for an option that the command does not have, and for a
+             value of another type
+    """
+    name, *words = line.split() or [""]
+    if name not in COMMANDS:
+        raise InputError(f"expected a training, one of {', '.join(COMMANDS)}, got {name!r}")
     options = {}
     for i, word in enumerate(words):
         if word.startswith("--"):
             value = words[i + 1] if i + 1 < len(words) else "--"
             options[word[2:]] = True if value[:2] == "--" else (
                 int(value) if value.isdigit() else value)
+    known = inspect.signature(training.Settings).parameters | inspect.signature(
+        cllm.train if name == "cllm" else COMMANDS[name]).parameters
+    for option, value in options.items():
+        if option not in known:
+            raise InputError(f"--{option} is no option of {name}")
+        kind = known[option].annotation
+        training.require(type(value) is kind, option, f"of type {kind.__name__}", value)
     settings = {x: options.pop(x) for x in ("accumulate", "recompute") if x in options}
     # Gradients of earlier passes are there from the second pass on. More passes take no more.
     return name, options, settings | {"accumulate": min(2, settings.get("accumulate", 1))}
@@ -473,7 +489,8 @@ def main() -> int:
     add("--answer", type=int, default=200, help="tokens of each answer")
     add("--check", action="store_true", help="compare with this CPU's allocator")
     args = parser.parse_args()
-    set_encodings()
+    for option in "prompt", "answer":
+        training.require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if args.check:
         rows, right = check([args.training] if args.training else CHECKED)
@@ -493,4 +510,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    set_encodings()
+    try:
+        sys.exit(main())
+    except InputError as error:
+        print(f"memory.py: {cut_message(str(error))}", file=sys.stderr)
+        sys.exit(2)

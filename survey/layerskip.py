@@ -340,6 +340,7 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
     out:    the directory to make
     """
     tuned, E = load_tuned(tuning, model)
+    out.mkdir(parents=True, exist_ok=True)  # transformers saves nothing where a file is
     merge_changes(tuned).save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"python -m survey.layerskip --target {out} --tuning \"\" --E {E}")

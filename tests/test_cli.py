@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 import bita
@@ -1020,3 +1021,12 @@ def test_help_of_a_training_has_the_options_of_all(capsys):
     assert main([speculative], None, ["learn", "--help"], commands=[learn]) == 0
     out = capsys.readouterr().out
     assert all(x in out for x in ("--accumulate N", "--recompute", "--max-length N", "--data FILE"))
+
+
+def test_a_part_that_cannot_be_written_is_said_in_a_line(monkeypatch, capfd):
+    """safetensors has an error of its own, for a directory in the file's place or a full disk."""
+    def save(*_):
+        raise SafetensorError("Error while serializing: Is a directory")
+    monkeypatch.setattr("cli.main.perform", save)
+    assert main([bita.bita], None, []) == 2
+    said_in_one_line("Error while serializing: Is a directory", capfd)

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers import said_in_one_line, script
 from results import memory
 from results.memory import Functions, Ledger, Texts
 
@@ -69,6 +70,25 @@ def test_options_and_settings_are_told_apart():
     assert (name, options) == ("bita", {"batch": 4, "design": "deep"})
     assert settings == {"recompute": True, "accumulate": 1}
     assert memory.read_options("eagle --accumulate 8")[2] == {"accumulate": 2}
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["nonsense"], "expected a training, one of answers, medusa, "), (["  "], "got ''"),
+    (["medusa --foo 3"], "--foo is no option of medusa"),
+    (["medusa --K"], "--K must be of type int, got True"),
+    (["bita --accumulate x"], "--accumulate must be of type int, got x"),
+    (["cllm --rank x"], "--rank must be of type int, got x"),
+    (["medusa --batch 0"], "--batch must be 1 or more, got 0"),
+    (["exit", "--answer", "0"], "--answer must be 1 or more, got 0")])
+def test_a_line_that_cannot_be_run_is_refused(argv, said, monkeypatch, capfd):
+    monkeypatch.setattr(memory, "BIG", memory.SMALL)
+    assert script("results.memory", *argv) == 2
+    said_in_one_line(said, capfd)
+
+
+def test_each_training_of_the_tables_has_its_options():
+    lines = [*memory.CHECKED, *(f"{line} {more or ''}" for _, line, more in memory.ROWS)]
+    assert {memory.read_options(line)[0] for line in lines} <= memory.COMMANDS.keys()
 
 
 def test_adamw_takes_no_copy_of_what_is_trained(monkeypatch):

@@ -353,6 +353,40 @@ def test_a_stopped_command_ends_with_130_and_goes_on(small, tmp_path, monkeypatc
     assert len(steps) == 1 and "on 1 held-out answers: " in capfd.readouterr().out
 
 
+def test_a_file_in_the_place_of_the_draft_is_refused_before_the_training(
+        small, tmp_path, monkeypatch, capfd):
+    """transformers would save nothing there, and would say so in its log alone."""
+    (tmp_path / "draft").write_text("mine")
+    assert script(monkeypatch, "distil", *distil_argv(tmp_path, tmp_path / "work")) == 2
+    said_in_one_line("train.py: [Errno 17] File exists", capfd)
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.fixture
+def no_stages(monkeypatch):
+    """The recipe has nothing to train, so that a test that fails does not train for hours."""
+    monkeypatch.setattr(recipe, "STAGES", {})
+    monkeypatch.setattr(recipe, "make_tokenizer", str)
+
+
+@pytest.mark.parametrize("option, value, said", [
+    ("device", "foo", "--device must be one that torch can use, got 'foo': "),
+    ("target-tokens", 0, "--target-tokens must be 1 or more, got 0"),
+    ("compare-tokens", -5, "--compare-tokens must be 1 or more, got -5")])
+def test_options_of_the_recipe_that_cannot_be_are_refused(
+        option, value, said, no_stages, monkeypatch, tmp_path):
+    argv = ["train.py", f"--{option}={value}", "--work", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(InputError, match=said):
+        recipe.main()
+
+
+def test_the_recipe_makes_its_folder(no_stages, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--work", str(tmp_path / "a" / "b")])
+    recipe.main()
+    assert (tmp_path / "a" / "b").is_dir()
+
+
 @pytest.mark.parametrize("argv, chat", [([], False), (["--chat"], True)])
 def test_prompts_in_the_chat_template(argv, chat, small, tmp_path, monkeypatch):
     def encode(models, tokenizer, texts, found):
