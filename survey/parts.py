@@ -121,7 +121,7 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
         wanted, given = ({name: some[name] for name in sorted(wrong) if name in some}
                          for some in (expected, shapes))
         raise InputError(f"expected tensors {wanted}, got {str(path)!r} with {given}")
-    if not all(x.isfinite().all() for x in tensors.values()):
+    if not all(x.float().isfinite().all() for x in tensors.values()):  # float8 has no isfinite
         raise InputError(f"expected finite numbers, got {str(path)!r} with others")
     for name, p in parameters.items():
         p.data.copy_(tensors[name])

@@ -50,6 +50,12 @@ def test_other_tensors_are_refused_and_nothing_is_set(tensors, said):
     assert all(torch.equal(own[name], p) for name, p in part().items())
 
 
+def test_tensors_of_eight_bits_are_taken():
+    own = part()
+    fill(own, {"w": torch.ones(2, 2), "b": torch.ones(2).to(torch.float8_e4m3fn)}, "file")
+    assert torch.equal(own["b"], torch.ones(2))
+
+
 def test_a_part_belongs_to_its_model_in_any_type_and_to_no_other(tmp_path):
     """Also to one that was tuned, or whose embeddings were quantised; not to one of other sizes,
     nor to one whose embeddings are alike only in their mean."""
