@@ -2,6 +2,7 @@
 functions are short and its lines narrow, and --help explains every option."""
 import ast
 import copy
+import functools
 import importlib
 import inspect
 import json
@@ -210,9 +211,11 @@ def written() -> list[str]:
 PRODUCT = [name for name in written() if not name.startswith("tests")]
 
 
-def prose(tree: ast.AST) -> set[int]:
+@functools.cache
+def find_prose(source: str) -> set[int]:
     """Return the numbers of all lines that belong to a docstring."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    tree = ast.parse(source)
     owners = [x for x in ast.walk(tree) if isinstance(x, kinds) and ast.get_docstring(x)]
     return {line for owner in owners
             for line in range(owner.body[0].lineno, owner.body[0].end_lineno + 1)}
@@ -223,8 +226,7 @@ def code_lines(source: str, node: ast.AST | None = None) -> int:
 
     A line of a docstring, a comment or a blank line is prose: prose has no limit.
     """
-    tree = ast.parse(source)
-    words = prose(tree)
+    words = find_prose(source)
     first = node.lineno if node else 1
     rows = source.splitlines()
     last = node.end_lineno if node else len(rows)
