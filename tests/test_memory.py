@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers import said_in_one_line, script
+from models import training
 from results import memory
 from results.memory import Functions, Ledger, Texts
 
@@ -62,6 +63,19 @@ def test_autocast_keeps_one_copy_of_a_trained_weight(ledger):
 def test_shapes_take_what_the_allocator_gives(line, monkeypatch):
     monkeypatch.setattr(memory, "SMALL", memory.SMALL | dict(num_hidden_layers=4))
     assert memory.check([line], Texts(30, 20))[1]
+
+
+def test_states_are_not_kept_as_they_are_not_at_a_real_size(monkeypatch):
+    """The little data of a count would fit, so the limit is 0 while a training runs."""
+    limits, update = [], training.Training.update
+
+    def watch(self, loss_of) -> float:
+        limits.append(training.KEPT)
+        return update(self, loss_of)
+    monkeypatch.setattr(training.Training, "update", watch)
+    shape = memory.SMALL | dict(vocab_size=1024, hidden_size=16, num_hidden_layers=1)
+    memory.run_training("medusa", shape, Texts(3, 2))
+    assert limits == [0, 0] and training.KEPT > 0
 
 
 def test_options_and_settings_are_told_apart():
