@@ -1771,6 +1771,7 @@ GUARDS = {
     "survey/early_exit.py": ["tests/test_training.py -k early"],
     "survey/views.py": ["tests/test_layerskip.py"],
     "models/train.py": ["tests/test_training.py -k distil or tasks"],
+    "models/training.py": ["tests/test_training.py", "tests/test_memory.py -k adamw"],
     "cli/main.py": ["tests/test_cli.py"],
     "cli/costs.py": ["tests/test_cost_page.py"],
     "cli/trace.py": ["tests/test_trace.py", "tests/test_cost_page.py"],
