@@ -908,7 +908,7 @@ def test_divergences_by_hand(kind, expected):
 
 
 def test_guesses_are_compared_by_hand():
-    """Logits in half precision are compared in float32. A target that is sure has a p of 0 and 1."""
+    """Also in half precision, as in float32. A target that is sure has a p of 0 and 1."""
     p = torch.tensor([[0.5, 0.3, 0.2], [0.0, 1.0, 0.0]])
     q = torch.tensor([[0.1, 0.6, 0.3], [0.25, 0.5, 0.25]])
     ce, distance = -(p * q.log()).sum(-1), torch.tensor([0.4, 0.5])
