@@ -435,8 +435,8 @@ def distil_layers(argv: list[str]) -> None:
     fits = args.layers == sorted({*args.layers} & {*range(last + 1)})
     require(fits, "layers", f"different numbers from 0 to {last} in ascending order",
             " ".join(map(str, args.layers)))
-    args.out.mkdir(parents=True, exist_ok=True)  # a file there is refused before the training
     prompts, settings = encode_data(target, tokenizer, args, settings)
+    args.out.mkdir(parents=True, exist_ok=True)  # a file there is refused before the training
     with use_settings(settings):
         distil_on(target, tokenizer, prompts, args)
 

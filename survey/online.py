@@ -279,8 +279,8 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:    the highest learning rate, after a warm-up. 1e-3 suited a draft of 0.6M parameters
     """
     require_training_options(lr, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
-    out.mkdir(parents=True, exist_ok=True)  # a file there is refused before the training
     first = draft_for(model, tokenizer, draft).float()
+    out.mkdir(parents=True, exist_ok=True)  # a file there is refused before the training
     if work is None:
         work = Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
