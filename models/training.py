@@ -742,7 +742,7 @@ class Training:
                 f"{self.estimate_memory()}")
 
     def estimate_memory(self) -> str:
-        """Say how much memory all weights take, those that are trained with what they need.
+        """Say how much memory all weights take, with gradients and moments where they are trained.
 
         Activations come on top. They grow with the tokens of a pass.
         """

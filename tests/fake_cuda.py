@@ -125,6 +125,7 @@ class FakeCuda:
                               get_rng_state=lambda *_: torch.get_rng_state(),
                               set_rng_state=lambda *_: None,
                               make_graphed_callables=self.capture,
+                              # The optimizers of torch 2.11 ask this.
                               is_current_stream_capturing=lambda: self.tape is not None)),
             (torch.cuda.graphs, dict(_graph_pool_handle=lambda: (0, 0))),
             (torch._C._nn, dict(_parse_to=parse_to))]
