@@ -6,6 +6,7 @@
 #   make mutants    check that the tests notice mistakes in the code
 #   make who        measure who guesses best and what a guess costs, and draw it
 #   make picture    draw README's picture of a run on this machine
+#   make gpu        measure on a GPU: is it exact there, and how fast (it takes six minutes)
 #   make cost       write costs.html: what calls cost here, and what guesses bring
 #   make models     train the embedded models anew; the commands from `bita` on train the parts of
 #                   single methods (models/README.md says how long each takes)
@@ -16,7 +17,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 WORK := models/work
 
-.PHONY: demo test mutants bench who gpu-dry models picture cost bita medusa \
+.PHONY: demo test mutants bench who gpu gpu-dry models picture cost bita medusa \
 	eagle eagle3 dflash layerskip masks sequoia rest hybrid cllm clean
 
 demo: .venv/ready
@@ -24,8 +25,8 @@ demo: .venv/ready
 
 # Two halves of the tests run at once, one on each of two cores.
 test: .venv/ready
-	@PART=0 $(RUN) -m pytest -q tests > .half.log 2>&1 & half=$$!; \
-	PART=1 $(RUN) -m pytest -q tests; second=$$?; \
+	@PART=0/2 $(RUN) -m pytest -q tests > .half.log 2>&1 & half=$$!; \
+	PART=1/2 $(RUN) -m pytest -q tests; second=$$?; \
 	wait $$half; first=$$?; cat .half.log; rm .half.log; exit $$((first + second))
 
 # All mutants take hours. Some of them: make mutants ONLY="survey/rest.py 12"
@@ -38,6 +39,10 @@ bench: .venv/ready
 # Makes results/who_guesses.svg. What was measured is kept, but for the costs, which come last.
 who: .venv/ready
 	$(RUN) results/who_guesses.py -n 16 --time-again --picture results/who_guesses.svg
+
+# With the Python that has torch for the GPU already: no .venv is made. It writes results/gpu.json.
+gpu:
+	$(PYTHON) results/gpu.py
 
 # How much each method would ask of a GPU: launches, waits, copies. It needs no GPU, and minutes
 gpu-dry: .venv/ready

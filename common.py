@@ -194,8 +194,8 @@ class CachedLM:
     length           how many tokens of context are cached
     parents          the parents of the pending nodes: earlier pending nodes, or -1 for the context
     prefix           how many rows stand before the context that only some nodes see (BiTA)
-    features         [n, d], what the LM head read in the last `forward`. After `start`: for all
-                     tokens of the text
+    features         [n, d], what `tap` chose in the last `forward`, which is what the LM head read.
+                     After `start`: for all tokens of the text
     calls, rows      how many calls there were, and how many rows they had together
     seconds          how long the calls took. A prompt is no call: it takes `prompt_seconds`
     memo             what `once` has made, by its names, which took `setup_seconds`
@@ -312,17 +312,25 @@ class CachedLM:
         keep        how many of the last rows the LM head reads. None: all
         returns     logits [1, n or keep, V] and features [1, n, d]
         """
-        features = []
+        seen = []
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         first = 0 if keep is None else max(0, inputs.shape[1] - keep)
         # The rows are given by their indices. For a number of rows transformers takes a slice: 0
         # would mean all rows, and on a CPU a slice makes bfloat16 copy the LM head.
         read = torch.arange(first, inputs.shape[1], device=inputs.device)
-        with self.model.get_decoder().register_forward_hook(
-                lambda module, args, output: features.append(output[0])):
+        with self.tap(seen):
             output = self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
                                 past_key_values=self.cache, use_cache=True, logits_to_keep=read)
-        return output.logits, features[0]
+        return output.logits, torch.cat(seen, -1)
+
+    def tap(self, seen: list):
+        """Choose what is `features`: here what the LM head reads. survey/taps.py taps layers.
+
+        seen     a list, to which a pass appends the parts of its features, each [B, n, d]
+        returns  what is in force as long as a `with` block lasts
+        """
+        return self.model.get_decoder().register_forward_hook(
+            lambda module, args, output: seen.append(output[0]))
 
     @torch.inference_mode()
     def commit(self, path: Iterable[int]) -> None:

@@ -8,5 +8,5 @@ text.py        sets encodings, shortens messages, and prints tokens as text whil
 trace.py       records every call for --trace; trace.html shows them
 costs.py       says what calls cost and what smaller trees would have made; costs.html shows it
 trajectory.py  draws a Jacobi decoding for --show
-graphs.py      replays CUDA graphs for --graphs
+graphs.py      runs models by CUDA graphs, the default on a GPU
 """

@@ -1,4 +1,4 @@
-"""`--graphs` runs a model in passes of few shapes, which a GPU captures as CUDA graphs and replays.
+"""This file runs a model in passes of few shapes, which a GPU captures as CUDA graphs and replays.
 
 A pass of a small model on a fast GPU waits for its hundreds of launches, and a replay is one
 launch. A graph needs shapes and places that never change, so a pass is made to fit a captured one:
@@ -15,29 +15,41 @@ launch. A graph needs shapes and places that never change, so a pass is made to 
 * New keys and values are written where a tensor says, since a Python number would be baked in.
 * When the buffers have grown, graphs are captured again.
 
-No GPU has run this yet. So it is written in the plainest way, it is off by default, and nothing
-else in the project depends on it.
+A GPU decodes like this unless the command line says `--no-graphs`. Nothing else in the project
+depends on this file. results/gpu.md has what it brings.
 """
-import functools
+import gc
+import time
 
 import torch
 import torch.nn.functional as F
 
 from common import WIDTHS, CachedLM, KVCache
 
-graph_memory = functools.cache(torch.cuda.graph_pool_handle)  # one pool for all graphs
-
-
 def capture(function, inputs: tuple[torch.Tensor, ...]):
     """Capture a function as a CUDA graph, which does the same at the cost of one launch.
 
-    inputs   tensors to capture it with; later ones have the same shapes
+    inputs   tensors to capture it with, which become its own; later ones have the same shapes
     returns  the graph, a function whose next call overwrites what the last one returned. On a CPU:
              the function itself
     """
     if not inputs[0].is_cuda:
         return function
-    return torch.cuda.make_graphed_callables(function, inputs, pool=graph_memory())
+    function(*inputs)  # kernels are loaded when they first run, which no capture allows
+    graph = torch.cuda.CUDAGraph()
+    gc.disable()  # a capture fails if an old graph is freed meanwhile
+    try:
+        with torch.cuda.graph(graph):
+            results = function(*inputs)
+    finally:
+        gc.enable()
+
+    def replay(*new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for old, x in zip(inputs, new):
+            old.copy_(x)
+        graph.replay()
+        return results
+    return replay
 
 
 class StaticCache(KVCache):
@@ -78,7 +90,8 @@ class StaticCache(KVCache):
 class GraphedLM(CachedLM):
     """Be a CachedLM whose passes are captured, once for each shape, and then replayed.
 
-    captured  the graphs, by the shape of their inputs: [1, rows], of embeddings [1, rows, d]
+    captured  the graphs, by the number of slots, by the `tap` that was set, and by the shape of
+              their inputs: [1, rows], of embeddings [1, rows, d]
     """
 
     def __init__(self, model, vocab: int | None = None):
@@ -106,10 +119,13 @@ class GraphedLM(CachedLM):
         tensors = (written, inputs[:, repeated], positions[:, repeated], *masks)
         run = self.whole_pass
         if width <= WIDTHS[-1]:
-            shape = tensors[1].shape
-            if shape not in self.captured:
-                self.captured[shape] = self.graph_of(tensors)
-            run = self.captured[shape]
+            # Another CachedLM that writes into this cache may have renewed the buffers.
+            name = self.cache.slots, vars(self).get("tap"), tensors[1].shape
+            if name not in self.captured:
+                began = time.perf_counter()
+                self.captured[name] = self.graph_of(tensors)
+                self.setup_seconds += time.perf_counter() - began
+            run = self.captured[name]
         logits, features = run(*tensors)
         read = 0 if keep is None else max(0, n - keep)  # the first row whose logits are asked for
         return logits[:, read:n].clone(), features[:, :n].clone()

@@ -36,6 +36,7 @@ class Extras:
     ranges    for an option, the values that --tune tries
     target    the default target, a folder of models/
     commands  functions that train, collect or measure: `python FILE.py NAME …` calls one of them
+    graphs    whether the methods can run by CUDA graphs
     """
     lossy: Container = ()
     viewers: dict = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Extras:
     ranges: dict[str, list] = field(default_factory=dict)
     target: str = "target"
     commands: tuple = ()
+    graphs: bool = True
 
 
 # -------------------------------------------------------------------------------- the models
@@ -106,7 +108,9 @@ class Session:
         self.tokenizer = models["target"][1]
         self.tokenizers = {name: tokenizer for name, (_, tokenizer) in models.items()}
         self.models = {name: model for name, (model, _) in models.items()}
-        self.run_as = self.check_graphs() if args.graphs else CachedLM
+        self.on_gpu = self.models["target"].device.type == "cuda"
+        graphs = self.on_gpu if args.graphs is None else args.graphs
+        self.run_as = self.check_graphs() if graphs else CachedLM
         self.texts = read_texts(args.prompt) if args.prompt else args.prompts
         readers = [*self.models.values()]
         if "tokenizers" in signature(method).parameters:  # then a draft may have other tokens
@@ -134,8 +138,11 @@ class Session:
     def check_graphs(self) -> type[CachedLM]:
         """Check the models once more, by what a replay gives; return the class that replays."""
         from cli.graphs import GraphedLM
-        for model in self.models.values():
-            prepare(model, GraphedLM)
+        try:
+            for model in self.models.values():
+                prepare(model, GraphedLM)
+        except InputError as error:
+            raise InputError(f"{error}; it may run with --no-graphs") from error
         return GraphedLM
 
     def start_run(self, method, options: dict) -> Run:
@@ -152,6 +159,12 @@ class Session:
         filled = {name: value for name, value in filled.items() if name in takes}
         return Run(method, lms, filled | options, self.eos)
 
+    def answer(self, run: Run, prompt: list[int]) -> Iterator[list[int]]:
+        """Yield the chunks of an answer that a run gives to a prompt, as the options say."""
+        args = self.args
+        sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+        return run.decode(prompt, min(args.max_new_tokens, self.context - len(prompt)), sample)
+
     def decode(self, method, options: dict, show: Callable | None = None) -> Run:
         """Answer all prompts with a method.
 
@@ -161,12 +174,12 @@ class Session:
         """
         args = self.args
         colour = args.show == "always" or (args.show == "auto" and sys.stdout.isatty())
+        if args.compare and self.on_gpu:  # it loads each kernel when the kernel is first needed
+            list(self.answer(self.start_run(method, options), self.prompts[0]))
         run = self.start_run(method, options)
         try:
             for text, prompt in zip(self.texts, self.prompts):
-                sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-                limit = min(args.max_new_tokens, self.context - len(prompt))
-                chunks = run.decode(prompt, limit, sample)
+                chunks = self.answer(run, prompt)
                 if self.trace:
                     chunks = self.trace.watch(run, prompt, chunks)
                 first = next(chunks)  # wrong options are refused here, before anything is printed
@@ -287,6 +300,8 @@ def perform_command(command, argv: list[str]) -> int:
 def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> int:
     """Decode with one of the methods, or tune its options; return the exit status."""
     args = parse_decoding(methods, extras.commands, extras.target, argv)
+    if args.graphs is None and not extras.graphs:
+        args.graphs = False
     method = next(f for f in methods if f.__name__ == args.method)
     if args.trace:
         check_writable(args.trace)  # before anything is decoded

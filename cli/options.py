@@ -111,7 +111,8 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     add("--top-p", type=float, default=1.0, metavar="P",
         help="sample from the likeliest tokens, which have probability P together (default: 1)")
     add("--seed", type=int, default=0, metavar="N", help="another seed, other samples (default: 0)")
-    add("--graphs", action="store_true", help="replay CUDA graphs; no GPU has run this yet")
+    add("--graphs", action=BooleanOptionalAction,
+        help="run models by CUDA graphs, which saves launches (default: on a GPU)")
     add("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"],
         help="print right guesses in green; auto, the default: on a terminal")
     add("--compare", action="store_true",

@@ -473,7 +473,7 @@ class Results:
 
 
 def save(path: str, bench: Bench, results: Results, methods) -> None:
-    """Write what roofline.py reads: the counts of all methods, and the sizes of the models."""
+    """Write what gpu.py reads: the counts of all methods, and the sizes of the models."""
     counted = {}
     for method in methods:
         counts = [count for some in results.rounds(method) for count in some]
@@ -643,7 +643,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", nargs="*", default=[],
                         help="AR and the methods of ours named so, or whose names begin so")
-    parser.add_argument("--save", metavar="FILE", help="write the counts, which roofline.py reads")
+    parser.add_argument("--save", metavar="FILE", help="write the counts, which gpu.py reads")
     perform(parser, table_methods)
 
 

@@ -295,7 +295,7 @@ def learn_online(model, tokenizer, prompts: list, *, steps: int, out: Path, work
     learner = online.Learner(CachedLM(model), CachedLM(make_draft(model)), "forward-kl", 1e-4)
     d = model.config.hidden_size
     for _ in range(steps):
-        learner.kept = [(p + a, {i: torch.zeros(d).to(model.dtype)
+        learner.kept = [(p + a, {i: torch.zeros(d).to(model.lm_head.weight)
                                  for i in range(len(p), len(p + a), 3)})
                         for p, a in texts.make(every)]
         learner.learn()

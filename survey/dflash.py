@@ -90,7 +90,7 @@ from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attent
 from survey.eagle import MOST, RANKS, copy_layer, make_layer, report
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
-from survey.taps import join_taps, read_taps, refuse_graphs, tap_layers, tap_widths
+from survey.taps import read_taps, tap_target, tap_widths
 from survey.views import depth_of
 
 import torch
@@ -261,9 +261,9 @@ class BlockLM(CachedLM):
 
 
 @torch.inference_mode()
-def read_context(draft: Draft, seen: list[torch.Tensor]) -> torch.Tensor:
-    """Return H [n, e] of what `tap_layers` kept since its list was empty, and empty the list."""
-    return draft.fuse(join_taps(seen, draft.taps)[0])
+def read_context(draft: Draft, features: torch.Tensor) -> torch.Tensor:
+    """Return H [n, e] of what was tapped [n, t], for decoding."""
+    return draft.fuse(features)
 
 
 @torch.inference_mode()
@@ -352,19 +352,18 @@ def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     """
     if not 0 <= nodes <= MOST:
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
-    refuse_graphs(target, "dflash")
     draft = trained
     if draft is None:
         draft = target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
     lm = target.once((draft, "cached"), lambda: BlockLM(draft.lm, target.vocab))
     lm.start([])
-    with tap_layers(target.model, draft.taps) as seen:
+    with tap_target(target, draft.taps):
         target.start(prompt[:-1])
         root = prompt[-1]
         # H of final tokens that the draft has not read yet. A prompt of one token has none.
         H = draft.place.new_zeros(0, draft.place.shape[1])
         if len(prompt) > 1:
-            H = read_context(draft, seen)
+            H = read_context(draft, target.features)
         n = nodes
         while True:
             if nodes == 0:
@@ -373,9 +372,8 @@ def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str 
             if n > 1:
                 ids, parents, _ = grow(draft, run_block(draft, lm, H, root), root, n)
                 H = H[:0]
-            seen.clear()  # the clock made calls too, whose rows are no text
             path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-            H = torch.cat([H, read_context(draft, seen)[path]])
+            H = torch.cat([H, read_context(draft, target.features[path])])
             root = chunk[-1]
             target.commit(path)
             if log is not None:
@@ -418,12 +416,12 @@ def compute_texts(model, taps: list[int], data: list, folder: Path) -> list[Text
     path = folder / f"features-{digest(model.state_dict(), read, data)}.bin"
     ends = [*accumulate(len(prompt) + len(answer) for prompt, answer in data)]
     lm = CachedLM(model)
-    with open(path, "ab") as file, tap_layers(model, read) as seen:
+    with open(path, "ab") as file, tap_target(lm, read):
         done = bisect_right(ends, file.tell() // (2 * total))  # a number has two bytes
         file.truncate(2 * total * [0, *ends][done])
         for prompt, answer in tqdm(data[done:], desc="features"):
             lm.start(prompt + answer)
-            rows = join_taps(seen, read)[0].cpu().to(torch.bfloat16)
+            rows = lm.features.cpu().to(torch.bfloat16)
             file.write(rows.contiguous().view(torch.int16).numpy().tobytes())
             file.flush()
     flat = torch.from_file(str(path), shared=True, size=ends[-1] * total, dtype=torch.bfloat16)

@@ -52,8 +52,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, eos_ids, greedy,
-                    row_costs)
+from common import CachedLM, InputError, Sampler, attention_mask, eos_ids, greedy, row_costs
 from speculative import verify_block as verify
 from survey.parts import MODELS, load_facts, save_facts
 from survey.views import copy_shallow, depth_of, name_of, open_model
@@ -168,9 +167,7 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
     if not threshold >= 0:
         raise InputError(f"--threshold must be 0 or more, got {threshold}")
-    if type(target.cache) is not KVCache:
-        raise InputError("--graphs cannot be used, because draft and target write into one cache")
-    draft = target.once(("draft_verify", blocks, repr(skipped)), lambda: CachedLM(
+    draft = target.once(("draft_verify", blocks, repr(skipped)), lambda: type(target)(
         without(target.model, skipped or load_blocks(blocks, target.model)), target.vocab))
     layers_of_target = depth_of(target.model)
     blocks_skipped = sum(isinstance(part, Skipped) for part in draft.model.modules())

@@ -57,7 +57,7 @@ Departures (paper or released code / here / why):
 - size of a tree: 60 nodes / the best size by measured acceptance and by the clock / costs differ.
 - tree of a released head: 60 nodes, dynamic / the same, until `measure` has written a file for
   `--accept` / their acceptance is not in their files.
-Left out: heads with more than one layer, heads with biases, CUDA graphs.
+Left out: heads with more than one layer, heads with biases.
 """
 import math
 import random
@@ -72,8 +72,7 @@ from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (describe_layer, is_released, load_accept, make_config, read_head,
                              read_layer_config, refuse_settings, save_accept, take_embeddings,
                              write_head)
-from survey.taps import (Tapped, choose_taps, join_taps, read_taps, refuse_graphs, tap_layers,
-                         tap_widths)
+from survey.taps import choose_taps, read_taps, tap_layers, tap_target, tap_widths
 from survey.views import depth_of
 
 import torch
@@ -321,7 +320,6 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     """
     if not 0 <= nodes <= MOST:
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
-    refuse_graphs(target, "eagle3")
     draft = trained
     if draft is None:
         draft = target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
@@ -329,9 +327,8 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
             draft.accept = target.once(("eagle3 accept", accept),
                                        lambda: load_accept(accept, target.model))
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
-    with tap_layers(target.model, draft.taps) as seen:
-        tapped = Tapped(target, draft.taps, seen)
-        yield from decode(tapped, draft, lm, prompt, nodes, dynamic, sample, log)
+    with tap_target(target, draft.taps):
+        yield from decode(target, draft, lm, prompt, nodes, dynamic, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -345,10 +342,10 @@ def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor
     returns  what is tapped [B, T, t], where t is the width of all taps, and what the target's LM
              head reads [B, T, f]
     """
-    last = depth_of(model)
-    with tap_layers(model, taps) as seen, tap_layers(model, [last]) as final:
+    seen, last = [], []
+    with tap_layers(model, taps, seen), tap_layers(model, [depth_of(model)], last):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        return join_taps(seen, taps), join_taps(final, [last])
+    return torch.cat(seen, -1), last[0]
 
 
 @torch.no_grad()
@@ -378,11 +375,10 @@ def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
              [T, t], and the length of the prompt
     """
     lm, texts = CachedLM(model), []
-    with tap_layers(model, draft.taps) as seen:
+    with tap_target(lm, draft.taps):
         for prompt, answer in data:
             lm.start(prompt + answer)
-            features = join_taps(seen, draft.taps)[0]
-            texts.append((torch.tensor(prompt + answer), features, len(prompt)))
+            texts.append((torch.tensor(prompt + answer), lm.features, len(prompt)))
     return texts
 
 

@@ -56,6 +56,7 @@ import heapq
 import sys
 import time
 from collections import deque
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from statistics import linear_regression
@@ -70,7 +71,8 @@ from survey.ngrams import SEEN, SOURCES, NGrams, fit_trust, fit_weight, mix_entr
 from survey.parts import MODELS, load_facts, logits_of, save_facts
 from survey.recycling import Successors
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
-from survey.taps import join_taps, refuse_graphs, tap_layers
+from survey.taps import tap_target, tap_widths
+from survey.views import depth_of
 
 import torch
 from tqdm import tqdm
@@ -335,12 +337,10 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
     if guess != "none":
         trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
         taps = trained.taps
-    if taps:
-        refuse_graphs(target, f"--guess {guess}")
-    with tap_layers(target.model, taps) as seen:
+    with tap_target(target, taps) if taps else nullcontext():
         target.start(prompt[:-1])
         if trained:
-            trained.start(Pairs(prompt[:-1], read_features(target, seen, taps), prompt[1:]))
+            trained.start(Pairs(prompt[:-1], target.features, prompt[1:]))
         ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)
         recent = deque(maxlen=RECENT)  # calls
         while True:
@@ -352,7 +352,6 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
             ids, parents, chances = choose_tree(ngrams, trained, facts["w"][guess], nodes, costs,
                                                 recent)
             # Verify.
-            seen.clear()  # of the calls that the clock made
             logits = target.forward(ids, parents)
             path, chunk = walk(ids, parents, sample(logits))
             target.commit(path)
@@ -360,22 +359,12 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
             ngrams.add(as_text(chunk))
             ngrams.learn(ids, logits)  # rejected nodes too
             if trained:
-                features = read_features(target, seen, taps)[path]
-                trained.add(Pairs([ids[x] for x in path], features, chunk))
+                trained.add(Pairs([ids[x] for x in path], target.features[path], chunk))
             recent.append((len(ids), time.perf_counter() - began, len(chunk)))
             if log is not None:
                 log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1,
                             "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
             yield chunk
-
-
-def read_features(target: CachedLM, seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
-    """Return what a trained part reads of the latest call, [n, d].
-
-    seen    what `tap_layers` kept of the call. It is emptied
-    taps    the tapped layers. []: the part reads what the LM head read
-    """
-    return join_taps(seen, taps)[0] if taps and seen else target.features
 
 
 # ------------------------------------------------------------------------------- how far to trust
@@ -441,14 +430,17 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
     entries = []
     guessed = {kind: [] for kind in parts}
     taps = parts["dflash"].taps if "dflash" in parts else []
+    last = depth_of(lm.model)
+    *widths, read_width = tap_widths(lm.model, [*taps, last])
     successors = Successors()
     for prompt, answer in tqdm(data, desc="answers"):
         ngrams = NGrams(as_text(prompt), store, [], successors)
-        with tap_layers(lm.model, taps) as seen:
+        # What the LM head reads is tapped too, for the target's logits and for the other parts.
+        with tap_target(lm, sorted({*taps, last})):
             lm.start(prompt + answer)
-            tapped = read_features(lm, seen, taps)
-        said = read_logits(lm, lm.features[len(prompt) - 1:])
-        features = {kind: tapped if kind == "dflash" else lm.features for kind in parts}
+        tapped, read = lm.features[:, :sum(widths)], lm.features[:, -read_width:]
+        said = read_logits(lm, read[len(prompt) - 1:])
+        features = {kind: tapped if kind == "dflash" else read for kind in parts}
         for kind, part in parts.items():
             part.start(Pairs(prompt[:-1], features[kind][:len(prompt) - 1], prompt[1:]))
         for i, token in enumerate(as_text(answer), len(prompt) - 1):

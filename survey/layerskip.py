@@ -147,7 +147,8 @@ def layerskip(target: CachedLM, prompt: list[int], *, E: int = 0, gamma: int = 4
     model, tuned_E = target.once(("layerskip", tuning), lambda: load_tuned(tuning, target.model))
     if E == 0:
         E = tuned_E
-    early, late = target.once((model, E), lambda: split_layers(CachedLM(model, target.vocab), E))
+    early, late = target.once(
+        (model, E), lambda: split_layers(type(target)(model, target.vocab), E))
     yield from self_speculate(target, early, late, prompt, gamma, sample, log)
 
 

@@ -321,7 +321,7 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
     tuned = share_weights(target.model)
     mask = torch.nn.Parameter(torch.zeros_like(tuned.get_input_embeddings().weight[:1]))
     fill(add_low_rank(tuned, header["rank"]) | {"mask": mask}, tensors, path)
-    lm = CachedLM(prepare_changes(tuned), target.vocab)
+    lm = type(target)(prepare_changes(tuned), target.vocab)
     return lm, mask.requires_grad_(False), header["right"]
 
 

@@ -7,16 +7,15 @@ LM head reads. Here taps 2, 3 and 6 of a model of six layers are read:
                       │     │                       │
                     tap 2  tap 3                  tap 6          joined: [n, 3h]
 
-Hooks keep what is tapped. They hang on the model only while a draft decodes or is trained, so that
-other passes cost nothing more. eagle3.py, dflash.py and hybrid.py read taps.
+Hooks keep what is tapped. They hang on the model only while it runs for a draft, so that other
+passes cost nothing more. eagle3.py, dflash.py and hybrid.py read taps.
 """
 from contextlib import contextmanager
+from functools import partial
 
 from common import CachedLM, InputError
 from survey.layers import list_layers
 from survey.views import depth_of
-
-import torch
 
 
 def choose_taps(model) -> list[int]:
@@ -60,15 +59,15 @@ def tap_widths(model, taps: list[int]) -> list[int]:
 
 
 @contextmanager
-def tap_layers(model, taps: list[int]):
+def tap_layers(model, taps: list[int], seen: list):
     """Keep what enters some layers in every pass of a model, until the `with` block ends.
 
     model   the target
     taps    numbers of layers, in ascending order. The number of all layers stands for what the LM
             head reads
-    yields  a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
+    seen    a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
     """
-    seen, layers = [], list_layers(model)
+    layers = list_layers(model)
 
     def keep_input(module, args, kwargs) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
@@ -79,55 +78,24 @@ def tap_layers(model, taps: list[int]):
         hooks.append(model.get_decoder().register_forward_hook(
             lambda module, args, output: seen.append(output[0])))
     try:
-        yield seen
+        yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def refuse_graphs(target: CachedLM, method: str) -> None:
-    """Raise an InputError if a target replays graphs, in which no hook runs.
+@contextmanager
+def tap_target(target: CachedLM, taps: list[int]):
+    """Make what enters some layers the features of a target, until the `with` block ends.
 
-    method   what the message calls the method that taps layers
+    target  its `features` [n, t] are then what was tapped in the last call, where t is the width of
+            all taps. After `start` they are those of all tokens of the text
+    taps    numbers of layers, as for `tap_layers`
     """
-    if type(target) is not CachedLM:
-        raise InputError(f"--graphs must be off for {method}, since a replayed graph taps no layer")
-
-
-def join_taps(seen: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
-    """Join what `tap_layers` kept since the list was empty, and empty it.
-
-    seen     what `tap_layers` yields: for each pass one tensor [B, n, h] for each tap
-    taps     the numbers of the layers
-    returns  [B, n, t], the rows of all passes one after the other, where t is the width of all taps
-    """
-    passes = [torch.cat(seen[i:i + len(taps)], -1) for i in range(0, len(seen), len(taps))]
-    seen.clear()
-    return torch.cat(passes, 1)
-
-
-class Tapped:
-    """Stand in for a target whose features are what enters some layers.
-
-    target  the target
-    taps    the numbers of the layers
-    seen    the list of `tap_layers` for them
-
-    features   [n, t], what was tapped in the last call. After `start`: for all tokens of the text
-    """
-
-    def __init__(self, target: CachedLM, taps: list[int], seen: list):
-        self.target, self.taps, self.seen = target, taps, seen
-
-    def __getattr__(self, name: str):
-        return getattr(self.target, name)
-
-    def start(self, ids: list[int]) -> None:
-        self.target.start(ids)
-        # A text without tokens has no pass, and so no features.
-        self.features = join_taps(self.seen, self.taps)[0] if ids else self.target.features
-
-    def forward(self, *given, **how) -> torch.Tensor:
-        logits = self.target.forward(*given, **how)
-        self.features = join_taps(self.seen, self.taps)[0]
-        return logits
+    before = target.tap
+    # The same function each time: graphs that were captured with it are found by it.
+    target.tap = target.once(("taps", *taps), lambda: partial(tap_layers, target.model, taps))
+    try:
+        yield
+    finally:
+        target.tap = before

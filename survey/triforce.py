@@ -317,4 +317,4 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([triforce], report_acceptance,
-                  ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))
+                  ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}, graphs=False))

@@ -13,23 +13,30 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "results")]
 torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
-from common import CachedLM, autoregressive, encode, load  # noqa: E402  (the path is set above)
+import families  # noqa: E402  (the path is set above)
+from common import CachedLM, autoregressive, encode, load  # noqa: E402
 from families import FAMILIES, tiny  # noqa: E402
 from helpers import tokens_of  # noqa: E402
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where test_lossless.py runs its models")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
+    families.DEVICE = config.getoption("--device")
 
 
 def pytest_collection_modifyitems(items):
-    """Keep the half PART=0 or PART=1 of the tests, which `make test` runs on a core each."""
+    """Keep one part of the tests: PART=0/2 and PART=1/2 are the halves for two cores."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
     if "PART" in os.environ:
-        items[:] = items[int(os.environ["PART"])::2]
+        part, parts = map(int, os.environ["PART"].split("/"))
+        items[:] = items[part::parts]
 
 
 @pytest.fixture(params=FAMILIES)

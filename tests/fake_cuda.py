@@ -110,10 +110,12 @@ class FakeCuda:
              no such function
     quiet    whether operations are this file's own, which are neither checked nor counted
     tape     the operations of a CUDA graph while it is captured, else None
+    broken   whether something happened that breaks off a capture
     """
 
     def __init__(self):
         self.counts, self.inside, self.quiet, self.tape = Counter(), None, False, None
+        self.broken = False
 
     def __enter__(self):
         autocast = torch.autocast
@@ -124,10 +126,9 @@ class FakeCuda:
                               synchronize=lambda *_: self.wait("syncs"),
                               get_rng_state=lambda *_: torch.get_rng_state(),
                               set_rng_state=lambda *_: None,
-                              make_graphed_callables=self.capture,
+                              CUDAGraph=functools.partial(FakeGraph, self), graph=self.capture,
                               # The optimizers of torch 2.11 ask this.
                               is_current_stream_capturing=lambda: self.tape is not None)),
-            (torch.cuda.graphs, dict(_graph_pool_handle=lambda: (0, 0))),
             (torch._C._nn, dict(_parse_to=parse_to))]
         self.stack = ExitStack()
         for module, names in patches:
@@ -163,30 +164,38 @@ class FakeCuda:
         with self.set(quiet=True):
             return mark(x.clone(), gpu)
 
-    def capture(self, function, inputs: tuple, pool=None):
-        """Take the place of torch.cuda.make_graphed_callables.
+    @contextmanager
+    def capture(self, graph: "FakeGraph"):
+        """Take the place of torch.cuda.graph."""
+        with self.set(tape=graph.tape, broken=False):
+            yield
+            if self.broken:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during "
+                                   "capture")
 
-        A replay runs the captured operations again, on the tensors that were captured. It does not
-        run the function, so a replay never sees what changed elsewhere.
-        """
-        function(*inputs)  # the warm-up, in which memory may be reserved
-        with self.set(tape=[]):
-            out = function(*inputs)
-            tape = self.tape
 
-        def replay(*new):
-            for old, x in zip(inputs, new):
-                old.copy_(x)
-            self.counts["launches"] += 1
-            self.counts["replays"] += 1
-            with self.set(quiet=True):
-                for operation, args, options, results in tape:
-                    again = operation(*args, **options)
-                    for old, x in zip(tensors_in(results), tensors_in(again)):
-                        if old.data_ptr() != x.data_ptr():
-                            old.copy_(x)
-            return out
-        return replay
+class FakeGraph:
+    """Take the place of torch.cuda.CUDAGraph.
+
+    A replay runs the captured operations again, on the tensors that were captured. It does not run
+    the function, so a replay never sees what changed elsewhere.
+    """
+
+    def __init__(self, gpu: FakeCuda):
+        self.gpu, self.tape = gpu, []
+
+    def __del__(self):
+        self.gpu.broken = True  # which counts if another graph is being captured
+
+    def replay(self) -> None:
+        self.gpu.counts["launches"] += 1
+        self.gpu.counts["replays"] += 1
+        with self.gpu.set(quiet=True):
+            for operation, args, options, results in self.tape:
+                again = operation(*args, **options)
+                for old, x in zip(tensors_in(results), tensors_in(again)):
+                    if old.data_ptr() != x.data_ptr():
+                        old.copy_(x)
 
 
 class Functions(TorchFunctionMode):

@@ -5,6 +5,7 @@
     SCALED         configurations whose logits are not what the LM head says
     tiny(family)   a random model of a family, prepared for CachedLM
     near(model)    a copy with noise in its weights, so a draft that is often right
+    DEVICE         where test_lossless.py runs its models, pytest's option --device
 
 All have VOCAB tokens and a context of CONTEXT positions, so that a test reaches the end of it."""
 import copy
@@ -19,6 +20,7 @@ from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, Dee
 
 from common import CachedLM, prepare
 
+DEVICE = "cpu"
 VOCAB, CONTEXT = 61, 160
 SPECIAL = dict(bos_token_id=0, eos_token_id=1, pad_token_id=1)
 SMALL = dict(**SPECIAL, vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=4)
@@ -99,5 +101,5 @@ def near(model, noise: float):
     draft = copy.deepcopy(model)
     with torch.no_grad():
         for p in draft.parameters():
-            p.add_(noise * torch.randn_like(p))
+            p.add_(noise * torch.randn(p.shape).to(p))  # the same numbers on all devices
     return draft

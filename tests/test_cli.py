@@ -595,7 +595,6 @@ REFUSED = [
     ("survey.cascade --grams {odd}/none", "expected a file of a REST datastore, got '{odd}/none'"),
     ("survey.triforce --graphs", "--graphs must be off"),
     ("survey.triforce --draft a --draft b", "--draft must be given once for triforce, got 2"),
-    ("survey.draft_verify --graphs", "--graphs cannot be used"),
     ("survey.draft_verify --blocks {odd}/none", "expected blocks that … for this model, got"),
     ("survey.layerskip --tuning ''", "--E must be 1 or more without --tuning, got 0"),
     ("survey.layerskip --tuning '' --E 12", "--E must be 1 to 11 for a model of 12 layers, got"),

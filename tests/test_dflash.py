@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli.graphs import GraphedLM
 from common import CachedLM, InputError, Sampler, autoregressive
 from families import tiny
 from helpers import tokens_of
@@ -458,11 +457,6 @@ def test_a_file_without_a_part_of_its_header_is_refused(tmp_path):
     save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), form=draft.form)
     with pytest.raises(InputError, match="wrong header: 'taps'"):
         load_draft(tmp_path / "x", MODEL)
-
-
-def test_graphs_are_refused():
-    with pytest.raises(InputError, match="--graphs must be off for dflash"):
-        next(dflash(GraphedLM(MODEL), TEXT, trained=make_draft()))
 
 
 def test_no_hook_is_left_behind():

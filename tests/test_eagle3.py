@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import eagle3_parts
-from cli.graphs import GraphedLM
 from common import CachedLM, InputError, autoregressive
 from families import tiny
 from helpers import tokens_of
@@ -22,7 +21,7 @@ from survey.eagle3 import (Draft, Form, choose_lessons, eagle3, export, load_acc
                            make_config, measure, read_target, save_draft, unroll_loss)
 from survey.parts import head_for
 from survey.released import read_released, save_accept
-from survey.taps import choose_taps, join_taps, read_taps, tap_layers, tap_widths
+from survey.taps import choose_taps, read_taps, tap_layers, tap_target, tap_widths
 from survey.views import depth_of
 
 MODEL = tiny("llama", num_hidden_layers=7)
@@ -44,9 +43,9 @@ def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), mlp=0, own_head=Tru
 def tapped(draft: Draft, text: list[int]) -> torch.Tensor:
     """Return what the draft reads of a text [T, taps * h]."""
     lm = CachedLM(MODEL)
-    with tap_layers(MODEL, draft.taps) as seen:
+    with tap_target(lm, draft.taps):
         lm.start(text)
-        return join_taps(seen, draft.taps)[0]
+    return lm.features.clone()  # which autograd takes
 
 
 # ----------------------------------------------------------------------------------------- taps
@@ -63,8 +62,8 @@ def test_taps_are_what_enters_the_layers():
 def test_widths_of_taps_are_those_of_what_is_tapped():
     """In OPT-350m, for one, layers are wider than what the LM head reads."""
     model = tiny("opt", word_embed_proj_dim=16)
-    taps = [0, depth_of(model)]
-    with tap_layers(model, taps) as seen:
+    taps, seen = [0, depth_of(model)], []
+    with tap_layers(model, taps, seen):
         model(torch.tensor([TEXT]))
     assert tap_widths(model, taps) == [x.shape[-1] for x in seen] == [32, 16]
 
@@ -80,11 +79,6 @@ def test_no_hook_is_left_behind():
     next(chunks)
     chunks.close()
     assert not any(layer._forward_pre_hooks for layer in MODEL.model.layers)
-
-
-def test_graphs_are_refused():
-    with pytest.raises(InputError, match="--graphs must be off for eagle3"):
-        next(eagle3(GraphedLM(MODEL), TEXT, trained=make_draft()))
 
 
 def test_which_layers_are_tapped():

@@ -3,14 +3,16 @@ sampling with the same probability for each text. This is the page to open first
 
 METHODS is the one table. A line says how a method is run on a tiny random model: with which drafts,
 options and trained part. Random numbers stand in for training, since guesses may be as bad as they
-like. The tests take each line through each family of models (families.py), in float32 on a CPU:
+like. The tests take each line through each family of models (families.py), in float32 on a CPU or,
+with `pytest --device cuda tests/test_lossless.py`, on a GPU:
 
     greedy text          equals autoregressive text to the last token of the context, past which
                          the last guesses reach; cut at every length and at every token, so inside
                          drafts
     long greedy text     the same after a prompt of 140 tokens, which is cached in two parts
     autoregressive text  equals that of transformers' own generate
-    a simulated GPU      (fake_cuda.py) writes the CPU's text, and so do its captured graphs
+    a GPU                writes the CPU's text, and so do its captured graphs: a simulated GPU
+                         (fake_cuda.py), and the real one where there is one
     perfect drafts       are accepted whole: a guess that is right is never lost
     sampled text         by enumeration of every draw and every coin that a method can meet, not by
                          statistics: the probability of every text of three tokens is the target's
@@ -19,6 +21,7 @@ A new method joins by one line. MJSD, MJGD and Medusa's typical acceptance are n
 are lossy. BiLD and SpecDec are here with the options that make them exact."""
 import copy
 import functools
+from contextlib import nullcontext
 from typing import Callable, NamedTuple
 
 import pytest
@@ -234,7 +237,8 @@ def chunks_of(line: Line, target: CachedLM, prompt: list[int], **options):
 
 @functools.cache
 def model_of(family: str, context: int = END):
-    return tiny(family, max_position_embeddings=context)
+    """Make the model of a family, on the device that pytest's option --device names."""
+    return tiny(family, max_position_embeddings=context).to(families.DEVICE)
 
 
 def check_greedy(name: str, model, prompt: list[int], n: int) -> None:
@@ -275,12 +279,21 @@ def test_long_greedy_text(name):
 @pytest.mark.parametrize("family", ALL)
 def test_autoregressive_text_is_that_of_transformers(family):
     model = model_of(family)
-    ids = torch.tensor([PROMPT])
+    ids = torch.tensor([PROMPT], device=families.DEVICE)
     # Without a mask `generate` would hide the prompt's tokens that look like padding.
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=END - 3,
                               do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
     assert tokens_of(autoregressive(CachedLM(model), PROMPT), END - 3) == expected
     assert len(set(expected)) > 3
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.cuda)])
+def gpu(request):
+    """Use a GPU, a simulated one or one that is there."""
+    if request.param == "simulated" and families.DEVICE != "cpu":
+        pytest.skip("a simulated GPU takes models of the CPU")
+    with FakeCuda() if request.param == "simulated" else nullcontext() as gpu:
+        yield gpu
 
 
 def texts_on(device: str, name: str, run_as=CachedLM) -> list[list[int]]:
@@ -291,22 +304,27 @@ def texts_on(device: str, name: str, run_as=CachedLM) -> list[list[int]]:
             for sample in (Sampler(0), Sampler(0.7, seed=1))]
 
 
+def check_gpu(gpu, name: str, run_as=CachedLM) -> None:
+    """Check texts of the GPU against those of the CPU; a real GPU has other random numbers."""
+    greedy, sampled = texts_on("cpu", name)
+    found = texts_on("cuda", name, run_as)
+    assert found[0] == greedy and len(found[1]) == len(sampled)
+    assert gpu is None or found[1] == sampled
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_a_simulated_gpu_writes_the_text_of_the_cpu(name):
-    """It refuses what a GPU would: a mask or an index that was left on the CPU, and so on."""
-    expected = texts_on("cpu", name)
-    with FakeCuda() as gpu:
-        assert texts_on("cuda", name) == expected
-    assert gpu.counts["launches"] > 100
+def test_a_gpu_writes_the_text_of_the_cpu(name, gpu):
+    """It refuses a mask or an index that was left on the CPU, and so on."""
+    check_gpu(gpu, name)
+    assert gpu is None or gpu.counts["launches"] > 100
 
 
-@pytest.mark.parametrize("name", ["speculative", "lookahead", "bita", "eagle"])
-def test_captured_graphs_of_a_simulated_gpu_write_the_text_of_the_cpu(name):
+@pytest.mark.parametrize("name", ["speculative", "lookahead", "bita", "eagle", "eagle3", "dflash",
+                                  "draft_verify"])
+def test_captured_graphs_write_the_text_of_the_cpu(name, gpu):
     """All that changes from call to call must be an input of a graph, since a replay is blind."""
-    expected = texts_on("cpu", name)
-    with FakeCuda() as gpu:
-        assert texts_on("cuda", name, GraphedLM) == expected
-    assert gpu.counts["replays"] > 4
+    check_gpu(gpu, name, GraphedLM)
+    assert gpu is None or gpu.counts["replays"] > 4
 
 
 # --------------------------------------------------------------------------------- perfect drafts

@@ -1,0 +1,272 @@
+"""Measure the project on a GPU in six minutes: whether it is exact there, and how fast.
+
+    make gpu                                      # no .venv is needed: python3 results/gpu.py
+    python results/gpu.py --device cpu --small    # rehearse all steps on a CPU
+
+Each step is a process of its own with a limit of time, so no step can stop those that follow. A
+step saves each row as soon as it is measured. So a run that was cut off is still worth having:
+
+    machine     the GPU, its driver, the versions, and the bandwidth of its memory by a copy
+    exact       tests/test_lossless.py with all models on the GPU, and all tests marked `cuda`
+    decode      every method on the embedded models by graphs, in float32 and bfloat16, and some
+                methods without graphs
+    launches    kernels, waits and copies of some methods, as torch's profiler counts them
+    sizes       milliseconds of calls of 1 to 64 rows, of models as large as Llama's 1B, 3B and 8B,
+                whose weights are random numbers in bfloat16
+    predicted   what methods would make at 8B, if only calls took time. Their tokens and rows are
+                those of runs on a CPU (*.run.json, by `results/bench.py --save`)
+    trainings   the peak memory of every training of memory.md at 8B
+"""
+import argparse
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+
+import torch  # noqa: E402  (the path is set above)
+import transformers  # noqa: E402
+
+import memory  # noqa: E402
+from bench import Bench, all_methods, options, peers_of, table  # noqa: E402
+from cli.graphs import GraphedLM  # noqa: E402
+from common import WIDTHS, CachedLM, prepare  # noqa: E402
+
+SHARDS = 8  # processes that share the tests
+KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]
+FEW = {"AR", "speculative, draft of 6 tokens", "ouroboros", "jacobi", "bita", "medusa", "eagle",
+       "rest", "hybrid, none", "cllm (another model)", "`generate`"}
+SIZES = {"8B": memory.BIG, "1B": memory.DRAFT,
+         "3B": memory.DRAFT | dict(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24,
+                                   head_dim=128)}
+SLOW = "EAGLE", "EAGLE-3", "LayerSkip", "CLLM", "distil", "boost", "online"  # trained last
+CALLS = {"launches": ("cudaLaunch", "cuLaunch"), "waits": ("Memcpy DtoH",),
+         "copies": ("Memcpy HtoD",), "ends": ("cudaDeviceSynchronize",)}
+
+
+def seconds_of(act, device: str, times: int = 10) -> float:
+    """Return the median seconds that act() takes, after two calls to warm up."""
+    found = []
+    for _ in range(times + 2):
+        began = time.perf_counter()
+        act()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    return median(found[2:])
+
+
+def try_row(make, *args) -> dict:
+    """Return the row that make(*args) measures, or one that says why it could not be measured."""
+    try:
+        return make(*args)
+    except Exception as error:  # a GPU fails in many ways, and the next row may work
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def machine(args, kept):
+    yield "torch", {"said": f"python {sys.version.split()[0]}, torch {torch.__version__}, "
+                            f"transformers {transformers.__version__}"}
+    if args.device == "cuda" and torch.version.cuda:
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv"]
+        said = subprocess.run(asked, capture_output=True, text=True).stdout
+        yield "GPU", {"said": said.splitlines()[-1]}
+    source = torch.ones(2 ** (20 if args.small else 32), dtype=torch.uint8, device=args.device)
+    copied = torch.empty_like(source)
+    seconds = seconds_of(lambda: copied.copy_(source), args.device)
+    yield "copy", {"GB/s": 2 * len(source) / seconds / 1e9}
+
+
+def exact(args, kept):
+    shards = 1 if args.small else SHARDS
+    chosen = "llama and speculative and greedy" if args.small else "not law"
+    lines = [["--device", args.device, "tests/test_lossless.py", "-k", chosen]] * shards
+    env, processes = dict(os.environ), []
+    for part, line in enumerate([*lines, ["-m", "cuda", "tests"]]):
+        env["PART"] = f"{part}/{shards}" if part < shards else "0/1"
+        command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=line", *line]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE,
+                                          stderr=subprocess.STDOUT, text=True))
+    last = time.perf_counter() + STEPS[exact] - 20
+    for part, process in enumerate(processes):
+        try:
+            said, _ = process.communicate(timeout=max(0, last - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # then pytest says what has failed so far
+            said, _ = process.communicate()
+        lines = said.splitlines()
+        failed = [line[:400] for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
+        yield f"part {part}", {"said": lines[-1], "failed": "; ".join(failed)}
+
+
+def load_bench(args, dtype: str, how: str) -> tuple[Bench, dict]:
+    """Load the embedded models, and build the methods: all of them, or FEW without graphs."""
+    line = ["--device", args.device, "--dtype", dtype, "-n", "1", "--rounds", "1", "--nodes", "16",
+            "--max-new-tokens", "6" if args.small else "48"]
+    bench = Bench(options(__doc__).parse_args(line + ["--graphs"] * (how == "graphs")))
+    runs = dict(peers_of(bench).values()) | all_methods(bench)
+    return bench, {name: run for name, run in runs.items() if how == "graphs" or name in FEW}
+
+
+def decode(args, kept):
+    for dtype, how in KINDS:
+        bench, runs = load_bench(args, dtype, how)
+        plain, speeds = None, {}
+
+        def measure(name: str, run) -> dict:
+            nonlocal plain
+            for _ in range(2):  # in the first round kernels are loaded and graphs captured
+                run.new_round()
+                counts = [run(prompt) for _, prompt in bench.pairs()]
+            plain = plain or [count.output for count in counts]
+            tokens, calls = (sum(getattr(x, what) for x in counts) for what in ("tokens", "calls"))
+            speeds[name] = tokens / sum(x.total for x in counts)
+            return {"tokens per call": tokens / calls, "tokens/s": speeds[name],
+                    "x generate": speeds[name] / speeds["`generate`"],
+                    "ms a call": 1000 * sum(x.target for x in counts) / calls,
+                    "as generate": sum(a == x.output for a, x in zip(plain, counts))}
+        for name, run in runs.items():
+            yield f"{dtype}, {how}: {name}", try_row(measure, name, run)
+
+
+def launches(args, kept):
+    bench, runs = load_bench(args, "float32", "eager")
+    activity = torch.profiler.ProfilerActivity
+    kinds = [activity.CUDA if args.device == "cuda" and torch.version.cuda else activity.CPU]
+    file = args.out.with_suffix(".trace")
+
+    def count(run) -> dict:
+        _, prompt = bench.pairs()[0]
+        run(prompt)  # whatever is made once is made now
+        given = run.shared | run.options | {"sample": run.sample, "log": []}
+        chunks = run.method(**run.models, prompt=prompt, **given)
+        next(chunks)  # the prompt is left out
+        with torch.profiler.profile(activities=kinds) as profile:
+            tokens = sum(map(len, islice(chunks, 1 if args.small else 8)))
+        profile.export_chrome_trace(str(file))
+        names = Counter(event["name"] for event in json.loads(file.read_text())["traceEvents"]
+                        if event.get("cat") in ("cuda_runtime", "cuda_driver", "gpu_memcpy"))
+        file.unlink()
+        return {kind: sum(n for name, n in names.items() if name.startswith(begins)) / tokens
+                for kind, begins in CALLS.items()}
+    for name in runs.keys() - {"`generate`"}:
+        yield name, try_row(count, runs[name])
+
+
+def make_model(shape: dict, device: str):
+    """Make a Llama of this shape with random weights in bfloat16, on the device at once."""
+    config = transformers.LlamaConfig(**shape, pad_token_id=0, dtype=torch.bfloat16)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return prepare(model.eval())
+
+
+@torch.inference_mode()
+def sizes(args, kept):
+    for name, shape in ({"8B": memory.SMALL} if args.small else SIZES).items():
+        model = make_model(shape, args.device)
+        read = sum(p.numel() for p in model.parameters())
+        if not model.config.tie_word_embeddings:  # of the input's embedding a few rows are read
+            read -= model.get_input_embeddings().weight.numel()
+
+        def measure(run_as) -> dict:
+            lm = run_as(model)
+            lm.start([5] * (9 if args.small else 512))
+            row = {str(n): 1000 * seconds_of(lambda: (lm.forward([7] * n), lm.truncate(lm.length)),
+                                             args.device) for n in WIDTHS[:7]}
+            return row | {"of a copy's bandwidth":
+                          2 * read / row["1"] / 1e6 / kept["machine"]["copy"]["GB/s"]}
+        for how, run_as in ("eager", CachedLM), ("graphs", GraphedLM):
+            yield f"{name}, {how}", try_row(measure, run_as)
+        del model
+        gc.collect()
+
+
+def predicted(args, kept):
+    def predict(row: dict, how: str) -> float:
+        took = 0
+        for size, kind in ("8B", ""), ("1B", "draft_"):
+            width = next(n for n in WIDTHS if n >= min(64, row[kind + "rows"]))
+            cost = kept["sizes"].get(f"{size}, {how}", {}).get(str(width), float("nan"))
+            took += row[kind + "calls"] * cost if row[kind + "calls"] else 0
+        return row["tokens"] * kept["sizes"][f"8B, {how}"]["1"] / took
+    for file in sorted((ROOT / "results").glob("*.run.json")):
+        for name, row in json.loads(file.read_text())["methods"].items():
+            if row["target"] + row["draft"] >= 0.9 * row["total"]:  # else other work counts too
+                yield f"{file.stem}: {name}", {
+                    "tokens per call": row["tokens"] / row["calls"], "rows": row["rows"],
+                    "x AR, eager": predict(row, "eager"), "x AR, graphs": predict(row, "graphs")}
+
+
+def trainings(args, kept):
+    def measure(line: str) -> dict:
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        texts = memory.Texts(9, 6) if args.small else memory.Texts()
+        memory.run_training(line, memory.SMALL if args.small else memory.BIG, texts)
+        peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
+        return {"peak, GB": peak / 1e9}
+    memory.make_model = lambda shape: make_model(shape, args.device)
+    for title, line, _ in sorted(memory.ROWS, key=lambda row: row[0].startswith(SLOW)):
+        yield title, try_row(measure, line)
+        gc.collect()
+
+
+STEPS = {machine: 30, exact: 110, decode: 160, launches: 30, sizes: 40, predicted: 15,
+         trainings: 75}  # seconds
+
+
+def perform(args, step) -> None:
+    """Run a step in this process, save each of its rows, and print all of them as a table."""
+    kept = json.loads(args.out.read_text()) if args.out.exists() else {}
+    rows = kept[step.__name__] = {}
+    for name, row in step(args, kept):
+        rows[name] = row
+        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+        print(f"{step.__name__}: {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
+    heads = dict.fromkeys(head for row in rows.values() for head in row)
+    cells = [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in
+              (row.get(head, "-") for head in heads)] for row in rows.values()]
+    print(table([["", *heads], *([name, *cell] for name, cell in zip(rows, cells))]), flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the step that is asked for, or all of them, each in a process with a limit of time."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--small", action="store_true", help="tiny models and few tokens")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
+    parser.add_argument("--step", choices=[step.__name__ for step in STEPS],
+                        help="run this step alone, here and without a limit")
+    args = parser.parse_args(argv)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    command = [sys.executable, __file__, "--device", args.device, "--out", str(args.out),
+               *["--small"] * args.small]
+    failed = 0
+    for step, limit in STEPS.items():
+        if args.step == step.__name__:
+            perform(args, step)
+        elif not args.step:
+            process = subprocess.Popen([*command, "--step", step.__name__], start_new_session=True)
+            try:
+                failed += process.wait(limit) != 0
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                print(f"{step.__name__}: stopped after {limit} s", flush=True)
+                failed += 1
+    return min(1, failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
