@@ -78,7 +78,7 @@ def machine(args, kept):
                             f"transformers {transformers.__version__}"}
     if args.device == "cuda" and torch.version.cuda:
         asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv"]
-        said = subprocess.run(asked, capture_output=True, text=True).stdout
+        said = subprocess.run(asked, capture_output=True, encoding="utf-8").stdout
         yield "GPU", {"said": said.splitlines()[-1]}
     source = torch.ones(2 ** (20 if args.small else 32), dtype=torch.uint8, device=args.device)
     copied = torch.empty_like(source)
@@ -95,7 +95,7 @@ def exact(args, kept):
         env["PART"] = f"{part}/{shards}" if part < shards else "0/1"
         command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=line", *line]
         processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE,
-                                          stderr=subprocess.STDOUT, text=True))
+                                          stderr=subprocess.STDOUT, encoding="utf-8"))
     last = time.perf_counter() + STEPS[exact] - 20
     for part, process in enumerate(processes):
         try:
@@ -153,8 +153,9 @@ def launches(args, kept):
         with torch.profiler.profile(activities=kinds) as profile:
             tokens = sum(map(len, islice(chunks, 1 if args.small else 8)))
         profile.export_chrome_trace(str(file))
-        names = Counter(event["name"] for event in json.loads(file.read_text())["traceEvents"]
-                        if event.get("cat") in ("cuda_runtime", "cuda_driver", "gpu_memcpy"))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        names = Counter(event["name"] for event in events if event.get("cat") in (
+            "cuda_runtime", "cuda_driver", "gpu_memcpy"))
         file.unlink()
         return {kind: sum(n for name, n in names.items() if name.startswith(begins)) / tokens
                 for kind, begins in CALLS.items()}
@@ -200,7 +201,7 @@ def predicted(args, kept):
             took += row[kind + "calls"] * cost if row[kind + "calls"] else 0
         return row["tokens"] * kept["sizes"][f"8B, {how}"]["1"] / took
     for file in sorted((ROOT / "results").glob("*.run.json")):
-        for name, row in json.loads(file.read_text())["methods"].items():
+        for name, row in json.loads(file.read_text(encoding="utf-8"))["methods"].items():
             if row["target"] + row["draft"] >= 0.9 * row["total"]:  # else other work counts too
                 yield f"{file.stem}: {name}", {
                     "tokens per call": row["tokens"] / row["calls"], "rows": row["rows"],
@@ -227,11 +228,11 @@ STEPS = {machine: 30, exact: 110, decode: 160, launches: 30, sizes: 40, predicte
 
 def perform(args, step) -> None:
     """Run a step in this process, save each of its rows, and print all of them as a table."""
-    kept = json.loads(args.out.read_text()) if args.out.exists() else {}
+    kept = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     rows = kept[step.__name__] = {}
     for name, row in step(args, kept):
         rows[name] = row
-        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+        args.out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         print(f"{step.__name__}: {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
     heads = dict.fromkeys(head for row in rows.values() for head in row)
     cells = [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in

@@ -1,4 +1,4 @@
-"""The kit for a GPU goes through all its steps on a simulated one, and its predictions are right."""
+"""The kit for a GPU goes through its steps on a simulated one, and its predictions are right."""
 import argparse
 import json
 

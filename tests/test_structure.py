@@ -315,9 +315,10 @@ TRAINED = [os.path.relpath(path, ROOT) for path in sorted((ROOT / "models").rglo
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_trained_parts_are_small_and_in_half_precision(name):
+def test_trained_parts_are_small_and_of_few_bits(name):
     assert len(TRAINED) == 16 and (ROOT / name).stat().st_size < 8e6
-    assert {x.dtype for x in load_file(ROOT / name).values()} == {torch.bfloat16}
+    stored = {x.dtype for x in load_file(ROOT / name).values()}
+    assert torch.bfloat16 in stored <= {torch.bfloat16, torch.float8_e4m3fn}
 
 
 # --------------------------------------------------------------------------------------- --help
