@@ -8,8 +8,11 @@ method after another, so that a noisy machine slows all methods alike. A ratio i
 round, and the median over the rounds is shown. Prompts whose AR output loops are left out and
 counted, since a model in a loop accepts every guess.
 
+A row is a command line without `python`: a method and its options. ALL has every method at its
+defaults, tables.py has the rows of single pages, and --row adds one.
+
 FILE holds a prompt a line. A line may also be JSON with "prompt", "question" or "turns", of which
-the first counts, and with a "category". The papers' own tables are in paper_tables.py.
+the first counts, and with a "category".
 """
 import argparse
 import functools
@@ -31,34 +34,39 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
-from bita import bita, load_tuning  # noqa: E402  (the path is set above)
+from bita import bita  # noqa: E402  (the path is set above)
 from cli.graphs import GraphedLM  # noqa: E402
 from cli.loading import encode_prompts, load_checked  # noqa: E402
+from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
 from cli.run import Run  # noqa: E402
 from cli.text import Parser, set_encodings  # noqa: E402
 from cllm import cllm  # noqa: E402
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length,  # noqa: E402
                     eos_ids, prepare, vocab_size)
 from jacobi import jacobi, lookahead  # noqa: E402
-from mjsd import mjsd  # noqa: E402
+from mjsd import mjgd, mjsd  # noqa: E402
 from models import tasks  # noqa: E402
 from models.training import collect_answers  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
+from results.tables import TABLES  # noqa: E402
 from speculative import speculative  # noqa: E402
 from survey.cascade import cascade  # noqa: E402
-from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
-from survey.early_exit import early_exit, load_exit  # noqa: E402
-from survey.eagle import eagle, load_draft  # noqa: E402
-from survey import dflash, eagle3  # noqa: E402
-from survey.hybrid import hybrid, load_trust  # noqa: E402
-from survey.layerskip import layerskip, load_tuned  # noqa: E402
+from survey.dflash import dflash  # noqa: E402
+from survey.draft_verify import draft_verify  # noqa: E402
+from survey.eagle import eagle  # noqa: E402
+from survey.eagle3 import eagle3  # noqa: E402
+from survey.early_exit import early_exit  # noqa: E402
+from survey.hybrid import GUESSES, hybrid  # noqa: E402
+from survey.layerskip import layerskip  # noqa: E402
 from survey.lossy import bild, specdec  # noqa: E402
-from survey.masks import load_space, pass_sampling, space  # noqa: E402
-from survey.medusa import load_heads, medusa  # noqa: E402
+from survey.masks import pass_sampling, space  # noqa: E402
+from survey.medusa import medusa  # noqa: E402
+from survey.online import online  # noqa: E402
 from survey.recycling import Successors, recycling  # noqa: E402
-from survey.rest import load_datastore, rest  # noqa: E402
-from survey.sequoia import load_rates, sequoia  # noqa: E402
+from survey.rest import rest  # noqa: E402
+from survey.sequoia import sequoia  # noqa: E402
 from survey.several_drafts import specinfer, spectr  # noqa: E402
+from survey.triforce import triforce  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
 
@@ -180,6 +188,19 @@ def by_category(path: str) -> dict[str, list[str]]:
     return groups
 
 
+METHODS = {f.__name__: f for f in (
+    autoregressive, speculative, ouroboros, jacobi, lookahead, bita, cllm, mjsd, mjgd, medusa, eagle,
+    eagle3, dflash, sequoia, early_exit, draft_verify, layerskip, pass_sampling, space, recycling,
+    rest, hybrid, cascade, triforce, specinfer, spectr, bild, specdec, online)}
+ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
+       "lookahead --W 0", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra", "eagle",
+       "eagle --dynamic", "eagle3", "dflash", "sequoia", "early_exit", "draft_verify", "layerskip",
+       "pass_sampling", "space", "recycling", "rest", "rest --no-grow",
+       *(f"hybrid --guess {guess}" for guess in GUESSES), "cascade", "specinfer --gamma 6",
+       "spectr --gamma 6", "bild", "specdec", "mjsd", "cllm"]
+AR = ALL[0]
+
+
 class Bench:
     """Hold the loaded models and the prompts, and build the methods that can be run on them.
 
@@ -228,6 +249,7 @@ class Bench:
         model, tokenizer = load_checked(path, self.args.device, self.args.dtype)
         return prepare(model, self.run_as), tokenizer
 
+    @functools.cache
     def load(self, path: str):
         """Load another model, which must have the target's tokenizer."""
         model, tokenizer = self.prepared(path)
@@ -244,113 +266,55 @@ class Bench:
         return encode_prompts(models, self.tokenizer, texts, self.args.chat)
 
     def ours(self, method, sample: Sampler | None = None, limit: int | None = None, target=None,
-             **options) -> Ours:
+             drafts=(), **options) -> Ours:
+        """Build a method with caches of its own."""
         models = {"target": target or self.target}
         if "draft" in inspect.signature(method).parameters:
-            if self.draft is None:
+            first, *more = [*drafts] or [self.draft]
+            if first is None:
                 raise InputError("expected a --draft")
-            models["draft"] = self.draft
+            models["draft"] = first
+            if more:
+                options["more_drafts"] = [self.cached(model) for model in more]
         return Ours(method, {name: self.cached(model) for name, model in models.items()},
                     limit or self.args.max_new_tokens, self.eos, sample or self.sample, **options)
 
-    def fitting(self, name: str, make) -> dict[str, Ours]:
-        """Build a method and return {name: method}.
+    def row(self, line: str) -> Ours:
+        """Build the method that a command line names, as a user's own command would run it.
 
-        Where something that the method needs does not fit, a line says why and {} is returned.
+        line     a command line without `python`: a method and its options. What it does not say of
+                 models, sampling and lengths is the bench's own
+        returns  the method. What it reads from files is loaded in its first call
         """
-        try:
-            return {name: make()}
-        except InputError as error:
-            print(f"{name} left out: {error}\n")
-            return {}
+        name, *words = shlex.split(line)
+        if name not in METHODS:
+            raise InputError(f"expected a row of one of {', '.join(METHODS)}, got {line!r}")
+        method = METHODS[name]
+        args = parse_decoding([method], (), name if name == "cllm" else "target", words)
+        given = {word.partition("=")[0] for word in words}
+        sample = limit = target = None
+        if given & {"--temperature", "--top-k", "--top-p", "--seed"}:
+            sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+        if "--max-new-tokens" in given:
+            limit = args.max_new_tokens
+        if "--target" in given or name == "cllm":
+            target = self.load(args.target)
+        options = select_options(args, method, [])
+        if {"nodes"} & read_options(method).keys() - options.keys():
+            options["nodes"] = self.args.nodes
+        return self.ours(method, sample, limit, target, map(self.load, args.draft or ()),
+                         **self.find_files(method, options))
 
-    def run(self, name: str, method, **options) -> dict[str, Ours]:
-        return self.fitting(name, lambda: self.ours(method, **options))
-
-    def bita(self, name: str, path=None, **options) -> dict[str, Ours]:
-        path = path or self.args.adapters / "bita.safetensors"
-        return self.fitting(name, lambda: self.ours(
-            bita, tuning=load_tuning(path, self.target), **options))
-
-    def heads(self, kind: str, **options) -> dict[str, Ours]:
-        path = self.args.adapters / f"{kind}.safetensors"
-        return self.fitting(kind, lambda: self.ours(
-            medusa, heads=kind, trained=load_heads(path, kind, self.target),
-            nodes=self.args.nodes, **options))
-
-    def eagle(self, name: str, **options) -> dict[str, Ours]:
-        path = self.args.adapters / "eagle.safetensors"
-        return self.fitting(name, lambda: self.ours(
-            eagle, trained=load_draft(path, self.target), nodes=self.args.nodes, **options))
-
-    def eagle3(self, name: str, **options) -> dict[str, Ours]:
-        path = self.args.adapters / "eagle3.safetensors"
-        return self.fitting(name, lambda: self.ours(
-            eagle3.eagle3, trained=eagle3.load_draft(path, self.target), nodes=self.args.nodes,
-            **options))
-
-    def dflash(self, name: str, **options) -> dict[str, Ours]:
-        path = self.args.adapters / "dflash.safetensors"
-        return self.fitting(name, lambda: self.ours(
-            dflash.dflash, trained=dflash.load_draft(path, self.target), nodes=self.args.nodes,
-            **options))
-
-    def rest(self, name: str, **options) -> dict[str, Ours]:
-        path = self.args.adapters / "rest.safetensors"
-        return self.fitting(name, lambda: self.ours(
-            rest, store=load_datastore(path, self.target), nodes=self.args.nodes, **options))
-
-    def hybrid(self, guess: str) -> dict[str, Ours]:
-        files = {name: str(self.args.adapters / file) for name, file in (
-            ("datastore", "rest.safetensors"), ("trust", "hybrid.json"),
-            ("adapter", f"{guess}.safetensors"))}
-
-        def make() -> Ours:
-            load_trust(files["trust"], self.target)
-            return self.ours(hybrid, guess=guess, **files)
-        return self.fitting(f"hybrid, {guess}", make)
-
-    def sequoia(self, name: str, **options) -> dict[str, Ours]:
-        path = str(self.args.adapters / "sequoia.json")
-
-        def make() -> Ours:
-            run = self.ours(sequoia, rates=path, **options)
-            load_rates(path, self.target, self.draft)
-            return run
-        return self.fitting(name, make)
-
-    def masks(self) -> dict[str, Ours]:
-        """Build PaSS and SPACE; SPACE decodes another model."""
-        tokens, tuning = (self.args.adapters / f"{x}.safetensors" for x in ("pass", "space"))
-
-        def tuned() -> Ours:
-            load_space(tuning, self.cached(self.target))
-            return self.ours(space, tuning=str(tuning))
-        return {**self.fitting("pass", lambda: self.ours(
-                    pass_sampling, trained=load_tuning(tokens, self.target))),
-                **self.fitting("space (another model)", tuned)}
-
-    def fewer_layers(self) -> dict[str, Ours]:
-        """Build the methods with which the target drafts for itself.
-
-        LayerSkip's target is another model, tuned for it.
-        """
-        exit_file, tuning, blocks = (self.args.adapters / name for name in (
-            "exit.safetensors", "layerskip.safetensors", "blocks.json"))
-
-        def tuned() -> Ours:
-            load_tuned(tuning, self.target)
-            return self.ours(layerskip, tuning=str(tuning))
-
-        def with_blocks() -> Ours:
-            return self.ours(draft_verify, skipped=load_blocks(str(blocks), self.target))
-        return {**self.fitting("trained exit", lambda: self.ours(
-                    early_exit, trained=load_exit(exit_file, self.target))),
-                **self.fitting("draft & verify", with_blocks),
-                **self.fitting("layerskip (another model)", tuned)}
-
-    def cllm(self, name: str) -> dict[str, Ours]:
-        return self.fitting(name, lambda: self.ours(cllm, target=self.load(self.args.cllm)))
+    def find_files(self, method, options: dict) -> dict:
+        """Let options that name files of models/ by default name those of --adapters."""
+        files = {name: default for name, (_, default) in read_options(method).items()
+                 if isinstance(default, str) and default.startswith(f"{MODELS}/")}
+        if method is medusa:
+            files["adapter"] = f"{options.get('heads', 'medusa')}.safetensors"
+        if method is hybrid and options.get("guess", "eagle") != "none":
+            files["adapter"] = f"{options.get('guess', 'eagle')}.safetensors"
+        return {name: str(self.args.adapters / Path(file).name)
+                for name, file in files.items()} | options
 
     @functools.cache
     def plain(self, name: str):
@@ -366,12 +330,13 @@ class Bench:
         model.generation_config = GenerationConfig(
             eos_token_id=eos or None, pad_token_id=min(eos, default=0) if pad is None else pad)
         if name == "draft":
-            model.generation_config.update(num_assistant_tokens=self.args.gamma,
+            model.generation_config.update(num_assistant_tokens=6,
                                            num_assistant_tokens_schedule="constant",
                                            assistant_confidence_threshold=0.0)
         return model
 
     def theirs(self, *names: str, **options) -> Theirs:
+        """Build transformers' own `generate`, with the models of these names beside the target."""
         models = {name: self.plain(name) for name in ("target", *names)}
         return Theirs(models, self.args.max_new_tokens, self.sample, **options)
 
@@ -386,6 +351,18 @@ class Bench:
         """Return all (category, prompt), category after category."""
         return [(name, prompt) for name, some in self.prompts.items() for prompt in some]
 
+    def warm_up(self, runs: dict, pairs: list) -> dict:
+        """Run methods on prompts, and return those that did not refuse their files or models."""
+        fitting = {}
+        for method, run in runs.items():
+            try:
+                for _, prompt in pairs:
+                    run(prompt)
+                fitting[method] = run
+            except InputError as error:
+                print(f"{method} left out: {error}\n")
+        return fitting
+
     def measure(self, runs: dict, pairs: list | None = None) -> "Results":
         """Run every method on every prompt in each round, after a few prompts to warm up.
 
@@ -395,10 +372,9 @@ class Bench:
 
         With graphs all prompts warm up, so that no graph is captured while the clock runs.
         """
-        pairs, counts = pairs or self.pairs(), {method: [] for method in runs}
-        for _, prompt in pairs if self.args.graphs else pairs[:3]:
-            for run in runs.values():
-                run(prompt)
+        pairs = pairs or self.pairs()
+        runs = self.warm_up(runs, pairs if self.args.graphs else pairs[:3])
+        counts = {method: [] for method in runs}
         for _ in tqdm(range(self.args.rounds), desc="rounds", leave=False):
             for method, run in runs.items():
                 run.new_round()
@@ -437,10 +413,13 @@ class Results:
     def speed(self, method) -> float:
         return median(self.speeds(method))
 
+    def ratios(self, method, other, category: str | None = None) -> list[float]:
+        """Return how many times as fast a method is as another in each round."""
+        return [a / b for a, b in zip(self.speeds(method, category), self.speeds(other, category))]
+
     def ratio(self, method, other, category: str | None = None) -> float:
-        """Return how many times as fast a method is as another, the median over the rounds."""
-        return median(a / b for a, b in zip(self.speeds(method, category),
-                                            self.speeds(other, category)))
+        """Return the median of `ratios`."""
+        return median(self.ratios(method, other, category))
 
     def per_call(self, method, category: str | None = None) -> float:
         """Return the tokens per target call of all rounds together."""
@@ -452,10 +431,11 @@ class Results:
         return median(1000 * seconds / tokens for seconds, tokens
                       in zip(self.sums(method, what), self.sums(method, "tokens")))
 
-    def log(self, method, what: str, category: str | None = None) -> float:
-        """Return the mean of a log entry over all records of all rounds."""
-        return mean(record[what] for some in self.rounds(method, category)
-                    for count in some for record in count.log)
+    def guesses(self, method) -> float:
+        """Return the mean number of guesses that a call verifies, by the method's log."""
+        found = [record.get("guessed", record.get("drafted", 0)) for some in self.rounds(method)
+                 for count in some for record in count.log]
+        return mean(found) if found else 0.0
 
     def layers(self, method, L: int) -> float:
         """Count the layers of the target that run one after the other for each token.
@@ -502,92 +482,83 @@ def table(rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-# --------------------------------------------------------------------------------- all methods
+# -------------------------------------------------------------------------------- the tables
 
-def all_methods(bench: Bench) -> dict[str, Ours]:
-    """Build every method at its defaults; without a draft, those that need none."""
-    gamma, grams = bench.args.gamma, str(bench.args.adapters / "rest.safetensors")
-    return {
-        "AR": bench.ours(autoregressive),
-        **bench.run(f"speculative, draft of {gamma} tokens", speculative, gamma=gamma),
-        **bench.run("ouroboros", ouroboros),
-        "jacobi": bench.ours(jacobi),
-        "lookahead": bench.ours(lookahead),
-        "lookahead, W = 0": bench.ours(lookahead, W=0),
-        **bench.bita("bita"),
-        **bench.bita("bita, efficient tree", tree="efficient"),
-        **bench.heads("medusa"),
-        **bench.heads("hydra"),
-        **bench.eagle("eagle"),
-        **bench.eagle("eagle, dynamic", dynamic=True),
-        **bench.eagle3("eagle3"),
-        **bench.dflash("dflash"),
-        **bench.sequoia("sequoia"),
-        **bench.fewer_layers(),
-        **bench.masks(),
-        "recycling": bench.ours(recycling, nodes=bench.args.nodes),
-        **bench.rest("rest"),
-        **bench.rest("rest, datastore alone", grow=False),
-        **bench.hybrid("none"),
-        **bench.hybrid("medusa"),
-        **bench.hybrid("hydra"),
-        **bench.hybrid("eagle"),
-        **bench.hybrid("dflash"),
-        **bench.run("cascade", cascade, grams=grams),
-        **bench.run("specinfer", specinfer, gamma=gamma),
-        **bench.run("spectr", spectr, gamma=gamma),
-        **bench.run("bild (lossy)", bild),
-        **bench.run("specdec (lossy)", specdec),
-        **bench.run("mjsd (lossy)", mjsd),
-        **bench.cllm("cllm (another model)")}
+def build_rows(bench: Bench, lines: list[str]) -> dict[str, Ours]:
+    """Build the methods of rows; where there is no draft, those that need none."""
+    runs = {}
+    for line in lines:
+        try:
+            runs[line] = bench.row(line)
+        except InputError as error:
+            print(f"{line} left out: {error}\n")
+    return runs
 
 
-def peers_of(bench: Bench) -> dict[str, tuple[str, "Theirs"]]:
+def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
     """Build transformers' own `generate` in each of its forms.
 
-    returns  {a method of ours: (the name of what is nearest to it in transformers, that)}
+    returns  {a row of ours: (the name of what is nearest to it in transformers, that)}
     """
-    gamma = bench.args.gamma
-    peers = {"AR": ("`generate`", bench.theirs())}
+    peers = {"autoregressive": ("`generate`", bench.theirs())}
     if bench.draft:
-        peers[f"speculative, draft of {gamma} tokens"] = (
-            f"`generate`, assistant, draft of {gamma} tokens", bench.theirs("draft"))
-    peers["lookahead, W = 0"] = ("`generate`, prompt lookup of 4",
-                                 bench.theirs(prompt_lookup_num_tokens=4))
+        peers["speculative --gamma 6"] = ("`generate`, assistant, draft of 6 tokens",
+                                          bench.theirs("draft"))
+    peers["lookahead --W 0"] = ("`generate`, prompt lookup of 4",
+                                bench.theirs(prompt_lookup_num_tokens=4))
     return peers
 
 
-def table_methods(bench: Bench) -> None:
-    """Measure every method, or those of --only, beside transformers' own and print two tables."""
-    only, runs = bench.args.only, all_methods(bench)
-    starts = tuple(set(only) - runs.keys())  # a whole name means itself alone
-    runs = {name: run for name, run in runs.items()
-            if not only or name in ("AR", *only) or name.startswith(starts)}
-    peers = peers_of(bench)
-    both = runs | dict(peers.values())
+def choose_lines(args: argparse.Namespace) -> list[str]:
+    """List the rows that the command line asks for; the first one is AR."""
+    lines = [*ALL] if not (args.only or args.row or args.table) else ALL[:1]
+    starts = tuple(set(args.only) - {*ALL})  # a whole name means itself only
+    lines += [line for line in ALL if line in args.only or line.startswith(starts or "-")]
+    lines += args.row + (TABLES[args.table] if args.table else [])
+    return [*dict.fromkeys(lines)]
+
+
+def make_line(bench: Bench, results: Results, method: str) -> list[str]:
+    """Make the line of a method in the table."""
+    per_call, ratios = results.per_call(method), results.ratios(method, AR)
+    total, *parts = (results.per_token(method, x) for x in ("total", "target", "draft"))
+    calls = results.sums(method, "calls")
+    rows = sum(count.rows * count.calls for some in results.rounds(method) for count in some)
+    cells = [method, f"{per_call:.2f}", f"{rows / sum(calls):.1f}", f"{results.guesses(method):.1f}",
+             f"{results.layers(method, depth_of(bench.target)):.1f}",
+             f"{results.speed(method):.0f}", f"{median(ratios):.2f}",
+             f"{min(ratios):.2f} to {max(ratios):.2f}"]
+    cells += [f"{results.ratio(method, AR, name):.2f}" for name in bench.prompts]
+    cells += [f"{median(ratios) / per_call:.0%}",
+              *(f"{x:.2f}" for x in (*parts, total - sum(parts)))]
+    if bench.args.temperature == 0:
+        cells.append(results.same(method, AR))
+    if bench.examples:
+        outputs = [count.output for count in results.rounds(method)[0]]
+        right = bench.graded([prompt for _, prompt in bench.pairs()], outputs)
+        cells.append(f"{sum(right)} of {len(right)}")
+    return cells
+
+
+def print_tables(bench: Bench) -> None:
+    """Measure the rows that are asked for beside transformers' own, and print two tables."""
+    runs, peers = build_rows(bench, choose_lines(bench.args)), build_peers(bench)
+    both = runs if bench.args.table else runs | dict(peers.values())
     results, names = bench.measure(both), list(bench.prompts)
     if bench.args.save:
-        save(bench.args.save, bench, results, runs)
-    exact = bench.args.temperature == 0
-    rows = [["method", "tokens per target call", "target layers a token", "tokens/s", "x AR",
-             *(f"x AR, {name}" for name in names), "realised share", "ms a token: target", "draft",
-             "rest", *(["output as AR's"] if exact else [])]]
-    for method in both:
-        per_call, ratio = results.per_call(method), results.ratio(method, "AR")
-        ratios = [ratio, *(results.ratio(method, "AR", name) for name in names)]
-        total, *parts = (results.per_token(method, x) for x in ("total", "target", "draft"))
-        layers = results.layers(method, depth_of(bench.target))
-        rows.append([method, f"{per_call:.2f}", f"{layers:.1f}", f"{results.speed(method):.0f}",
-                     *(f"{x:.2f}" for x in ratios), f"{ratio / per_call:.0%}",
-                     *(f"{x:.2f}" for x in (*parts, total - sum(parts))),
-                     *([results.same(method, "AR")] if exact else [])])
-    print(table(rows))
+        save(bench.args.save, bench, results, [x for x in runs if x in results.counts])
+    head = ["method", "tokens per target call", "rows a call", "guesses a call",
+            "target layers a token", "tokens/s", "x AR", "range", *(f"x AR, {x}" for x in names),
+            "realised share", "ms a token: target", "draft", "rest"]
+    head += ["output as AR's"] * (bench.args.temperature == 0)
+    head += ["right answers"] * bool(bench.examples)
+    print(table([head, *(make_line(bench, results, method) for method in results.counts)]))
     rows = [["ratio of tokens/s", "all", *names]]
     for ours, (theirs, _) in peers.items():
-        if ours in runs:
+        if {ours, theirs} <= results.counts.keys():
             ratios = [results.ratio(ours, theirs, name) for name in (None, *names)]
             rows.append([f"{ours} / {theirs}", *(f"{x:.2f}" for x in ratios)])
-    print(table(rows))
+    print(table(rows) if rows[1:] else "")
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -600,14 +571,12 @@ def options(description: str) -> argparse.ArgumentParser:
     add("--target", default=EMBEDDED)
     add("--draft", help="default: for the embedded target the embedded draft, else none")
     add("--adapters", type=Path, default=models, help="folder of what is trained for the target")
-    add("--cllm", default=str(models / "cllm"), help="the target after consistency training")
     add("--prompts", type=by_category, metavar="FILE", help="in place of the held-out tasks")
     add("--chat", action="store_true", help="put prompts into the model's chat template")
     add("-n", type=int, default=10, help="prompts of each task or category")
     add("--rounds", type=int, default=5)
-    add("--gamma", type=int, default=6, help="tokens of a draft")
     add("--nodes", type=int, default=0,
-        help="of the trees of Medusa, Hydra, EAGLE and REST; 0: as many as pay on this machine")
+        help="of all trees whose rows do not say it; 0: the methods' own defaults")
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.0)
     add("--top-k", type=int, default=0)
@@ -642,9 +611,12 @@ def perform(parser: argparse.ArgumentParser, tables) -> None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", nargs="*", default=[],
-                        help="AR and the methods of ours named so, or whose names begin so")
+                        help="AR and the rows named so, or whose names begin so")
+    parser.add_argument("--row", action="append", default=[],
+                        help='another row, such as "medusa --nodes 16", repeatable')
+    parser.add_argument("--table", choices=TABLES, help="the rows of one page")
     parser.add_argument("--save", metavar="FILE", help="write the counts, which gpu.py reads")
-    perform(parser, table_methods)
+    perform(parser, print_tables)
 
 
 if __name__ == "__main__":

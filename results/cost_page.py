@@ -22,34 +22,24 @@ from cli.costs import describe, expected_speed, write_panel  # noqa: E402  (the 
 from cli.run import Run  # noqa: E402
 from cli.trace import PAGE, Trace  # noqa: E402
 from common import autoregressive  # noqa: E402
-from results.bench import Bench, Ours, options, perform, table  # noqa: E402
-from speculative import speculative  # noqa: E402
+from results.bench import Bench, Ours, build_rows, options, perform, table  # noqa: E402
 
 OFF = 0.15  # of the measured speed: how far the expected one may be from it
 WIDEST = 64  # rows of the largest trees, which the second runs have
 LONGEST = 12  # tokens of the longest drafts
 
 
-def list_methods(bench: Bench, **wide) -> dict[str, Ours]:
+def list_methods(bench: Bench, wide: bool = False) -> dict[str, Ours]:
     """Build the five methods, those of them whose files fit the target.
 
-    wide   options in place of the defaults, by the method's name
+    wide   whether they have their largest trees
     """
-    made = {**bench.run("speculative", speculative, gamma=bench.args.gamma),
-            **bench.heads("medusa"), **bench.eagle("eagle"), **bench.rest("rest"),
-            **bench.hybrid(bench.args.guess)}
-    made = {name.partition(",")[0]: run for name, run in made.items()}
-    if not bench.draft:
-        made.pop("speculative", None)
-    for name, run in made.items():
-        run.options |= wide.get(name, {})
-    return made
-
-
-def widen(bench: Bench) -> dict[str, Ours]:
-    """Build the five methods with their largest trees."""
-    trees = {name: {"nodes": WIDEST} for name in ("medusa", "eagle", "hybrid")}
-    return list_methods(bench, speculative={"gamma": LONGEST}, rest={"nodes": WIDEST - 1}, **trees)
+    nodes = f" --nodes {WIDEST}" if wide else ""
+    lines = [f"speculative --gamma {LONGEST if wide else 6}", f"medusa{nodes}", f"eagle{nodes}",
+             f"rest --nodes {WIDEST - 1}" if wide else "rest",
+             f"hybrid --guess {bench.args.guess}{nodes}"]
+    runs = bench.warm_up(build_rows(bench, lines), bench.pairs()[:1])
+    return {line.split()[0]: run for line, run in runs.items()}
 
 
 def record(ours: Ours, prompts: list[list[int]]) -> Trace:
@@ -71,7 +61,7 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
 def collect(bench: Bench) -> list[dict]:
     """Record all methods, and return what the panel shows of each."""
     prompts = [prompt for _, prompt in bench.pairs()]
-    ar, wide = record(bench.ours(autoregressive), prompts).runs, widen(bench)
+    ar, wide = record(bench.ours(autoregressive), prompts).runs, list_methods(bench, wide=True)
     entries = []
     for name, run in list_methods(bench).items():
         own, tried = record(run, prompts), record(wide[name], prompts)

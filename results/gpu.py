@@ -37,14 +37,14 @@ import torch  # noqa: E402  (the path is set above)
 import transformers  # noqa: E402
 
 import memory  # noqa: E402
-from bench import Bench, all_methods, options, peers_of, table  # noqa: E402
+from bench import ALL, Bench, build_peers, build_rows, options, table  # noqa: E402
 from cli.graphs import GraphedLM  # noqa: E402
 from common import WIDTHS, CachedLM, prepare  # noqa: E402
 
 SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]
-FEW = {"AR", "speculative, draft of 6 tokens", "ouroboros", "jacobi", "bita", "medusa", "eagle",
-       "rest", "hybrid, none", "cllm (another model)", "`generate`"}
+FEW = {"autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "bita", "medusa", "eagle",
+       "rest", "hybrid --guess none", "cllm", "`generate`"}
 SIZES = {"8B": memory.BIG, "1B": memory.DRAFT,
          "3B": memory.DRAFT | dict(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24,
                                    head_dim=128)}
@@ -113,7 +113,7 @@ def load_bench(args, dtype: str, how: str) -> tuple[Bench, dict]:
     line = ["--device", args.device, "--dtype", dtype, "-n", "1", "--rounds", "1", "--nodes", "16",
             "--max-new-tokens", "6" if args.small else "48"]
     bench = Bench(options(__doc__).parse_args(line + ["--graphs"] * (how == "graphs")))
-    runs = dict(peers_of(bench).values()) | all_methods(bench)
+    runs = dict(build_peers(bench).values()) | build_rows(bench, ALL)
     return bench, {name: run for name, run in runs.items() if how == "graphs" or name in FEW}
 
 

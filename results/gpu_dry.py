@@ -19,7 +19,7 @@ from collections import Counter
 
 from transformers.utils import logging
 
-from bench import ROOT, Bench, Ours, all_methods, options, table
+from bench import ALL, ROOT, Bench, Ours, build_rows, options, table
 
 sys.path.append(str(ROOT / "tests"))
 from cli.text import set_encodings  # noqa: E402  (the path is set in bench.py and above)
@@ -80,7 +80,7 @@ def main() -> None:
             prompts = [prompt for _, prompt in bench.pairs()]
             rows = [["method", "launches a target call", "launches a token", "waits a token",
                      "copies a token", "ends a token"]]
-            for name, method in all_methods(bench).items():
+            for name, method in build_rows(bench, ALL).items():
                 rows.append(count(gpu, name, method, prompts))
                 print(name, file=sys.stderr)
     except InputError as error:

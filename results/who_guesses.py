@@ -31,6 +31,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -43,7 +44,6 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from bench import Bench, Ours, ROOT, clock, options, table
-from curves import Kept
 from who_picture import Curve, draw_figure
 
 sys.path.insert(0, str(ROOT))
@@ -52,7 +52,7 @@ from cli.run import Run  # noqa: E402
 from cli.text import set_encodings  # noqa: E402
 from common import CachedLM, InputError, autoregressive, greedy  # noqa: E402
 from jacobi import lookahead  # noqa: E402
-from models.training import digest  # noqa: E402
+from models.training import digest, read_whole_lines  # noqa: E402
 from speculative import speculative  # noqa: E402
 from survey import dflash as dflash_file, eagle as eagle_file, eagle3 as eagle3_file  # noqa: E402
 from survey import hybrid as hybrid_file, recycling as recycling_file  # noqa: E402
@@ -66,6 +66,30 @@ LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown
 NEAR = 0.05  # how far a prediction may be off
 TIMED = 64  # tokens that a drafter decodes of each prompt while the clock runs
+
+
+class Kept:
+    """Keep what was measured, by name, a line of JSON each.
+
+    A figure that is kept is not measured again. A line that was cut off is.
+    """
+
+    def __init__(self, bench: Bench):
+        args = bench.args
+        settings = (digest(bench.target.state_dict()), str(bench.target.dtype),
+                    str(bench.target.device), args.graphs, sorted(bench.eos),
+                    [prompt for _, prompt in bench.pairs()], args.max_new_tokens)
+        args.work.mkdir(parents=True, exist_ok=True)
+        self.path = args.work / f"{digest({}, *settings)}.jsonl"
+        with open(self.path, "a+b") as file:
+            self.known = dict(map(json.loads, read_whole_lines(file)))
+
+    def __call__(self, name: str, make: Callable):
+        if name not in self.known:
+            self.known[name] = json.loads(json.dumps(make()))
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps([name, self.known[name]]) + "\n")
+        return self.known[name]
 
 
 class Drafter(NamedTuple):
@@ -185,7 +209,10 @@ class Drafters:
             if lacking := [path for path in files if not path.exists()]:
                 raise InputError(f"--adapters must hold {lacking[0].name}")
             return Drafter(name, *make(*files), files, own, draft)
-        self.found |= self.bench.fitting(name, build)
+        try:
+            self.found[name] = build()
+        except InputError as error:
+            print(f"{name} left out: {error}\n")
 
     def add_draft(self, name: str, draft) -> None:
         """Add a small model that guesses."""
@@ -617,7 +644,7 @@ def main() -> None:
     add("--picture", type=Path, metavar="FILE", help="the SVG file to draw")
     add("--timed", type=int, default=6, help="prompts that are decoded while the clock runs")
     add("--time-again", action="store_true", help="measure the costs anew, though they are kept")
-    parser.set_defaults(command="who", rounds=1)
+    parser.set_defaults(rounds=1)
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

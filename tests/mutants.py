@@ -1523,8 +1523,7 @@ MUTANTS = {
         ("gc.disable()", "gc.enable()", "old graphs are freed while a graph is captured"),
     ],
     "results/bench.py": [
-        ("return median(a / b for a, b in zip(self.speeds(method, category),\n"
-         "                                            self.speeds(other, category)))",
+        ("return median(self.ratios(method, other, category))",
          "return self.speed(method) / self.speed(other)", "a ratio is of medians"),
         (", \"eos\": self.eos}", "}",
          "a method that takes eos lacks it"),
@@ -1582,22 +1581,6 @@ MUTANTS = {
          "the fourth drafter of a group has the mark of the first"),
         ("key=lambda curve: curve.speed)", "key=lambda curve: curve.tokens)",
          "who gives most tokens is bold, not the fastest"),
-    ],
-    "results/curves.py": [
-        ("return (1 - self.a) * log_q + self.a * log_p", "return self.a * log_q + self.a * log_p",
-         "a mixture's shares do not sum to 1"),
-        ("self.known = dict(map(json.loads, read_whole_lines(file)))", "self.known = {}",
-         "what was measured is measured again"),
-        ("torch.minimum(*probs).sum(-1)", "torch.maximum(*probs).sum(-1)",
-         "agreement is the larger probability"),
-        ("right += [x == y", "right += [x != y", "agreement is disagreement"),
-        ("expect_tokens(alpha, gamma) / (gamma * c + verify)",
-         "expect_tokens(alpha, gamma) / (gamma * c + 1)", "a verification costs as one row"),
-        ("{ratios[50]:.2f}, {ratios[949]:.2f}", "{ratios[0]:.2f}, {ratios[999]:.2f}",
-         "the spread is of all resamples"),
-        ("lambda rows: rows[::4]", "lambda rows: rows", "a quarter of the answers is all of them"),
-        ("return 1 / ((1 - target) / speed + target + draft)", "return speed",
-         "a prediction forgets the prompts' passes"),
     ],
     "cli/loading.py": [
         ("if max(ids) >= rows:", "if max(ids) > rows:", "one id too large passes"),

@@ -1,17 +1,13 @@
-"""The benchmark's counts, ratios, medians and energy are right, and all its tables run."""
-import functools
-import itertools
+"""The benchmark's counts, ratios and medians are right, and its rows run as command lines do."""
 import json
 import shlex
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bench as module
-import paper_tables as papers
 from bita import Tuning, save_tuning, shape_of
 from bench import Bench, Count, Ours, Results, by_category, options
 from common import CachedLM, InputError, Sampler, autoregressive
@@ -19,7 +15,6 @@ from families import near, tiny
 from jacobi import jacobi
 from mjsd import mjsd
 from ouroboros import ouroboros
-from paper_tables import EnergyMeter, Stopwatch, integrate
 from speculative import speculative
 
 PROMPT = [3, 14, 15]
@@ -57,8 +52,8 @@ def models(tmp_path_factory, embedded):
         model.save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
     save_tuning(path / "bita.safetensors", Tuning(shape_of(target), P=4), target)
-    return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--cllm",
-            str(path / "cllm"), "--adapters", str(path), *TINY]
+    return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
+            str(path), *TINY]
 
 
 def made(*argv) -> Bench:
@@ -133,9 +128,9 @@ def test_methods_get_what_they_share_and_a_round_begins_without_it():
 
 def test_transformers_own_passes_are_counted_and_its_models_left_as_they_were(models):
     """With the same drafts it takes as many target calls as ours, for the same text."""
-    bench = made(*models, "--max-new-tokens", "24", "--gamma", "4")
+    bench = made(*models, "--max-new-tokens", "24")
     (_, prompt), *_ = bench.pairs()
-    ar, ours, runs = bench.ours(autoregressive)(prompt), bench.ours(speculative, gamma=4)(prompt), {
+    ar, ours, runs = bench.ours(autoregressive)(prompt), bench.row("speculative --gamma 6")(prompt), {
         "plain": bench.theirs(), "assistant": bench.theirs("draft"),
         "lookup": bench.theirs(prompt_lookup_num_tokens=4)}
     counts = {name: run(prompt) for name, run in runs.items()}
@@ -173,7 +168,7 @@ def test_rounds_interleave_the_methods():
     bench.args = options("").parse_args(["--rounds", "2"])
     bench.prompts = {"a": [[1], [2]], "b": [[3], [4], [5]]}
     results = bench.measure({name: Made(name, seen) for name in "xy"})
-    warm, one = [(name, i) for i in (1, 2, 3) for name in "xy"], ["x", "y"]
+    warm, one = [(name, i) for name in "xy" for i in (1, 2, 3)], ["x", "y"]
     one += [(name, i) for i in (1, 2, 3, 4, 5) for name in "xy"]
     assert seen == warm + one * 2
     assert [[name for name, _ in some] for some in results.counts["y"]] == [[*"aabbb"]] * 2
@@ -197,7 +192,7 @@ def test_ratios_are_taken_within_a_round_and_medians_over_the_rounds():
     assert [results.per_call("x", name) for name in (None, "a", "b")] == [4.0, 2.5, 5.0]
     assert [results.per_token("x", part) for part in ("total", "target", "draft")] == [
         1000 * 8 / 40, 1000 * 3 / 40, 1000 * 0.5 / 40]
-    assert [results.log("x", "accepted", name) for name in ("b", "a", None)] == [1.5, 8 / 3, 17 / 9]
+    assert results.ratios("x", "y") == [4.0, 1.0, 0.5] and results.guesses("x") == 0
     results.counts["y"][0][1][1].output = [3]
     assert results.same("x", "y") == "1 of 2" and results.same("x", "x") == "2 of 2"
 
@@ -242,120 +237,87 @@ def test_without_a_prompt_there_is_no_benchmark(argv, said, monkeypatch, models)
 
 # -------------------------------------------------------------------------------- all methods
 
-def test_make_bench_prints_all_methods_beside_transformers_own(models, monkeypatch, capsys):
+def test_make_bench_prints_rows_beside_transformers_own(models, monkeypatch, capsys):
+    folder = models[models.index("--target") + 1].removesuffix("target")
+    another = f"cllm --target {folder}cllm"
     argv = ["results/bench.py", *models, "--max-new-tokens", "12", "--only", "speculative",
-            "lookahead, W", "cllm"]
+            "lookahead --W", "--row", another, "--row", "medusa --nodes 4"]
     monkeypatch.setattr(sys, "argv", argv)
     module.main()
     text = capsys.readouterr().out
     assert text.startswith(f"`python {shlex.join(argv)}`\n\ncpu, torch.float32, ")
     assert "medians of 1 rounds over 3 prompts (0 left out for loops)" in text
+    assert "medusa --nodes 4 left out: expected " in text  # there is no such file
     rows, ratios = tables_of(text)
-    speculation = "speculative, draft of 6 tokens"
+    speculation = "speculative --gamma 6"
     assisted = "`generate`, assistant, draft of 6 tokens"
     assert names_of(rows) == [
-        "AR", speculation, "lookahead, W = 0", "cllm (another model)", "`generate`", assisted,
+        "autoregressive", speculation, "lookahead --W 0", another, "`generate`", assisted,
         "`generate`, prompt lookup of 4"]
     same, per_call = column(rows, "output as AR's"), column(rows, "tokens per target call")
-    assert same.pop("cllm (another model)") != "3 of 3" and set(same.values()) == {"3 of 3"}
-    assert per_call["AR"] == per_call["`generate`"] == "1.00" == column(rows, "x AR")["AR"]
+    assert same.pop(another) != "3 of 3" and set(same.values()) == {"3 of 3"}
+    x_ar = column(rows, "x AR")
+    assert per_call["autoregressive"] == per_call["`generate`"] == "1.00"
+    assert x_ar["autoregressive"] == "1.00"
     assert float(per_call[speculation]) == float(per_call[assisted]) > 2
+    assert column(rows, "guesses a call")[speculation] == "6.0"
+    assert column(rows, "rows a call")[speculation] == "7.0"
+    assert column(rows, "range")[another] == " to ".join([x_ar[another]] * 2)
     layers = column(rows, "target layers a token")
     for name, count in layers.items():
-        once = float(layers["AR"]) / float(per_call[name])
+        once = float(layers["autoregressive"]) / float(per_call[name])
         assert float(count) == pytest.approx(once, abs=0.1)
+    place = rows[0].index("ms a token: target")
     for row in rows[1:]:
-        target, draft, rest = map(float, row[9:12])
+        target, draft, rest = map(float, row[place:place + 3])
         assert target > 0 and rest > 0 and (draft > 0) == (row[0] in (speculation, assisted))
-        assert 1000 / (target + draft + rest) == pytest.approx(float(row[3]), rel=0.1)
-        share = 100 * float(row[4]) / float(row[1])
-        assert float(row[8].rstrip("%")) == pytest.approx(share, abs=2)
-    assert names_of(ratios) == ["AR / `generate`", f"{speculation} / {assisted}",
-                                "lookahead, W = 0 / `generate`, prompt lookup of 4"]
+        speed = float(column(rows, "tokens/s")[row[0]])
+        assert 1000 / (target + draft + rest) == pytest.approx(speed, rel=0.1)
+        share = 100 * float(x_ar[row[0]]) / float(per_call[row[0]])
+        assert float(row[place - 1].rstrip("%")) == pytest.approx(share, abs=2)
+    assert names_of(ratios) == ["autoregressive / `generate`", f"{speculation} / {assisted}",
+                                "lookahead --W 0 / `generate`, prompt lookup of 4"]
 
 
 def test_without_a_draft_there_are_the_methods_that_need_none(models, monkeypatch, capsys):
-    """Sampled outputs are not compared with AR's."""
-    only = ["--max-new-tokens", "4", "--temperature", "1", "--only", "AR", "look"]
+    """Sampled outputs are not compared with AR's, and are graded all the same."""
+    only = ["--max-new-tokens", "4", "--temperature", "1", "--only", "look", "specu"]
     monkeypatch.setattr(sys, "argv", ["bench.py", *models[:2], *models[4:], *only])
     module.main()
     text = capsys.readouterr().out
-    for name in "speculative, draft of 6 tokens", "sequoia", "mjsd (lossy)":
-        assert f"{name} left out: expected a --draft\n" in text
+    assert "speculative --gamma 6 left out: expected a --draft\n" in text
     rows, ratios = tables_of(text)
-    assert rows[0][-1] == "rest" and len(ratios) == 3
-    assert names_of(rows) == ["AR", "lookahead", "lookahead, W = 0", "`generate`",
+    assert rows[0][-2:] == ["rest", "right answers"] and len(ratios) == 3
+    assert names_of(rows) == ["autoregressive", "lookahead", "lookahead --W 0", "`generate`",
                               "`generate`, prompt lookup of 4"]
 
 
-def test_nodes_are_those_of_every_tree():
+def test_rows_say_what_the_bench_does_not():
+    """A row's own options come first: nodes, sampling, length and model."""
     bench = made(*TINY, "--max-new-tokens", "8", "--nodes", "5")
-    bench.prompts = {"sql": bench.prompts["sql"]}
-    runs = bench.heads("hydra") | bench.eagle("dynamic", dynamic=True) | bench.rest("rest")
-    for name, most in (("hydra", 4), ("dynamic", 4), ("rest", 5)):  # all but the root; guesses
-        log = [record for _, prompt in bench.pairs() for record in runs[name](prompt).log]
+    (_, prompt), *_ = bench.pairs()
+    for line, most in (("medusa --heads hydra", 4), ("eagle --dynamic", 4),
+                       ("medusa --nodes 3", 2)):  # all but the root
+        log = bench.row(line)(prompt).log
         assert max(record["guessed"] for record in log) == most
+    warm = bench.row("jacobi --temperature 0.7 --seed 3 --max-new-tokens 5")
+    assert (warm.sample.temperature, warm.sample.seed, warm.limit) == (0.7, 3, 5)
+    assert bench.row("cllm").models["target"].model is bench.load(str(module.MODELS / "cllm"))
+    more = bench.row("specinfer --draft models/draft --draft models/draft")
+    assert len(more.options["more_drafts"]) == 1
+    with pytest.raises(InputError, match="expected a row of one of"):
+        bench.row("medusas")
 
 
-# --------------------------------------------------------------------------------- the papers'
-
-def test_power_is_integrated_over_time():
-    assert integrate([], 0.0, 1.0) is None
-    assert integrate([(0.5, 100.0)], 0.0, 2.0) == 200
-    readings = [(-1.0, 0.0), (1.0, 100.0), (2.0, 200.0), (9.0, 0.0)]
-    assert integrate(readings, 0.0, 3.0) == pytest.approx(50 + 150 + 100)
+@pytest.mark.parametrize("line", [*dict.fromkeys(
+    line for lines in (module.ALL, *module.TABLES.values()) for line in lines)])
+def test_every_row_is_a_command_line(line, bench):
+    assert bench.row(line).method.__name__ == line.split()[0]
 
 
-def test_a_cpus_counters_may_wrap(tmp_path, monkeypatch):
-    monkeypatch.setattr(papers, "COUNTERS", tmp_path)
-    for zone, before in (("intel-rapl:0", 9_000_000), ("intel-rapl:1", 1_000_000)):
-        (tmp_path / zone).mkdir()
-        (tmp_path / zone / "energy_uj").write_text(str(before))
-        (tmp_path / zone / "max_energy_range_uj").write_text("9999999")
-    with EnergyMeter(torch.device("cpu")) as meter:
-        (tmp_path / "intel-rapl:0/energy_uj").write_text("2000000")  # wrapped: 3 J
-        (tmp_path / "intel-rapl:1/energy_uj").write_text("1500000")
-    assert meter.joules == pytest.approx(3.5)
-
-
-SMI = """#!/bin/sh
-[ "$1" = --id=GPU-abc ] || exit 6
-echo "[N/A]"
-while true; do echo 80.00; sleep 0.02; done
-"""
-
-
-def test_a_gpus_power_is_read_while_it_works(tmp_path, monkeypatch):
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    properties = SimpleNamespace(uuid="GPU-abc")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    with EnergyMeter(torch.device("cuda"), interval=0.02) as meter:
-        while not meter.watts and meter.reader.is_alive():
-            pass
-    assert meter.joules > 0 and {watts for _, watts in meter.watts} == {80}
-
-
-def test_a_stopwatch_gives_each_part_its_own_time():
-    """An inner part's time is not the outer part's as well. Each look at the clock is a tick."""
-    class Work:
-        def outer(self):
-            return self.inner() + self.other() + self.inner()
-
-        def inner(self):
-            return 1
-
-        def other(self):
-            raise ValueError
-    work, before, ticks = Work(), Work.inner, itertools.count()
-    with Stopwatch({"a": [(Work, "outer"), (Work, "other")], "b": [(Work, "inner")]},
-                   lambda: next(ticks)) as watch:
-        with pytest.raises(ValueError):
-            work.outer()
-        assert watch.seconds == {"a": 4.0, "b": 1.0} and watch.running == []
-        assert work.inner() == 1 and watch.seconds == {"a": 4.0, "b": 2.0}
-    assert Work.inner is before and work.inner() == 1 and next(ticks) == 8
+@pytest.fixture(scope="module")
+def bench():
+    return made(*TINY, "--max-new-tokens", "2")
 
 
 @pytest.fixture(scope="module")
@@ -370,76 +332,3 @@ def test_answers_to_tasks_are_graded_and_no_others(small):
     prompt, example = next(iter(small.examples.items()))
     answer = small.tokenizer.encode(example.answer, add_special_tokens=False)
     assert small.graded([prompt, [5], prompt], [answer, answer, [5]]) == [True, False]
-
-
-def test_the_profile_adds_up(small, capsys):
-    papers.table_profile(small)
-    [rows] = tables_of(capsys.readouterr().out)
-    assert len(rows) == 16
-    for name, total, *parts, outside in rows[1:]:
-        total, parts = float(total), list(map(float, parts))
-        assert sum(parts) == pytest.approx(total, abs=0.05)
-        assert parts[0] > 0 and parts[2] > 0 and parts[-1] >= 0
-        assert (parts[1] > 0) == any(x in name for x in ("spec", "ouro", "mjsd", "bild"))
-        share = 100 * (1 - (parts[0] + parts[1]) / total)
-        assert float(outside.rstrip("%")) == pytest.approx(share, abs=1)
-
-
-def test_the_tables_of_ouroboros(small, capsys, monkeypatch):
-    """Without its mechanisms it drafts as speculative decoding does."""
-    monkeypatch.setattr(papers, "LENGTHS", (3, 9))
-    papers.table_ouroboros(small)
-    steps, local, suffixes, matches, lengths, temperatures = tables_of(capsys.readouterr().out)
-    plain, phrases, speculation = steps[2], steps[3], steps[7]
-    assert plain[0] == "none (greedy draft, token by token)" and phrases[0] == "+ phrases"
-    assert plain[1] == speculation[1] and plain[4:] == speculation[4:] == ["6.00", plain[5], "1.00"]
-    assert float(phrases[6]) < 1 and names_of(temperatures) == ["0.0", "0.5", "1.0"]
-    assert all(0 < float(a) <= 7 for a in matches[1][1:])  # of 20 drafted 7 can be given out
-    assert column(lengths, "tokens an answer") == {"3": "3", "9": "9"}
-
-
-def test_the_tables_of_joint_decoding(small, capsys, monkeypatch):
-    monkeypatch.setattr(papers, "CALLS", 2)
-    papers.table_mjsd(small)
-    warped, greedy, beams, tau, joint, rows, drafts = tables_of(capsys.readouterr().out)
-    for some in (warped, greedy, beams, tau, joint):
-        assert some[0][1:] == papers.HEAD and some[1][2] == "1.00"
-        assert set(column(some, "accuracy").values()) <= {"0%", "100%"}
-        assert all(float(x) >= 1 for x in column(some, "perplexity").values())
-    accepted = column(greedy, "accepted a round (Fig. 3)")
-    assert accepted["AR"] == "-" and 0 < float(accepted["MJSD"]) <= 4
-    assert column(greedy, "perplexity")["AR"] == column(greedy, "perplexity")["speculative"]
-    assert column(tau, "tokens per target call")["1.0"] == "1.00"
-    assert column(joint, "tokens per target call")["MJGD, K = 1"] == "1.00"
-    assert names_of(rows) == ["1", "2", "4", "8", "16", "32", "64"] and len(drafts) == 7
-
-
-def test_the_tables_of_bita(models, tmp_path, monkeypatch, capsys):
-    (file := tmp_path / "prompts.txt").write_text("Mia has 3 apples.")
-    argv = ["paper_tables.py", "--table", "bita", *models, "--prompts", str(file),
-            "--max-new-tokens", "7", "--tunings",
-            models[models.index("--adapters") + 1] + "/bita.safetensors"]
-    monkeypatch.setattr(sys, "argv", argv)
-    papers.main()
-    trees, tunings = tables_of(capsys.readouterr().out)
-    assert set(column(trees, "output as AR's").values()) == {"1 of 1"}
-    rows = {name: float(x) for name, x in column(trees, "rows a call").items()}
-    assert rows["efficient tree, k = 5"] < 64 < rows["full tree, k = 4"]
-    assert rows["straightforward"] < rows["full tree, k = 1"] == rows["efficient tree, k = 1"]
-    assert names_of(tunings) == ["bita: deep, 3 masks"]
-
-
-def test_the_tables_of_consistency_models(small, capsys, monkeypatch):
-    monkeypatch.setattr(papers, "GRADED", 1)
-    answers_of = functools.partial(papers.recipe.answer_prompts, limit=9)
-    monkeypatch.setattr(papers.recipe, "answer_prompts", answers_of)
-    monkeypatch.setattr(small.args, "cllms", [small.args.draft], raising=False)
-    monkeypatch.setattr(small, "prompts", small.prompts)
-    papers.table_cllm(small)
-    decoded, profile, lengths = tables_of(capsys.readouterr().out)
-    assert names_of(decoded) == [f"{name} + {how}" for name in ("target", "CLLM")
-                                 for how in ("AR", "Jacobi", "lookahead")]
-    assert set(column(decoded, "output as its AR's").values()) == {"1 of 1"}
-    assert column(decoded, "tokens per call")["CLLM + AR"] == "1.00"
-    assert column(decoded, "x AR of the target")["target + AR"] == "1.00"
-    assert [*map(names_of, (profile, lengths))] == [["target", "CLLM"], ["target", "cllm", "draft"]]

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-import eagle3_parts
 from common import CachedLM, InputError, autoregressive
 from families import tiny
 from helpers import tokens_of
@@ -492,28 +491,3 @@ def test_what_is_no_head_is_refused(tmp_path):
         write_head(tmp_path, make_draft(taps=(1, 3, 4)))
     with pytest.raises(InputError, match="must be trained without --mtp"):
         write_head(tmp_path, make_draft((7,), form=Form(mtp=True)))
-
-
-# ---------------------------------------------------------------------------------- its variants
-
-def test_the_picture_has_a_curve_for_each_variant():
-    curves = {name: [0.9 - 0.1 * n - 0.01 * i for n in range(4)]
-              for i, name in enumerate(eagle3_parts.VARIANTS)}
-    root, space = xml.fromstring(eagle3_parts.draw_curves(curves)), "{http://www.w3.org/2000/svg}"
-    lines = [x.get("points").split() for x in root.iter(f"{space}polyline")]
-    assert [len(line) for line in lines] == [4, 2] * len(curves)
-    words = " ".join(x.text or "" for x in root.iter(f"{space}text"))
-    assert all(variant.label in words for variant in eagle3_parts.VARIANTS.values())
-    looks = {(variant.dash, variant.mark) for variant in eagle3_parts.VARIANTS.values()}
-    assert len(looks) == len(curves)  # no color tells them apart
-    heights = [float(line[0].partition(",")[2]) for line in lines[::2]]
-    assert heights == sorted(heights) and len({*heights}) == len(curves)
-    legend = [float(line[0].partition(",")[2]) for line in lines[1::2]]
-    assert legend == sorted(legend)  # names stand in the order of the curves' ends
-
-
-def test_a_chain_has_one_guess_a_node():
-    draft = make_draft()
-    chain, log = eagle3_parts.make_chain(draft), []
-    tokens_of(eagle3(CachedLM(MODEL), TEXT, nodes=4, trained=chain, log=log), 9)
-    assert {x["guessed"] for x in log} == {3} and draft.accept[0] == [0.5, 0.3, 0.1]
