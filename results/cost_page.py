@@ -19,9 +19,11 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cli.costs import describe, expected_speed, write_panel  # noqa: E402  (the path is set above)
+from cli.main import run_script  # noqa: E402
 from cli.run import Run  # noqa: E402
 from cli.trace import PAGE, Trace  # noqa: E402
 from common import autoregressive  # noqa: E402
+from models.files import write_text  # noqa: E402
 from results.bench import Bench, Ours, options, perform, table  # noqa: E402
 from speculative import speculative  # noqa: E402
 
@@ -123,7 +125,7 @@ def check(bench: Bench) -> int:
     return int(failed)
 
 
-def main() -> None:
+def main() -> int:
     parser = options(__doc__)
     add = parser.add_argument
     add("--check", action="store_true", help="compare the expected speed with the measured one")
@@ -137,11 +139,11 @@ def main() -> None:
         if bench.args.check:
             status = check(bench)
             return
-        bench.args.out.write_text(write_page(collect(bench)), encoding="utf-8")
+        write_text(bench.args.out, write_page(collect(bench)))
         print(bench.args.out.resolve())
     perform(parser, act)
-    sys.exit(status)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -17,7 +17,7 @@ from statistics import mean, median, stdev
 import torch
 from tqdm import tqdm
 
-from bench import Bench, Ours, ROOT, clock, options, perform, table
+from bench import Bench, Ours, ROOT, clock, options, perform, run_script, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 import common  # noqa: E402  (the path is set above)
@@ -529,4 +529,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

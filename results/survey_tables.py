@@ -23,7 +23,7 @@ from statistics import mean
 
 import torch
 
-from bench import Bench, ROOT, options, perform, table
+from bench import Bench, ROOT, options, perform, run_script, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 from bita import bita, load_tuning  # noqa: E402  (path: set above)
@@ -767,4 +767,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -613,4 +613,4 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([eagle3], report, commands=[train, measure, export],
-                  ranges={"nodes": (4, 8, 16, 32, 64)}))
+                  folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

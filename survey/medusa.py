@@ -758,4 +758,4 @@ def report(run) -> str:
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([medusa], report, commands=[train, measure, export],
-                  ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
+                  folders=[export], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -72,12 +72,13 @@ def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **
     tensors  the tensors, by name
     header   other facts about the part, which JSON can hold
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    from models.files import write_whole
     kept = {}
     for name, x in (tensors | {"model": some_embeddings(model)}).items():
         dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
         kept[name] = x.detach().cpu().to(dtype)
-    save_file(kept, path, {"part": json.dumps({"kind": kind} | header)})
+    facts = {"part": json.dumps({"kind": kind} | header)}
+    write_whole(path, lambda fresh: save_file(kept, fresh, facts))
 
 
 def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -136,14 +137,14 @@ def save_facts(path: Path, models: dict, **facts) -> None:
     models  {the name of a model in the file: the model}. Their fingerprints are kept
     facts   what was measured, which JSON can hold
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    from models.files import write_text
     fingerprints = {}
     for name, model in models.items():
         rows = some_embeddings(model)[:16, :16].tolist()
         # Four significant digits are enough to tell models apart. A fixed number of decimals would
         # round small embeddings to 0.
         fingerprints[name] = [[float(f"{x:.4g}") for x in row] for row in rows]
-    path.write_text(json.dumps(fingerprints | facts) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(fingerprints | facts) + "\n")
 
 
 def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):

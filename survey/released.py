@@ -283,10 +283,15 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
     tensors  the head's, by the names of the released form
     name     the file of the tensors
     """
-    out.mkdir(parents=True, exist_ok=True)
+    from models.files import write_whole
     kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    save_file(kept, out / name, {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        save_file(kept, folder / name, {"format": "pt"})
+        told = json.dumps(config, indent=2) + "\n"
+        (folder / "config.json").write_text(told, encoding="utf-8")
+    write_whole(out, write)
 
 
 # ------------------------------------------------------------------------- measured acceptance

@@ -450,6 +450,8 @@ def odd(tmp_path_factory):
     (top / "unknown/config.json").write_text('{"model_type": "perceptron"}')
     (top / "file").write_text("no directory")
     (top / "latin").write_bytes(b"caf\xe9")
+    (top / "link").symlink_to(top / "unknown")
+    (top / "p.jsonl").write_text('{"prompt": "Tom has 3 apples."}\n')
     return top
 
 
@@ -521,8 +523,8 @@ survey.online boost --out /no/x | --steps 0: 1 or more
 
 
 @pytest.mark.parametrize("line", RULES)
-def test_an_option_outside_its_range_is_named_with_the_value(line, ask):
-    command, *rules = line.split(" | ")
+def test_an_option_outside_its_range_is_named_with_the_value(line, ask, tmp_path):
+    command, *rules = line.replace("/no/x", f"{tmp_path}/x").split(" | ")
     file, *argv = command.split()
     for words, _, rule in (text.partition(": ") for text in rules):
         name, *values = words.split()
@@ -538,8 +540,9 @@ REFUSED = [
     ("speculative --gamma 1000000000000", "--gamma must be at most the context of 2048 tokens"),
     ("speculative --gam 3", "unrecognized arguments: --gam 3"),
     ("speculative tune", "unrecognized arguments: tune (--help lists all options)"),
-    ("speculative --trace {odd}/no/x", "--trace must be a file that can be written, got '{odd}/no"),
-    ("speculative --trace {odd}", "--trace must be a file that can be written, got '{odd}'"),
+    ("speculative --trace {odd}/file/x", "--trace must be a file that can be … /file/x': Not a"),
+    ("speculative --trace {odd}", "--trace must be a file that can be … '{odd}': it is a folder"),
+    ("speculative --trace {odd}/latin", "'{odd}/latin': it was not made here, and would be lost"),
     ("speculative --method spectr", "invalid choice: 'spectr'"),
     ("speculative --show sometimes", "invalid choice: 'sometimes'"),
     ("speculative --dtype int3", "model directory or hub id that … can load as int3"),
@@ -600,6 +603,21 @@ REFUSED = [
     ("survey.layerskip --tuning '' --E 12", "--E must be 1 to 11 for a model of 12 layers, got"),
     ("survey.layerskip --tuning models/exit.safetensors", "one of an early exit"),
     ("survey.early_exit --exit {odd}/none", "expected a file of an early exit, got '{odd}/none'"),
+    # Results that would take the place of something of the user's.
+    ("survey.medusa train --prompts {odd}/p.jsonl --out {odd}/empty/../p.jsonl",
+     "--out must be no file that the command itself reads or works in, got '{odd}/empty/../p"),
+    ("survey.medusa train --work {odd}/x --out {odd}/x", "itself reads or works in, got '{odd}/x'"),
+    ("survey.hybrid fit --adapters {odd}/broken --out {odd}/broken/model.safetensors",
+     "itself reads or works in"),
+    ("survey.eagle3 export --adapter x --target {odd}/unknown --out {odd}/link/", "itself reads"),
+    ("survey.online boost --draft {odd}/unknown --out {odd}/link", "itself reads or works in"),
+    ("survey.medusa export --adapter x --out {odd}/broken",
+     "a new folder, or one that `medusa export` made, got '{odd}/broken' with config.json"),
+    ("survey.layerskip export --tuning x --out {odd}/file", "--out must be a folder … is a file"),
+    ("cllm train --data x --lr 1 --out {odd}/file", "--out must be a folder … it is a file"),
+    ("survey.medusa train --out {odd}/empty", "--out must be a file … it is a folder"),
+    ("survey.medusa train --out {odd}/unknown/config.json", "it was not made here"),
+    ("bita train --out {odd}/file/x", "--out must be a file that can be … Not a directory"),
     ("survey.online boost --out /no/such/x --draft {odd}/empty",
      "expected a model directory or hub id that … got '{odd}/empty'"),
 ]
@@ -612,6 +630,15 @@ def test_wrong_input_is_one_line_and_status_2(line, said, odd, ask):
     file, *argv = [word.format(**names) for word in shlex.split(line)]
     err = refusal(ask(*argv, file=file))
     assert all(words in err for words in said.format(**names).split(" … ")), err
+
+
+def test_a_command_may_make_its_own_folder_again(tmp_path, ask):
+    argv = ["--adapter", f"{ROOT}/models/eagle3.safetensors", "--device", "cpu", "--out",
+            f"{tmp_path}/head"]
+    for _ in range(2):
+        assert ask("export", *argv, file="survey.eagle3")[0] == 0
+    assert "`eagle export` made" in refusal(ask("export", *argv, file="survey.eagle"))
+    assert [file.name for file in tmp_path.iterdir()] == ["head"]
 
 
 def test_a_draft_for_a_method_that_takes_none(ask, monkeypatch):

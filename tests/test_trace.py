@@ -217,3 +217,6 @@ def test_an_interrupted_run_has_a_page(tmp_path, monkeypatch):
     assert main([method], lambda run: "", argv) == 130
     [run] = data_of(tmp_path / "x.html")["runs"]
     assert len(checked(run)) >= 2 and CachedLM.forward is FORWARD
+    page = (tmp_path / "x.html").read_text()
+    assert main([method], lambda run: "", [*argv, "--gamma", "0"]) == 2  # nothing is decoded
+    assert (tmp_path / "x.html").read_text() == page
