@@ -238,8 +238,11 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
     options  the options to begin with, which get the values that are found
     ranges   for an option, the values to try
     """
+    names = [name for name in ranges if name in read_options(method)]
+    if not names:
+        raise InputError(f"--tune must have an option to search, {method.__name__} has none")
     session.decode(method, options)  # refuses wrong options, and warms up
-    for name in [name for name in ranges if name in read_options(method)]:
+    for name in names:
         speeds = {}
         for value in ranges[name]:
             with suppress(InputError):  # a value that does not go with the other options
@@ -274,7 +277,7 @@ def record_trace(session: Session) -> Iterator[None]:
         yield
         trace.time_calls()  # not after Ctrl-C, when nobody wants to wait
     finally:
-        shown = make_page(trace.runs, session.tokenizer, trace.describe_costs())
+        shown = make_page(trace.runs, session.tokenizers, trace.describe_costs())
         path.write_text(shown, encoding="utf-8")
         print(f"trace: {path.resolve()}", file=sys.stderr)
 
