@@ -302,6 +302,9 @@ def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[st
     if not whole.startswith(prompt):
         begin = prompt[len(commonprefix([prompt, whole])):]
         raise ValueError(f"the chat template begins answers with {begin!r}, but not this one")
+    if not render(tokenizer, messages, tools).startswith(whole):
+        # Some templates end a text with an EOS that does not end a turn within a text.
+        whole = whole.removesuffix(tokenizer.eos_token or "")
     return prompt, whole[len(prompt):]
 
 

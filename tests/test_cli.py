@@ -977,7 +977,7 @@ TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 # This one writes thoughts and tools as well, and ends a turn with a special token that is no EOS.
 WHOLE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>{% if m.thinking %}"
          "({{ m.thinking }}){% endif %}{{ m.content }}{{ m.tool_calls }}<s>\n{% endfor %}"
-         "{% if add_generation_prompt %}<assistant>{% endif %}")
+         "{% if add_generation_prompt %}<assistant>{% else %}</s>{% endif %}")
 OPENS = TEMPLATE.replace("{% endif", "<think>{% endif")
 ASKED, SAID = TALK[1:]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"f": "x"}]}
