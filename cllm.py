@@ -739,8 +739,9 @@ def resume(out: Path, settings: dict, prompts: list[list[int]]) -> set[int]:
         number = example["number"]
         return number < len(prompts) and prompts[number] == example["prompt"]
     if before != settings or not all(map(is_ours, examples)):
+        found = before if before != settings else "other prompts"
         raise InputError(f"expected {str(out)!r} to hold trajectories of this model, these prompts "
-                         f"and {settings}, got {before}")
+                         f"and {settings}, got {found}")
     write_text(out, "".join(json.dumps(line) + "\n" for line in [settings, *examples]))
     return {example["number"] for example in examples}
 

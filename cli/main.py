@@ -242,8 +242,11 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
     options  the options to begin with, which get the values that are found
     ranges   for an option, the values to try
     """
+    names = [name for name in ranges if name in read_options(method)]
+    if not names:
+        raise InputError(f"--tune must have an option to search, {method.__name__} has none")
     session.decode(method, options)  # refuses wrong options, and warms up
-    for name in [name for name in ranges if name in read_options(method)]:
+    for name in names:
         speeds = {}
         for value in ranges[name]:
             with suppress(InputError):  # a value that does not go with the other options
@@ -272,7 +275,7 @@ def record_trace(session: Session) -> Iterator[None]:
         trace.time_calls()  # not after Ctrl-C, when nobody wants to wait
     finally:
         if any(run["rounds"] for run in trace.runs):
-            shown = make_page(trace.runs, session.tokenizer, trace.describe_costs())
+            shown = make_page(trace.runs, session.tokenizers, trace.describe_costs())
             write_text(path, shown)
             print(f"trace: {path.resolve()}", file=sys.stderr)
 

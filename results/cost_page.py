@@ -50,8 +50,8 @@ def list_methods(bench: Bench, **wide) -> dict[str, Ours]:
 
 def widen(bench: Bench) -> dict[str, Ours]:
     """Build the five methods with their largest trees."""
-    trees = {name: {"nodes": WIDEST} for name in ("medusa", "eagle", "hybrid")}
-    return list_methods(bench, speculative={"gamma": LONGEST}, rest={"nodes": WIDEST - 1}, **trees)
+    trees = {name: {"nodes": WIDEST} for name in ("medusa", "eagle", "rest", "hybrid")}
+    return list_methods(bench, speculative={"gamma": LONGEST}, **trees)
 
 
 def record(ours: Ours, prompts: list[list[int]]) -> Trace:

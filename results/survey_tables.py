@@ -347,7 +347,7 @@ def table_rest(bench: Bench) -> None:
 
     Rows have the datastore alone, where they do not say otherwise.
     """
-    whole, nodes = load_datastore(bench.args.adapters / "rest.safetensors", bench.target), 15
+    whole, nodes = load_datastore(bench.args.adapters / "rest.safetensors", bench.target), 16
     texts = [text + BOUNDARY for text in whole.text.split(BOUNDARY)[:-1]]
     parts = {n: Datastore("".join(texts[::n])) for n in (8, 4, 2, 1)}
     alone = functools.partial(bench.ours, rest, grow=False)
@@ -356,14 +356,14 @@ def table_rest(bench: Bench) -> None:
              alone(store=part, nodes=nodes) for n, part in parts.items()}
     runs |= {f"suffix of at most {n}": alone(store=whole, nodes=nodes, longest=n)
              for n in (1, 2, 4, 8, 16)}
-    runs |= {f"{m - 1} guesses": alone(store=whole, nodes=m - 1) for m in WIDTHS if 1 < m <= 64}
+    runs |= {f"{m - 1} guesses": alone(store=whole, nodes=m) for m in WIDTHS if 1 < m <= 64}
     runs["as many as pay"] = alone(store=whole)
     runs["with the text itself"] = bench.ours(rest, store=whole, nodes=nodes)
     runs["the text alone"] = bench.ours(rest, store=Datastore(), nodes=nodes)
     runs |= {f"with the text itself, SuffixDecoding's score, alpha {alpha}":
              bench.ours(rest, store=whole, nodes=nodes, alpha=alpha) for alpha in (1, 2, 4, 16)}
     results = bench.measure(runs)
-    print(table([[f"REST, {nodes} guesses a call", "tokens per target call", *bench.prompts,
+    print(table([[f"REST, {nodes - 1} guesses a call", "tokens per target call", *bench.prompts,
                   "guesses a call", "x AR", "output as AR's"],
                  *rates(bench, results, list(runs)[1:], "guessed")]))
 

@@ -261,7 +261,7 @@ class Drafters:
 
         def store(path: Path):
             texts = rest_file.load_datastore(path, model)
-            return LONGEST, lambda k: self.run(rest_file.rest, store=texts, nodes=k)
+            return LONGEST, lambda k: self.run(rest_file.rest, store=texts, nodes=1 + k)
 
         def both(datastore: Path, trust: Path, heads: Path):
             if "hydra" not in hybrid_file.load_trust(str(trust), model)["w"]:

@@ -50,8 +50,8 @@ Departures (paper / here / why):
         `export` writes it for engines
     data: a fixed set of dialogues / the target's own greedy answers / the draft guesses those
     learning rate: 3e-5, in the released code after 2,000 steps of warm-up and then falling in a
-        line / 1e-3 and a cosine without warm-up / it suits small models and 1,000 steps. Use a
-        lower rate for a target of billions of parameters
+        line / 1e-3 and a cosine, after a warm-up of a twentieth of the steps / it suits small
+        models and 1,000 steps. Use a lower rate for a target of billions of parameters
     AdamW's betas: 0.9 and 0.95 / 0.9 and 0.999 / they are PyTorch's default
     noise on features: uniform in ± 0.1, in the released code times 512 / length / ± 0.1 for every
         length / that is the paper's number

@@ -133,7 +133,7 @@ def test_text_is_shown_and_never_run(embedded):
     run = Run(autoregressive, {"target": CachedLM(target)}, {}, set())
     trace = Trace()
     tokens_of(trace.watch(run, prompt, run.decode(prompt, 3, greedy)), 3)
-    written = make_page(trace.runs, tokenizer)
+    written = make_page(trace.runs, {"target": tokenizer})
     script, empty = PAGE.read_text().split("DATA")
     assert written.startswith(script) and written.endswith(empty)
     inside = written[len(script):len(written) - len(empty)]

@@ -39,8 +39,8 @@ class Letters:
     def decode(self, ids, skip_special_tokens):
         return "".join(map(str, ids))
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return f"ab{messages[0]['content']}c"
+    def apply_chat_template(self, messages, **_):
+        return f"HERE {messages[0]['content']}c"
 
     def save_pretrained(self, folder):
         pass
@@ -428,7 +428,7 @@ def test_bad_options_are_refused(command, option, value, small, tmp_path, monkey
 def test_a_model_that_writes_no_new_prompt_is_refused(row, said, small, tmp_path, monkeypatch):
     """It would run for ever. What it wrote before is kept beside the file of an earlier run."""
     def generate_answers(model, *asked):
-        assert asked == ({1}, [Letters().encode("ab")] * 3, 7, 0.5)
+        assert asked == ({1}, [Letters().encode("HERE ")] * 3, 7, 0.5)
         return iter([dict.fromkeys(range(3), row)])
     monkeypatch.setattr(Letters, "chat_template", "{{ messages }}")
     monkeypatch.setattr(recipe, "generate_answers", generate_answers)
