@@ -17,6 +17,7 @@ from transformers.utils import chat_template_utils
 
 from common import InputError, encode, eos_ids, load, shorten
 from models.training import Pair, Settings
+from survey.parts import check_file
 
 LORA = "a LoRA adapter, which must be merged into its base model first"
 
@@ -68,8 +69,10 @@ def find_fault(folder: Path, said: str) -> str:
         if lacking:
             return f"{len(lacking)} of its {len(listed)} files are missing, as {lacking[0]}"
     for file in [*weights, *sorted(folder.glob("*.json"))]:
-        if file.is_file() and file.open("rb").read(30).startswith(b"version https://git-lfs"):
-            return f"{file.name} is a pointer of git-lfs, not the file itself: git lfs pull"
+        try:
+            check_file(file)
+        except ValueError as error:
+            return str(error)
     names = []
     for file in weights:
         if file.suffix == ".safetensors":
