@@ -599,12 +599,12 @@ def some_embeddings(model) -> torch.Tensor:
 
 def save_tuning(path: Path, tuning: Tuning, model) -> None:
     """Write a tuning to a file, with the model that it is for."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    from models.files import write_whole
     tensors = {"prompts": tuning.soft_prompt, "masks": tuning.masks,
                "model": some_embeddings(model)}
-    save_file({name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}, path,
-              {"bita": json.dumps(tuning.shape | {"design": tuning.design,
-                                                  "accept": tuning.accept})})
+    kept = {name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}
+    header = json.dumps(tuning.shape | {"design": tuning.design, "accept": tuning.accept})
+    write_whole(path, lambda fresh: save_file(kept, fresh, {"bita": header}))
 
 
 def load_tuning(path: str, model) -> Tuning:

@@ -76,7 +76,6 @@ Left out: several GPUs.
 import itertools
 import json
 import math
-import os
 import random
 import re
 import sys
@@ -499,6 +498,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     local:  use local consistency, Eq. 5, in place of global consistency, Eq. 4
     seed:   seed of the order of the examples and of the states drawn
     """
+    from models.files import save_model
     from models.training import require, require_training_options
     from survey.low_rank import add_low_rank, merge_changes
     require_training_options(lr, steps=steps, batch=batch, states=states)
@@ -508,8 +508,6 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     n, examples, held_out = read_examples(data, model, seed)
     eos = eos_ids(model, tokenizer)
     work = work or Path(f"{out}.work")
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
     changes = None
     if rank > 0:
         with torch.random.fork_rng():
@@ -525,8 +523,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(eos) or None,
         pad_token_id=tokenizer.pad_token_id)
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    save_model(out, model.to(torch.bfloat16), tokenizer)
 
 
 # -------------------------------------------------------------- Alg. 1: collecting trajectories
@@ -733,6 +730,7 @@ def resume(out: Path, settings: dict, prompts: list[list[int]]) -> set[int]:
     returns   the numbers of the prompts that the file has already. InputError is raised if the file
               has other settings or other prompts.
     """
+    from models.files import write_text
     before, examples = settings, []
     if out.exists():
         before, examples = read_trajectories(out)
@@ -741,13 +739,10 @@ def resume(out: Path, settings: dict, prompts: list[list[int]]) -> set[int]:
         number = example["number"]
         return number < len(prompts) and prompts[number] == example["prompt"]
     if before != settings or not all(map(is_ours, examples)):
+        found = before if before != settings else "other prompts"
         raise InputError(f"expected {str(out)!r} to hold trajectories of this model, these prompts "
-                         f"and {settings}, got {before}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = out.with_name(out.name + ".new")
-    lines = "".join(json.dumps(line) + "\n" for line in [settings, *examples])
-    fresh.write_text(lines, encoding="utf-8")
-    os.replace(fresh, out)
+                         f"and {settings}, got {found}")
+    write_text(out, "".join(json.dumps(line) + "\n" for line in [settings, *examples]))
     return {example["number"] for example in examples}
 
 
@@ -858,4 +853,4 @@ def report(run) -> str:
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([cllm], report, target="cllm", commands=[collect, train, profile],
-                  ranges={"n": (4, 8, 16, 32, 64)}))
+                  folders=[train], ranges={"n": (4, 8, 16, 32, 64)}))

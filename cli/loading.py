@@ -4,14 +4,20 @@
 loaded, so that its user learns which file is wrong and what to do about it."""
 import json
 from argparse import Namespace
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
+from os.path import commonprefix
 from pathlib import Path
+from types import SimpleNamespace
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
+from transformers.utils import chat_template_utils
 
 from common import InputError, encode, eos_ids, load, shorten
 from models.training import Pair, Settings
+from survey.parts import check_file
 
 LORA = "a LoRA adapter, which must be merged into its base model first"
 
@@ -63,8 +69,10 @@ def find_fault(folder: Path, said: str) -> str:
         if lacking:
             return f"{len(lacking)} of its {len(listed)} files are missing, as {lacking[0]}"
     for file in [*weights, *sorted(folder.glob("*.json"))]:
-        if file.is_file() and file.open("rb").read(30).startswith(b"version https://git-lfs"):
-            return f"{file.name} is a pointer of git-lfs, not the file itself: git lfs pull"
+        try:
+            check_file(file)
+        except ValueError as error:
+            return str(error)
     names = []
     for file in weights:
         if file.suffix == ".safetensors":
@@ -138,10 +146,40 @@ def encode_data(model, tokenizer, args: Namespace, settings: Settings) -> tuple:
     returns   token ids of the prompts, and the settings, which hold the pairs of --data
     """
     rows = getattr(args, "data", None)
-    if rows is None:
-        return encode_prompts([model], tokenizer, args.prompts, args.chat), settings
-    pairs = [encode_pair(model, tokenizer, row, args.chat) for row in rows]
+    with keep_date(tokenizer, args):
+        if rows is None:
+            return encode_prompts([model], tokenizer, args.prompts, args.chat), settings
+        pairs = [encode_pair(model, tokenizer, row, args.chat) for row in rows]
     return [prompt for prompt, _ in pairs], replace(settings, pairs=pairs)
+
+
+@contextmanager
+def keep_date(tokenizer, args: Namespace):
+    """Let a chat template that writes today's date write the same date on every later day.
+
+    The date is kept in the command's work folder. Otherwise a stopped run would have other prompts
+    the next day, and would begin anew.
+
+    args   the parsed command line. Without an --out nothing is kept
+    """
+    if "out" not in args or "strftime_now" not in str(tokenizer.chat_template):
+        yield
+        return
+    file = (getattr(args, "work", None) or Path(f"{args.out}.work")) / "date"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(datetime.now().isoformat(), encoding="utf-8")
+    try:
+        date = datetime.fromisoformat(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"expected the date of an earlier run, got {str(file)!r}: {error}; "
+                         "without the file the date is today's") from error
+    clock = chat_template_utils.datetime  # which `strftime_now` reads
+    chat_template_utils.datetime = SimpleNamespace(now=lambda: date)
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = clock
 
 
 def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
@@ -149,20 +187,18 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
 
     row      what `read_pairs` returned for the line
     chat     whether a prompt is put into the chat template. Messages always are
-    returns  token ids of the prompt and of the answer. The answer of a text ends in an EOS
+    returns  token ids of the prompt and of the answer. The answer of a text ends as `end_answer`
+             says
     """
     try:
-        if "messages" in row:
-            *before, answer = row["messages"]
-            prompt, answer = render(tokenizer, before), answer["content"]
-        else:
-            prompt, answer = row["prompt"], row["answer"]
-            if chat and isinstance(prompt, str):
-                prompt = fill_template(tokenizer, prompt)
+        prompt, answer, messages = (row.get(name) for name in ("prompt", "answer", "messages"))
+        if messages is None and chat and isinstance(prompt, str):
+            messages = make_messages(tokenizer, prompt, answer)
+        if messages is not None:
+            prompt, answer = render_pair(tokenizer, messages, row.get("tools"))
         if isinstance(prompt, str):
-            plain = "messages" not in row and not chat
-            prompt, answer = split_texts(tokenizer, prompt, answer, plain)
-            answer = end_answer(answer, eos_ids(model, tokenizer), tokenizer.eos_token_id)
+            prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
+            answer = end_answer(tokenizer, answer, eos_ids(model, tokenizer), messages is not None)
         if not prompt or not answer:
             raise ValueError("nothing is left of it as tokens")
     except Exception as error:  # a template and a tokenizer raise errors of any kind
@@ -175,11 +211,25 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
     return prompt, answer
 
 
-def end_answer(answer: list[int], eos: set[int], usual: int | None) -> list[int]:
-    """Cut an answer behind its first EOS, or give it the usual one, if there is one."""
+def end_answer(tokenizer, answer: list[int], eos: set[int], templated: bool) -> list[int]:
+    """Cut an answer after its end, or give it the tokenizer's EOS, if there is one.
+
+    answer     token ids
+    eos        the tokens that end an answer
+    templated  whether the chat template wrote the answer. Its special token at the end of a turn
+               is an end even if the model's settings do not list it
+    """
     for i, token in enumerate(answer):
         if token in eos:
             return answer[:i + 1]
+    if templated:
+        turn = list(answer)
+        while turn and not tokenizer.decode(turn[-1:]).strip():  # a template adds line ends
+            del turn[-1]
+        added = tokenizer.added_tokens_decoder.get(turn[-1]) if turn else None
+        if added is not None and added.special:
+            return turn
+    usual = tokenizer.eos_token_id
     return answer if usual is None else [*answer, usual]
 
 
@@ -205,33 +255,98 @@ def encode_chat(tokenizer, text: str) -> list[int]:
 
 def open_chat(tokenizer) -> list[int]:
     """Return the tokens that the chat template puts before the words of a user."""
-    before, _, _ = fill_template(tokenizer, "HERE").partition("HERE")
+    # Two texts with no letter in common show where the words of a user begin.
+    before = commonprefix([fill_template(tokenizer, text) for text in ("one", "Two")])
     return tokenizer.encode(before, add_special_tokens=False)
 
 
 def fill_template(tokenizer, text: str) -> str:
     """Fill the chat template with one message of a user; InputError where it does not take it."""
+    return render(tokenizer, make_messages(tokenizer, text))
+
+
+def make_messages(tokenizer, *texts: str) -> list[dict]:
+    """Make the messages of a chat; InputError where the chat template does not take the first one.
+
+    texts    what the user says and, if it is given, what the assistant answers
+    returns  messages, whose contents are texts or lists of one part, as the template takes them
+    """
     if not tokenizer.chat_template:
         raise InputError("expected a model with a chat template for --chat, got one without")
     try:
         for parts in False, True:  # nearly all templates take a text, a few a list of parts
-            filled, other = (render(tokenizer, [as_message(x, parts)])
-                             for x in (text, text + " x"))
-            if filled != other:  # else the template left the prompt out
-                return filled
+            messages = [as_message(role, text, parts)
+                        for role, text in zip(("user", "assistant"), texts)]
+            if not find_lost(tokenizer, messages[:1]):
+                return messages
     except Exception as error:  # a template is a program of somebody else's
         raise InputError("expected a chat template that takes a prompt, but the model's says: "
                          f"{shorten(error) or type(error).__name__}") from error
     raise InputError("expected a chat template that takes a prompt, but the model's leaves it out")
 
 
-def as_message(text: str, parts: bool) -> dict:
-    """Make the message of a user, whose content is a text or a list of one part."""
-    return {"role": "user", "content": [{"type": "text", "text": text}] if parts else text}
+def as_message(role: str, text: str, parts: bool) -> dict:
+    """Make a message, whose content is a text or a list of one part."""
+    return {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
 
 
-def render(tokenizer, messages: list[dict]) -> str:
-    """Run the chat template on messages, up to where the assistant speaks."""
+def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[str, str]:
+    """Run the chat template on messages, of which the last one is the assistant's.
+
+    tools    what the assistant may call
+    returns  the text up to the answer, and the answer with all that the template adds to it
+    raises   ValueError where the template leaves something out, or begins an answer in two ways
+    """
+    whole = render(tokenizer, messages, tools, speaks=False)
+    lost = find_lost(tokenizer, messages, tools)
+    if lost:
+        raise ValueError(f"the chat template leaves out {lost}")
+    prompt = render(tokenizer, messages[:-1], tools)
+    if not whole.startswith(prompt):
+        begin = prompt[len(commonprefix([prompt, whole])):]
+        raise ValueError(f"the chat template begins answers with {begin!r}, but not this one")
+    if not render(tokenizer, messages, tools).startswith(whole):
+        # Some templates end a text with an EOS that does not end a turn within a text.
+        whole = whole.removesuffix(tokenizer.eos_token or "")
+    return prompt, whole[len(prompt):]
+
+
+def find_lost(tokenizer, messages: list[dict], tools: list | None = None) -> str:
+    """Name the first thing of messages that the chat template leaves out; an empty text if none.
+
+    Of the last message all keys count. Templates leave out the thoughts of earlier answers, and the
+    model never reads them, so of earlier messages only contents and calls of tools count.
+    """
+    whole = render(tokenizer, messages, tools, speaks=False)
+
+    def is_lost(messages: list[dict], tools: list | None) -> bool:
+        try:
+            return render(tokenizer, messages, tools, speaks=False) == whole
+        except Exception:  # a template that asks for what is missing does not leave it out
+            return False
+    if tools and is_lost(messages, None):
+        return "'tools'"
+    for number, message in enumerate(messages, 1):
+        before, after = messages[:number - 1], messages[number:]
+        for key, value in message.items():
+            counts = key in ("content", "tool_calls") if after else key != "role"
+            if not counts or not isinstance(value, (str, list, dict)) or not value:
+                continue
+            # A thought may be given under two names, of which a template needs to read only one.
+            emptied = {name: type(x)() for name, x in message.items()
+                       if x == value and name != "role"}
+            if str(value).strip() and is_lost([*before, message | emptied, *after], tools):
+                return f"{key!r} of message {number}"
+    return ""
+
+
+def render(tokenizer, messages: list[dict], tools: list | None = None, speaks: bool = True) -> str:
+    """Run the chat template on messages.
+
+    tools    what the assistant may call
+    speaks   whether the text goes on to where the assistant speaks
+    """
     if not tokenizer.chat_template:
         raise InputError("expected a model with a chat template for messages, got one without")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
+                                         add_generation_prompt=speaks)

@@ -1,6 +1,7 @@
 """Does what the command line of a method file says: load, decode, print, compare, tune.
 
-A method file ends in `main([its methods], report, …)`. Text goes to stdout. Figures and messages go
+A method file ends in `main([its methods], report, …)`, and every other script in
+`run_script(its main)`, so that all of them end alike. Text goes to stdout. Figures and messages go
 to stderr."""
 import itertools
 import signal
@@ -17,12 +18,13 @@ from transformers.utils import logging
 
 from cli.costs import find_reason
 from cli.loading import encode_data, encode_prompts, load_checked
-from cli.options import (MODELS, parse_command, parse_decoding, read_options, select_options,
-                         select_settings, write_option)
+from cli.options import (MODELS, list_reads, name_command, parse_command, parse_decoding,
+                         read_options, select_options, select_settings, write_option)
 from cli.run import Run
 from cli.text import cut_message, read_texts, set_encodings, stream
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids, prepare,
                     vocab_size)
+from models.files import check_result, sign_folder, write_text
 from models.training import use_settings
 
 
@@ -36,6 +38,7 @@ class Extras:
     ranges    for an option, the values that --tune tries
     target    the default target, a folder of models/
     commands  functions that train, collect or measure: `python FILE.py NAME …` calls one of them
+    folders   those of the commands whose --out is a folder, and not a file
     graphs    whether the methods can run by CUDA graphs
     """
     lossy: Container = ()
@@ -44,6 +47,7 @@ class Extras:
     ranges: dict[str, list] = field(default_factory=dict)
     target: str = "target"
     commands: tuple = ()
+    folders: Container = ()
     graphs: bool = True
 
 
@@ -238,8 +242,11 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
     options  the options to begin with, which get the values that are found
     ranges   for an option, the values to try
     """
+    names = [name for name in ranges if name in read_options(method)]
+    if not names:
+        raise InputError(f"--tune must have an option to search, {method.__name__} has none")
     session.decode(method, options)  # refuses wrong options, and warms up
-    for name in [name for name in ranges if name in read_options(method)]:
+    for name in names:
         speeds = {}
         for value in ranges[name]:
             with suppress(InputError):  # a value that does not go with the other options
@@ -251,19 +258,12 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
     print("fastest:", *(f"--{name} {options[name]}" for name in ranges if name in options))
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a path for --trace that cannot be written."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise InputError(f"--trace must be a file that can be written, got {str(path)!r}: "
-                         f"{error.strerror}") from error
-
-
 @contextmanager
 def record_trace(session: Session) -> Iterator[None]:
-    """Keep what is decoded inside a `with`, and write its page, also after Ctrl-C. Without --trace
-    nothing is kept."""
+    """Keep what is decoded inside a `with`, and write its page, also after Ctrl-C.
+
+    Without --trace nothing is kept. Where nothing was decoded, an older page stays as it is.
+    """
     path = session.args.trace
     if path is None:
         yield
@@ -274,27 +274,35 @@ def record_trace(session: Session) -> Iterator[None]:
         yield
         trace.time_calls()  # not after Ctrl-C, when nobody wants to wait
     finally:
-        shown = make_page(trace.runs, session.tokenizer, trace.describe_costs())
-        path.write_text(shown, encoding="utf-8")
-        print(f"trace: {path.resolve()}", file=sys.stderr)
+        if any(run["rounds"] for run in trace.runs):
+            shown = make_page(trace.runs, session.tokenizers, trace.describe_costs())
+            write_text(path, shown)
+            print(f"trace: {path.resolve()}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------- the steps
 
-def perform_command(command, argv: list[str]) -> int:
+def perform_command(command, argv: list[str], folders: Container) -> int:
     """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
 
     argv     the command line behind the command's name
+    folders  the commands that make a folder
     returns  the exit status
     """
     args = parse_command(command, argv)
     options = select_options(args, command, [])
     settings = select_settings(args)
+    made_by = name_command(command) if command in folders else ""
+    if "out" in options:
+        check_result("out", options["out"], list_reads(args, command), made_by)
     model, tokenizer = load_model(args.target, args)
     if "prompts" in args:
         options["prompts"], settings = encode_data(model, tokenizer, args, settings)
     with use_settings(settings):
-        return command(model, tokenizer, **options) or 0
+        status = command(model, tokenizer, **options) or 0
+    if made_by:
+        sign_folder(options["out"], made_by)
+    return status
 
 
 def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> int:
@@ -304,7 +312,7 @@ def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> 
         args.graphs = False
     method = next(f for f in methods if f.__name__ == args.method)
     if args.trace:
-        check_writable(args.trace)  # before anything is decoded
+        check_result("trace", args.trace, list_reads(args, method))
     options = select_options(args, method, methods)
     session = Session(args, method, report, extras.shared)
     session.check_options(options)
@@ -323,27 +331,23 @@ def perform(methods: list, report, argv: list[str], extras: Extras) -> int:
     """Do what a command line says: a command if its first word names one, else a decoding."""
     for command in extras.commands:
         if argv and argv[0] == command.__name__:
-            return perform_command(command, argv[1:])
+            return perform_command(command, argv[1:], extras.folders)
     return perform_decoding(methods, report, argv, extras)
 
 
-def main(methods: list, report, argv: list[str] | None = None, **extras) -> int:
-    """Be the command line of a method file.
+def run_script(act: Callable[[], int | None]) -> int:
+    """Run the main function of a script, and end as every script of the project ends.
 
-    methods  the file's methods, of which the first is the default
-    report   a function that says in a line what a run did
-    argv     the command line. Default: the one of this process
-    extras   fields of Extras
-    returns  the exit status. It is 1 if --compare found a difference, 2 for wrong input, of which
-             one line on stderr says what is wrong, 130 after Ctrl-C, and else 0
+    act      what is run. It returns the exit status, or nothing if all went well
+    returns  the exit status. It is 2 for wrong input, of which one line on stderr says what is
+             wrong, 130 after Ctrl-C, and else what `act` returned
     """
     set_encodings()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # for `| head`
     try:
-        argv = sys.argv[1:] if argv is None else argv
-        return perform(methods, report, argv, Extras(**extras))
+        return act() or 0
     except (InputError, OSError, SafetensorError, UnicodeError, RuntimeError,
             MemoryError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
@@ -354,3 +358,17 @@ def main(methods: list, report, argv: list[str] | None = None, **extras) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+
+
+def main(methods: list, report, argv: list[str] | None = None, **extras) -> int:
+    """Be the command line of a method file.
+
+    methods  the file's methods, of which the first is the default
+    report   a function that says in a line what a run did
+    argv     the command line. Default: the one of this process
+    extras   fields of Extras
+    returns  the exit status. It is 1 if --compare found a difference, and else that of
+             `run_script`
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    return run_script(lambda: perform(methods, report, argv, Extras(**extras)))

@@ -14,7 +14,7 @@ from argparse import (SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
                       RawDescriptionHelpFormatter)
 from inspect import Parameter, getdoc, getfile, signature
 from pathlib import Path
-from typing import Iterable
+from typing import Callable, Iterable
 
 from cli.text import Parser
 from common import InputError
@@ -24,6 +24,18 @@ from models.training import Settings
 MODELS = Path(__file__).resolve().parent.parent / "models"
 KINDS = (bool, int, float, str, Path)  # annotations of keyword arguments that are options
 METAVARS = {int: "N", float: "X", Path: "FILE"}  # what --help writes for a value; else the name
+
+
+class FileRows(list):
+    """Holds what was read from a file, and the name of the file.
+
+    file   the file
+    read   a function that reads the file
+    """
+
+    def __init__(self, file: str, read: Callable):
+        super().__init__(read(file))
+        self.file = file
 
 
 def read_options(function) -> dict[str, tuple[type, object]]:
@@ -38,6 +50,11 @@ def read_options(function) -> dict[str, tuple[type, object]]:
 def write_option(name: str) -> str:
     """Return how an argument is given on the command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def name_command(command) -> str:
+    """Return how a command is called, as "eagle export"."""
+    return f"{Path(getfile(command)).stem} {command.__name__}"
 
 
 def write_usage(functions: list, commands: Iterable) -> str:
@@ -80,11 +97,12 @@ def add_prompt_options(parser: ArgumentParser, trains: bool = False,
     """
     files = parser.add_mutually_exclusive_group(required=default is None)
     usual = " (default: three examples)" if default else ""
-    files.add_argument("--prompts", type=read_prompts, default=default, metavar="FILE",
+    files.add_argument("--prompts", type=lambda file: FileRows(file, read_prompts),
+                       default=default, metavar="FILE",
                        help=f'prompts, a line each, plain or {{"prompt": "..."}}{usual}')
     if trains:
         files.add_argument(
-            "--data", type=read_pairs, metavar="FILE",
+            "--data", type=lambda file: FileRows(file, read_pairs), metavar="FILE",
             help='learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", '
                  '"answer": "..."} on a line, both texts or both lists of token ids, or '
                  '{"messages": [...]}, of which the assistant\'s last one is the answer')
@@ -196,3 +214,26 @@ def select_options(args: Namespace, function, others: list) -> dict:
 def select_settings(args: Namespace) -> Settings:
     """Return the options that every training has, where they were given."""
     return Settings(**select_options(args, Settings, []))
+
+
+def list_reads(args: Namespace, function) -> list[str | Path | None]:
+    """List the paths of all that a command or a method reads, for `check_result`.
+
+    An option is a path if its type is Path, or if its default is one or is empty. The others are
+    words, as `--heads medusa` is.
+
+    args      what was parsed
+    function  the command or the method
+    """
+    given = vars(args)
+    reads = [args.target]
+    reads += [getattr(given.get(name), "file", None) for name in ("prompts", "data")]
+    for name, (kind, default) in read_options(function).items():
+        value = given.get(name, default)
+        is_path = kind is Path or default == "" or Path(str(default)).is_absolute()
+        if name == "out" or not is_path or not value:
+            continue
+        reads.append(value)
+        if name != "work":  # a folder of parts is read part by part
+            reads += Path(value).glob("*.safetensors")
+    return reads

@@ -252,12 +252,24 @@ def trim_round(step: dict, target: int) -> None:
 
 # ------------------------------------------------------------------------------------ the page
 
-def say_tokens(runs: list[dict], tokenizer) -> dict[int, str]:
-    """Return the text of each token that occurs in a tree, as it is in the middle of a text."""
-    ids = {token for run in runs for step in run["rounds"] for call in step["calls"]
-           for token in call["ids"] + call["best"]}
-    ids |= {token for run in runs for step in run["rounds"] for token in step["chunk"]}
-    ids |= {token for run in runs for token in run["prompt"]}
+def collect_tokens(runs: list[dict], names: list[str]) -> dict[str, set[int]]:
+    """Collect the tokens that the page shows, those of each model by its name.
+
+    names   the models that have a tokenizer. Any other model reads the target's tokens
+    """
+    found = {name: set() for name in names}
+    for run in runs:
+        found["target"].update(run["prompt"])
+        for step in run["rounds"]:
+            found["target"].update(step["chunk"])
+            for call in step["calls"]:
+                name = run["lms"][call["lm"]]
+                found[name if name in found else "target"].update(call["ids"] + call["best"])
+    return found
+
+
+def say_tokens(ids: set[int], tokenizer) -> dict[int, str]:
+    """Return the text of each token, as it is in the middle of a text."""
     before = tokenizer.encode("a", add_special_tokens=False)[-1:]
     start = tokenizer.decode(before)
     said = {}
@@ -277,14 +289,17 @@ def say_text(run: dict, tokenizer) -> list[str]:
     return split_text(tokenizer, run["prompt"] + answer, skip_special_tokens=False)
 
 
-def make_page(runs: list[dict], tokenizer, costs: list[dict] = ()) -> str:
+def make_page(runs: list[dict], tokenizers: dict, costs: list[dict] = ()) -> str:
     """Write the runs into one HTML file that needs no other: its script draws them.
 
-    costs   what the panel of costs shows, as `describe` of costs.py returns it; without any the
-            page has no panel
+    tokenizers  those of the target and of drafts by name, since a draft may have its own tokens
+    costs       what the panel of costs shows, as `describe` of costs.py returns it; without any the
+                page has no panel
     """
-    said = [run | {"said": say_text(run, tokenizer)} for run in runs]
-    data = json.dumps({"runs": said, "texts": say_tokens(runs, tokenizer)}, ensure_ascii=True)
+    said = [run | {"said": say_text(run, tokenizers["target"])} for run in runs]
+    texts = {name: say_tokens(ids, tokenizers[name])
+             for name, ids in collect_tokens(runs, [*tokenizers]).items()}
+    data = json.dumps({"runs": said, "texts": texts}, ensure_ascii=True)
     page = PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"), 1)
     panel = write_panel(costs) if costs else ""
     return page.replace("<noscript>", f"{panel}<noscript>", 1)

@@ -119,7 +119,7 @@ def read_pairs(path: str | Path) -> list[dict]:
 
     path     the file, UTF-8 with or without a byte order mark. A line is {"prompt", "answer"}, both
              texts or both lists of token ids, or {"messages"}, of which the last one is the
-             assistant's. Blank lines are left out
+             assistant's, and which may come with {"tools"}. Blank lines are left out
     returns  the dictionary of each line, to which "where" is added: the file and the line's number
     raises   ArgumentTypeError, a line that argparse prints, for a line that is none of these
     """
@@ -147,15 +147,8 @@ def parse_pair(line: str) -> dict:
         raise ValueError(f"no JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(row, dict):
         raise ValueError("it is no object")
-    if "messages" in row:
-        messages = row["messages"]
-        whole = isinstance(messages, list) and len(messages) > 1 and all(
-            isinstance(x, dict) and isinstance(x.get("role"), str)
-            and isinstance(x.get("content"), str) for x in messages)
-        if not whole:
-            raise ValueError('messages are not two or more of {"role", "content"}')
-        if messages[-1]["role"] != "assistant":
-            raise ValueError("the last message is not the assistant's")
+    if row.get("messages") is not None:
+        check_messages(row["messages"])
         return row
     kinds = set()
     for name in "prompt", "answer":
@@ -169,6 +162,19 @@ def parse_pair(line: str) -> dict:
     if len(kinds) > 1:
         raise ValueError("prompt and answer are not both texts or both token ids")
     return row
+
+
+def check_messages(messages: object) -> None:
+    """Raise a ValueError unless these are messages, of which the last one says something."""
+    whole = isinstance(messages, list) and len(messages) > 1 and all(
+        isinstance(x, dict) and isinstance(x.get("role"), str)
+        and isinstance(x.get("content"), str | None) for x in messages)
+    if not whole:
+        raise ValueError('messages are not two or more of {"role", "content"}')
+    if messages[-1]["role"] != "assistant":
+        raise ValueError("the last message is not the assistant's")
+    if not any(value for key, value in messages[-1].items() if key != "role"):
+        raise ValueError("the last message says nothing")
 
 
 def refuse_prompts(path: str | Path, reason: str, error: Exception | None = None) -> None:

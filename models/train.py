@@ -34,7 +34,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from torch.overrides import TorchFunctionMode
@@ -48,8 +47,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
 from cli.loading import encode_data, load_checked, open_chat  # noqa: E402
-from cli.options import add_own_options, add_prompt_options, select_settings  # noqa: E402
-from cli.text import Parser, cut_message, set_encodings  # noqa: E402
+from cli.options import (add_own_options, add_prompt_options, list_reads,  # noqa: E402
+                         select_settings)
+from cli.main import run_script  # noqa: E402
+from cli.text import Parser  # noqa: E402
+from models.files import check_result, save_model, sign_folder, write_text  # noqa: E402
 from models.training import (Settings, Training, answer_all, collect_examples,  # noqa: E402
                              compute_in_parts, digest, divergence, generate_answers,
                              low_precision, multiplies_bfloat16, require,
@@ -351,7 +353,8 @@ def make_prompts(argv: list[str]) -> None:
     """
     parser = make_parser("prompts", make_prompts.__doc__)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="file of JSON lines to make")
+    add("--out", type=Path, required=True,
+        help="file of JSON lines to make; OUT.part has those of a run that was stopped")
     add("--count", type=int, default=1000, help="how many prompts")
     add("--batch", type=int, default=64, help="how many prompts are written at once")
     add("--max-new-tokens", type=int, default=200,
@@ -364,23 +367,27 @@ def make_prompts(argv: list[str]) -> None:
     for option in "count", "batch", "max_new_tokens":
         require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
     require(args.temperature > 0, "temperature", "above 0", args.temperature)
+    check_result("out", args.out, [args.target])
     model, tokenizer = load_checked(args.target, args.device, args.dtype)
     before = open_chat(tokenizer)
     torch.manual_seed(args.seed)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    bar = tqdm(total=args.count, desc="prompts")
-    with bar, open(args.out, "w", encoding="utf-8") as out:
-        found = set()
-        while len(found) < args.count:
-            for text in write_prompts(model, tokenizer, before, args):
-                if text not in found and len(found) < args.count:
-                    found.add(text)
-                    out.write(json.dumps({"prompt": text}) + "\n")
-            out.flush()
-            if len(found) == bar.n:
-                raise common.InputError("expected a model that writes prompts and ends them, got "
-                                        f"no new one of {args.batch}, {bar.n} before")
-            bar.update(len(found) - bar.n)
+    found = []
+    try:
+        with tqdm(total=args.count, desc="prompts") as bar:
+            while len(found) < args.count:
+                texts = dict.fromkeys(write_prompts(model, tokenizer, before, args))
+                fresh = [text for text in texts if text not in found]
+                found += fresh[:args.count - len(found)]
+                if len(found) == bar.n:
+                    raise common.InputError("expected a model that writes prompts and ends them, "
+                                            f"got no new one of {args.batch}, {bar.n} before")
+                bar.update(len(found) - bar.n)
+    finally:  # also after Ctrl-C. An earlier file is replaced only by one that is complete
+        out = args.out
+        if len(found) < args.count:
+            out = out.with_name(f"{out.name}.part")
+        if found:
+            write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found))
 
 
 def write_prompts(model, tokenizer, before: list[int], args: argparse.Namespace) -> list[str]:
@@ -427,6 +434,8 @@ def distil_layers(argv: list[str]) -> None:
         help="the highest learning rate, which suited four layers of a model of 135M parameters")
     add_own_options(parser, Settings)
     args = parser.parse_args(argv)
+    made_by = "train distil"
+    check_result("out", args.out, [*list_reads(args, distil_layers), args.work], made_by)
     require_training_options(args.lr, batch=args.batch, steps=args.steps,
                              max_new_tokens=args.max_new_tokens)
     settings = select_settings(args)
@@ -436,9 +445,9 @@ def distil_layers(argv: list[str]) -> None:
     require(fits, "layers", f"different numbers from 0 to {last} in ascending order",
             " ".join(map(str, args.layers)))
     prompts, settings = encode_data(target, tokenizer, args, settings)
-    args.out.mkdir(parents=True, exist_ok=True)  # a file there is refused before the training
     with use_settings(settings):
         distil_on(target, tokenizer, prompts, args)
+    sign_folder(args.out, made_by)
 
 
 def distil_on(target, tokenizer, prompts: list[list[int]], args: argparse.Namespace) -> None:
@@ -534,8 +543,7 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
 
 def save(model, tokenizer, folder: Path) -> None:
     """Save a model in bfloat16 with its tokenizer; the model goes on in float32."""
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(folder, model.to(torch.bfloat16), tokenizer)
     model.float()
 
 
@@ -602,7 +610,7 @@ def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
     figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
                "acceptance": measure_acceptance(target, draft, tokenizer, prompts)}
     lines = json.dumps(figures, indent=1)
-    (HERE / "evaluation.json").write_text(lines + "\n", encoding="utf-8")
+    write_text(HERE / "evaluation.json", lines + "\n")
     print(lines)
 
 
@@ -643,12 +651,4 @@ def main() -> None:
 if __name__ == "__main__":
     commands = {"prompts": make_prompts, "distil": distil_layers}
     command = commands.get(sys.argv[1]) if sys.argv[1:] else None
-    set_encodings()
-    try:
-        command(sys.argv[2:]) if command else main()
-    except (common.InputError, OSError, SafetensorError) as error:
-        print(f"train.py: {cut_message(str(error))}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(run_script(lambda: command(sys.argv[2:]) if command else main()))

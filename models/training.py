@@ -26,7 +26,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import random
 import time
 from collections import Counter
@@ -45,6 +44,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, context_length, eos_ids, shorten
+from models.files import write_whole
 
 PAUSE = 120  # the fewest seconds between two checkpoints
 SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
@@ -691,8 +691,7 @@ class Training:
         state = {"parameters": self.parameters, "done": self.done, "curve": self.curve,
                  "optimizers": [x.state_dict() for x in self.optimizers]}
         try:
-            torch.save(state, self.file.with_suffix(".new"))
-            os.replace(self.file.with_suffix(".new"), self.file)
+            write_whole(self.file, lambda fresh: torch.save(state, fresh))
         except (OSError, RuntimeError) as error:  # torch raises the latter where a disk is full
             raise InputError(f"expected a folder that takes a checkpoint, got {self.file.parent}: "
                              f"{shorten(error)}") from error

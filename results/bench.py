@@ -29,7 +29,6 @@ from statistics import mean, median
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
@@ -37,15 +36,17 @@ sys.path.insert(0, str(ROOT))
 from bita import bita  # noqa: E402  (the path is set above)
 from cli.graphs import GraphedLM  # noqa: E402
 from cli.loading import encode_prompts, load_checked  # noqa: E402
+from cli.main import run_script  # noqa: E402
 from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
 from cli.run import Run  # noqa: E402
-from cli.text import Parser, set_encodings  # noqa: E402
+from cli.text import Parser  # noqa: E402
 from cllm import cllm  # noqa: E402
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length,  # noqa: E402
                     eos_ids, prepare, vocab_size)
 from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import mjgd, mjsd  # noqa: E402
 from models import tasks  # noqa: E402
+from models.files import check_result, write_text  # noqa: E402
 from models.training import collect_answers  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
 from results.tables import TABLES  # noqa: E402
@@ -189,12 +190,12 @@ def by_category(path: str) -> dict[str, list[str]]:
 
 
 METHODS = {f.__name__: f for f in (
-    autoregressive, speculative, ouroboros, jacobi, lookahead, bita, cllm, mjsd, mjgd, medusa, eagle,
-    eagle3, dflash, sequoia, early_exit, draft_verify, layerskip, pass_sampling, space, recycling,
-    rest, hybrid, cascade, triforce, specinfer, spectr, bild, specdec, online)}
+    autoregressive, speculative, ouroboros, jacobi, lookahead, bita, cllm, mjsd, mjgd, medusa,
+    eagle, eagle3, dflash, sequoia, early_exit, draft_verify, layerskip, pass_sampling, space,
+    recycling, rest, hybrid, cascade, triforce, specinfer, spectr, bild, specdec, online)}
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
-       "lookahead --W 0", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra", "eagle",
-       "eagle --dynamic", "eagle3", "dflash", "sequoia", "early_exit", "draft_verify", "layerskip",
+       "lookahead --W 0", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
+       "eagle", "eagle --dynamic", "eagle3", "dflash", "sequoia", "early_exit", "draft_verify", "layerskip",
        "pass_sampling", "space", "recycling", "rest", "rest --no-grow",
        *(f"hybrid --guess {guess}" for guess in GUESSES), "cascade", "specinfer --gamma 6",
        "spectr --gamma 6", "bild", "specdec", "mjsd", "cllm"]
@@ -473,7 +474,7 @@ def save(path: str, bench: Bench, results: Results, methods) -> None:
     lengths = [len(prompt) for _, prompt in bench.pairs()]
     facts = {"prompts": len(lengths) * bench.args.rounds, "prompt_rows": mean(lengths),
              "models": models, "methods": counted}
-    Path(path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_text(Path(path), json.dumps(facts, indent=1) + "\n")
 
 
 def table(rows: list[list[str]]) -> str:
@@ -524,7 +525,8 @@ def make_line(bench: Bench, results: Results, method: str) -> list[str]:
     total, *parts = (results.per_token(method, x) for x in ("total", "target", "draft"))
     calls = results.sums(method, "calls")
     rows = sum(count.rows * count.calls for some in results.rounds(method) for count in some)
-    cells = [method, f"{per_call:.2f}", f"{rows / sum(calls):.1f}", f"{results.guesses(method):.1f}",
+    cells = [method, f"{per_call:.2f}", f"{rows / sum(calls):.1f}",
+             f"{results.guesses(method):.1f}",
              f"{results.layers(method, depth_of(bench.target)):.1f}",
              f"{results.speed(method):.0f}", f"{median(ratios):.2f}",
              f"{min(ratios):.2f} to {max(ratios):.2f}"]
@@ -588,24 +590,27 @@ def options(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def check_results(args: argparse.Namespace) -> None:
+    """Refuse, before any work, the places of a script's results that `check_result` refuses."""
+    given = vars(args)
+    for option in "save", "out", "picture":
+        if given.get(option):
+            check_result(option, Path(given[option]))
+
+
 def perform(parser: argparse.ArgumentParser, tables) -> None:
     """Load what the command line asks for, print the command and the machine, and print the tables.
 
     tables  a function of the loaded Bench that prints them
     """
-    set_encodings()
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        bench = Bench(args)
-        print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
-              f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
-              f"threads, torch {torch.__version__}; medians of {args.rounds} rounds over "
-              f"{len(bench.pairs())} prompts ({bench.dropped} left out for loops)\n")
-        tables(bench)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+    check_results(args)
+    bench = Bench(args)
+    print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
+          f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
+          f"threads, torch {torch.__version__}; medians of {args.rounds} rounds over "
+          f"{len(bench.pairs())} prompts ({bench.dropped} left out for loops)\n")
+    tables(bench)
 
 
 def main() -> None:
@@ -620,4 +625,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -19,9 +19,11 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cli.costs import describe, expected_speed, write_panel  # noqa: E402  (the path is set above)
+from cli.main import run_script  # noqa: E402
 from cli.run import Run  # noqa: E402
 from cli.trace import PAGE, Trace  # noqa: E402
 from common import autoregressive  # noqa: E402
+from models.files import write_text  # noqa: E402
 from results.bench import Bench, Ours, build_rows, options, perform, table  # noqa: E402
 
 OFF = 0.15  # of the measured speed: how far the expected one may be from it
@@ -36,8 +38,7 @@ def list_methods(bench: Bench, wide: bool = False) -> dict[str, Ours]:
     """
     nodes = f" --nodes {WIDEST}" if wide else ""
     lines = [f"speculative --gamma {LONGEST if wide else 6}", f"medusa{nodes}", f"eagle{nodes}",
-             f"rest --nodes {WIDEST - 1}" if wide else "rest",
-             f"hybrid --guess {bench.args.guess}{nodes}"]
+             f"rest{nodes}", f"hybrid --guess {bench.args.guess}{nodes}"]
     runs = bench.warm_up(build_rows(bench, lines), bench.pairs()[:1])
     return {line.split()[0]: run for line, run in runs.items()}
 
@@ -113,7 +114,7 @@ def check(bench: Bench) -> int:
     return int(failed)
 
 
-def main() -> None:
+def main() -> int:
     parser = options(__doc__)
     add = parser.add_argument
     add("--check", action="store_true", help="compare the expected speed with the measured one")
@@ -127,11 +128,11 @@ def main() -> None:
         if bench.args.check:
             status = check(bench)
             return
-        bench.args.out.write_text(write_page(collect(bench)), encoding="utf-8")
+        write_text(bench.args.out, write_page(collect(bench)))
         print(bench.args.out.resolve())
     perform(parser, act)
-    sys.exit(status)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -37,9 +37,11 @@ import torch  # noqa: E402  (the path is set above)
 import transformers  # noqa: E402
 
 import memory  # noqa: E402
-from bench import ALL, Bench, build_peers, build_rows, options, table  # noqa: E402
+from bench import (ALL, Bench, build_peers, build_rows, options, run_script,  # noqa: E402
+                   table)
 from cli.graphs import GraphedLM  # noqa: E402
 from common import WIDTHS, CachedLM, prepare  # noqa: E402
+from models.files import check_result, write_text  # noqa: E402
 
 SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]
@@ -232,7 +234,7 @@ def perform(args, step) -> None:
     rows = kept[step.__name__] = {}
     for name, row in step(args, kept):
         rows[name] = row
-        args.out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        write_text(args.out, json.dumps(kept, indent=1) + "\n")
         print(f"{step.__name__}: {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
     heads = dict.fromkeys(head for row in rows.values() for head in row)
     cells = [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in
@@ -250,6 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step", choices=[step.__name__ for step in STEPS],
                         help="run this step alone, here and without a limit")
     args = parser.parse_args(argv)
+    check_result("out", args.out)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     command = [sys.executable, __file__, "--device", args.device, "--out", str(args.out),
@@ -270,4 +273,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -17,14 +17,10 @@ The prompt is left out. tests/fake_cuda.py says what is simulated and how it is 
 import sys
 from collections import Counter
 
-from transformers.utils import logging
-
-from bench import ALL, ROOT, Bench, Ours, build_rows, options, table
+from bench import ALL, ROOT, Bench, Ours, build_rows, options, run_script, table
 
 sys.path.append(str(ROOT / "tests"))
-from cli.text import set_encodings  # noqa: E402  (the path is set in bench.py and above)
-from common import InputError  # noqa: E402
-from fake_cuda import FakeCuda  # noqa: E402
+from fake_cuda import FakeCuda  # noqa: E402  (the path is set in bench.py and above)
 
 
 class Meter:
@@ -68,26 +64,20 @@ def count(gpu: FakeCuda, name: str, method: Ours, prompts: list[list[int]]) -> l
 
 
 def main() -> None:
-    set_encodings()
     parser = options(__doc__)
     parser.set_defaults(device="cuda", dtype="float32", n=1, max_new_tokens=40, nodes=16)
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with FakeCuda() as gpu:
-            bench = Bench(args)
-            prompts = [prompt for _, prompt in bench.pairs()]
-            rows = [["method", "launches a target call", "launches a token", "waits a token",
-                     "copies a token", "ends a token"]]
-            for name, method in build_rows(bench, ALL).items():
-                rows.append(count(gpu, name, method, prompts))
-                print(name, file=sys.stderr)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+    with FakeCuda() as gpu:
+        bench = Bench(args)
+        prompts = [prompt for _, prompt in bench.pairs()]
+        rows = [["method", "launches a target call", "launches a token", "waits a token",
+                 "copies a token", "ends a token"]]
+        for name, method in build_rows(bench, ALL).items():
+            rows.append(count(gpu, name, method, prompts))
+            print(name, file=sys.stderr)
     print("Counted on a simulated GPU; nothing was measured on one.\n")
     print(table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

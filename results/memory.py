@@ -46,15 +46,16 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import bita  # noqa: E402
 import cllm  # noqa: E402
-from cli.text import Parser, cut_message, set_encodings  # noqa: E402
+from cli.main import run_script  # noqa: E402
+from cli.text import Parser  # noqa: E402
 from common import CachedLM, InputError, prepare  # noqa: E402
-from models import train, training  # noqa: E402
+from models import files, train, training  # noqa: E402
 from results.bench import table  # noqa: E402
-from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online, parts  # noqa: E402
+from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online  # noqa: E402
 
 aten, CPU, META = torch.ops.aten, torch.device("cpu"), torch.device("meta")
 COMPARISONS = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
@@ -364,7 +365,7 @@ def read_options(line: str) -> tuple[str, dict, dict]:
     known = inspect.signature(training.Settings).parameters | inspect.signature(
         cllm.train if name == "cllm" else COMMANDS[name]).parameters
     for option, value in options.items():
-        if option not in known:
+        if option not in known or option == "steps":  # two steps have the memory of all
             raise InputError(f"--{option} is no option of {name}")
         kind = known[option].annotation
         training.require(type(value) is kind, option, f"of type {kind.__name__}", value)
@@ -394,8 +395,7 @@ def run_training(line: str, shape: dict, texts: Texts) -> int:
     with ExitStack() as stack:
         def replace(owner, name: str, new) -> None:
             stack.enter_context(patch.object(owner, name, new))
-        for owner, function in ((training.Training, "save"), (parts, "save_file"),
-                                (bita, "save_file"), (PreTrainedModel, "save_pretrained")):
+        for owner, function in (training.Training, "save"), (files, "write_whole"):
             replace(owner, function, lambda *_, **__: None)
         for module in (training, online, train):
             replace(module, "collect_examples", lambda *_, **__: data)
@@ -510,9 +510,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    set_encodings()
-    try:
-        sys.exit(main())
-    except InputError as error:
-        print(f"memory.py: {cut_message(str(error))}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_script(main))

@@ -10,11 +10,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cli.run import Run  # noqa: E402  (the path is set above)
+from cli.main import run_script  # noqa: E402  (the path is set above)
+from cli.run import Run  # noqa: E402
 from cli.text import split_text  # noqa: E402
 from cli.trace import Trace  # noqa: E402
 from common import (CachedLM, autoregressive, encode, eos_ids, greedy, load,  # noqa: E402
                     vocab_size)
+from models.files import write_text  # noqa: E402
 from models.tasks import read_prompts  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
 
@@ -125,10 +127,9 @@ def main() -> None:
             for _ in trace.watch(run, prompt, run.decode(prompt, 120, greedy)):
                 pass
     out = ROOT / ".github/decode.svg"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(draw_picture(trace.runs, tokenizer), encoding="utf-8")
+    write_text(out, draw_picture(trace.runs, tokenizer))
     print(f"{out}: {out.stat().st_size:,} bytes", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

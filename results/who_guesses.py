@@ -41,17 +41,16 @@ from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
-from transformers.utils import logging
 
-from bench import Bench, Ours, ROOT, clock, options, table
+from bench import Bench, Ours, ROOT, check_results, clock, options, run_script, table
 from who_picture import Curve, draw_figure
 
 sys.path.insert(0, str(ROOT))
 from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli.run import Run  # noqa: E402
-from cli.text import set_encodings  # noqa: E402
 from common import CachedLM, InputError, autoregressive, greedy  # noqa: E402
 from jacobi import lookahead  # noqa: E402
+from models.files import write_text  # noqa: E402
 from models.training import digest, read_whole_lines  # noqa: E402
 from speculative import speculative  # noqa: E402
 from survey import dflash as dflash_file, eagle as eagle_file, eagle3 as eagle3_file  # noqa: E402
@@ -289,7 +288,7 @@ class Drafters:
 
         def store(path: Path):
             texts = rest_file.load_datastore(path, model)
-            return LONGEST, lambda k: self.run(rest_file.rest, store=texts, nodes=k)
+            return LONGEST, lambda k: self.run(rest_file.rest, store=texts, nodes=1 + k)
 
         def both(datastore: Path, trust: Path, heads: Path):
             if "hydra" not in hybrid_file.load_trust(str(trust), model)["w"]:
@@ -619,9 +618,8 @@ def compare(bench: Bench, kept: Kept) -> None:
     print(f"A round of AR took {1000 * costs['AR']:.1f} ms. The prediction is off by more than "
           f"{NEAR:.0%} for: {', '.join(misses) or 'none'}.\n")
     if args.picture:
-        args.picture.write_text(draw_figure([
-            make_curve(name, counts[name], best) for name, best in found.items()]),
-            encoding="utf-8")
+        write_text(args.picture, draw_figure([
+            make_curve(name, counts[name], best) for name, best in found.items()]))
 
 
 def make_curve(name: str, counts: list[tuple[int, int]], best: Best) -> Curve:
@@ -636,7 +634,6 @@ def make_curve(name: str, counts: list[tuple[int, int]], best: Best) -> Curve:
 # ---------------------------------------------------------------------------- the command line
 
 def main() -> None:
-    set_encodings()
     parser = options(__doc__)
     add = parser.add_argument
     add("--distilled", help="directory of a second draft model")
@@ -646,23 +643,19 @@ def main() -> None:
     add("--time-again", action="store_true", help="measure the costs anew, though they are kept")
     parser.set_defaults(rounds=1)
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        if args.temperature != 0:
-            raise InputError(f"--temperature must be 0, got {args.temperature}")
-        if args.timed < 1:
-            raise InputError(f"--timed must be 1 or more, got {args.timed}")
-        bench = Bench(args)
-        print(f"`{shlex.join(['python', *sys.argv])}`\n\n{bench.target.device.type}, "
-              f"{bench.target.dtype}, {torch.get_num_threads()} threads, torch "
-              f"{torch.__version__}; {len(bench.pairs())} prompts ({bench.dropped} left out for "
-              "loops)\n")
-        with only_chains():
-            compare(bench, Kept(bench))
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+    check_results(args)
+    if args.temperature != 0:
+        raise InputError(f"--temperature must be 0, got {args.temperature}")
+    if args.timed < 1:
+        raise InputError(f"--timed must be 1 or more, got {args.timed}")
+    bench = Bench(args)
+    print(f"`{shlex.join(['python', *sys.argv])}`\n\n{bench.target.device.type}, "
+          f"{bench.target.dtype}, {torch.get_num_threads()} threads, torch "
+          f"{torch.__version__}; {len(bench.pairs())} prompts ({bench.dropped} left out for "
+          "loops)\n")
+    with only_chains():
+        compare(bench, Kept(bench))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -10,9 +10,15 @@ A drafter has the same mark in all figures.
 import argparse
 import math
 import re
+import sys
 from html import escape
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+from cli.main import run_script  # noqa: E402  (the path is set above)
+from models.files import write_text as write_file  # noqa: E402
 
 STYLE = """
 svg { background: #ffffff; font: 20px system-ui, "Segoe UI", Arial, sans-serif; }
@@ -328,8 +334,8 @@ def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for file, curves in read_figures(PAGE.read_text(encoding="utf-8")).items():
-        PAGE.with_name(file).write_text(draw_figure(curves), encoding="utf-8")
+        write_file(PAGE.with_name(file), draw_figure(curves))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

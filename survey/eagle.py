@@ -50,8 +50,8 @@ Departures (paper / here / why):
         `export` writes it for engines
     data: a fixed set of dialogues / the target's own greedy answers / the draft guesses those
     learning rate: 3e-5, in the released code after 2,000 steps of warm-up and then falling in a
-        line / 1e-3 and a cosine without warm-up / it suits small models and 1,000 steps. Use a
-        lower rate for a target of billions of parameters
+        line / 1e-3 and a cosine, after a warm-up of a twentieth of the steps / it suits small
+        models and 1,000 steps. Use a lower rate for a target of billions of parameters
     AdamW's betas: 0.9 and 0.95 / 0.9 and 0.999 / they are PyTorch's default
     noise on features: uniform in ± 0.1, in the released code times 512 / length / ± 0.1 for every
         length / that is the paper's number
@@ -79,9 +79,9 @@ from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fast
                     prepare, row_costs, walk)
 from survey.layers import take_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
-from survey.released import (describe_layer, is_released, load_accept, make_config, read_head,
-                             read_layer_config, refuse_settings, save_accept, take_embeddings,
-                             write_head)
+from survey.released import (RANKS, describe_layer, is_released, load_measured, make_config,
+                             read_head, read_layer_config, refuse_settings, save_accept,
+                             take_embeddings, write_head)
 from survey.views import depth_of
 
 import torch
@@ -91,7 +91,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 ADAPTER = f"{MODELS}/eagle.safetensors"
 INPUTS = ("shifted", "unshifted", "feature", "token")
 DEPTH = 8  # the most levels of guesses that a tree has
-RANKS = 10  # how many guesses a node has
 MOST = 64  # the most nodes that a tree has
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
@@ -184,6 +183,7 @@ class Draft(torch.nn.Module):
 
     accept   accept[n][r], how often the guess of rank r is right on held-out answers. The last n
              features are guessed there. It is empty if nobody has measured that.
+    levels   the most levels that `accept` can have
     vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
 
@@ -207,6 +207,7 @@ class Draft(torch.nn.Module):
         self.mlp = mlp
         self.config = config
         self.accept = []
+        self.levels = DEPTH
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -453,10 +454,7 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
     draft = trained
     if draft is None:
-        draft = target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
-        if accept:
-            draft.accept = target.once(("eagle accept", accept),
-                                       lambda: load_accept(accept, target.model))
+        draft = load_measured(target, "eagle", adapter, accept, load_draft)
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     yield from decode(target, draft, lm, prompt, nodes, dynamic, sample, log)
 
@@ -735,7 +733,7 @@ def load_released(path: str, model) -> Draft:
              another model
     """
     config, tensors = read_head(path, "an EAGLE head")
-    refuse_settings(path, config, ())
+    refuse_settings(path, config, tensors)
     biases = [x for x in "qkvo" if f"layers.0.self_attn.{x}_proj.bias" in tensors]
     # With biases of queries, keys and values alone the attention is Qwen2's.
     family = Qwen2Config if biases == [*"qkv"] else LlamaConfig
@@ -769,7 +767,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    save_accept(out, model, measure_acceptance(draft, compute_features(model, data)))
+    save_accept(out, model, draft, measure_acceptance(draft, compute_features(model, data)))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:
@@ -814,4 +812,4 @@ def report(run) -> str:
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([eagle], report, commands=[train, measure, export],
-                  ranges={"nodes": (4, 8, 16, 32, 64)}))
+                  folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

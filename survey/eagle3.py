@@ -67,11 +67,11 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, prepare
-from survey.eagle import MOST, Pairs, decode, evaluate, measure_acceptance, report
+from survey.eagle import DEPTH, MOST, Pairs, decode, evaluate, measure_acceptance, report
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
-from survey.released import (describe_layer, is_released, load_accept, make_config, read_head,
-                             read_layer_config, refuse_settings, save_accept, take_embeddings,
-                             write_head)
+from survey.released import (describe_layer, is_released, load_measured, make_config,
+                             read_head, read_layer_config, refuse_settings, save_accept,
+                             take_embeddings, write_head)
 from survey.taps import choose_taps, read_taps, tap_layers, tap_target, tap_widths
 from survey.views import depth_of
 
@@ -169,12 +169,14 @@ class Draft(torch.nn.Module):
 
     accept    accept[n][r] is how often guess r was right after n guessed features. It is empty if
               nobody has measured that
+    levels    the most levels that `accept` can have
     """
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
         super().__init__()
         self.taps, self.form, self.accept = taps, form, []
+        self.levels = DEPTH
         self.vocab = torch.tensor([*vocab], device=model.device)
         self.config, self.h, self.own_head = config, config.hidden_size, own_head
         widths = tap_widths(model, taps)
@@ -322,10 +324,7 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
         raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
     draft = trained
     if draft is None:
-        draft = target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
-        if accept:
-            draft.accept = target.once(("eagle3 accept", accept),
-                                       lambda: load_accept(accept, target.model))
+        draft = load_measured(target, "eagle3", adapter, accept, load_draft)
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     with tap_target(target, draft.taps):
         yield from decode(target, draft, lm, prompt, nodes, dynamic, sample, log)
@@ -530,6 +529,39 @@ def check_taps(path: str, config: dict, taps: list[int]) -> None:
                          f"{name} {listed}")
 
 
+def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Tensor:
+    """Read which tokens the rows of a head's LM head stand for.
+
+    A head for a part of the vocabulary may say so twice. Row i stands for token i + d2t[i], and
+    t2d[x] says whether any row stands for token x. One of the two may be missing, or full of zeros
+    since nobody has filled it. Without d2t the rows stand for the tokens of t2d in ascending order.
+
+    path     the head's, for messages
+    tensors  the head's, from which d2t and t2d are taken
+    V        how many tokens the target has
+    returns  the tokens [D]. InputError if d2t and t2d do not say which D tokens they are
+    """
+    head = tensors.get("lm_head.weight")
+    if head is None or head.ndim != 2:
+        raise InputError(f"--adapter must have an LM head of its own, got {path!r} without")
+    D = len(head)
+    offsets = tensors.pop("d2t", torch.zeros(D, dtype=torch.int64))
+    if offsets.shape != (D,) or offsets.is_floating_point():
+        raise InputError(f"--adapter must be a head whose d2t has {D} whole numbers, got {path!r} "
+                         f"with {tuple(offsets.shape)} of {offsets.dtype}")
+    listed = tensors.pop("t2d", torch.zeros(V)).flatten().nonzero()[:, 0]
+    vocab = torch.arange(D) + offsets
+    if D < V and not offsets.any():
+        vocab = listed
+    same = len(listed) == 0 or D == V or torch.equal(vocab.sort().values, listed)
+    if not same or len(vocab.unique()) != D:
+        raise InputError(f"--adapter must be a head whose d2t and t2d name the same {D} tokens, "
+                         f"got {path!r} with {len(vocab.unique())} and {len(listed)} tokens")
+    if not 0 <= vocab.min() <= vocab.max() < V:
+        raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
+    return vocab
+
+
 def load_released(path: str, model) -> Draft:
     """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
 
@@ -539,26 +571,14 @@ def load_released(path: str, model) -> Draft:
              another model
     """
     config, found = read_head(path, "an EAGLE-3 head")
-    refuse_settings(path, config, ("attention_bias", "norm_before_fc"))
+    refuse_settings(path, config, found, ("attention_bias", "norm_before_fc"))
     taps = choose_taps(model)
     check_taps(path, config, taps)
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
     form = Form(norm_before_residual=bool(config.get("norm_before_residual")),
                 fc_norm=any(name.startswith("fc_norm.") for name in tensors),
                 norm_output=bool(config.get("norm_output")))
-    head = tensors.get("lm_head.weight")
-    if head is None or head.ndim != 2:
-        raise InputError(f"--adapter must have an LM head of its own, got {path!r} without")
-    V = len(model.get_output_embeddings().weight)
-    vocab = torch.arange(len(head))
-    offsets = tensors.pop("d2t", torch.zeros_like(vocab))
-    if offsets.shape != vocab.shape or offsets.is_floating_point():
-        raise InputError(f"--adapter must be a head whose d2t has {len(head)} whole numbers, got "
-                         f"{path!r} with {tuple(offsets.shape)} of {offsets.dtype}")
-    vocab = vocab + offsets
-    tensors.pop("t2d", None)  # it says the same
-    if not 0 <= vocab.min() <= vocab.max() < V:
-        raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
+    vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
     draft = Draft(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
     own = take_embeddings(path, tensors, model, draft.h)
     if own is not None:
@@ -580,7 +600,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    save_accept(out, model, measure_acceptance(draft, compute_texts(model, draft, data)))
+    save_accept(out, model, draft, measure_acceptance(draft, compute_texts(model, draft, data)))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
@@ -613,4 +633,4 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([eagle3], report, commands=[train, measure, export],
-                  ranges={"nodes": (4, 8, 16, 32, 64)}))
+                  folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

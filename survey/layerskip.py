@@ -340,10 +340,9 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
     tuning: the file of the low-rank changes, made by `python -m survey.layerskip tune`
     out:    the directory to make
     """
+    from models.files import save_model
     tuned, E = load_tuned(tuning, model)
-    out.mkdir(parents=True, exist_ok=True)  # transformers saves nothing where a file is
-    merge_changes(tuned).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    save_model(out, merge_changes(tuned), tokenizer)
     print(f"python -m survey.layerskip --target {out} --tuning \"\" --E {E}")
 
 
@@ -362,4 +361,4 @@ def report(run) -> str:
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([layerskip], report, lossy=[layerskip], commands=[tune, export],
-                  ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))
+                  folders=[export], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

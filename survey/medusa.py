@@ -93,7 +93,8 @@ from typing import Callable, Iterator
 from common import (CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy, row_costs,
                     trie, walk)
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
-from survey.released import is_released, load_accept, read_head, save_accept, write_head
+from survey.released import (RANKS, is_released, load_measured, read_head, save_accept,
+                             write_head)
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,6 @@ import torch.nn.functional as F
 KINDS = ("medusa", "hydra")
 DECAY = {"medusa": 0.8, "hydra": 1.0}  # the weight of head k in the loss is DECAY ** k
 MOST = 64  # how many nodes the largest tree has that the clock may choose
-RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
 # The released code's tree `mc_sim_7b_63`, for heads whose acceptance nobody has measured. A word
 # is a node below the root: its digits are the ranks along its path.
 RELEASED_TREE = """
@@ -126,6 +126,7 @@ class Heads(torch.nn.Module):
     accept     accept[k - 1][r], how often the guess of rank r of head k is right. Only held-out
                positions count where each earlier head has the right token among its RANKS guesses.
                It is empty if nobody has measured that.
+    levels     the most levels that `accept` can have, one for each head
     vocab      [V'], the tokens that heads can guess. Row i of `lm_head` stands for vocab[i].
     row_of     [V], the inverse: the row of each token in `lm_head`. A token without a row has -100.
     """
@@ -141,6 +142,7 @@ class Heads(torch.nn.Module):
         self.K = K
         self.residual = residual or {"medusa": "feature", "hydra": "trained"}[kind]
         self.accept = []
+        self.levels = K
         self.lm_head = model.get_output_embeddings()
         V, d = self.lm_head.weight.shape
         e = model.get_input_embeddings().weight.shape[1]
@@ -449,10 +451,8 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
     check_options(heads, nodes, epsilon, delta)
     file = adapter or f"{MODELS}/{heads}.safetensors"
     if trained is None:
-        trained = target.once((heads, file), lambda: load_heads(file, heads, target.model))
-        if accept:
-            trained.accept = target.once(("medusa accept", accept),
-                                         lambda: load_accept(accept, target.model))
+        trained = load_measured(target, heads, file, accept,
+                                lambda path, model: load_heads(path, heads, model))
     target.start(prompt[:-1])
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root
@@ -725,7 +725,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
     read = map(torch.cat, zip(*collect_features(model, data, trained.K)))
-    save_accept(out, model, accuracy(trained, model, logits_of(model), *read)[1])
+    save_accept(out, model, trained, accuracy(trained, model, logits_of(model), *read)[1])
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
@@ -758,4 +758,4 @@ def report(run) -> str:
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([medusa], report, commands=[train, measure, export],
-                  ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
+                  folders=[export], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

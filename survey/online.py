@@ -41,6 +41,7 @@ from typing import Iterator
 
 from common import (CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until,
                     vocab_size)
+from models.files import save_model
 from models.training import (Training, collect_examples, compute_in_parts, count_tokens, digest,
                              guess_answers, read_answers, require, require_training_options,
                              sample_alike, tokens_of_pass, warm_linear)
@@ -258,8 +259,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
             if (i + 1) % every == 0:
                 learner.learn()
                 learner.training.save()
-    learner.lm.model.save_pretrained(work / "draft")
-    tokenizer.save_pretrained(work / "draft")
+    save_model(work / "draft", learner.lm.model, tokenizer)
 
 
 # --------------------------------------------------------------------- SpecInfer's second draft
@@ -280,7 +280,6 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     require_training_options(lr, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
     first = draft_for(model, tokenizer, draft).float()
-    out.mkdir(parents=True, exist_ok=True)  # a file there is refused before the training
     if work is None:
         work = Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
@@ -321,11 +320,10 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     Training(dict(second.named_parameters()), fingerprint, name="boost", steps=steps, lr=lr,
              rate=warm_linear, seed=seed, folder=work, models=(model, first, second),
              tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
-    second.to(model.dtype).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    save_model(out, second.to(model.dtype), tokenizer)
 
 
 if __name__ == "__main__":
     from cli.main import main
     sys.exit(main([online], report_acceptance, commands=[serve, boost],
-                  ranges={"gamma": (2, 4, 6, 8)}))
+                  folders=[boost], ranges={"gamma": (2, 4, 6, 8)}))

@@ -2,6 +2,7 @@
 
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
+    check_file, explain       what is wrong with a file that cannot be read
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
@@ -15,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Callable
 
-from common import CachedLM, InputError, load
+from common import CachedLM, InputError, load, shorten
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,28 @@ def belongs(fingerprint: torch.Tensor, model) -> bool:
     return F.cosine_similarity(fingerprint.float().flatten(), here.flatten(), 0).item() > 0.5
 
 
+# ---------------------------------------------------------------- why a file cannot be read
+
+def check_file(path: str | Path) -> None:
+    """Raise a ValueError for a folder, and for a pointer of git-lfs that stands for a file.
+
+    Readers of tensors only say "No such device" and "header too large" of them.
+
+    path   the file
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"{Path(path).name} is a folder, not a file")
+    with open(path, "rb") as file:
+        if file.read(30).startswith(b"version https://git-lfs"):
+            raise ValueError(f"{Path(path).name} is a pointer of git-lfs, not the file itself: git "
+                             "lfs pull")
+
+
+def explain(error: Exception) -> str:
+    """Put an error of a reader on one line. A KeyError by itself says no more than the key."""
+    return f"it has no {error}" if isinstance(error, KeyError) else shorten(error)
+
+
 # ------------------------------------------------------------------------------ trained tensors
 
 def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **header) -> None:
@@ -72,12 +95,13 @@ def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **
     tensors  the tensors, by name
     header   other facts about the part, which JSON can hold
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    from models.files import write_whole
     kept = {}
     for name, x in (tensors | {"model": some_embeddings(model)}).items():
         dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
         kept[name] = x.detach().cpu().to(dtype)
-    save_file(kept, path, {"part": json.dumps({"kind": kind} | header)})
+    facts = {"part": json.dumps({"kind": kind} | header)}
+    write_whole(path, lambda fresh: save_file(kept, fresh, facts))
 
 
 def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -90,13 +114,19 @@ def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch
              file is damaged, of another kind, or for another model
     """
     try:
+        check_file(path)
         with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {})["part"])
+            facts = file.metadata() or {}
+            if "part" not in facts:
+                raise ValueError("it was not written here; of a head that others released, name "
+                                 "the folder")
+            header = json.loads(facts["part"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         fingerprint = tensors.pop("model")
         found = header.pop("kind")
     except (OSError, SafetensorError, LookupError, ValueError) as error:
-        raise InputError(f"expected a file of {kind}, got {str(path)!r}: {error!r}") from error
+        raise InputError(f"expected a file of {kind}, got {str(path)!r}: "
+                         f"{explain(error)}") from error
     if found != kind:
         raise InputError(f"expected a file of {kind}, got {str(path)!r}, one of {found}")
     if not belongs(fingerprint, model):
@@ -104,11 +134,27 @@ def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch
     return header, tensors
 
 
+def check_numbers(tensors: dict[str, torch.Tensor], path: str | Path) -> None:
+    """Raise an InputError for whole numbers, and for numbers that are not finite.
+
+    Whole numbers are quantised weights, which mean nothing without their scales.
+
+    tensors   those of a file, by name
+    path      the file, for the message of the error
+    """
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            raise InputError(f"expected floating-point numbers, got {str(path)!r} with {name} of "
+                             f"{x.dtype}")
+        if not x.float().isfinite().all():  # float8 has no isfinite
+            raise InputError(f"expected finite numbers, got {str(path)!r} with others in {name}")
+
+
 def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor],
          path: str | Path) -> None:
     """Set the parameters of a part to the tensors of its file.
 
-    An InputError is raised if names or shapes differ, or if a number is not finite.
+    An InputError is raised if names or shapes differ, or by `check_numbers`.
 
     parameters  the parameters that are set, by name
     tensors     their values, by name
@@ -121,8 +167,7 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
         wanted, given = ({name: some[name] for name in sorted(wrong) if name in some}
                          for some in (expected, shapes))
         raise InputError(f"expected tensors {wanted}, got {str(path)!r} with {given}")
-    if not all(x.float().isfinite().all() for x in tensors.values()):  # float8 has no isfinite
-        raise InputError(f"expected finite numbers, got {str(path)!r} with others")
+    check_numbers(tensors, path)
     for name, p in parameters.items():
         p.data.copy_(tensors[name])
 
@@ -136,14 +181,19 @@ def save_facts(path: Path, models: dict, **facts) -> None:
     models  {the name of a model in the file: the model}. Their fingerprints are kept
     facts   what was measured, which JSON can hold
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    from models.files import write_text
     fingerprints = {}
     for name, model in models.items():
         rows = some_embeddings(model)[:16, :16].tolist()
         # Four significant digits are enough to tell models apart. A fixed number of decimals would
         # round small embeddings to 0.
         fingerprints[name] = [[float(f"{x:.4g}") for x in row] for row in rows]
-    path.write_text(json.dumps(fingerprints | facts) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(fingerprints | facts) + "\n")
+
+
+def read_json(path: str | Path):
+    """Return what a JSON file holds. Windows may have put a byte order mark before its text."""
+    return json.loads(Path(path).read_text(encoding="utf-8-sig"))
 
 
 def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
@@ -157,7 +207,8 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
     returns   what `parse` returned. InputError if the file is damaged, or for another model
     """
     try:
-        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+        check_file(path)
+        facts = read_json(path)
         for name, model in models.items():
             fingerprint = torch.tensor(facts[name])
             whole = fingerprint.shape == some_embeddings(model)[:16, :16].shape
@@ -166,7 +217,7 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
         return parse(facts)
     except (OSError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
             ValueError) as error:
-        raise InputError(f"expected {expected}, got {str(path)!r}: {error}") from error
+        raise InputError(f"expected {expected}, got {str(path)!r}: {explain(error)}") from error
 
 
 # ----------------------------------------------------------------------- helpers of trained parts

@@ -157,4 +157,5 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([recycling], report, shared={"successors": Successors}))
+    sys.exit(main([recycling], report, shared={"successors": Successors},
+                  ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -15,13 +15,15 @@ alone, and no code of it is run. How often the guesses of a head are right is in
 command `measure` of the files above measures it on the target's own answers, for the option
 --accept.
 """
+import copy
 import json
 import re
 from pathlib import Path
-from typing import Collection, Iterable
+from typing import Callable, Collection, Iterable
 
-from common import InputError, context_length, shorten
-from survey.parts import belongs, load_facts, save_facts, some_rows
+from common import CachedLM, InputError, context_length, shorten
+from survey.parts import (belongs, check_file, check_numbers, explain, load_facts, read_json,
+                          save_facts, some_rows)
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,6 +45,7 @@ KINDS = {
     "a Kangaroo adapter, which nothing here reads": r"layers\.0\.self_attn\.q_proj\.weight"}
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "head_dim", "rms_norm_eps")  # what a configuration says of a layer, but for its positions
+RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
 ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
 
 
@@ -82,18 +85,18 @@ def find_weights(path: str) -> list[Path]:
         if file is not None and not name.endswith(".index.json"):
             return [file]
         if file is not None:
-            parts = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+            parts = read_json(file)["weight_map"].values()
             return [need_file(path, part) for part in sorted({*parts})]
     raise FileNotFoundError(f"there is no {WEIGHTS[0]}, nor another file of weights")
 
 
-def parse_config(text: str) -> dict:
-    """Parse a config.json, and make its settings flat if they are nested.
+def read_config(file: Path) -> dict:
+    """Read a config.json, and make its settings flat if they are nested.
 
-    text     what the file holds
+    file     the file
     returns  the settings. ValueError or TypeError if the file does not hold dictionaries
     """
-    config = json.loads(text)
+    config = read_json(file)
     if not isinstance(config, dict):
         raise TypeError("config.json does not hold a dictionary")
     if "transformer_layer_config" in config:  # the package speculators writes nested ones
@@ -104,6 +107,7 @@ def parse_config(text: str) -> dict:
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
     """Read a file of tensors. A pickled file may hold tensors alone: no code of it is run."""
+    check_file(file)
     if file.suffix == ".safetensors":
         return load_file(file)
     return torch.load(file, weights_only=True, map_location="cpu")
@@ -117,14 +121,14 @@ def read_released(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
              name. InputError if something is missing or damaged
     """
     try:
-        config = parse_config(need_file(path, "config.json").read_text(encoding="utf-8"))
+        config = read_config(need_file(path, "config.json"))
         tensors = {}
         for file in find_weights(path):
             tensors |= read_weights(file)
         return config, {name: x for name, x in tensors.items() if x.numel() > 0}
     except Exception as error:  # the readers of the file formats raise all kinds
         raise InputError(f"expected a trained file, or a directory or hub id with config.json and "
-                         f"weights, got {path!r}: {shorten(error)}") from error
+                         f"weights, got {path!r}: {explain(error)}") from error
 
 
 def tell_kind(names: Collection[str]) -> str:
@@ -153,16 +157,23 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
     return config, tensors
 
 
-def refuse_settings(path: str, config: dict, names: Iterable[str]) -> None:
-    """Raise an InputError for a head whose configuration asks for what is not computed here.
+def refuse_settings(path: str, config: dict, tensors: Iterable[str],
+                    names: Iterable[str] = ()) -> None:
+    """Raise an InputError for a head of several layers, or with settings that are not computed
+    here.
+
+    The tensors say how many layers there are. The configuration may say how many the target has.
 
     path     the head's, for the message
     config   its configuration
+    tensors  the names of its tensors
     names    further settings that must be false or absent
     """
+    layers = {layer for name in tensors for layer in re.findall(r"^layers\.\d+|^midlayer", name)}
+    if len(layers) > 1:
+        raise InputError(f"--adapter must be a head of one layer, got {path!r} with "
+                         f"{', '.join(sorted(layers))}")
     refused = [name for name in names if config.get(name)]
-    if config.get("num_hidden_layers", 1) != 1:
-        refused.append("num_hidden_layers")
     if config.get("hidden_act", "silu") != "silu":
         refused.append("hidden_act")
     if refused:
@@ -203,6 +214,10 @@ def read_layer_config(path: str, config: dict, model,
             raise InputError(f"--adapter must be a head whose {name} is a dictionary, got {path!r} "
                              f"with {config[name]!r}")
         rope |= config.get(name) or {}
+    kinds = [name for name, value in rope.items() if isinstance(value, dict)]
+    if kinds:
+        raise InputError(f"--adapter must be a head with rotary positions of one kind of layer, "
+                         f"got {path!r} with {', '.join(kinds)}")
     kind = rope.setdefault("rope_type", rope.pop("type", "default"))
     if kind not in ROTARY:
         raise InputError(f"--adapter must be a head with rotary positions of type "
@@ -241,6 +256,7 @@ def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
             raise InputError(f"--adapter must have embeddings of its own where it is {h} wide, got "
                              f"{path!r} without")
         return None
+    check_numbers({"embed_tokens.weight": table}, path)
     if table.shape != (len(own), h):
         raise InputError(f"--adapter must be a head for {len(own)} tokens, each with {h} numbers, "
                          f"got {path!r} with embeddings of the shape {tuple(table.shape)}")
@@ -283,35 +299,79 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
     tensors  the head's, by the names of the released form
     name     the file of the tensors
     """
-    out.mkdir(parents=True, exist_ok=True)
+    from models.files import write_whole
     kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    save_file(kept, out / name, {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        save_file(kept, folder / name, {"format": "pt"})
+        told = json.dumps(config, indent=2) + "\n"
+        (folder / "config.json").write_text(told, encoding="utf-8")
+    write_whole(out, write)
 
 
 # ------------------------------------------------------------------------- measured acceptance
 
-def save_accept(path: Path, model, accept: list[list[float]]) -> None:
+def some_weights(part: torch.nn.Module) -> torch.Tensor:
+    """Take the fingerprint of a head: the first numbers of each tensor that can be trained."""
+    trained = [p for p in part.parameters() if p.requires_grad]
+    return torch.cat([p.detach().flatten()[:8].float().cpu() for p in trained])
+
+
+def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[float]]) -> None:
     """Write how often the guesses of a head are right for a model, and print it for the likeliest.
 
+    part     the head, whose fingerprint the file holds
     accept   accept[n][r] is how often the guess of rank r is right, at depth n of a tree or, for
              Medusa, of head n + 1
     """
     print(f"right {[round(ranks[0], 3) for ranks in accept]}")
-    save_facts(path, {"model": model}, accept=accept)
+    numbers = [float(f"{x:.4g}") for x in some_weights(part).tolist()]
+    save_facts(path, {"model": model}, head=numbers, accept=accept)
 
 
-def load_accept(path: str, model) -> list[list[float]]:
-    """Read what `save_accept` wrote. InputError if it is damaged, or was written for another model.
+def load_accept(path: str, model, part: torch.nn.Module) -> list[list[float]]:
+    """Read what `save_accept` wrote. InputError if it is damaged, or of another model or head.
 
     path     the JSON file
     model    the target
+    part     the head, whose `levels` are the most that the table may have
     returns  the table accept, as `save_accept` describes it
     """
     def parse(facts: dict) -> list[list[float]]:
+        there, here = torch.tensor(facts["head"]), some_weights(part)
+        # A head may have been measured in another type, whose numbers are rounded.
+        if there.shape != here.shape or not torch.allclose(there, here, rtol=0.02, atol=1e-6):
+            raise ValueError("another head's")
         accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
         right = all(ranks and all(0 <= p <= 1 for p in ranks) for ranks in accept)
         if not accept or not right:
             raise ValueError("no table of acceptance")
+        if len(accept) > part.levels or max(map(len, accept)) > RANKS:
+            raise ValueError(f"a table of more than {part.levels} levels with {RANKS} guesses each")
         return accept
-    return load_facts(path, {"model": model}, "what `measure` wrote for this model", parse)
+    return load_facts(path, {"model": model}, "what `measure` wrote for this model and this head",
+                      parse)
+
+
+def load_measured(target: CachedLM, name: str, adapter: str, accept: str,
+                  load: Callable) -> torch.nn.Module:
+    """Load a head once, and give it the measured table of a file where one is named.
+
+    target   the target
+    name     of the head's kind, so that a file is read again for another kind
+    adapter  the head's file, directory or hub id
+    accept   file that `save_accept` wrote. An empty text: the head keeps the table of its own file
+    load     a function of a path and a model, which returns the head
+    returns  the head. With `accept` it is a copy that shares the weights, since the same head may
+             also be used without the file
+    """
+    part = target.once((name, adapter), lambda: load(adapter, target.model))
+    if not accept:
+        return part
+
+    def give_table() -> torch.nn.Module:
+        measured = copy.copy(part)
+        measured.accept = load_accept(accept, target.model, part)
+        return measured
+    return target.once((part, "accept", accept), give_table)

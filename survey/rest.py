@@ -261,12 +261,11 @@ def list_plans(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple
     store   a datastore with `tokens_per_call`
     grow    whether the text itself is searched as well
     target  the model whose calls are timed
-    yields  the most guesses of a call, the tokens to be expected, and the seconds of the call
+    yields  the most nodes of a call, the tokens to be expected, and the seconds of the call
     """
     costs = row_costs(target, CALLS[-1])
-    # The root is a row too, so a call of n rows has n - 1 guesses.
-    for rows, found in store.tokens_per_call.items():
-        yield rows - 1, found.with_text if grow else found.alone, costs[rows]
+    for nodes, found in store.tokens_per_call.items():
+        yield nodes, found.with_text if grow else found.alone, costs[nodes]
 
 
 def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
@@ -275,7 +274,7 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
          log: list | None = None) -> Iterator[list[int]]:
     """Verify what followed the end of the text elsewhere, all in one call.
 
-    nodes:     the most guesses of a call. With 0, as many as pay on this machine
+    nodes:     the most nodes of a tree, the root among them. With 0, as many as pay on this machine
     longest:   the most tokens of the suffix that is looked up, from 1 to 16
     grow:      look the suffix up in the prompt and in the text as it is written, too
     alpha:     choose the tree by SuffixDecoding's score, with at most alpha guesses for each token
@@ -308,9 +307,9 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
         # Look up what followed the end of the text elsewhere.
         n = nodes or fastest(target, (store, grow), lambda: list_plans(store, grow, target))
         if alpha > 0:
-            ids, parents = retrieve_by_score(stores, text, n, longest, alpha)
+            ids, parents = retrieve_by_score(stores, text, n - 1, longest, alpha)
         else:
-            ids, parents = retrieve(stores, text, n, longest)
+            ids, parents = retrieve(stores, text, n - 1, longest)
         # Verify.
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
@@ -438,4 +437,4 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([rest], report, commands=[build], ranges={"nodes": (1, 3, 7, 15, 31, 63)}))
+    sys.exit(main([rest], report, commands=[build], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -130,7 +130,8 @@ def test_transformers_own_passes_are_counted_and_its_models_left_as_they_were(mo
     """With the same drafts it takes as many target calls as ours, for the same text."""
     bench = made(*models, "--max-new-tokens", "24")
     (_, prompt), *_ = bench.pairs()
-    ar, ours, runs = bench.ours(autoregressive)(prompt), bench.row("speculative --gamma 6")(prompt), {
+    ar, ours = bench.ours(autoregressive)(prompt), bench.row("speculative --gamma 6")(prompt)
+    runs = {
         "plain": bench.theirs(), "assistant": bench.theirs("draft"),
         "lookup": bench.theirs(prompt_lookup_num_tokens=4)}
     counts = {name: run(prompt) for name, run in runs.items()}

@@ -401,14 +401,14 @@ def test_what_prompts_share_is_made_anew_for_each_run(ask):
     """A method that takes `eos` gets it."""
     pools = []
 
-    def pooled(target, prompt, *, pool=None, eos=None, sample=greedy, log=None):
+    def pooled(target, prompt, *, n: int = 1, pool=None, eos=None, sample=greedy, log=None):
         pools.append((pool, eos))
         yield from autoregressive(target, prompt)
-    few, extras = [*TWO, "--max-new-tokens", "2"], dict(shared={"pool": list}, ranges={})
+    few, extras = [*TWO, "--max-new-tokens", "2"], dict(shared={"pool": list}, ranges={"n": [1]})
     assert ask(*few, method=pooled, **extras)[0] == 0
     assert ask(*few, "--tune", method=pooled, **extras)[0] == 0
-    (one, _), (other, _), (later, _), _ = pools
-    assert one is other and one == [] and later is not one and len(pools) == 4
+    (one, _), (other, _), (later, _), *_ = pools
+    assert one is other and one == [] and later is not one and len(pools) == 2 + 2 + 3 * 2
     assert all(eos == {1} for _, eos in pools)
     assert ask(*few, method=same, **extras)[0] == 0  # which takes neither
 
@@ -450,6 +450,8 @@ def odd(tmp_path_factory):
     (top / "unknown/config.json").write_text('{"model_type": "perceptron"}')
     (top / "file").write_text("no directory")
     (top / "latin").write_bytes(b"caf\xe9")
+    (top / "link").symlink_to(top / "unknown")
+    (top / "p.jsonl").write_text('{"prompt": "Tom has 3 apples."}\n')
     return top
 
 
@@ -521,8 +523,8 @@ survey.online boost --out /no/x | --steps 0: 1 or more
 
 
 @pytest.mark.parametrize("line", RULES)
-def test_an_option_outside_its_range_is_named_with_the_value(line, ask):
-    command, *rules = line.split(" | ")
+def test_an_option_outside_its_range_is_named_with_the_value(line, ask, tmp_path):
+    command, *rules = line.replace("/no/x", f"{tmp_path}/x").split(" | ")
     file, *argv = command.split()
     for words, _, rule in (text.partition(": ") for text in rules):
         name, *values = words.split()
@@ -538,8 +540,9 @@ REFUSED = [
     ("speculative --gamma 1000000000000", "--gamma must be at most the context of 2048 tokens"),
     ("speculative --gam 3", "unrecognized arguments: --gam 3"),
     ("speculative tune", "unrecognized arguments: tune (--help lists all options)"),
-    ("speculative --trace {odd}/no/x", "--trace must be a file that can be written, got '{odd}/no"),
-    ("speculative --trace {odd}", "--trace must be a file that can be written, got '{odd}'"),
+    ("speculative --trace {odd}/file/x", "--trace must be a file that can be … /file/x': Not a"),
+    ("speculative --trace {odd}", "--trace must be a file that can be … '{odd}': it is a folder"),
+    ("speculative --trace {odd}/latin", "'{odd}/latin': it was not made here, and would be lost"),
     ("speculative --method spectr", "invalid choice: 'spectr'"),
     ("speculative --show sometimes", "invalid choice: 'sometimes'"),
     ("speculative --dtype int3", "model directory or hub id that … can load as int3"),
@@ -600,6 +603,21 @@ REFUSED = [
     ("survey.layerskip --tuning '' --E 12", "--E must be 1 to 11 for a model of 12 layers, got"),
     ("survey.layerskip --tuning models/exit.safetensors", "one of an early exit"),
     ("survey.early_exit --exit {odd}/none", "expected a file of an early exit, got '{odd}/none'"),
+    # Results that would take the place of something of the user's.
+    ("survey.medusa train --prompts {odd}/p.jsonl --out {odd}/empty/../p.jsonl",
+     "--out must be no file that the command itself reads or works in, got '{odd}/empty/../p"),
+    ("survey.medusa train --work {odd}/x --out {odd}/x", "itself reads or works in, got '{odd}/x'"),
+    ("survey.hybrid fit --adapters {odd}/broken --out {odd}/broken/model.safetensors",
+     "itself reads or works in"),
+    ("survey.eagle3 export --adapter x --target {odd}/unknown --out {odd}/link/", "itself reads"),
+    ("survey.online boost --draft {odd}/unknown --out {odd}/link", "itself reads or works in"),
+    ("survey.medusa export --adapter x --out {odd}/broken",
+     "a new folder, or one that `medusa export` made, got '{odd}/broken' with config.json"),
+    ("survey.layerskip export --tuning x --out {odd}/file", "--out must be a folder … is a file"),
+    ("cllm train --data x --lr 1 --out {odd}/file", "--out must be a folder … it is a file"),
+    ("survey.medusa train --out {odd}/empty", "--out must be a file … it is a folder"),
+    ("survey.medusa train --out {odd}/unknown/config.json", "it was not made here"),
+    ("bita train --out {odd}/file/x", "--out must be a file that can be … Not a directory"),
     ("survey.online boost --out /no/such/x --draft {odd}/empty",
      "expected a model directory or hub id that … got '{odd}/empty'"),
 ]
@@ -612,6 +630,15 @@ def test_wrong_input_is_one_line_and_status_2(line, said, odd, ask):
     file, *argv = [word.format(**names) for word in shlex.split(line)]
     err = refusal(ask(*argv, file=file))
     assert all(words in err for words in said.format(**names).split(" … ")), err
+
+
+def test_a_command_may_make_its_own_folder_again(tmp_path, ask):
+    argv = ["--adapter", f"{ROOT}/models/eagle3.safetensors", "--device", "cpu", "--out",
+            f"{tmp_path}/head"]
+    for _ in range(2):
+        assert ask("export", *argv, file="survey.eagle3")[0] == 0
+    assert "`eagle export` made" in refusal(ask("export", *argv, file="survey.eagle"))
+    assert [file.name for file in tmp_path.iterdir()] == ["head"]
 
 
 def test_a_draft_for_a_method_that_takes_none(ask, monkeypatch):
@@ -681,7 +708,8 @@ ACCEPTED = [  # command lines with values at the ends of what each option takes
     "mjsd --beams 2 --width 1 --tau 0", "mjsd --beams 8 --width 2 --tau 7 --temperature 1",
     "mjsd --method mjgd --K 3 --beams 4 --temperature 0",
     "bita --tree efficient --temperature 1", "bita --tree full --k 0", "bita --tree chain --graphs",
-    "cllm --n 2 --compare", "cllm --n 16 --temperature 1 --dtype bfloat16"]
+    "survey.recycling --nodes 1 --compare", "cllm --n 2 --compare",
+    "cllm --n 16 --temperature 1 --dtype bfloat16"]
 
 
 @pytest.mark.parametrize("line", ACCEPTED)
@@ -750,6 +778,8 @@ def test_tune_finds_the_fastest(ask, clock):
     tried = [(3, 4), (2, 4), (5, 4), (2, 1), (2, 2), (2, 4)]
     assert seen == [(5, 4, 7), *((gamma, K, 7) for gamma, K in tried for _ in range(3))]
     assert out.splitlines()[-1] == "fastest: --gamma 2 --K 2"
+    none = ask(*argv, method=tunable, ranges={"beta": (1, 2)})
+    assert refusal(none).endswith("--tune must have an option to search, tunable has none\n")
 
 
 QUICK = {line.split()[0] for line in ACCEPTED}
@@ -969,7 +999,15 @@ def test_a_closed_pipe_ends_quietly():
 
 TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tom has 3"},
         {"role": "assistant", "content": " apples"}]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}")
+# This one writes thoughts and tools as well, and ends a turn with a special token that is no EOS.
+WHOLE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>{% if m.thinking %}"
+         "({{ m.thinking }}){% endif %}{{ m.content }}{{ m.tool_calls }}<s>\n{% endfor %}"
+         "{% if add_generation_prompt %}<assistant>{% else %}</s>{% endif %}")
+OPENS = TEMPLATE.replace("{% endif", "<think>{% endif")
+ASKED, SAID = TALK[1:]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"f": "x"}]}
 
 
 def learn(model, tokenizer, prompts, *, steps: int = 1, lr: float = 0.1):
@@ -983,11 +1021,17 @@ def learn(model, tokenizer, prompts, *, steps: int = 1, lr: float = 0.1):
     ({"prompt": "Tom has 3", "answer": " apples"}, ["--chat"], "<user>Tom has 3<assistant>",
      " apples</s>"),
     ({"messages": TALK}, [], "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
-    ({"prompt": [5, 6, 7], "answer": [8, 9]}, ["--chat"], [5, 6, 7], [8, 9])])
+    ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, ["--chat"], [5, 6], [8, 9]),
+    ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "template": WHOLE}, [],
+     "<user>Tom has 3<s>\n<assistant>", "(2 + 1) apples<s>"),
+    ({"messages": [ASKED, CALL], "tools": [{"f": {}}], "template": WHOLE}, [],
+     "[{'f': {}}]<user>Tom has 3<s>\n<assistant>", "[{'f': 'x'}]<s>"),
+    ({"prompt": "Tom has 3", "answer": " apples", "template": WHOLE}, ["--chat"],
+     "<user>Tom has 3<s>\n<assistant>", " apples<s>")])
 def test_answers_made_elsewhere_become_tokens(row, chat, prompt, answer, small_llama, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(small_llama, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(row.get("template", TEMPLATE))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps(row))
@@ -1002,18 +1046,44 @@ def test_answers_made_elsewhere_become_tokens(row, chat, prompt, answer, small_l
 
 @pytest.mark.parametrize("row, options, said", [
     ({"prompt": [5], "answer": [10 ** 6]}, [], "line 1: 1000000"),
-    ({"messages": TALK}, [], "line 1: expected a model with a chat template"),
+    ({"messages": TALK, "template": None}, [], "line 1: expected a model with a chat template"),
+    ({"messages": [ASKED, SAID | {"thoughts": "2"}], "template": WHOLE}, [],
+     "line 1: the chat template leaves out 'thoughts' of message 2"),
+    ({"messages": [ASKED, CALL, *TALK[1:]]}, [], "leaves out 'tool_calls' of message 2"),
+    ({"messages": TALK, "tools": [{"f": {}}]}, [], "leaves out 'tools'"),
+    ({"messages": TALK, "template": OPENS}, [],
+     "line 1: the chat template begins answers with '<think>', but not this one"),
+    ({"messages": [ASKED, SAID | {"content": ""}]}, [], "line 1: the last message says nothing"),
     ({"prompt": "a"}, [], "line 1: it has no answer"),
     ({"prompt": "a", "answer": "b"}, ["--prompts", f"{ROOT}/models/examples.jsonl"],
      "not allowed with argument"),
     ({"prompt": "a", "answer": "b"}, ["--accumulate", "0"], "--accumulate must be 1 or more")])
 def test_answers_that_cannot_be_learnt_from_are_refused(row, options, said, small_llama, tmp_path,
                                                         capfd):
-    file = tmp_path / "pairs.jsonl"
+    file, folder = tmp_path / "pairs.jsonl", tmp_path / "model"
+    shutil.copytree(small_llama, folder)
     file.write_text(json.dumps(row))
-    argv = ["learn", "--target", small_llama, "--data", str(file), *options]
+    if row.get("template", TEMPLATE):
+        (folder / "chat_template.jinja").write_text(row.get("template", TEMPLATE))
+    argv = ["learn", "--target", str(folder), "--data", str(file), *options]
     assert main([speculative], None, argv, commands=[learn]) == 2
     said_in_one_line(said, capfd)
+
+
+def test_a_template_writes_the_date_of_the_first_run(small_llama, tmp_path, capfd):
+    """The date is kept in the work folder, so a run that was stopped has the same prompts later."""
+    def ask(model, tokenizer, prompts, *, out: Path):
+        given.append(prompts)
+    given, folder = [], tmp_path / "model"
+    shutil.copytree(small_llama, folder)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %H %S.%f') }}" + TEMPLATE)
+    argv = ["ask", "--target", str(folder), "--chat", "--out"]
+    for name in "one", "one", "two":
+        assert main([speculative], None, [*argv, str(tmp_path / name)], commands=[ask]) == 0
+    assert given[0] == given[1] != given[2]
+    (tmp_path / "one.work" / "date").write_text("soon")
+    assert main([speculative], None, [*argv, str(tmp_path / "one")], commands=[ask]) == 2
+    said_in_one_line("expected the date of an earlier run, got", capfd)
 
 
 def test_help_of_a_training_has_the_options_of_all(capsys):

@@ -597,7 +597,8 @@ def small(tmp_path_factory):
 def command(*argv) -> int:
     """As the last lines of cllm.py, on a CPU."""
     return main([cllm], module.report, [*map(str, argv), "--device", "cpu"], target="cllm",
-                    commands=[collect, train, profile], ranges={"n": (4, 8, 16, 32, 64)})
+                    commands=[collect, train, profile], folders=[train],
+                    ranges={"n": (4, 8, 16, 32, 64)})
 
 
 def test_collect_train_decode_and_profile_from_the_command_line(small, tmp_path, capfd):
@@ -645,9 +646,9 @@ def test_profile_is_that_of_the_decoding(small, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ("collect --prompts good --out .", "Is a directory"),
-    ("collect --prompts good --out good/below", "File exists"),
-    ("collect --prompts good --out good", "expected a file made by"),
+    ("collect --prompts good --out .", "it is a folder"),
+    ("collect --prompts good --out good/below", "Not a directory"),
+    ("collect --prompts good --out good", "--out must be no file that the command itself reads"),
     ("collect --prompts good --out few", "to hold trajectories of this model"),
     ("collect --out o --max-new-tokens 0", "--max-new-tokens must be 1 or more, got 0"),
     ("collect --out o --batch 0", "--batch must be 1 or more, got 0"),

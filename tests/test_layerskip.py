@@ -184,11 +184,3 @@ def test_the_embedded_tuning_decodes_without_options(capfd):
     assert main([layerskip], module.report, [*argv, "--compare"], lossy=[layerskip]) == 0
     out, err = capfd.readouterr()
     assert out.strip() and "layerskip: 9 tokens" in err and "layers run a token" in err
-
-
-def test_a_file_in_the_place_of_the_exported_model_is_refused(monkeypatch, tmp_path):
-    """transformers would save nothing there, and would say so in its log alone."""
-    (tmp_path / "out").write_text("mine")
-    monkeypatch.setattr(module, "load_tuned", lambda *_: (tiny("llama"), 1))
-    with pytest.raises(FileExistsError):
-        module.export(None, None, tuning=tmp_path, out=tmp_path / "out")

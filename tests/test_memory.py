@@ -89,6 +89,7 @@ def test_options_and_settings_are_told_apart():
 @pytest.mark.parametrize("argv, said", [
     (["nonsense"], "expected a training, one of answers, medusa, "), (["  "], "got ''"),
     (["medusa --foo 3"], "--foo is no option of medusa"),
+    (["medusa --steps 5"], "--steps is no option of medusa"),
     (["medusa --K"], "--K must be of type int, got True"),
     (["bita --accumulate x"], "--accumulate must be of type int, got x"),
     (["cllm --rank x"], "--rank must be of type int, got x"),

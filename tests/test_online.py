@@ -256,13 +256,3 @@ def test_a_second_draft_learns_all_that_the_first_gets_wrong_and_no_more(model, 
     assert torch.equal(scored[1][0], scored[2][0])
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     assert any(not torch.equal(a, b) for a, b in zip(second.parameters(), first.parameters()))
-
-
-def test_a_file_in_the_place_of_the_second_draft_is_refused_before_the_training(
-        monkeypatch, tmp_path):
-    """transformers would save nothing there, and would say so in its log alone."""
-    (tmp_path / "out").write_text("mine")
-    monkeypatch.setattr(module, "draft_for", lambda *_: tiny("llama"))
-    with pytest.raises(FileExistsError):
-        boost(tiny("llama"), None, [], out=tmp_path / "out", work=tmp_path / "work")
-    assert not (tmp_path / "work").exists()

@@ -42,7 +42,8 @@ def test_what_is_saved_is_loaded(tmp_path):
     ({"w": torch.zeros(2, 2), "b": torch.zeros(3)}, r"tensors .*'b': \(2,\).* with"),
     ({"w": torch.zeros(2, 2), "b": torch.zeros(2), "c": torch.zeros(1)}, "tensors"),
     ({"w": torch.zeros(2, 2), "b": torch.tensor([1.0, torch.nan])}, "finite numbers"),
-    ({"w": torch.zeros(2, 2), "b": torch.tensor([1.0, torch.inf])}, "finite numbers")])
+    ({"w": torch.zeros(2, 2), "b": torch.tensor([1.0, torch.inf])}, "finite numbers"),
+    ({"w": torch.zeros(2, 2), "b": torch.ones(2, dtype=torch.int8)}, "floating.* b of torch.int8")])
 def test_other_tensors_are_refused_and_nothing_is_set(tensors, said):
     own = part()
     with pytest.raises(InputError, match=f"expected {said}"):
@@ -87,10 +88,13 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
     with pytest.raises(InputError, match="expected a file of another, got .*, one of a thing"):
         load_part(path, "another", LLAMA)
     whole = path.read_bytes()
-    for i, bad in enumerate((b"", b"x" * 100, whole[:50], whole[:-9])):
+    pointer = b"version https://git-lfs.github.com/spec/v1"
+    for i, bad in enumerate((b"", b"x" * 100, whole[:50], whole[:-9], pointer)):
         (tmp_path / str(i)).write_bytes(bad)
-    for other in (*map(str, range(4)), "", "none", ROOT / "models/draft/model.safetensors"):
-        with pytest.raises(InputError, match="expected a file of a thing, got") as error:
+    for other, said in (*((str(i), "") for i in range(4)), ("4", "is a pointer of git-lfs"),
+                        ("", "is a folder, not a file"), ("none", "No such file"),
+                        (ROOT / "models/draft/model.safetensors", "released, name the folder")):
+        with pytest.raises(InputError, match=f"expected a file of a thing, got .*{said}") as error:
             load_part(tmp_path / other, "a thing", LLAMA)
         assert "\n" not in str(error.value)
 
@@ -101,6 +105,7 @@ def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
     models["target"].get_input_embeddings().weight.data *= 1e-6
     path = tmp_path / "new" / "facts.json"
     save_facts(path, models, rates=[0.5, 0.25])
+    path.write_text(path.read_text(), encoding="utf-8-sig")  # as an editor of Windows does
     assert load_facts(path, models, "rates", lambda facts: facts["rates"]) == [0.5, 0.25]
     for name in models:
         others = models | {name: LLAMA}
@@ -123,6 +128,9 @@ def test_facts_that_cannot_be_used_are_refused_in_one_line(tmp_path, wrong):
         with pytest.raises(InputError, match="expected good facts, got") as error:
             load_facts(path, {"model": LLAMA}, "good facts", lambda facts: facts)
         assert "\n" not in str(error.value)
+    path.write_text("{}")
+    with pytest.raises(InputError, match="it has no 'model'$"):
+        load_facts(path, {"model": LLAMA}, "good facts", lambda facts: facts)
 
 
 @pytest.mark.parametrize("name", ["blocks", "hybrid", "sequoia", "smollm2/blocks",

@@ -20,7 +20,7 @@ from survey.eagle import Pairs
 from survey.layerskip import load_tuned
 from survey.low_rank import add_low_rank
 from survey.parts import save_part
-from survey.released import make_config, read_layer_config
+from survey.released import load_accept, make_config, read_layer_config
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
 LEVELS = [[(7, -1)], [(8, 0), (9, 0)], [(10, 2)]]  # a tree of drafted rows: tokens, rows above
@@ -144,7 +144,7 @@ def write(folder: Path, config: dict, tensors: dict, file: str = "model.safetens
 
 
 EAGLE_HEADS = {  # configurations and tensors; that of Vicuna's has neither a base nor groups
-    "Vicuna's": (SHAPE, dict(kv=4, bias=True)),
+    "Vicuna's": (SHAPE | dict(num_hidden_layers=40), dict(kv=4, bias=True)),  # the target's
     "LLaMA3's": (SHAPE | dict(num_key_value_heads=2, rope_theta=500000.0, bias=False),
                  dict(kv=2, bias=False)),
     "Qwen2's": (SHAPE | dict(num_key_value_heads=2, qkv_bias=True),
@@ -154,7 +154,7 @@ EAGLE_HEADS = {  # configurations and tensors; that of Vicuna's has neither a ba
                dict(kv=4, bias=False))}
 GROUPS = SHAPE | dict(num_key_value_heads=2)
 EAGLE3_HEADS = {
-    "yuhuili's": (GROUPS | dict(draft_vocab_size=512), dict(D=512)),
+    "yuhuili's": (GROUPS | dict(draft_vocab_size=512, num_hidden_layers=40), dict(D=512)),
     "all tokens": (GROUPS | dict(draft_vocab_size=V, rope_theta=500000.0), dict(D=V)),
     "speculators'": ({"transformer_layer_config": GROUPS, "draft_vocab_size": 512},
                      dict(D=512)),
@@ -356,16 +356,28 @@ def test_what_is_measured_plans_the_tree(tmp_path, embedded, name):
                    out=tmp_path / "a.json", max_new_tokens=12)
     table = json.loads((tmp_path / "a.json").read_text())["accept"]
     assert len(table) == {"eagle": 8, "eagle3": 8, "medusa": 3}[name]
-    target = CachedLM(model)
-    next(METHODS[name](target, TEXT, adapter=adapter, accept=str(tmp_path / "a.json"), nodes=4))
-    assert target.memo[name, adapter].accept == table
+    target, file = CachedLM(model), str(tmp_path / "a.json")
+    next(METHODS[name](target, TEXT, adapter=adapter, accept=file, nodes=4))
+    part = target.memo[name, adapter]
+    assert target.memo[part, "accept", file].accept == table and part.accept == []
     facts = json.loads((tmp_path / "a.json").read_text())
-    facts["model"] = [[-x for x in row] for row in facts["model"]]
+    head = facts["head"]
+    turned = [[-x for x in row] for row in facts["model"]]
+    for change, said in (({"model": turned}, "another model's"),
+                         ({"head": head[:-1]}, "another head's"),
+                         ({"head": [x * 1.1 for x in head]}, "another head's"),
+                         ({"accept": table * 9}, "a table of more than [38] levels with"),
+                         ({"accept": [[0.05] * 11]}, "a table of more than [38] levels with"),
+                         ({"accept": [[0.5, math.nan]]}, "no table of acceptance"),
+                         ({"accept": []}, "no table of acceptance")):
+        (tmp_path / "b.json").write_text(json.dumps(facts | change))
+        with pytest.raises(InputError, match=f"what `measure` wrote for this .*: {said}"):
+            load_accept(tmp_path / "b.json", model, part)
+    del facts["head"]
     (tmp_path / "b.json").write_text(json.dumps(facts))
-    with pytest.raises(InputError, match="what `measure` wrote for this model"):
-        next(METHODS[name](target, TEXT, adapter=adapter, accept=str(tmp_path / "b.json")))
-    with pytest.raises(InputError, match="what `measure` wrote for this model"):
-        next(METHODS[name](target, TEXT, adapter=adapter, accept=adapter))  # no such table
+    for other, said in (str(tmp_path / "b.json"), "it has no 'head'"), (adapter, "is a folder"):
+        with pytest.raises(InputError, match=f"wrote for this model and this head, .*{said}"):
+            next(METHODS[name](target, TEXT, adapter=adapter, accept=other))
 
 
 def test_a_whole_model_of_medusa_2_is_the_target_and_has_the_heads(tmp_path, small_llama):
@@ -572,10 +584,14 @@ REFUSED = [  # a file of survey/, the kind of head that it gets, changes of its 
     ("eagle", KINDS["eagle"], {"fc.weight": torch.ones(WIDTH, WIDTH)}, "expected tensors {'fc.wei"),
     ("eagle", KINDS["eagle"], {"fc.bias": torch.full((WIDTH,), torch.nan)}, "finite numbers"),
     ("eagle", KINDS["eagle"], {"hidden_size": 128}, "for features of width 256, got .* for 128"),
-    ("eagle", KINDS["eagle"], {"num_hidden_layers": 2}, "a head without num_hidden_layers"),
+    ("eagle", KINDS["eagle"], {"layers.1.mlp.up_proj.weight": torch.ones(9)},
+     "a head of one layer, got .* with layers.0, layers.1$"),
+    ("eagle3", KINDS["eagle3"], {"layers.1.mlp.up_proj.weight": torch.ones(9)},
+     "a head of one layer, got .* with layers.1, midlayer$"),
     ("eagle", KINDS["eagle"], {"hidden_act": "gelu"}, "a head without hidden_act, got .* gelu"),
     ("eagle", KINDS["eagle"], {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type def"),
     ("eagle", KINDS["eagle"], {"embed_tokens.weight": other_table()}, "another's"),
+    ("eagle", KINDS["eagle"], {"embed_tokens.weight": other_table().to(torch.int8)}, "of torch.in"),
     ("eagle", KINDS["eagle"], {"embed_tokens.weight": other_table()[:99]}, "a head for 1536 tok"),
     ("eagle3", KINDS["eagle3"], {"embed_tokens.weight": other_table()}, "another's"),
     ("medusa", KINDS["medusa"], {"0.1.weight": torch.ones(99, WIDTH)}, "{'0.1.weight': .1536, 2"),

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CTRLTokenizer, PreTrainedTokenizerFast
 
 from cli.text import KEPT, TokenTexts, cut_message, read_texts, set_encodings, split_text, stream
-from cli.trace import say_tokens
+from cli.trace import collect_tokens, say_tokens
 from common import InputError
 from helpers import ROOT, main
 from models.training import read_whole_lines
@@ -264,12 +264,19 @@ def test_each_token_has_its_piece():
     ("wordpiece, clean", ["it", "##s", ",", "</s>"], [" it", "s", ",", " </s>"]),
     ("byte-level", ["Ġit", BYTE_LEVEL[0xe6], "'"], [" it", "\N{REPLACEMENT CHARACTER}", "'"])])
 def test_tokens_of_a_trace(kind, names, said):
-    """In a tree a token is shown as in the middle of a text, with its blank."""
+    """In a tree a token is shown as in the middle of a text, with its blank.
+
+    The tokens of a draft are its own, and not the target's.
+    """
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.convert_tokens_to_ids(names)
-    call = {"ids": ids, "best": []}
-    runs = [{"prompt": [], "rounds": [{"calls": [call], "chunk": ids[:1]}]}]
-    assert say_tokens(runs, tokenizer) == dict(zip(ids, said))
+    calls = [{"lm": 0, "ids": ids, "best": [-1]}, {"lm": 1, "ids": [98], "best": [99]},
+             {"lm": 2, "ids": ids, "best": []}]
+    runs = [{"prompt": ids[:1], "lms": ["target", "draft", "2 layers"],
+             "rounds": [{"calls": calls, "chunk": ids[:1]}]}]
+    shown = collect_tokens(runs, ["target", "draft"])
+    assert shown == {"target": {-1, *ids}, "draft": {98, 99}}
+    assert say_tokens(shown["target"], tokenizer) == dict(zip(ids, said))
 
 
 def test_guessed_tokens_are_green(capsys):

@@ -133,7 +133,7 @@ def test_text_is_shown_and_never_run(embedded):
     run = Run(autoregressive, {"target": CachedLM(target)}, {}, set())
     trace = Trace()
     tokens_of(trace.watch(run, prompt, run.decode(prompt, 3, greedy)), 3)
-    written = make_page(trace.runs, tokenizer)
+    written = make_page(trace.runs, {"target": tokenizer})
     script, empty = PAGE.read_text().split("DATA")
     assert written.startswith(script) and written.endswith(empty)
     inside = written[len(script):len(written) - len(empty)]
@@ -217,3 +217,6 @@ def test_an_interrupted_run_has_a_page(tmp_path, monkeypatch):
     assert main([method], lambda run: "", argv) == 130
     [run] = data_of(tmp_path / "x.html")["runs"]
     assert len(checked(run)) >= 2 and CachedLM.forward is FORWARD
+    page = (tmp_path / "x.html").read_text()
+    assert main([method], lambda run: "", [*argv, "--gamma", "0"]) == 2  # nothing is decoded
+    assert (tmp_path / "x.html").read_text() == page

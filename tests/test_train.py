@@ -39,8 +39,8 @@ class Letters:
     def decode(self, ids, skip_special_tokens):
         return "".join(map(str, ids))
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return f"ab{messages[0]['content']}c"
+    def apply_chat_template(self, messages, **_):
+        return f"HERE {messages[0]['content']}c"
 
     def save_pretrained(self, folder):
         pass
@@ -358,7 +358,7 @@ def test_a_file_in_the_place_of_the_draft_is_refused_before_the_training(
     """transformers would save nothing there, and would say so in its log alone."""
     (tmp_path / "draft").write_text("mine")
     assert script(monkeypatch, "distil", *distil_argv(tmp_path, tmp_path / "work")) == 2
-    said_in_one_line("train.py: [Errno 17] File exists", capfd)
+    said_in_one_line("train.py: --out must be a folder that can be written, got ", capfd)
     assert not (tmp_path / "work").exists()
 
 
@@ -426,16 +426,19 @@ def test_bad_options_are_refused(command, option, value, small, tmp_path, monkey
 
 @pytest.mark.parametrize("row, said", [([5, 6], 0), ([1], 0), ([7, 1], 1)])
 def test_a_model_that_writes_no_new_prompt_is_refused(row, said, small, tmp_path, monkeypatch):
-    """It would run for ever. The prompts that it wrote before are kept."""
+    """It would run for ever. What it wrote before is kept beside the file of an earlier run."""
     def generate_answers(model, *asked):
-        assert asked == ({1}, [Letters().encode("ab")] * 3, 7, 0.5)
+        assert asked == ({1}, [Letters().encode("HERE ")] * 3, 7, 0.5)
         return iter([dict.fromkeys(range(3), row)])
     monkeypatch.setattr(Letters, "chat_template", "{{ messages }}")
     monkeypatch.setattr(recipe, "generate_answers", generate_answers)
+    (tmp_path / "out").write_text('{"prompt": "old"}\n')
     with pytest.raises(InputError, match=f"no new one of 3, {said} before"):
         recipe.make_prompts(["--target", "x", "--out", str(tmp_path / "out"), "--batch", "3",
                              "--count", "2", "--temperature", "0.5", "--max-new-tokens", "7"])
-    assert (tmp_path / "out").read_text() == '{"prompt": "7"}\n' * said
+    kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert kept.pop("out") == '{"prompt": "old"}\n'
+    assert kept == ({"out.part": '{"prompt": "7"}\n'} if said else {})
 
 
 def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypatch):

@@ -20,6 +20,7 @@ from common import CachedLM, InputError, autoregressive
 from families import FAMILIES, SCALED, deep, near, tiny
 from helpers import interrupting, tokens_of
 from models import training
+from models.files import write_text, write_whole
 from models.training import (LOSSES, Settings, Training, answer_all, collect_answers,
                              collect_examples, compare_guesses, compute_frozen, compute_in_parts,
                              cosine, digest, divergence, find_frequent, generate_answers,
@@ -309,12 +310,40 @@ def test_a_file_of_torch_that_is_no_checkpoint_is_refused(change, tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(tmp_path, monkeypatch):
-    """Where a disk is full torch raises a RuntimeError, and one of several lines."""
+    """Where a disk is full torch raises a RuntimeError, and one of several lines. Nothing stays."""
     def fill_disk(state, file):
+        file.write_text("half of it")
         raise RuntimeError("unexpected pos 407680\nvs 407568")
     monkeypatch.setattr(torch, "save", fill_disk)
     with pytest.raises(InputError, match="a folder that takes a checkpoint, got .* 407680 vs 40"):
         train_toy(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
+    """A file, a link to it, and a folder, whose older weights go with the older model."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_text(tmp_path / "link", "old")
+    (folder := tmp_path / "folder").mkdir()
+    for name in "model-1.safetensors", "config.json", "notes":
+        (folder / name).write_text("old")
+
+    def fail(fresh):
+        fresh.write_text("half of it")
+        raise KeyboardInterrupt
+
+    def write(fresh):
+        fresh.mkdir()
+        for name in "model.safetensors", "config.json":
+            (fresh / name).write_text("new")
+    for place in "file", "folder":
+        with pytest.raises(KeyboardInterrupt):
+            write_whole(tmp_path / place, fail)
+    write_whole(folder, write)
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {
+        "model.safetensors": "new", "config.json": "new", "notes": "old"}
+    assert (tmp_path / "file").read_text() == "old" and (tmp_path / "link").is_symlink()
+    assert {file.name for file in tmp_path.iterdir()} == {"file", "folder", "link"}
 
 
 def interrupted_at(number: int, act) -> None:

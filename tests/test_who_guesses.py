@@ -13,7 +13,7 @@ import torch
 import who_guesses as module
 import who_picture as picture
 from bench import Bench, Ours, options
-from common import CachedLM, autoregressive, greedy
+from common import CachedLM, InputError, autoregressive, greedy
 from families import tiny
 from speculative import speculative
 from survey.rest import Datastore, as_text
@@ -365,6 +365,5 @@ def test_tables_and_the_figure_are_made_and_kept(
     (["--max-new-tokens", "2"], "--max-new-tokens must be 3 or more")])
 def test_what_cannot_be_compared_is_refused(
         argv, said, models, tmp_path, monkeypatch, capsys):  # noqa: F811
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(InputError, match=said):
         run_main(monkeypatch, capsys, *models, "--adapters", tmp_path, "--work", tmp_path, *argv)
-    assert end.value.code == 2 and said in capsys.readouterr().err

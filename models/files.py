@@ -1,0 +1,149 @@
+"""No file of a user is lost: which places are refused for a result, and how a result is written.
+
+    check_result   refuses a place before any work, where a result could not go or would do harm
+    sign_folder    names the command that made a folder, so that the command may make it again
+    write_whole    writes a file or a folder beside its place, and moves it there once it is whole
+    write_text     does the same with a text
+    save_model     does the same with a model and its tokenizer
+"""
+import os
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Callable, Iterable
+
+from common import InputError
+
+MADE_BY = "made_by.txt"  # the file of a folder that names the command which made the folder
+PREFIX = ".new-"  # how the folders begin in which results are written
+# How files begin that commands of this project make: trained parts, then JSON and JSON lines, then
+# JSON of scripts, then pages and pictures.
+OWN = re.compile(rb'.{8}\{"__metadata__":\{"(part|bita)"|\{"(model|target|prompt)":|\{\n "'
+                 rb'|<!doctype html>|<svg ', re.DOTALL)
+
+
+# ------------------------------------------------------------------------ before any work
+
+def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "") -> None:
+    """Refuse a place for a result, before any work.
+
+    option   the option that gave the place, as its keyword argument is written
+    path     the place
+    reads    paths and names of all that the same command reads. Those that are None do not count
+    made_by  the command, if it makes a folder. Empty: it makes a file
+    raises   InputError for something that is read, for a file or folder of another origin, and for
+             a place where nothing can be written
+    """
+    wanted = "folder" if made_by else "file"
+    expected = f"--{option} must be a {wanted} that can be written, got {str(path)!r}"
+    try:
+        for read in reads:
+            if read is not None and is_same(path, read):
+                raise InputError(f"--{option} must be no {wanted} that the command itself reads or "
+                                 f"works in, got {str(path)!r}")
+        if path.exists():
+            check_replaceable(path, expected, made_by)
+        try_to_make(path)
+    except OSError as error:
+        raise InputError(f"{expected}: {error.strerror}") from error
+
+
+def is_same(path: Path, other: str | Path) -> bool:
+    """Tell whether two paths lead to the same place, also by a link."""
+    if os.path.realpath(path) == os.path.realpath(other):
+        return True
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
+
+
+def check_replaceable(path: Path, expected: str, made_by: str) -> None:
+    """Refuse what exists, unless a command of this kind has made it.
+
+    path, made_by  as `check_result` takes them
+    expected       how the message begins
+    """
+    if path.is_dir() != bool(made_by):
+        raise InputError(f"{expected}: it is a {'file' if made_by else 'folder'}")
+    if not os.access(path, os.W_OK):
+        raise InputError(f"{expected}: Permission denied")
+    if made_by:
+        weights = [file for end in ("safetensors", "bin") for file in path.glob(f"*.{end}")]
+        held = [file.name for file in (path / "config.json", *weights) if file.exists()]
+        mark = path / MADE_BY
+        owner = mark.read_text(encoding="utf-8").strip() if mark.exists() else ""
+        if held and owner != made_by:
+            raise InputError(f"--out must be a new folder, or one that `{made_by}` made, got "
+                             f"{str(path)!r} with {held[0]}")
+    elif path.is_file():
+        with open(path, "rb") as file:
+            begins = file.read(64)
+        if begins and not OWN.match(begins):
+            raise InputError(f"{expected}: it was not made here, and would be lost")
+
+
+def try_to_make(path: Path) -> None:
+    """Try whether a path can be made, inside a folder that is removed at once."""
+    if path.exists() and not (path.is_file() or path.is_dir()):  # such as /dev/null
+        return
+    place = Path(os.path.realpath(path))
+    above = place.parent
+    while not above.exists():
+        above = above.parent
+    with TemporaryDirectory(prefix=PREFIX, dir=above) as folder:
+        (Path(folder) / place.relative_to(above)).mkdir(parents=True)
+
+
+def sign_folder(folder: Path, made_by: str) -> None:
+    """Name in a folder the command that made it, which may make the folder again."""
+    write_text(folder / MADE_BY, f"{made_by}\n")
+
+
+# ----------------------------------------------------------------------------- the writing
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file or a folder beside its place, and move it there once it is whole.
+
+    A writer that fails or is interrupted, as by a full disk, leaves what was there before.
+
+    path   the file or folder to make. The folders above it are made. In a folder that is there,
+           files of the same names are replaced
+    write  a function that makes the file or the folder at the path that it is given
+    """
+    path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # such as /dev/stdout
+        write(path)
+        return
+    path = Path(os.path.realpath(path))  # a link stays a link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=PREFIX, dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        write(fresh)
+        if fresh.is_dir() and path.is_dir():
+            replace_files(fresh, path)
+        else:
+            os.replace(fresh, path)
+
+
+def replace_files(fresh: Path, folder: Path) -> None:
+    """Move all files of a fresh folder into an older one, whose own weights go.
+
+    transformers would load weights of the older model where the fresh one has other files.
+    """
+    names = {file.name for file in fresh.iterdir()}
+    for file in folder.glob("*.safetensors*"):
+        if file.name not in names:
+            file.unlink()
+    for name in sorted(names):
+        os.replace(fresh / name, folder / name)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8, as `write_whole` does."""
+    write_whole(path, lambda fresh: fresh.write_text(text, encoding="utf-8"))
+
+
+def save_model(folder: Path, model, tokenizer) -> None:
+    """Write a model with its tokenizer as a folder, as `write_whole` does."""
+    def write(fresh: Path) -> None:
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+    write_whole(folder, write)
