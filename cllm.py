@@ -402,7 +402,7 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
 
         steps, batch, states, lr, w, divergence, local, seed
 
-    What is measured. `train` leaves the first three as they are, and results/curves.py sets them:
+    What is measured. `train` leaves the first three as they are:
 
         shown       examples that are decoded for the figures of `decode_examples`. None takes the
                     first 20 of `held_out`.

@@ -69,10 +69,12 @@ def commands_of(text: str) -> list[list[str]]:
     """Return the commands of a page, each as its words.
 
     They stand in its fenced blocks of sh or without a language, and between backticks. A line that
-    ends with a backslash goes on, and a comment ends a command.
+    ends with a backslash goes on, and a comment ends a command. A block that begins with
+    `git checkout` has commands of an older commit, which are left out.
     """
     blocks = re.findall(r"^```(?:sh)?\n(.*?)^```$", text, re.M | re.S)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    today = [block for block in blocks if not block.startswith("git checkout")]
+    lines = "\n".join(today).replace("\\\n", " ").splitlines()
     inline = re.findall(r"`((?:python|make)\s[^`]+)`", without_code(text))
     found = []
     for line in [*lines, *(" ".join(x.split()) for x in inline)]:

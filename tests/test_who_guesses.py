@@ -356,7 +356,7 @@ def test_tables_and_the_figure_are_made_and_kept(
     assert run_main(monkeypatch, capsys, *argv, "--time-again").partition("\n")[2] == (
         text.partition("\n")[2]) and made == [1]
     with pytest.raises(TypeError):  # another draft decodes anew
-        run_main(monkeypatch, capsys, *argv, "--draft", models[models.index("--cllm") + 1])
+        run_main(monkeypatch, capsys, *argv, "--draft", models[1])
 
 
 @pytest.mark.parametrize("argv, said", [
