@@ -80,7 +80,7 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> None:
         """Refuse the command line; what is not known may be a word that --help explains."""
         hint = " (--help lists all options)" if message.startswith("unrecognized") else ""
-        super().error(cut_message(message) + hint)
+        self.exit(2, f"{self.prog}: error: {cut_message(message)}{hint}")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         """End the process with a message; all messages of argparse come here last."""

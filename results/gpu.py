@@ -195,13 +195,16 @@ def sizes(args, kept):
 
 
 def predicted(args, kept):
+    def cost(size: str, how: str, rows: float) -> float:
+        width = next(n for n in WIDTHS if n >= min(64, rows))
+        row = kept.get("sizes", {}).get(f"{size}, {how}", {})
+        return row.get(str(width), float("nan"))  # if it was not measured
+
     def predict(row: dict, how: str) -> float:
-        took = 0
-        for size, kind in ("8B", ""), ("1B", "draft_"):
-            width = next(n for n in WIDTHS if n >= min(64, row[kind + "rows"]))
-            cost = kept["sizes"].get(f"{size}, {how}", {}).get(str(width), float("nan"))
-            took += row[kind + "calls"] * cost if row[kind + "calls"] else 0
-        return row["tokens"] * kept["sizes"][f"8B, {how}"]["1"] / took
+        took = row["calls"] * cost("8B", how, row["rows"])
+        if row["draft_calls"]:
+            took += row["draft_calls"] * cost("1B", how, row["draft_rows"])
+        return row["tokens"] * cost("8B", how, 1) / took
     for file in sorted((ROOT / "results").glob("*.run.json")):
         for name, row in json.loads(file.read_text(encoding="utf-8"))["methods"].items():
             if row["target"] + row["draft"] >= 0.9 * row["total"]:  # else other work counts too
