@@ -31,6 +31,9 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     returns               the model and its tokenizer; InputError for what cannot be used
     """
     folder = Path(path)
+    if folder.is_file():
+        raise InputError(f"expected a model that can be loaded, got {path!r}: it is a file, not a "
+                         "directory")
     if (folder / "adapter_config.json").exists():  # transformers may load it, or may ignore it
         raise InputError(f"expected a whole model, got {path!r} with adapter_config.json: it holds "
                          f"{LORA}")
@@ -56,8 +59,6 @@ def find_fault(folder: Path, said: str) -> str:
     folder   the directory
     said     what transformers said about it
     """
-    if folder.is_file():
-        return "it is a file, not a directory"
     if "trust_remote_code" in said:
         return "it brings code of its own, which is never run here"
     if folder.is_dir() and not (folder / "config.json").exists():
