@@ -451,8 +451,8 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
     if trained is None:
         trained = target.once((heads, file), lambda: load_heads(file, heads, target.model))
         if accept:
-            trained.accept = target.once(("medusa accept", accept),
-                                         lambda: load_accept(accept, target.model))
+            trained.accept, _ = target.once(("medusa accept", accept),
+                                            lambda: load_accept(accept, target.model))
     target.start(prompt[:-1])
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root

@@ -291,27 +291,29 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
 
 # ------------------------------------------------------------------------- measured acceptance
 
-def save_accept(path: Path, model, accept: list[list[float]]) -> None:
+def save_accept(path: Path, model, accept: list[list[float]],
+                tokens: list[list[float]] = ()) -> None:
     """Write how often the guesses of a head are right for a model, and print it for the likeliest.
 
     accept   accept[n][r] is how often the guess of rank r is right, at depth n of a tree or, for
              Medusa, of head n + 1
+    tokens   what dynamic trees give, if the head is one of EAGLE's
     """
     print(f"right {[round(ranks[0], 3) for ranks in accept]}")
-    save_facts(path, {"model": model}, accept=accept)
+    save_facts(path, {"model": model}, accept=accept, tokens=tokens)
 
 
-def load_accept(path: str, model) -> list[list[float]]:
+def load_accept(path: str, model) -> tuple[list[list[float]], list[list[float]]]:
     """Read what `save_accept` wrote. InputError if it is damaged, or was written for another model.
 
     path     the JSON file
     model    the target
-    returns  the table accept, as `save_accept` describes it
+    returns  the tables accept and tokens, as `save_accept` describes them
     """
-    def parse(facts: dict) -> list[list[float]]:
+    def parse(facts: dict) -> tuple:
         accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
         right = all(ranks and all(0 <= p <= 1 for p in ranks) for ranks in accept)
         if not accept or not right:
             raise ValueError("no table of acceptance")
-        return accept
+        return accept, [[float(x) for x in row] for row in facts["tokens"]]
     return load_facts(path, {"model": model}, "what `measure` wrote for this model", parse)

@@ -17,10 +17,10 @@ from families import tiny
 from helpers import tokens_of
 from models.training import pad_pairs
 from survey.eagle import Pairs
-from survey.eagle3 import (Draft, Form, choose_lessons, eagle3, export, load_accept, load_draft,
-                           make_config, measure, read_target, save_draft, unroll_loss)
+from survey.eagle3 import (Draft, Form, choose_lessons, eagle3, export, load_draft, make_config,
+                           measure, read_target, save_draft, unroll_loss)
 from survey.parts import head_for
-from survey.released import read_released, save_accept
+from survey.released import load_accept, read_released, save_accept
 from survey.taps import choose_taps, read_taps, tap_layers, tap_target, tap_widths
 from survey.views import depth_of
 
@@ -100,7 +100,7 @@ def test_the_draft_reads_the_final_text(monkeypatch, nodes):
     def choose(lm, *_):
         lm.forward([3, 4], counts=False)  # as if a call were timed
         lm.truncate(lm.length)
-        return 40, [1, 19]
+        return 40, [1, 19], False
     monkeypatch.setattr("survey.eagle.fastest", choose)
     draft, target, log = make_draft(), CachedLM(MODEL), []
     draft.accept = [[0.05] * 20] * 2  # so many guesses that some are accepted
@@ -422,7 +422,8 @@ def test_a_measured_table_plans_the_tree(tmp_path):
     assert len(table) == 8 and all(0 <= p <= 1 for ranks in table for p in ranks)
     target = CachedLM(MODEL)
     next(eagle3(target, TEXT, nodes=4, adapter=folder, accept=str(tmp_path / "a.json")))
-    assert target.memo["eagle3", folder].accept == table
+    draft = target.memo["eagle3", folder]
+    assert draft.accept == table and len(draft.tokens) == 9 and draft.tokens[8][0] == 1
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(InputError, match="expected what `measure` wrote for this model"):
         load_accept(str(tmp_path / "a.json"), MODEL)
