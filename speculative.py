@@ -29,6 +29,10 @@ The target is fed the root and all guesses, and gives a distribution after each 
 stands in the place of the guess x_i. The last one, p_4, is for the token after a draft that is
 accepted as a whole.
 
+With --confidence the draft ends after the first guess that it finds less likely than that. The
+unsure guess is verified too, since it is drawn already. Whether another guess follows is decided
+before it is drawn, by the guesses so far alone. So both rules stay exact at every temperature.
+
 Departures: none.
 
 Left out:
@@ -147,20 +151,24 @@ VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option
 
 
 def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6,
-                verification: str = "block", sample: Sampler = greedy,
+                confidence: float = 0.0, verification: str = "block", sample: Sampler = greedy,
                 log: list | None = None) -> Iterator[list[int]]:
     """Draft gamma tokens one by one, and verify all of them in one target call. The chunk is the
     accepted tokens and one more that is drawn from the target.
 
     gamma: tokens drafted a round (γ), 1 or more
+    confidence: a probability. The draft ends after the first guess that is less likely by the
+        draft's own distribution, which no temperature changed. With 0 it drafts gamma tokens
     verification: token for Leviathan's and Chen's rule, block for Sun's. At temperature 0 both
         accept the same tokens
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are gamma
-    and the number of drafted tokens that the target accepted.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
+    numbers of drafted tokens and of those that the target accepted.
     """
     if gamma < 1:
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
+    if not 0 <= confidence < 1:
+        raise InputError(f"--confidence must be 0 or more and below 1, got {confidence}")
     if verification not in VERIFICATIONS:
         raise InputError(f"--verification must be token or block, got {verification!r}")
     target.start(prompt[:-1])
@@ -179,6 +187,8 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
             feed = sample.draw(q)  # [1]; it stays on the device, and the CPU need not wait for it
             draft_probs.append(q)
             drawn.append(feed)
+            if confidence > 0 and logits[-1].float().softmax(-1)[feed] < confidence:
+                break
         guesses = torch.cat(drawn).tolist()
         # Second step: compute p_1 … p_{γ+1} in one target call
         logits = target.forward([root, *guesses])
@@ -189,13 +199,13 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         # Keep the rows of what became final. The target was fed the root and all guesses. The draft
         # was fed `unseen` and all guesses but the last one.
         target.commit(range(1 + accepted))
-        draft.commit(range(len(unseen) + min(accepted, gamma - 1)))
+        draft.commit(range(len(unseen) + min(accepted, len(guesses) - 1)))
         root = token
         unseen = [root]
-        if accepted == gamma:  # the last guess is final, and the draft was never fed it
+        if accepted == len(guesses):  # the last guess is final, and the draft was never fed it
             unseen = [guesses[-1], root]
         if log is not None:
-            log.append({"drafted": gamma, "accepted": accepted})
+            log.append({"drafted": len(guesses), "accepted": accepted})
         # Last step: the text grows by the accepted guesses and the token
         yield [*guesses[:accepted], token]
 
@@ -233,7 +243,7 @@ def report(run) -> str:
 
     The prediction is Leviathan's Theorem 3.8. In the theorem c is the time of a draft call over the
     time of a target call, and both are taken from this run. After block verification α is the rate
-    that `verify_tokens` would need to accept as much.
+    that `verify_tokens` would need to accept as much. If drafts end early, γ is their mean length.
 
     run   a run of the command line
     """
@@ -241,7 +251,7 @@ def report(run) -> str:
     draft = run.models["draft"]
     tried = sum(map(count_tried, run.log))
     alpha = sum(r["accepted"] for r in run.log) / tried
-    gamma = run.log[0]["drafted"]
+    gamma = sum(r["drafted"] for r in run.log) / len(run.log)
     c = (draft.seconds / draft.calls) / (target.seconds / target.calls)
     per_call = gamma + 1  # the limit of the formula for α = 1, where it would divide by 0
     if alpha < 1:

@@ -80,14 +80,15 @@ import heapq
 import math
 import random
 import sys
+import timeit
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
-                    context_length, fastest, greedy, row_costs, shorten, walk, windows_of)
-from survey.eagle import MOST, RANKS, copy_layer, make_layer, report
+from common import (WIDTHS, CachedLM, InputError, Sampler, attention_mask, context_length,
+                    fastest, greedy, row_costs, shorten, walk, windows_of)
+from survey.eagle import MOST, RANKS, copy_layer, follow, make_layer, report
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.taps import read_taps, tap_target, tap_widths
@@ -267,6 +268,14 @@ def read_context(draft: Draft, features: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
+def feed(lm: BlockLM, H: torch.Tensor) -> None:
+    """Add H [n, e] to the draft's context. Those of a long prompt come in parts."""
+    for rows in H.split(WIDTHS[-1]) if len(H) else ():
+        lm.forward(rows, keep=0)
+        lm.commit(range(len(rows)))
+
+
+@torch.inference_mode()
 def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Tensor:
     """Add H to the draft's context, and run one block behind it.
 
@@ -276,10 +285,8 @@ def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Te
     returns  z [B, V'], the logits of the block's rows, without the Markov head
     """
     before = H[-1] if len(H) else torch.zeros_like(draft.mask)
-    *early, late = H.split(WIDTHS[-1])  # a long prompt comes in parts
-    for rows in early:
-        lm.forward(rows, keep=0)
-        lm.commit(range(len(rows)))
+    late = H[-WIDTHS[-1]:]
+    feed(lm, H[:-WIDTHS[-1]])
     block = draft.embed_blocks(torch.tensor(root, device=H.device), before)
     lm.block = 0 if draft.causal else draft.B
     z = lm.forward(torch.cat([late, block]), keep=draft.B)
@@ -328,14 +335,18 @@ def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
 
     lm       the draft's layers with their cache
     yields   a number of nodes, the tokens that a call with so many gave on held-out answers, and
-             the seconds of the draft's pass and the call together
+             the seconds of the draft's pass, of growing the tree and of the call together
     """
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
+    # Each guess is e times as likely as the next one, so that a tree has nodes at all depths.
+    z = -torch.arange(float(len(draft.vocab)), device=draft.vocab.device).expand(draft.B, -1)
+    growing = [min(timeit.repeat(lambda: grow(draft, z, 0, n), number=1, repeat=3))
+               for n in WIDTHS if n < 2 * MOST]
     yield 1, 1.0, costs[1]
     for n, tokens in enumerate(draft.tokens[1:], 2):
         # The draft's pass has a row for each token that became final, and those of the block.
         rows = min(MOST, math.ceil(tokens) + draft.B)
-        yield n, tokens, costs[n] + draft_costs[rows]
+        yield n, tokens, costs[n] + draft_costs[rows] + growing[(n - 1).bit_length()]
 
 
 def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
@@ -364,6 +375,10 @@ def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str 
         H = draft.place.new_zeros(0, draft.place.shape[1])
         if len(prompt) > 1:
             H = read_context(draft, target.features)
+        # The draft reads the prompt before the clock times its passes. The last H waits for the
+        # first block, whose rows read it too.
+        feed(lm, H[:-1])
+        H = H[-1:]
         n = nodes
         while True:
             if nodes == 0:
@@ -600,10 +615,7 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
         for anchor, hidden in zip(text.anchors()[::EVERY], blocks.hidden[0]):
             z = score_rows(draft, to_logits, hidden)
             tree, parents, _ = grow(draft, z, ids[anchor], MOST)
-            # The text's token after each node. None comes after the text's last one.
-            after = [*ids[anchor + 1:anchor + 2 + draft.B], *[-1] * draft.B]
-            depths = ancestor_mask(parents).sum(-1) - 1
-            path, _ = walk(tree, parents, [after[depth] for depth in depths.tolist()])
+            path, _ = follow(tree, parents, ids[anchor + 1:])
             counts[path] += 1
             trees += 1
     # The first n nodes are the tree of n nodes. It would have kept those nodes of the path that are

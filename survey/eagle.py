@@ -2,8 +2,8 @@
 
     eagle             Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature
                       Uncertainty", arXiv 2401.15077
-    eagle --dynamic   Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft
-                      Trees", arXiv 2406.16858
+    dynamic trees     Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft
+                      Trees", arXiv 2406.16858. `--no-dynamic` has EAGLE's static trees
     train --vocab     Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
                       Frequency-Ranked Speculative Sampling", arXiv 2502.14856
 
@@ -39,9 +39,9 @@ Departures (paper / here / why):
         and the target draws once at each node / one rule for both outputs is just as lossless
     static tree: made by hand / the tree that measured acceptance asks for / acceptance differs from
         model to model
-    --dynamic: the 10 surest nodes of every level get children / as many nodes get children as in
-        the static tree of the same size / a small tree cannot use more guesses. Up to about 8 nodes
-        that is one node a level, a chain whose siblings compete, and no beam search
+    dynamic tree: of 60 nodes, and the 10 surest nodes of every level get children / of n nodes, and
+        n / 6 of every level get children, if they are among the n likeliest so far / no other node
+        can have a child in the tree
     size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ. A
         released head that nobody has measured gets the tree of the released code, which is dynamic
     depth of a tree: fixed / up to 8 levels / the planned tree has the depth that pays
@@ -72,11 +72,12 @@ import functools
 import math
 import random
 import sys
+import timeit
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
-                    prepare, row_costs, walk)
+from common import (WIDTHS, CachedLM, InputError, Node, Sampler, ancestor_mask, best_tree, fastest,
+                    greedy, prepare, row_costs, walk)
 from survey.layers import take_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (RANKS, describe_layer, is_released, load_measured, make_config,
@@ -94,9 +95,7 @@ DEPTH = 8  # the most levels of guesses that a tree has
 MOST = 64  # the most nodes that a tree has
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
-# The released code's tree, for a draft whose acceptance nobody has measured: how many nodes it has
-# with its root, and how many nodes of each level get RANKS children.
-RELEASED_NODES, RELEASED_LEVELS = 60, [1, 10, 10, 10, 10, 10, 10, 10]
+RELEASED_NODES = 60  # of the released code's tree, in which RANKS nodes of each level get children
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
 Text = tuple[torch.Tensor, torch.Tensor, int]  # ids [T], features [T, f], length of the prompt
@@ -181,8 +180,10 @@ class Draft(torch.nn.Module):
              is of the target's class
     bias     whether `fc` has a bias
 
-    accept   accept[n][r], how often the guess of rank r is right on held-out answers. The last n
-             features are guessed there. It is empty if nobody has measured that.
+    accept   accept[n][r], how often the guess of rank r is right on held-out answers, below a path
+             of n right guesses. It is empty if nobody has measured that.
+    tokens   tokens[d][n - 1], how many tokens a call gives on them with a dynamic tree of d levels
+             and n nodes. It is empty if nobody has measured that.
     levels   the most levels that `accept` can have
     vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
@@ -206,7 +207,7 @@ class Draft(torch.nn.Module):
         self.begin = begin
         self.mlp = mlp
         self.config = config
-        self.accept = []
+        self.accept, self.tokens = [], []
         self.levels = DEPTH
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         with torch.random.fork_rng():
@@ -302,25 +303,58 @@ def count_levels(tree: list[Node]) -> list[int]:
     return [len({child.parent for child in tree if child.depth == d + 1}) for d in range(depth)]
 
 
-def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
+def spread_levels(n: int, depth: int) -> list[int]:
+    """Say how many nodes of each level get children, at most, in a dynamic tree of n nodes.
+
+    A row of the draft costs time even if its guesses are not kept. So a small tree has as large a
+    share of such nodes as EAGLE-2's tree of 60 nodes, where they are 10.
+    """
+    most = min(RANKS, max(1, RANKS * n // RELEASED_NODES))
+    return [1, *[most] * (depth - 1)][:depth]
+
+
+def rank_tokens(draft: Draft, logits: torch.Tensor,
+                ranks: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Rank the guesses after some nodes, with one wait for a GPU.
+
+    logits   [nodes, V'], the draft's guesses after each of these nodes
+    ranks    how many guesses a node has at most
+    returns  the likeliest tokens after each node, and their probabilities
+    """
+    probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
+    best = probs.topk(min(ranks, probs.shape[1]))
+    return torch.stack([draft.vocab[best.indices].float(), best.values]).tolist()
+
+
+def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
     """Yield trees of all sizes and depths, for `fastest` to choose from.
 
-    Acceptance is that of held-out answers. Costs are measured on this machine.
+    What a tree gives was measured on held-out answers. Costs are measured on this machine.
 
     lm       the draft's layer with its cache
-    yields   (nodes, levels) of a tree, the tokens to be expected, and the seconds that the draft's
-             passes and the target's call take together
+    dynamic  whether dynamic trees are among them
+    yields   nodes and levels of a tree and whether it is dynamic, the tokens to be expected, and
+             the seconds that growing the tree and the target's call take together
     """
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
+    some = torch.zeros(4, len(draft.vocab), device=draft.vocab.device)
+    ranking = min(timeit.repeat(lambda: rank_tokens(draft, some, RANKS), number=1, repeat=4))
+
+    def time_round(n: int, tokens: float, levels: list[int]) -> float:
+        """Add up the seconds of a round. A pass has a row for each node that gets children."""
+        # The first pass feeds a pair for each token of the last chunk.
+        passes = [math.ceil(tokens), *levels[1:]][:len(levels)]
+        return costs[n] + sum(draft_costs[rows] + ranking for rows in passes)
+
     for depth in range(len(draft.accept) + 1):
         tree = best_tree(draft.accept[:depth], MOST)
         for n in range(1, len(tree) + 1):
-            levels = count_levels(tree[:n])
-            tokens = sum(node.chance for node in tree[:n])
-            passes = []
-            if levels:  # the first pass feeds a pair for each token of the last chunk
-                passes = [math.ceil(tokens), *levels[1:]]
-            yield (n, levels), tokens, costs[n] + sum(draft_costs[rows] for rows in passes)
+            levels, tokens = count_levels(tree[:n]), sum(node.chance for node in tree[:n])
+            yield (n, levels, False), tokens, time_round(n, tokens, levels)
+    for depth, row in enumerate(draft.tokens if dynamic else []):
+        for n, tokens in enumerate(row, 1):
+            levels = spread_levels(n, depth)
+            yield (n, levels, True), tokens, time_round(n, tokens, levels)
 
 
 @torch.inference_mode()
@@ -368,72 +402,57 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     dynamic   whether chances are the draft's own
     returns   ids and parents of the nodes
     """
-    parents, chances = [-1], [1.0]  # of each node; most nodes are not kept
-    # The tokens of the nodes, level by level. They stay on the device until the tree is grown.
-    tokens = [torch.full((1,), root, device=draft.vocab.device)]
-    # Where nobody has measured acceptance, the tree is dynamic: only the number of ranks counts.
-    table = draft.accept or [[0.0] * RANKS] * len(levels)
-
-    def add_children(nodes: list[int], logits: torch.Tensor, accept: list[float]) -> range:
-        """Append the likeliest children of some nodes to parents, chances and tokens.
-
-        nodes     the nodes that get children
-        logits    [nodes, V'], the draft's guesses after each of these nodes
-        accept    the measured acceptance of a child, by its rank
-        returns   the numbers of the children, which are nodes now
-        """
-        first = len(parents)
-        probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
-        draft_probs, rows = probs.topk(min(len(accept), probs.shape[1]))  # [nodes, ranks]
-        tokens.append(draft.vocab[rows].flatten())
-        factors = draft_probs.tolist() if dynamic else [accept[:rows.shape[1]]] * len(nodes)
-        for node, factor in zip(nodes, factors):
-            parents.extend([node] * len(factor))
-            chances.extend(chances[node] * p for p in factor)
-        return range(first, len(parents))
-
+    ids, parents, chances = [root], [-1], [1.0]  # of each node; most nodes are not kept
     # The last pair that is fed is the root's: its token is the root. So this pass makes the root's
     # feature and guesses the root's children.
-    leaves = add_children([0], feed(draft, lm, unfed), table[0])
+    expanded, logits = [0], feed(draft, lm, unfed)
     row_of = {0: -1}  # the row of a node in the draft's pending tree. -1: the end of the context
     feature_of = {0: lm.features[-1]}  # the feature that the row of a node made
-    for expanded, accept in zip(levels[1:], table[1:]):
-        # EAGLE-2's expansion: the likeliest nodes of the newest level get children.
-        nodes = sorted(leaves, key=lambda x: -chances[x])[:expanded]
-        # The row of a node reads its token, and what the row of its parent made.
-        above = [parents[x] for x in nodes]
-        before, own = torch.cat(tokens)[torch.tensor([above, nodes])]
-        pairs = Pairs(before, torch.stack([feature_of[x] for x in above]), own)
-        # The row hangs below the row of the parent, so that it sees the rows of its path alone.
-        rows_above = [row_of[x] for x in above]
-        first = len(lm.parents)  # the number that the first of the new rows gets
-        logits = lm.forward(draft.join(pairs), rows_above)
-        row_of |= zip(nodes, range(first, len(lm.parents)))
-        feature_of |= zip(nodes, lm.features)
-        leaves = add_children(nodes, logits, accept)
+    kept = [0]  # the n likeliest nodes. A parent is at least as likely as its children, and earlier
+    for depth, most in enumerate(levels):
+        if depth > 0:
+            # The likeliest nodes of the newest level get children. A node that is not kept now is
+            # not kept later, and neither are its children.
+            expanded = [x for x in kept if x >= first][:most]
+            if not expanded:
+                break
+            # The row of a node reads its token, and what the row of its parent made. It hangs below
+            # the row of the parent, so that it sees the rows of its path alone.
+            above = [parents[x] for x in expanded]
+            pairs = Pairs([ids[x] for x in above], torch.stack([feature_of[x] for x in above]),
+                          [ids[x] for x in expanded])
+            rows = len(lm.parents)  # the number that the first of the new rows gets
+            logits = lm.forward(draft.join(pairs), [row_of[x] for x in above])
+            row_of |= zip(expanded, range(rows, len(lm.parents)))
+            feature_of |= zip(expanded, lm.features)
+        first = len(ids)
+        ranks = RANKS if dynamic else len(draft.accept[depth])
+        for node, tokens, probs in zip(expanded, *rank_tokens(draft, logits, ranks)):
+            factors = probs if dynamic else draft.accept[depth][:len(probs)]
+            ids += map(int, tokens)
+            parents += [node] * len(tokens)
+            chances += [chances[node] * p for p in factors]
+        kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
     lm.truncate(lm.length)  # rows that read guessed features never join the context
-    # EAGLE-2 reranks all nodes here, and the n likeliest stay. They are a tree: a child's chance is
-    # at most its parent's, and `sorted` is stable, so a parent comes before its children.
-    kept = sorted(range(len(parents)), key=lambda x: -chances[x])[:n]
     new_number = {old: new for new, old in enumerate(kept)}
-    ids = torch.cat(tokens).tolist()
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
-def plan_levels(draft: Draft, nodes: int) -> tuple[int, list[int], bool]:
+def plan_tree(draft: Draft, nodes: int, dynamic: bool) -> tuple[int, list[int], bool]:
     """Plan a tree of a given size. A draft that nobody has measured gets the released code's tree.
 
     nodes     how many nodes the tree is to have, the root among them. 0: as many as pay, which
               `fastest` says later, or as in the released code
-    returns   how many nodes, how many of each level get children, and whether it must be dynamic
+    dynamic   whether the tree is to be dynamic
+    returns   how many nodes, how many of each level get children, and whether it is dynamic
     """
-    if draft.accept:
-        return nodes, count_levels(best_tree(draft.accept, max(1, nodes))), False
     n = nodes or RELEASED_NODES
-    return n, RELEASED_LEVELS[:n - 1], True
+    if draft.accept and not dynamic:
+        return n, count_levels(best_tree(draft.accept, n)), False
+    return n, spread_levels(n, min(DEPTH, n - 1)), True
 
 
-def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
+def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
           adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
@@ -443,31 +462,28 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often
+             right most often. Without --nodes the clock may choose either
     adapter: file of a draft layer, made by `python -m survey.eagle train`, or the directory or hub
              id of a released head
     accept:  file that `python -m survey.eagle measure` made for a released head. Without it the
              tree of such a head is the released code's own: dynamic, with 60 nodes if --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
-    if not 0 <= nodes <= MOST:
-        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
-    draft = trained
-    if draft is None:
-        draft = load_measured(target, "eagle", adapter, accept, load_draft)
-    lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
-    yield from decode(target, draft, lm, prompt, nodes, dynamic, sample, log)
+    draft = trained or load_measured(target, "eagle", adapter, accept, load_draft)
+    yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
 
-def decode(target: CachedLM, draft: Draft, lm: CachedLM, prompt: list[int], nodes: int,
-           dynamic: bool, sample: Sampler, log: list | None) -> Iterator[list[int]]:
+def decode(target: CachedLM, draft: Draft, prompt: list[int], nodes: int, dynamic: bool,
+           sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features: the loop of EAGLE, and of EAGLE-3.
 
     target    the target, whose `features` are what the draft reads
-    lm        the draft's layer with its cache
 
     The other arguments, and what is yielded and logged, are those of `eagle`.
     """
+    if not 0 <= nodes <= MOST:
+        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
+    lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     target.start(prompt[:-1])
     lm.start([])
     root = prompt[-1]
@@ -476,17 +492,18 @@ def decode(target: CachedLM, draft: Draft, lm: CachedLM, prompt: list[int], node
     pairs = Pairs(prompt[:-1], target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
-    n, levels, unmeasured = plan_levels(draft, nodes)
-    dynamic = dynamic or unmeasured
+    tree = plan_tree(draft, nodes, dynamic)
     while True:
         # The clock chooses, and may choose anew as the context grows.
-        if nodes == 0 and not unmeasured:
-            n, levels = fastest(target, draft, lambda: plan_trees(draft, lm, target))
+        if nodes == 0 and draft.accept:
+            tree = fastest(target, (draft, dynamic),
+                           lambda: plan_trees(draft, lm, target, dynamic))
+        n, levels, grown = tree
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has the root alone, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
         if levels and unfed:
-            ids, parents = grow(draft, lm, unfed, root, n, levels, dynamic)
+            ids, parents = grow(draft, lm, unfed, root, n, levels, grown)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
@@ -555,21 +572,82 @@ def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.T
         pairs = Pairs(ids[first + n + 1:-2], guessed, ids[first + n + 2:-1])
 
 
-def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
-    """Measure how often guesses are right where the draft reads guessed features (the paper's n-α).
+def measure_acceptance(draft: Draft, held_out: list[Text],
+                       roots: list[list[int]] | None = None) -> list[list[float]]:
+    """Measure how often guesses are right on the path that a static tree reaches most often.
 
     draft     the draft
     held_out  texts with their features
+    roots     for each text the places of roots that count. None: every token of an answer follows
+              a root
     returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
-              are guessed, and all tokens before it are the text's
+              are guessed, and the likeliest guess was right at each of them. Elsewhere the tree of
+              a call ends earlier
     """
     ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
     hits, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
-    for text in held_out:
+    for i, text in enumerate(held_out):
+        reached = torch.ones(len(text[0]), 1, dtype=torch.bool, device=draft.vocab.device)
+        if roots is not None:
+            reached[:] = False
+            reached[[root - max(1, text[2] - 1) for root in roots[i]]] = True
         for n, (best, labels) in enumerate(guess_text(draft, text)):
-            hits[n] += (best == labels[:, None]).sum(0).cpu()
-            total[n] += len(labels)
+            reached = reached[:len(labels)]
+            right = (best == labels[:, None]) & reached
+            hits[n] += right.sum(0).cpu()
+            total[n] += reached.sum().cpu()
+            reached = right[:, :1]
     return (hits / total.clamp(min=1)).tolist()
+
+
+def follow(ids: list[int], parents: list[int], text: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Walk a tree along a text.
+
+    ids, parents   the tree
+    text           the tokens after the root
+    returns        the nodes of the path, the root first, and the depth of each node of the tree
+    """
+    depths = ancestor_mask(parents).sum(-1) - 1
+    # None comes after the text's last token.
+    after = [*text[:len(ids)], *[-1] * len(ids)]
+    path, _ = walk(ids, parents, [after[depth] for depth in depths.tolist()])
+    return path, depths
+
+
+@torch.inference_mode()
+def measure_draft(draft: Draft, held_out: list[Text]) -> None:
+    """Set `accept` and `tokens` by the rounds in which a target would decode held-out answers.
+
+    A round begins behind a guess that was wrong, where guesses are wrong more often than elsewhere.
+    Of a tree that keeps all its nodes, the first n nodes of at most d levels are nearly the tree of
+    n nodes and d levels. (In that tree fewer nodes of a level get children.) The rounds are those
+    of the largest of these trees.
+
+    draft     the draft
+    held_out  texts with their features
+    """
+    counts, lm = torch.zeros(DEPTH + 1, MOST), CachedLM(draft.lm)
+    roots = [[] for _ in held_out]
+    for found, (ids, features, length) in zip(roots, held_out):
+        lm.start([])
+        ids = ids.tolist()
+        pairs = Pairs(ids[:-1], features[:-1].to(lm.weight.device), ids[1:])
+        fed, root = 0, max(1, length - 1)  # a root needs a pair that guesses its children
+        while root < len(ids) - 1:
+            unfed = [pairs.part(slice(fed, root))]
+            tree, parents = grow(draft, lm, unfed, ids[root], sys.maxsize,
+                                 spread_levels(sys.maxsize, DEPTH), True)
+            path, depths = follow(tree, parents, ids[root + 1:])
+            whole = root + DEPTH < len(ids)  # else the text ends before the deepest nodes
+            for d in range(DEPTH + 1):
+                numbers = (depths <= d).cumsum(0)[path[:d + 1]] - 1
+                numbers = numbers[numbers < MOST]
+                counts[d, numbers] += whole
+            found += [root] * whole
+            fed = root
+            root += len(numbers)  # the accepted guesses, and a token of the target's own
+    draft.tokens = (counts.cumsum(1) / max(1, sum(map(len, roots)))).tolist()
+    draft.accept = measure_acceptance(draft, held_out, roots)
 
 
 def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
@@ -582,7 +660,7 @@ def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
     from models.training import low_precision
     with low_precision(draft.lm.device, draft.lm):
         accept = measure_acceptance(draft, held_out)
-    return {"accept": accept}, f"held-out n-α {[round(ranks[0], 3) for ranks in accept]}"
+    return {"accept": accept}, f"held-out acceptance {[round(ranks[0], 3) for ranks in accept]}"
 
 
 def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: int, lr: float,
@@ -602,10 +680,10 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     loss      ce or tv
     seed      chooses the answers, the noise and the sampled rows
     work      folder of checkpoints, or None to keep none.
-    returns   {step: {"accept": ...}}, the table Draft.accept on `held_out`
+    returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (Training, compute_frozen, count_tokens, digest, sample_alike,
-                                 tokens_of_pass, warm_cosine)
+    from models.training import (Training, compute_frozen, count_tokens, digest, low_precision,
+                                 sample_alike, tokens_of_pass, warm_cosine)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                               model.get_output_embeddings().weight.shape[1])
@@ -631,7 +709,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
                      models=(model, draft.lm),
                      tokens=tokens_of_pass(data, batch)).train(
                          loss_of, lambda: evaluate(draft, held_texts))
-    draft.accept = curve[steps]["accept"]
+    with low_precision(model.device, draft.lm):
+        measure_draft(draft, held_texts)
     return curve
 
 
@@ -688,7 +767,8 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     draft   the draft
     model   the target
     """
-    header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept}
+    header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept,
+              "tokens": draft.tokens}
     if draft.config is not None:
         header |= {"config": draft.config.to_dict(), "bias": draft.fc.bias is not None}
     if len(draft.vocab) < len(model.get_output_embeddings().weight):
@@ -712,7 +792,7 @@ def load_draft(path: str | Path, model) -> Draft:
     fill(draft.trainable(), tensors, path)
     for p in draft.trainable().values():
         p.data = p.data.to(model.dtype)
-    draft.accept = header["accept"]
+    draft.accept, draft.tokens = header["accept"], header["tokens"]
     if "vocab" in header:
         draft.keep(header["vocab"])
     return draft
@@ -767,7 +847,8 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    save_accept(out, model, draft, measure_acceptance(draft, compute_features(model, data)))
+    measure_draft(draft, compute_features(model, data))
+    save_accept(out, model, draft, draft.accept, draft.tokens)
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:

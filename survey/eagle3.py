@@ -67,7 +67,7 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, prepare
-from survey.eagle import DEPTH, MOST, Pairs, decode, evaluate, measure_acceptance, report
+from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_draft, report
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
@@ -167,7 +167,8 @@ class Draft(torch.nn.Module):
     own_head  whether the LM head is trained, or stays what it begins as: the target's rows.
               InputError if it is to stay so and the target's LM head is of another width
 
-    accept    accept[n][r] is how often guess r was right after n guessed features. It is empty if
+    accept    accept[n][r], how often guess r is right below n right guesses, and
+    tokens    tokens[d][n - 1], what dynamic trees give, both as in eagle.py. They are empty if
               nobody has measured that
     levels    the most levels that `accept` can have
     """
@@ -175,7 +176,7 @@ class Draft(torch.nn.Module):
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
         super().__init__()
-        self.taps, self.form, self.accept = taps, form, []
+        self.taps, self.form, self.accept, self.tokens = taps, form, [], []
         self.levels = DEPTH
         self.vocab = torch.tensor([*vocab], device=model.device)
         self.config, self.h, self.own_head = config, config.hidden_size, own_head
@@ -303,7 +304,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
 
 # ---------------------------------------------------------------------------------- decoding
 
-def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = False,
+def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
            adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
@@ -313,21 +314,16 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often
+             right most often. Without --nodes the clock may choose either
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
              id of a released head
     accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
              tree of such a head is the released code's own: dynamic, with 60 nodes if --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
-    if not 0 <= nodes <= MOST:
-        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
-    draft = trained
-    if draft is None:
-        draft = load_measured(target, "eagle3", adapter, accept, load_draft)
-    lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
+    draft = trained or load_measured(target, "eagle3", adapter, accept, load_draft)
     with tap_target(target, draft.taps):
-        yield from decode(target, draft, lm, prompt, nodes, dynamic, sample, log)
+        yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -370,7 +366,7 @@ def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidde
 def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
     """Run the target over held-out pairs of a prompt and an answer.
 
-    returns  for each pair what `measure_acceptance` of eagle.py takes: ids [T], what is tapped
+    returns  for each pair what `measure_draft` of eagle.py takes: ids [T], what is tapped
              [T, t], and the length of the prompt
     """
     lm, texts = CachedLM(model), []
@@ -396,10 +392,10 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
     loss      ce or tv
     seed      chooses the answers of each step
     work      folder of checkpoints, or None to keep none
-    returns   {step: {"accept": ...}}, the table Draft.accept on `held_out`
+    returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (Training, count_tokens, digest, pad_pairs, sample_alike,
-                                 tokens_of_pass, warm_linear)
+    from models.training import (Training, count_tokens, digest, low_precision, pad_pairs,
+                                 sample_alike, tokens_of_pass, warm_linear)
     scale = logits_of(model)  # from what an LM head gives to logits
     texts = compute_texts(model, draft, held_out)
     head = head_for(model.get_output_embeddings(), draft.vocab)
@@ -418,7 +414,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
                      folder=work, models=(model,),
                      tokens=tokens_of_pass(data, batch)).train(
                          loss_of, lambda: evaluate(draft, texts))
-    draft.accept = curve[steps]["accept"]
+    with low_precision(model.device, draft.lm):
+        measure_draft(draft, texts)
     return curve
 
 
@@ -485,7 +482,7 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     """
     save_part(path, "an EAGLE-3 layer", model, draft.trained(), config=draft.config.to_dict(),
               form=draft.form._asdict(), own_head=draft.own_head, taps=draft.taps,
-              vocab=draft.vocab.tolist(), accept=draft.accept)
+              vocab=draft.vocab.tolist(), accept=draft.accept, tokens=draft.tokens)
 
 
 def load_draft(path: str | Path, model) -> Draft:
@@ -505,7 +502,7 @@ def load_draft(path: str | Path, model) -> Draft:
                   Form(**header["form"]), own_head=header.get("own_head", True))
     fill(draft.trained(), tensors, path)
     draft.to(model.dtype)
-    draft.accept = header["accept"]
+    draft.accept, draft.tokens = header["accept"], header["tokens"]
     return draft
 
 
@@ -600,7 +597,8 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    save_accept(out, model, draft, measure_acceptance(draft, compute_texts(model, draft, data)))
+    measure_draft(draft, compute_texts(model, draft, data))
+    save_accept(out, model, draft, draft.accept, draft.tokens)
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:

@@ -61,8 +61,7 @@ Departures of SuffixDecoding (paper or released code / here / why):
 - finished answers join the datastore / a datastore stays as it was built / each run is repeatable.
 - all occurrences count / of more than 100 an even sample counts, as in REST / a look-up takes
   little time everywhere.
-- suffixes and paths may be longer / they end at 16 and 10 tokens, as in REST / one search serves
-  both.
+- suffixes may be longer / they end at 16 tokens, as in REST / one search serves both.
 - the released code leaves out guesses with D below 0.1 and adds an offset to the limit / neither /
   the score does not need them.
 
@@ -171,13 +170,14 @@ class Datastore:
         step = max(1, math.ceil((end - first) / MATCHES))
         return [i + len(s) for i in self.order[first:end:step]]
 
-    def find_following(self, s: str) -> list[str]:
+    def find_following(self, s: str, after: int = AFTER) -> list[str]:
         """Find what stands behind a suffix s wherever s occurs.
 
         s        as for `find_places`
-        returns  a string for each place: up to AFTER tokens, which end before a BOUNDARY
+        after    how many tokens are read, at most
+        returns  a string for each place: up to `after` tokens, which end before a BOUNDARY
         """
-        found = (self.text[i:i + AFTER] for i in self.find_places(s))
+        found = (self.text[i:i + after] for i in self.find_places(s))
         return [text.partition(BOUNDARY)[0] for text in found]
 
 
@@ -244,9 +244,9 @@ def retrieve_by_score(stores: list[Datastore], text: str, n: int, longest: int,
     """
     best, highest = [], 0.0  # the guesses of the best tree so far, and its score
     for size, store in product(range(min(longest, len(text)), 0, -1), stores):
-        following = store.find_following(text[-size:])
-        counts = rank_prefixes(following)
         limit = int(min(n, alpha * size))  # MAX_SPEC of the paper
+        following = store.find_following(text[-size:], limit)  # no path of the tree is longer
+        counts = rank_prefixes(following)
         # D is a count over the number of places, so the most frequent prefixes have the largest D.
         guesses = [*islice(counts, limit)]
         score = sum(counts[guess] for guess in guesses) / max(1, len(following))
@@ -281,7 +281,8 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
                of the suffix. With 0, the tree is REST's
     datastore: a file made by `python -m survey.rest build`
 
-    Yields chunks of 1 to 11 tokens; logs {"guessed", "accepted"} a call.
+    Yields chunks of 1 to 11 tokens, with --alpha up to one more than --nodes; logs {"guessed",
+    "accepted"} a call.
 
     How many guesses pay depends on how many tokens a call gives. `build` measured this with REST's
     trees and suffixes of up to 16 tokens. With --nodes 0 these figures are used for every --alpha

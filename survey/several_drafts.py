@@ -22,7 +22,8 @@ at a node may be equal. Equal draws share a child of the node, but each is judge
         ρ in [1, K] solves 1 - (1 - β(ρ))^K = ρ β(ρ), where β(ρ) = Σ_x min(q(x), p(x) / ρ)
 
 Both are lossless. For K = 1 both are speculative sampling (../speculative.py). At temperature 0 all
-drafts of one model are the same.
+drafts of one model would be the same. So draft k of SpecInfer then begins with the k-th likeliest
+token, and the target's own choices are followed down the tree.
 
 Departures (paper / here / why):
     order of the draws: SpecInfer's Alg. 2 picks the next one at random / they are tried in the
@@ -41,7 +42,7 @@ Left out:
 import sys
 from typing import Callable, Iterator, NamedTuple, Sequence
 
-from common import CachedLM, InputError, Sampler, greedy, trie
+from common import CachedLM, InputError, Sampler, greedy, trie, walk
 from speculative import report_acceptance, residual
 
 import torch
@@ -147,7 +148,8 @@ class Draft(NamedTuple):
     path: list[int]  # its nodes in the target's tree, the root first
 
 
-def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler) -> Drawn:
+def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler,
+                ranked: bool = False) -> Drawn:
     """Draw K drafts of gamma tokens independently, with a draft call for each level of their tree.
 
     draft     the model that drafts
@@ -155,6 +157,7 @@ def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: 
     gamma     tokens of a draft
     K         how many drafts are drawn
     sample    the Sampler that draws the tokens
+    ranked    whether draft k begins with the k-th likeliest token, which is not drawn then
     returns   the drafts with their distributions and nodes
     """
     root_node = len(unseen) - 1
@@ -175,7 +178,10 @@ def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: 
                 nodes[prefix] = first + i
                 probs[prefix] = rows[i]
         # Each draft gets a draw of its own, also where drafts are equal so far.
-        tokens = sample.draw(torch.stack([probs[text] for text in texts])).tolist()
+        if depth == 0 and ranked:
+            tokens = logits[-1].topk(K).indices.tolist()
+        else:
+            tokens = sample.draw(torch.stack([probs[text] for text in texts])).tolist()
         texts = [(*text, token) for text, token in zip(texts, tokens)]
     return Drawn(texts, probs, nodes)
 
@@ -234,11 +240,12 @@ def check_options(gamma: int, K: int, models: int) -> None:
         raise InputError(f"--K must be {models} or more{more}, got {K}")
 
 
-def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], prompt: list[int],
-                   gamma: int, K: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
+def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedLM],
+                   prompt: list[int], gamma: int, K: int, sample: Sampler,
+                   log: list | None) -> Iterator[list[int]]:
     """Draw K drafts, and verify all of them as one tree in one target call. The models take turns.
 
-    rule     multi_step or k_seq
+    rule     multi_step or k_seq. None, at temperature 0: drafts begin with different tokens
     target   the model whose output is wanted
     models   the models that draft
     prompt   token ids
@@ -256,14 +263,19 @@ def decode_by_rule(rule: Callable, target: CachedLM, models: list[CachedLM], pro
     root = prompt[-1]
     unseen = [[root]] * n  # for each model the final tokens that it has not been fed
     while True:
-        drawn = [draw_drafts(lm, unseen[m], gamma, turns.count(m), sample)
+        drawn = [draw_drafts(lm, unseen[m], gamma, turns.count(m), sample, rule is None)
                  for m, lm in enumerate(models)]
         texts = [drawn[m].texts[i // n] for i, m in enumerate(turns)]
         ids, parents, paths = trie(root, texts)
-        drafts = [Draft(text, drawn[m].probs, path) for m, text, path in zip(turns, texts, paths)]
-        target_probs = sample.probs(target.forward(ids, parents))  # [nodes, V]
-        guesses, path, rest = verify_tree(rule, target_probs, drafts, sample)
-        root = sample.draw(rest[None]).item()
+        logits = target.forward(ids, parents)  # [nodes, V]
+        if rule is None:
+            path, [*guesses, root] = walk(ids, parents, sample(logits))
+            guesses = tuple(guesses)
+        else:
+            drafts = [Draft(text, drawn[m].probs, path)
+                      for m, text, path in zip(turns, texts, paths)]
+            guesses, path, rest = verify_tree(rule, sample.probs(logits), drafts, sample)
+            root = sample.draw(rest[None]).item()
         target.commit(path)
         # A model keeps the rows of those accepted guesses that it was fed. It was fed a prefix of
         # the accepted guesses if one of its own drafts begins with this prefix and is longer.
@@ -290,13 +302,14 @@ def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     draw is judged by the distribution q of the model that drew it.
 
     gamma: tokens of a draft
-    K:     drafts a round, drawn independently (at temperature 0 all drafts of a model are the same)
+    K:     drafts a round, drawn independently. At temperature 0 draft k of a model begins with the
+           model's k-th likeliest token
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
     numbers of nodes below the root and of accepted guesses.
     """
-    models = [draft, *more_drafts]
-    return decode_by_rule(multi_step, target, models, prompt, gamma, K, sample, log)
+    rule = multi_step if sample.temperature > 0 else None
+    return decode_by_rule(rule, target, [draft, *more_drafts], prompt, gamma, K, sample, log)
 
 
 def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,

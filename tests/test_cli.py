@@ -458,6 +458,7 @@ def odd(tmp_path_factory):
 # A command line, and for some of its options values that they must not have, and the rule.
 RULES = """
 speculative | --gamma 0 -3: 1 or more | --max-new-tokens 0: 1 or more | --top-k -1: 0 or more
+speculative | --confidence -0.1 1.0 nan: 0 or more and below 1
 speculative | --temperature -0.1 1e-09 nan inf: 0 or 1e-6 to 1e6
 speculative | --top-p 0.0 1.5: above 0 and at most 1
 jacobi | --n 1: 2 or more

@@ -292,7 +292,8 @@ def test_a_perfect_block_is_accepted_whole(B, prompt, monkeypatch):
     draft = make_draft(B=B, markov=0)
     draft.temperatures = [1.0] * B
     text = prompt + tokens_of(autoregressive(CachedLM(MODEL), prompt), 60)
-    TRUTH.update(text=text, read=0)
+    read = max(0, len(prompt) - 2)  # before the first block
+    TRUTH.update(text=text, read=read)
     monkeypatch.setattr(module, "run_block", perfect_block)
     log = []
     chunks = dflash(CachedLM(MODEL), prompt, nodes=B + 1, trained=draft, log=log)
@@ -308,7 +309,10 @@ def test_the_draft_reads_the_final_text(nodes, monkeypatch):
     is fed the whole text at once."""
     sizes = itertools.cycle([30, 1, 1, 30])
 
+    lengths = []
+
     def choose(lm, *_):
+        lengths.append(lm.once((draft, "cached"), None).length)
         lm.forward([3, 4], counts=False)  # as if a call were timed
         lm.truncate(lm.length)
         return next(sizes)
@@ -321,6 +325,7 @@ def test_the_draft_reads_the_final_text(nodes, monkeypatch):
     fresh.start([])
     fresh.forward(draft.fuse(torch.cat([hidden[1], hidden[2]], -1)[0]))
     assert len(TEXT) < lm.length < len(text)
+    assert nodes or lengths[0] == len(TEXT) - 2  # calls are timed with the prompt in the cache
     for layer in (0, 1):
         for mine, theirs in zip(lm.cache.layers[layer], fresh.cache.layers[layer]):
             assert torch.allclose(mine[:, :, :lm.length], theirs[:, :, :lm.length], atol=1e-3)
@@ -409,9 +414,12 @@ def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
     draft.tokens = [1.0, 1.8, 2.2]
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [
         (10.0 if lm == "target" else 1.0) + 0.1 * n for n in range(most + 1)])
+    grown = []
+    monkeypatch.setattr(module, "grow", lambda draft, z, root, n: grown.append(n))
+    monkeypatch.setattr(module.timeit, "repeat", lambda call, number, repeat: [call() or grown[-1]])
     assert [*plan_sizes(draft, "draft", "target")] == [
-        (1, 1.0, pytest.approx(10.1)), (2, 1.8, pytest.approx(10.2 + 1.6)),
-        (3, 2.2, pytest.approx(10.3 + 1.7))]
+        (1, 1.0, pytest.approx(10.1)), (2, 1.8, pytest.approx(10.2 + 1.6 + 2)),
+        (3, 2.2, pytest.approx(10.3 + 1.7 + 4))]
 
 
 # ------------------------------------------------------------------------------------- the file

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,8 @@ from helpers import per_call, script, tokens_of
 from models import training
 from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, Draft, Pairs, compute_features, count_levels, eagle,
-                          eagle_loss, feed, fit, load_draft, measure_acceptance, plan_trees,
-                          save_draft, train)
+                          eagle_loss, feed, fit, load_draft, measure_acceptance, measure_draft,
+                          plan_trees, save_draft, train)
 
 PROMPT = [3, 14, 15]
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
@@ -28,7 +29,7 @@ llama = functools.cache(lambda: tiny("llama"))
 
 def random_draft(model, inputs="shifted", mlp=0) -> Draft:
     draft = Draft(model, inputs, "last", mlp)  # of a random model, and sometimes right
-    draft.accept = ACCEPT
+    draft.accept, draft.tokens = ACCEPT, [[1.0]]
     return draft
 
 
@@ -77,6 +78,7 @@ def perfect(vocab) -> Draft:
     draft.lm = model
     draft.fc.weight.data, draft.fc.bias.data = torch.eye(e), torch.zeros(e)
     draft.keep([*vocab])
+    draft.lm.get_output_embeddings().weight.data *= 100  # it is sure, so that its tree is a chain
     draft.accept = [[1.0]] * 4
     return draft
 
@@ -134,14 +136,14 @@ def static(model, draft, text, n) -> list[list[int]]:
     return paths
 
 
-def dynamic(model, draft, text, n) -> list[list[int]]:
-    """EAGLE-2: of each level the nodes of the largest product of draft probabilities are expanded;
-    of all nodes the n of the largest are kept."""
+def dynamic(model, draft, text, n, expanded=None) -> list[list[int]]:
+    """EAGLE-2: of each level the nodes of the largest product of draft probabilities are expanded,
+    10 in a tree of 60 nodes; of all nodes the n of the largest are kept."""
     paths, level = [([], 1.0)], [([], 1.0)]
-    for expanded in count_levels(best_tree(draft.accept, n)):
-        level = sorted(level, key=lambda x: -x[1])[:expanded]
+    for _ in range(DEPTH):
+        level = sorted(level, key=lambda x: -x[1])[:expanded or max(1, n // 6)]
         level = [(path + [token], chance * p) for path, chance in level
-                 for p, token in zip(*guesses(model, draft, text, path))]
+                 for p, token in zip(*guesses(model, draft, text, path, ranks=5))]
         paths += level
     return [path for path, _ in sorted(paths, key=lambda x: -x[1])[:n]]
 
@@ -156,16 +158,17 @@ def test_trees_are_those_without_caches(family, inputs, reference, n, monkeypatc
     draft, target = random_draft(model, inputs), CachedLM(model)
     if inputs == "token":
         draft.keep([4, 0, 3])
+    nodes = 20 if reference is dynamic else 9  # of each level three nodes get children, or any
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda ids, parents=None, **options: trees.append(
         (ids, parents)) or forward(ids, parents, **options))
-    chunks = eagle(target, text, nodes=9, dynamic=reference is dynamic, trained=draft, log=log)
+    chunks = eagle(target, text, nodes=nodes, dynamic=reference is dynamic, trained=draft, log=log)
     while len(text) < n:
         chunk = next(chunks)
         ids, parents = trees[-1]
         found = {tuple(ids[x] for x in path_to(i, parents)) for i in range(len(ids))}
-        assert found == {(text[-1], *path) for path in reference(model, draft, text, 9)}
-        assert len(found) == len(ids) == 9
+        assert found == {(text[-1], *path) for path in reference(model, draft, text, nodes)}
+        assert len(found) == len(ids) == nodes
         text = text + chunk
     assert len({r["accepted"] for r in log}) > 1
 
@@ -211,21 +214,44 @@ def test_levels_of_a_tree():
     assert count_levels(tree[:1]) == []
 
 
-def test_plans_are_the_best_trees_of_each_size_and_depth(monkeypatch):
+def test_plans_are_trees_of_each_size_and_depth(monkeypatch):
     """A plan costs a call of the target, a first pass of a row for each token of a chunk, and
-    passes of a row for each node expanded."""
+    passes of a row for each node expanded, whose guesses are ranked. What dynamic trees give was
+    measured with dynamic trees."""
     costs = {"target": [5.0 * n for n in range(65)], "draft": [2.0 + 0.3 * n for n in range(65)]}
     monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[lm])
+    monkeypatch.setattr(module.timeit, "repeat", lambda call, **_: [call() and 0.7, 0.1])
+    draft = SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20),
+                            tokens=[[1.0] * 7, [2.0] * 7, [2.5] * 7])
     expected = {}
     for depth, n in itertools.product(range(5), range(1, 65)):
         tree = best_tree(ACCEPT[:depth], n)
         tokens, levels = sum(node.chance for node in tree), count_levels(tree)
         passes = [math.ceil(tokens), *levels[1:]] if levels else []
-        seconds = 5 * len(tree) + sum(2 + 0.3 * rows for rows in passes)
-        expected[len(tree), *levels] = pytest.approx((tokens, seconds))
-    plans = [*plan_trees(SimpleNamespace(accept=ACCEPT), "draft", "target")]
-    assert {(n, *levels): given for (n, levels), *given in plans} == expected
-    assert [x for x, *_ in plan_trees(SimpleNamespace(accept=[]), "draft", "target")] == [(1, [])]
+        seconds = 5 * len(tree) + sum(2.1 + 0.3 * rows for rows in passes)
+        expected[len(tree), *levels, False] = pytest.approx((tokens, seconds))
+    plans = [*plan_trees(draft, "draft", "target", False)]
+    assert {(n, *levels, dynamic): given for (n, levels, dynamic), *given in plans} == expected
+    plans = {tuple(levels): given for (n, levels, dynamic), *given
+             in plan_trees(draft, "draft", "target", True) if dynamic and n == 7}
+    assert plans == {(): [1.0, 35], (1,): [2.0, pytest.approx(35 + 2.1 + 0.6)],
+                     (1, 1): [2.5, pytest.approx(35 + 2.1 + 0.9 + 2.1 + 0.3)]}
+    draft.accept = draft.tokens = []
+    assert [x for x, *_ in plan_trees(draft, "draft", "target", True)] == [(1, [], False)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_clock_chooses_between_static_and_dynamic_trees(dynamic, monkeypatch):
+    """Unless the user wants static ones. What it chooses is grown."""
+    draft, grown, grow = random_draft(llama()), [], module.grow
+    draft.tokens = [[1.0] * 4, [9.0] * 4]  # dynamic trees of one level are by far the best
+    target = CachedLM(llama())
+    monkeypatch.setattr(module, "row_costs",
+                        lambda lm, most: [1.0 if lm is target else 0.01] * 65)
+    monkeypatch.setattr(module, "grow", lambda *given: grown.append(given[-1]) or grow(*given))
+    for wanted in (dynamic, not dynamic):  # one choice is not taken for the other
+        next(eagle(target, PROMPT, dynamic=wanted, trained=draft))
+    assert grown == [dynamic, not dynamic]
 
 
 def test_without_nodes_the_clock_chooses_anew_at_each_call(monkeypatch):
@@ -234,7 +260,7 @@ def test_without_nodes_the_clock_chooses_anew_at_each_call(monkeypatch):
     target, expected = CachedLM(model), tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
     draft = random_draft(model)
     assert tokens_of(eagle(target, PROMPT, trained=draft), 20) == expected
-    plans = itertools.cycle([(1, []), (7, count_levels(best_tree(ACCEPT, 7)))])
+    plans = itertools.cycle([(1, [], False), (7, count_levels(best_tree(ACCEPT, 7)), False)])
     monkeypatch.setattr(module, "fastest", lambda *_: next(plans))
     assert tokens_of(eagle(target, PROMPT, trained=draft, log=log), 20) == expected
     assert [r["guessed"] for r in log][:4] == [0, 6, 0, 6]
@@ -316,8 +342,8 @@ def test_noise_on_input_features_alone(monkeypatch):
 @pytest.mark.parametrize("inputs, vocab", [("shifted", range(11)),
                                            ("unshifted", [10, 3, 0, 5, 4, 8, 2])])
 def test_acceptance_by_hand(inputs, vocab):
-    """n-α from its definition: true rows up to a place, then n rows of guessed features and true
-    tokens, all computed anew."""
+    """True rows up to a place, then n rows of guessed features and true tokens, all computed anew.
+    A guess counts where the likeliest guesses above it are right."""
     model, rng = tiny("llama", vocab_size=11), random.Random(0)
     data = [([rng.randrange(11) for _ in range(n)], [rng.randrange(11) for _ in range(m)])
             for n, m in ((4, 9), (1, 3), (3, 5))]
@@ -328,13 +354,41 @@ def test_acceptance_by_hand(inputs, vocab):
         for end in range(max(2, len(prompt)), len(text)):  # the first token that is guessed
             for d in range(min(DEPTH, len(text) - end)):
                 _, ranked = guesses(model, draft, text[:end], text[end:end + d], len(vocab))
+                total[d] += 1
                 if text[end + d] in vocab:
                     right[d, ranked.index(text[end + d])] += 1
-                total[d] += 1
+                if text[end + d] != ranked[0]:
+                    break
     found = torch.tensor(measure_acceptance(draft, [
         (torch.tensor(p + a), features(model, *p, *a)[0], len(p)) for p, a in data]))
-    expected = (right / total)[:, :min(RANKS, len(vocab))]
+    expected = (right / total.clamp(min=1))[:, :min(RANKS, len(vocab))]
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_what_trees_give_by_hand(length, monkeypatch):
+    """Rounds of the largest trees along an answer, and in each round trees of all sizes and depths,
+    which are grown one by one here. Acceptance is that of guesses which begin at their roots."""
+    for name, value in dict(MOST=4, DEPTH=2).items():
+        monkeypatch.setattr(module, name, value)
+    model = tiny("llama", vocab_size=5)
+    draft, text = random_draft(model), [2, 1, 0, 4, 2, 2, 1, 3, 1, 0, 2, 0, 1]
+    expected, roots, root = torch.zeros(3, 4), [], max(1, length - 1)
+    while root < len(text) - 1:
+        for d, n in itertools.product(range(3), range(1, 5)):
+            monkeypatch.setattr(sys.modules[__name__], "DEPTH", d)
+            paths = dynamic(model, draft, text[:root + 1], n, 10)
+            right = [path for path in paths if path == text[root + 1:root + 1 + len(path)]]
+            expected[d, n - 1] += len(right) * (root + 2 < len(text))  # else it ends in the tree
+        roots += [root] * (root + 2 < len(text))
+        root += len(right)
+    measure_draft(draft, [(torch.tensor(text), features(model, *text)[0], length)])
+    torch.testing.assert_close(torch.tensor(draft.tokens), expected / len(roots))
+    assert expected[-1, -1] > len(roots) > 2
+    right = [0] * 5
+    for root in roots:
+        right[guesses(model, draft, text[:root + 1], [], 5)[1].index(text[root + 1])] += 1
+    assert draft.accept[0] == pytest.approx([x / len(roots) for x in right])
 
 
 def test_training_lowers_the_loss_and_reaches_nothing_else():
@@ -360,10 +414,12 @@ def test_held_out_answers_are_measured_and_never_learnt_from(monkeypatch):
                         or loss(*given))
     monkeypatch.setattr(module, "measure_acceptance", lambda draft, texts: measured.append(
         [ids.tolist() for ids, *_ in texts]) or ACCEPT)
+    monkeypatch.setattr(module, "measure_draft", lambda draft, texts: measured.append(
+        [ids.tolist() for ids, *_ in texts]))
     draft = Draft(llama())
     fit(llama(), draft, DATA, HELD_OUT, **FIT | dict(steps=9))
     assert {tuple(ids.tolist()) for ids, *_ in learnt} == {(*p, *a) for p, a in DATA}
-    assert measured == [[p + a for p, a in HELD_OUT]] * 10 and draft.accept == ACCEPT
+    assert measured == [[p + a for p, a in HELD_OUT]] * 11
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -466,6 +522,7 @@ def test_a_file_belongs_to_its_model(dtype, later, mlp, vocab, tmp_path):
     save_draft(path, draft, model)
     loaded = load_draft(str(path), model.to(later))
     assert (loaded.inputs, loaded.mlp, loaded.accept) == ("unshifted", mlp, ACCEPT)
+    assert loaded.tokens == [[1.0]]
     assert torch.equal(loaded.vocab, draft.vocab)
     heads = [x.lm.get_output_embeddings().weight.float() for x in (loaded, draft)]
     torch.testing.assert_close(*heads, atol=1e-3, rtol=1e-2)
@@ -492,7 +549,7 @@ def test_another_layer_on_the_same_embeddings_is_refused(family, changes, tmp_pa
 @pytest.mark.parametrize("options, decoding, said", [
     ([], ["--nodes", "6", "--compare"], "output equals autoregressive output"),
     (["--dtype", "bfloat16", "--inputs", "token", "--vocab", "12"],
-     ["--nodes", "6", "--dynamic", "--dtype", "bfloat16"], "tokens per call")], ids=len)
+     ["--nodes", "6", "--no-dynamic", "--dtype", "bfloat16"], "tokens per call")], ids=len)
 def test_train_and_decode_from_the_command_line(options, decoding, said, small_llama, tmp_path,
                                                 capfd):
     (tmp_path / "prompts").write_text("How many cats?\nHow many dogs are there?\n")
@@ -502,7 +559,7 @@ def test_train_and_decode_from_the_command_line(options, decoding, said, small_l
     training = ["--steps", "2", "--batch", "2", "--out", out]
     assert script("survey.eagle", "train", *argv, *training, *options) == 0
     text = capfd.readouterr().out
-    assert "step 2: held-out n-α" in text and "parameters" in text and "1 answers of" in text
+    assert "step 2: held-out acceptance" in text and "parameters" in text and "1 answers of" in text
     assert script("survey.eagle", *argv, "--adapter", out, *decoding) == 0
     err = capfd.readouterr().err
     assert said in err and "a call: 5.0 guesses" in err

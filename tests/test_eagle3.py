@@ -99,7 +99,7 @@ def test_the_draft_reads_the_final_text(monkeypatch, nodes):
     def choose(lm, *_):
         lm.forward([3, 4], counts=False)  # as if a call were timed
         lm.truncate(lm.length)
-        return 40, [1, 19]
+        return 40, [1, 19], False
     monkeypatch.setattr("survey.eagle.fastest", choose)
     draft, target, log = make_draft(), CachedLM(MODEL), []
     draft.accept = [[0.05] * 20] * 2  # so many guesses that some are accepted
@@ -433,7 +433,8 @@ def test_a_measured_table_plans_the_tree(tmp_path):
     rounded = load_draft(folder, MODEL)
     for p in rounded.parts().values():
         p.data = p.data.bfloat16()  # as on a GPU
-    assert load_accept(tmp_path / "a.json", MODEL, rounded) == table
+    accept, tokens = load_accept(tmp_path / "a.json", MODEL, rounded)
+    assert accept == table and len(tokens) == 9 and tokens[8][0] == 1
 
 
 NINE = {"lm_head.weight": torch.zeros(9, 32)}

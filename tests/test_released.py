@@ -305,7 +305,7 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
     forward = lm.forward
     lm.forward = lambda ids, *args, **how: rows.append(len(ids)) or forward(ids, *args, **how)
     lm.start([])
-    n, levels, dynamic = eagle.plan_levels(draft, 0)
+    n, levels, dynamic = eagle.plan_tree(draft, 0, False)
     ids, parents = eagle.grow(draft, lm, [pairs], 9, n, levels, dynamic)
     assert dynamic and rows == [3] + [10] * 7 and len(ids) == len(parents) == 60
 

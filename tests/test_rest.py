@@ -175,17 +175,17 @@ def test_a_store_that_grew_is_that_of_its_whole_text(vocab):
 
 # ------------------------------------------------------------------------------ what is guessed
 
-@pytest.mark.parametrize("nodes, alpha, size", [
-    (31, 0, 11), (11, 0, 11), (5, 0, 5), (5, 9, 5), (31, 9, 11)])
-def test_an_answer_of_the_datastore_is_accepted_whole(nodes, alpha, size):
+@pytest.mark.parametrize("nodes, alpha, calls", [(31, 0, 19), (11, 0, 19), (5, 0, 40), (31, 9, 7),
+                                                 (64, 4, 5)])
+def test_an_answer_of_the_datastore_is_accepted_whole(nodes, alpha, calls):
     """10 tokens a call and one more, or as many as nodes, from the first call on: two tokens of the
-    prompt are enough."""
-    answer, log = random.Random(0).sample(range(20, 200), 110), []
-    target = scripted(lambda text: (PROMPT + answer + [0] * 99)[len(text)], 200)
+    prompt are enough. With alpha a call has alpha tokens for each token of the match."""
+    answer, log = random.Random(0).sample(range(20, 300), 200), []
+    target = scripted(lambda text: (PROMPT + answer + [0] * 99)[len(text)], 300)
     store = store_of([7, 7, 7], PROMPT[-2:] + answer, [7, 7, 8])
     chunks = rest(target, PROMPT, nodes=nodes, alpha=alpha, store=store, grow=False, log=log)
-    assert tokens_of(chunks, 110) == answer and target.calls == 110 // size
-    assert all(r["accepted"] == r["guessed"] == size - 1 for r in log[:-1])
+    assert tokens_of(chunks, 200) == answer and target.calls == calls
+    assert all(r["accepted"] == r["guessed"] > 0 for r in log[:-1])
 
 
 def test_the_text_itself_is_looked_up():

@@ -85,6 +85,17 @@ def test_models_take_turns():
     assert next(chunks) == [3, 3, 3] and [draft.rows for draft in drafts] == [6, 5, 6]
 
 
+def test_at_temperature_0_drafts_begin_with_different_tokens():
+    """Draft k with the k-th likeliest. The target's second choice of the draft is accepted, and
+    with it all that the draft says after it."""
+    draft = ScriptedLM(lambda tokens: torch.eye(9)[1 + tokens[-1] % 8] + torch.eye(9)[5] / 2)
+    target = ScriptedLM(lambda tokens: torch.eye(9)[5 if tokens[-1] == 2 else 1 + tokens[-1] % 8])
+    log = []
+    assert next(specinfer(target, draft, [7, 2], gamma=3, K=2, log=log)) == [5, 6, 7, 8]
+    assert log == [{"drafted": 6, "accepted": 3}]  # 3 4 5 and 5 6 7
+    assert next(specinfer(target, draft, [7, 2], gamma=3, K=1)) == [5]  # speculative decoding
+
+
 def test_each_model_makes_its_own_drafts_alone():
     """Of 3 drafts the second of two models makes one: a row for each of its tokens."""
     target, first, second = (ScriptedLM(lambda tokens: torch.zeros(10 ** 6)) for _ in range(3))
