@@ -741,7 +741,7 @@ def lookups(bench: Bench) -> None:
         spent, nodes = 0.0, 0
         for token in written[length:length + 200]:
             began = time.perf_counter()
-            nodes += len(grow(ngrams, None, 0.0, 64, 0.05)[0])
+            nodes += len(grow(ngrams, None, [], 64, 0.05)[0])
             ngrams.add(token)
             spent += time.perf_counter() - began
         rows.append([f"{length:,}", f"{nodes / 200:.1f}", f"{1000 * spent / 200:.2f}",

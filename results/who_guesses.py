@@ -50,7 +50,7 @@ sys.path.insert(0, str(ROOT))
 from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli.run import Run  # noqa: E402
 from cli.text import set_encodings  # noqa: E402
-from common import CachedLM, InputError, autoregressive, greedy  # noqa: E402
+from common import CachedLM, InputError, Node, autoregressive, best_tree, greedy  # noqa: E402
 from jacobi import lookahead  # noqa: E402
 from models.training import digest  # noqa: E402
 from speculative import speculative  # noqa: E402
@@ -120,12 +120,17 @@ def keep_likeliest(predict: Callable[..., dict[str, float]], *args) -> dict[str,
     return {token: chances[token] for token in best}
 
 
+def plan_chain(accept: list[list[float]], n: int) -> list[Node]:
+    """Plan a chain of the likeliest children, where `best_tree` would plan a tree."""
+    return best_tree([rates[:1] for rates in accept], n)
+
+
 @contextlib.contextmanager
 def only_chains() -> Iterator[None]:
     """Let methods that have no option for it give every node one child, while this lasts."""
     one = functools.partial(keep_likeliest, hybrid_file.predict_children)
     changes = ((rest_file, "retrieve", retrieve_chain), (hybrid_file, "predict_children", one),
-               (dflash_file, "RANKS", 1), (recycling_file, "RATES", [0.5]),
+               (dflash_file, "RANKS", 1), (recycling_file, "best_tree", plan_chain),
                (recycling_file, "DEPTH", LONGEST))
     with contextlib.ExitStack() as stack:
         for file, name, value in changes:
@@ -265,7 +270,7 @@ class Drafters:
             return LONGEST, lambda k: self.run(rest_file.rest, store=texts, nodes=k)
 
         def both(datastore: Path, trust: Path, heads: Path):
-            if "hydra" not in hybrid_file.load_trust(str(trust), model)["w"]:
+            if "hydra" not in hybrid_file.load_trust(str(trust), model)["pools"]:
                 raise InputError(f"--adapters must hold a {trust.name} with a weight for hydra")
             return LONGEST, lambda k: self.run(
                 hybrid_file.hybrid, guess="hydra", nodes=1 + k, datastore=str(datastore),

@@ -48,9 +48,9 @@ NEEDS = {"survey.parts": (), "survey.views": (),  # besides common.py; those of 
          "survey.recycling": (), "survey.another_tokenizer": ("speculative",),
          "survey.cascade": ("speculative", "survey.rest"),
          "survey.triforce": ("speculative", "survey.cascade", "survey.views"),
-         "survey.hybrid": ("survey.dflash", "survey.eagle", "survey.medusa", "survey.ngrams",
-                           "survey.parts", "survey.recycling", "survey.rest", "survey.taps",
-                           "survey.views"),
+         "survey.hybrid": ("survey.dflash", "survey.eagle", "survey.eagle3", "survey.medusa",
+                           "survey.ngrams", "survey.parts", "survey.recycling", "survey.rest",
+                           "survey.taps", "survey.views"),
          "survey.ngrams": ("survey.recycling", "survey.rest"),
          "survey.online": ("models.training", "speculative", "survey.parts", "survey.views"),
          "models.training": ()}
