@@ -2,8 +2,8 @@
 
 hybrid   of this project: n-grams of REST's datastore (rest.py), what the target said after the
          same token before (recycling.py), and a trained guess, of Medusa or Hydra (medusa.py),
-         EAGLE (eagle.py) or DFlash (dflash.py), in one tree. Others choose one source a step
-         (SAM-Decoding, arXiv 2411.10666)
+         EAGLE (eagle.py), EAGLE-3 (eagle3.py) or DFlash (dflash.py), in one tree. Others choose
+         one source a step (SAM-Decoding, arXiv 2411.10666)
 
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
     python -m survey.hybrid --prompt "..."
@@ -19,10 +19,19 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
 
 The children of a node come from n-grams of the text and of a datastore, and from what the target
 said the last time that it was fed the node's token (ngrams.py). They are looked up after the text
-and the node's path. At the root a trained part guesses as well, unless the n-grams give a
-token a chance of 1/2 or more. The chance of a child is then w p_guess + (1 - w) p_ngram. One pass
-of DFlash's draft guesses for all depths of its block, so it is asked at deeper nodes in the same
-way. The other parts would need a pass for each depth.
+and the node's path. A trained part guesses as well. Its chance p and the n-grams' q of a token make
+one chance by three fitted numbers, e^c p^a q^b over the sum of all (`pool_chances`).
+
+A pass of DFlash's draft guesses for all depths of its block, and one of EAGLE's layer only for the
+children of one node. Passes are bought like rows, below. Where a node is reached, and where the
+n-grams' likeliest token is wrong, the part puts the right one in a measured share of cases:
+
+    a pass brings   chance of the node · (1 - q of the n-grams' likeliest token) · share
+    it must bring   seconds of a pass · final tokens a second
+
+So the part is asked at the likely nodes of which the n-grams are not sure, and always where that
+takes no pass. Where passes are expensive it is asked at the root alone, or never. With --nodes no
+clock is asked, and a pass must bring PASS tokens.
 
 The tree grows best first. It ends where a node's chance is below the price of a row:
 
@@ -82,7 +91,7 @@ from tqdm import tqdm
 MOST = 64  # the most nodes of a tree
 LEAST = 0.01  # the least chance of a node
 RANKS = 10  # how many guesses a trained part gives
-PASS = 0.1  # the tokens that a pass of the part must bring where --nodes is given, without a clock
+PASS = 0.05  # the tokens that a pass of the part must bring where --nodes is given, without a clock
 LIKELY = 0.1  # the least chance of a token that does not end a round of `replay_part`
 RECENT = 64  # the latest calls, from which prices are estimated
 HEADS, LAYERS = ("medusa", "hydra"), ("eagle", "eagle3")
