@@ -120,7 +120,7 @@ def keep_likeliest(predict: Callable[..., dict[str, float]], *args) -> dict[str,
     return {token: chances[token] for token in best}
 
 
-def plan_chain(accept: list[list[float]], n: int) -> list[Node]:
+def plan_likeliest(accept: list[list[float]], n: int) -> list[Node]:
     """Plan a chain of the likeliest children, where `best_tree` would plan a tree."""
     return best_tree([rates[:1] for rates in accept], n)
 
@@ -130,7 +130,7 @@ def only_chains() -> Iterator[None]:
     """Let methods that have no option for it give every node one child, while this lasts."""
     one = functools.partial(keep_likeliest, hybrid_file.predict_children)
     changes = ((rest_file, "retrieve", retrieve_chain), (hybrid_file, "predict_children", one),
-               (dflash_file, "RANKS", 1), (recycling_file, "best_tree", plan_chain),
+               (dflash_file, "RANKS", 1), (recycling_file, "best_tree", plan_likeliest),
                (recycling_file, "DEPTH", LONGEST))
     with contextlib.ExitStack() as stack:
         for file, name, value in changes:

@@ -180,10 +180,13 @@ class Trained:
         return sum(path[:k] not in self.rows for k in range(last + 1))
 
     def time_pass(self) -> float:
-        """Measure the seconds of a pass, which is of one row, of a block or of a head."""
+        """Measure the seconds of a pass, which is of one row, of a block or of a head.
+
+        A block guesses for all its depths, and each of them pays an equal share of its pass.
+        """
         if self.layer:
             rows = self.depth if self.kind == "dflash" else 1
-            return row_costs(self.layer, rows)[rows]
+            return row_costs(self.layer, rows)[rows] / rows
         return min(timeit.repeat(self.predict, number=1, repeat=4))
 
     def predict(self, path: str = "") -> dict[str, float]:

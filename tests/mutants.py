@@ -833,6 +833,8 @@ MUTANTS = {
          "a layer's later passes are free"),
         ("                self.compute_logits(\"\")", "                pass",
          "the prompt is read in the first round"),
+        ("row_costs(self.layer, rows)[rows] / rows", "row_costs(self.layer, rows)[rows]",
+         "the first depth pays for a whole block"),
         ("chance * wrong * mended < price", "chance * mended < price",
          "the n-grams' certainty counts for nothing"),
         ("chance * wrong * mended < price", "wrong * mended < price",

@@ -350,6 +350,13 @@ def test_a_layer_guesses_after_a_path_by_hand(kind):
     assert part.layer.length == 3 and part.layer.parents == [] and part.count_passes("") == 1
 
 
+@pytest.mark.parametrize("kind, seconds", [("dflash", 2.0), ("eagle", 8.0), ("eagle3", 8.0)])
+def test_each_depth_of_a_block_pays_its_share(kind, seconds, monkeypatch):
+    """A pass takes 8 s here, and the block guesses for four depths."""
+    monkeypatch.setattr(module, "row_costs", lambda lm, rows: [8.0] * (1 + rows))
+    assert Trained(prepared(tiny("llama")), kind, "part").time_pass() == seconds
+
+
 def test_deeper_nodes_are_asked_as_far_as_a_block_goes():
     ngrams, asked = NGrams("abcabdab", Datastore("q"), HALF), []
 
