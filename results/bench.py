@@ -195,7 +195,7 @@ METHODS = {f.__name__: f for f in (
     recycling, rest, hybrid, cascade, triforce, specinfer, spectr, bild, specdec, online)}
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
        "lookahead --W 0", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
-       "eagle", "eagle --dynamic", "eagle3", "dflash", "sequoia", "early_exit", "draft_verify",
+       "eagle", "eagle --no-dynamic", "eagle3", "dflash", "sequoia", "early_exit", "draft_verify",
        "layerskip", "pass_sampling", "space", "recycling", "rest", "rest --no-grow",
        *(f"hybrid --guess {guess}" for guess in GUESSES), "cascade", "specinfer --gamma 6",
        "spectr --gamma 6", "bild", "specdec", "mjsd", "cllm"]

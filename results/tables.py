@@ -43,5 +43,5 @@ TABLES = {
                        for name in ("specinfer", "spectr")
                        for g, k in ((5, 2), (3, 4)) for t in (0, 1)],
     "hybrid": ["rest", *(f"hybrid --guess {guess}" for guess in (
-        "none", "medusa", "hydra", "eagle", "dflash"))],
+        "none", "medusa", "hydra", "eagle", "eagle3", "dflash"))],
 }

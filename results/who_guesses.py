@@ -48,7 +48,8 @@ from who_picture import Curve, draw_figure
 sys.path.insert(0, str(ROOT))
 from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli.run import Run  # noqa: E402
-from common import CachedLM, InputError, autoregressive, greedy  # noqa: E402
+from common import (CachedLM, InputError, Node, autoregressive, best_tree,  # noqa: E402
+                    greedy)
 from jacobi import lookahead  # noqa: E402
 from models.files import write_text  # noqa: E402
 from models.training import digest, read_whole_lines  # noqa: E402
@@ -143,12 +144,17 @@ def keep_likeliest(predict: Callable[..., dict[str, float]], *args) -> dict[str,
     return {token: chances[token] for token in best}
 
 
+def plan_likeliest(accept: list[list[float]], n: int) -> list[Node]:
+    """Plan a chain of the likeliest children, where `best_tree` would plan a tree."""
+    return best_tree([rates[:1] for rates in accept], n)
+
+
 @contextlib.contextmanager
 def only_chains() -> Iterator[None]:
     """Let methods that have no option for it give every node one child, while this lasts."""
     one = functools.partial(keep_likeliest, hybrid_file.predict_children)
     changes = ((rest_file, "retrieve", retrieve_chain), (hybrid_file, "predict_children", one),
-               (dflash_file, "RANKS", 1), (recycling_file, "RATES", [0.5]),
+               (dflash_file, "RANKS", 1), (recycling_file, "best_tree", plan_likeliest),
                (recycling_file, "DEPTH", LONGEST))
     with contextlib.ExitStack() as stack:
         for file, name, value in changes:
@@ -291,7 +297,7 @@ class Drafters:
             return LONGEST, lambda k: self.run(rest_file.rest, store=texts, nodes=1 + k)
 
         def both(datastore: Path, trust: Path, heads: Path):
-            if "hydra" not in hybrid_file.load_trust(str(trust), model)["w"]:
+            if "hydra" not in hybrid_file.load_trust(str(trust), model)["pools"]:
                 raise InputError(f"--adapters must hold a {trust.name} with a weight for hydra")
             return LONGEST, lambda k: self.run(
                 hybrid_file.hybrid, guess="hydra", nodes=1 + k, datastore=str(datastore),

@@ -2,8 +2,8 @@
 
 hybrid   of this project: n-grams of REST's datastore (rest.py), what the target said after the
          same token before (recycling.py), and a trained guess, of Medusa or Hydra (medusa.py),
-         EAGLE (eagle.py) or DFlash (dflash.py), in one tree. Others choose one source a step
-         (SAM-Decoding, arXiv 2411.10666)
+         EAGLE (eagle.py), EAGLE-3 (eagle3.py) or DFlash (dflash.py), in one tree. Others choose
+         one source a step (SAM-Decoding, arXiv 2411.10666)
 
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
     python -m survey.hybrid --prompt "..."
@@ -19,10 +19,19 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
 
 The children of a node come from n-grams of the text and of a datastore, and from what the target
 said the last time that it was fed the node's token (ngrams.py). They are looked up after the text
-and the node's path. At the root a trained part guesses as well, unless the n-grams give a
-token a chance of 1/2 or more. The chance of a child is then w p_guess + (1 - w) p_ngram. One pass
-of DFlash's draft guesses for all depths of its block, so it is asked at deeper nodes in the same
-way. The other parts would need a pass for each depth.
+and the node's path. A trained part guesses as well. Its chance p and the n-grams' q of a token make
+one chance by three fitted numbers, e^c p^a q^b over the sum of all (`pool_chances`).
+
+A pass of DFlash's draft guesses for all depths of its block, and one of EAGLE's layer only for the
+children of one node. Passes are bought like rows, below. Where a node is reached, and where the
+n-grams' likeliest token is wrong, the part puts the right one in a measured share of cases:
+
+    a pass brings   chance of the node · (1 - q of the n-grams' likeliest token) · share
+    it must bring   seconds of a pass · final tokens a second
+
+So the part is asked at the likely nodes of which the n-grams are not sure, and always where that
+takes no pass. Where passes are expensive it is asked at the root alone, or never. With --nodes no
+clock is asked, and a pass must bring PASS tokens.
 
 The tree grows best first. It ends where a node's chance is below the price of a row:
 
@@ -55,19 +64,21 @@ The output is lossless, because the tree depends on final text, features and mea
 import heapq
 import sys
 import time
-from collections import deque
-from contextlib import nullcontext
-from itertools import accumulate
+import timeit
+from collections import Counter, deque
+from itertools import accumulate, chain
 from pathlib import Path
 from statistics import linear_regression
 from typing import Callable, Iterable, Iterator
 
 from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
 from survey.dflash import BlockLM, run_block
-from survey.dflash import load_draft as load_block_draft
+from survey.dflash import load_draft as load_block
 from survey.eagle import Pairs, feed, load_draft
+from survey.eagle3 import load_draft as load_eagle3
 from survey.medusa import load_heads
-from survey.ngrams import SEEN, SOURCES, NGrams, fit_trust, fit_weight, mix_entries
+from survey.ngrams import (SEEN, SOURCES, NGrams, fit_pool, fit_trust, mix_entries,
+                           pool_chances)
 from survey.parts import MODELS, load_facts, logits_of, save_facts
 from survey.recycling import Successors
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
@@ -80,27 +91,39 @@ from tqdm import tqdm
 MOST = 64  # the most nodes of a tree
 LEAST = 0.01  # the least chance of a node
 RANKS = 10  # how many guesses a trained part gives
-SURE = 0.5  # where n-grams give a token this chance or more, no trained part is asked
+PASS = 0.05  # the tokens that a pass of the part must bring where --nodes is given, without a clock
+LIKELY = 0.1  # the least chance of a token that does not end a round of `replay_part`
 RECENT = 64  # the latest calls, from which prices are estimated
-GUESSES = ("none", "medusa", "hydra", "eagle", "dflash")
+HEADS, LAYERS = ("medusa", "hydra"), ("eagle", "eagle3")
+GUESSES = ("none", *HEADS, *LAYERS, "dflash")
 
 
 # ------------------------------------------------------------------------------ a trained part
 
+def load_trained(kind: str, path: str, model):
+    """Load a trained part of a kind from its file, for a model."""
+    if kind in HEADS:
+        return load_heads(path, kind, model)
+    return {"eagle": load_draft, "eagle3": load_eagle3, "dflash": load_block}[kind](path, model)
+
+
 class Trained:
     """Hold a trained part that guesses what comes after the text.
 
-    A pair is a token, and the target's feature of the token before it. The part reads pairs. They
-    wait until the part is asked. A first head of Medusa or Hydra reads the last pair alone. EAGLE's
-    layer and DFlash's draft read all waiting pairs, because their caches have the earlier ones.
+    A pair is a token, and the target's feature of the token before it. The part reads pairs, which
+    wait until the part is asked. A head of Medusa or Hydra reads only the last pair. The layer of
+    EAGLE or EAGLE-3 and DFlash's draft read all waiting pairs, because their caches have the
+    earlier ones.
 
     target   the model whose features the part reads
-    kind     medusa, hydra, eagle or dflash
+    kind     medusa, hydra, eagle, eagle3 or dflash
     path     the file of the heads, of the layer or of the draft
 
-    taps     the layers whose inputs are this part's features, side by side. []: a feature is what
-             the LM head reads
+    taps     the layers whose inputs are this part's features, side by side
     depth    for how many levels of a tree the part guesses
+    rows     {path: what the part's pass for it made} in this round. A pass of EAGLE's layer is for
+             one path, and makes the number of its row and its feature. A pass of DFlash's draft or
+             of a head is for all paths. It stands under the empty one
     """
 
     def __init__(self, target: CachedLM, kind: str, path: str):
@@ -109,116 +132,166 @@ class Trained:
         self.vocab = target.vocab
         self.kind = kind
         self.layer = None  # EAGLE's layer or DFlash's draft, with its cache
-        self.taps, self.depth = [], 1
-        if kind == "dflash":
-            self.part = target.once((kind, path), lambda: load_block_draft(path, model))
-            self.layer = target.once((self.part, "cached"),
-                                     lambda: BlockLM(self.part.lm, target.vocab))
-            self.taps, self.depth = self.part.taps, self.part.B
-        elif kind == "eagle":
-            self.part = target.once((kind, path), lambda: load_draft(path, model))
-            self.layer = target.once((self.part, "cached"),
-                                     lambda: type(target)(self.part.lm, target.vocab))
-        else:
-            self.part = target.once((kind, path), lambda: load_heads(path, kind, model))
+        self.part = target.once((kind, path), lambda: load_trained(kind, path, model))
+        # A part without taps reads what the LM head reads.
+        self.taps, self.depth = getattr(self.part, "taps", [depth_of(model)]), 1
+        if kind in HEADS:
             self.to_logits = target.once((self.part, "logits"), lambda: logits_of(model))
+        else:
+            self.depth = self.part.B if kind == "dflash" else MOST
+            cached = BlockLM if kind == "dflash" else type(target)
+            self.layer = target.once((self.part, "cached"),
+                                     lambda: cached(self.part.lm, target.vocab))
 
     def start(self, pairs: Pairs) -> None:
         """Forget everything and begin a text.
 
         pairs    the pairs of the prompt. A prompt of one token has none
         """
-        self.waiting = [pairs] if pairs.tokens else []
-        self.block = None  # the logits of DFlash's block behind the text, if it was asked
+        self.waiting, self.rows = [], {}
         if self.layer:
             self.layer.start([])
+            if len(pairs.tokens) > 1:
+                # The prompt is read here. Otherwise the first round would seem to take that long.
+                self.add(pairs.part(slice(0, -1)))
+                self.compute_logits("")
+                pairs = pairs.part(slice(-1, None))
+        if pairs.tokens:
+            self.add(pairs)
 
     def add(self, pairs: Pairs) -> None:
-        """Append pairs.
+        """Append pairs, and forget the round before.
 
         pairs    the pairs of the tokens that became final, one or more
         """
         self.waiting = [*self.waiting, pairs] if self.layer else [pairs]
-        self.block = None
+        self.root = pairs.tokens[-1]
+        self.rows = {}
+        if self.layer:  # rows that read guessed features never join the context
+            self.layer.truncate(self.layer.length)
+
+    def count_passes(self, path: str) -> int:
+        """Count the passes that a guess after a path takes.
+
+        EAGLE's layer reads a row for each node of the path. Those of the round's earlier passes are
+        there already.
+        """
+        last = len(path) if self.kind in LAYERS else 0
+        return sum(path[:k] not in self.rows for k in range(last + 1))
+
+    def time_pass(self) -> float:
+        """Measure the seconds of a pass, which is of one row, of a block or of a head.
+
+        A block guesses for all its depths, and each of them pays an equal share of its pass.
+        """
+        if self.layer:
+            rows = self.depth if self.kind == "dflash" else 1
+            return row_costs(self.layer, rows)[rows] / rows
+        return min(timeit.repeat(self.predict, number=1, repeat=4))
 
     def predict(self, path: str = "") -> dict[str, float]:
         """Guess the next token after the text, or after a path of guesses below its root.
 
         path     the guesses, fewer than `depth`
-        returns  {next token: its chance} for the RANKS likeliest tokens. {} if no pair waits
+        returns  {next token: its chance} for the RANKS likeliest tokens. {} if there is no pair
         """
-        if self.block is None and not self.waiting:
+        if not self.rows and not self.waiting:
             return {}
-        logits = self.compute_block_logits(path) if self.kind == "dflash" else self.compute_logits()
-        p = logits[:self.vocab].float().softmax(-1)
+        p = self.compute_logits(path)[:self.vocab].float().softmax(-1)
         p = p.nan_to_num(0.0)  # so that a part that overflows guesses nothing
         best = p.topk(min(RANKS, len(p)))
         guessed = as_text(self.part.vocab[best.indices].tolist())
         return dict(zip(guessed, best.values.tolist()))
 
-    @torch.inference_mode()
-    def compute_block_logits(self, path: str) -> torch.Tensor:
-        """Compute the logits [V'] after a path. The first path of a round runs the block."""
-        if self.block is None:
-            features = torch.cat([pairs.features for pairs in self.waiting])
-            self.root = self.waiting[-1].tokens[-1]
-            self.block = run_block(self.part, self.layer, self.part.fuse(features), self.root)
-            self.waiting = []
-        before = torch.tensor([self.root, *as_tokens(path)][-1], device=self.block.device)
-        k = len(path)
-        return self.part.add_markov(self.block[k], before) / self.part.temperatures[k]
+    def join_waiting(self) -> Pairs:
+        """Return the pairs that wait as one. They do not wait any more."""
+        before, features, tokens = zip(*self.waiting)
+        self.waiting = []
+        return Pairs(sum(before, []), torch.cat(features), sum(tokens, []))
 
     @torch.inference_mode()
-    def compute_logits(self) -> torch.Tensor:
-        """Compute the logits [V'] after the text, by a head or by EAGLE's layer."""
-        before, features, tokens = zip(*self.waiting)
-        if self.layer:
-            pairs = Pairs(sum(before, []), torch.cat(features), sum(tokens, []))
-            logits = feed(self.part, self.layer, [pairs])
-            self.waiting = []
+    def compute_logits(self, path: str) -> torch.Tensor:
+        """Compute the logits [V'] after a path, by the kind of part that this is."""
+        if self.kind in HEADS:
+            return self.compute_head(path)
+        return self.compute_row(path) if self.kind in LAYERS else self.compute_block(path)
+
+    def compute_block(self, path: str) -> torch.Tensor:
+        """Compute the logits [V'] after a path. The first path of a round runs the block."""
+        if not self.rows:
+            H = self.part.fuse(self.join_waiting().features)
+            self.rows[""] = run_block(self.part, self.layer, H, self.root)
+        z, k = self.rows[""], len(path)
+        before = torch.tensor([self.root, *as_tokens(path)][-1], device=z.device)
+        return self.part.add_markov(z[k], before) / self.part.temperatures[k]
+
+    def compute_row(self, path: str) -> torch.Tensor:
+        """Compute the logits [V'] after a path, by a pass of EAGLE's layer.
+
+        The path's row reads its last token, and the feature that its parent's row made (eagle.py).
+        """
+        if not path:
+            logits = feed(self.part, self.layer, [self.join_waiting()])
         else:
-            feature = features[-1][-1:]  # [1, d]
-            between = self.embed(torch.tensor(tokens[-1][-1:], device=feature.device))[:, None]
-            logits = self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
+            if path[:-1] not in self.rows:
+                self.compute_row(path[:-1])
+            row, feature = self.rows[path[:-1]]
+            tokens = [self.root, *as_tokens(path)]
+            pairs = Pairs(tokens[-2:-1], feature[None], tokens[-1:])
+            logits = self.layer.forward(self.part.join(pairs), [row])
+        # The root's row has joined the context. So its number is that of the context's end, -1.
+        self.rows[path] = len(self.layer.parents) - 1, self.layer.features[-1]
         return logits[0]
+
+    def compute_head(self, path: str) -> torch.Tensor:
+        """Compute the logits [V'] after the text, by the first head."""
+        feature = self.waiting[-1].features[-1:]  # [1, d]
+        between = self.embed(torch.tensor([self.root], device=feature.device))[:, None]
+        self.rows[path] = self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
+        return self.rows[path][0]
 
 
 # ---------------------------------------------------------------------------------- the tree
 
-def predict_children(ngrams: NGrams, path: str, ask: Callable | None, w: float,
-                     depth: int) -> dict[str, float]:
+def predict_children(ngrams: NGrams, path: str, chance: float, trained: Trained | None,
+                     pool: list[float], price: float) -> dict[str, float]:
     """Tell with which chance each token follows a node, if the node itself is accepted.
+
+    The part is asked if that takes no pass, or if its passes bring more than they cost. A pass is
+    worth something where the node is accepted, and where the n-grams' likeliest token is wrong:
+    there the part is right in a measured share of all cases.
 
     ngrams   the n-gram model with the text so far
     path     the tokens from below the root down to the node, "" for the root
-    ask      a function of a path. It returns a trained part's {token: its chance} after the path.
-             None: there is no part
-    w        the weight of the part's chances
-    depth    the part is asked after paths of fewer tokens than this
+    chance   the node's chance
+    trained  a trained part, or None
+    pool     how its guesses are joined with the n-grams', and that share (`fit_pool`)
+    price    what a pass costs, in tokens
     returns  {token: its chance}
     """
     chances = ngrams.predict(path)
-    sure = max(chances.values(), default=0.0) >= SURE
-    if len(path) >= depth or ask is None or sure:
+    if trained is None or len(path) >= trained.depth:
         return chances
-    guessed = ask(path)
-    if not any(guessed.values()):  # a part without a guess takes no weight
+    *exponents, mended = pool
+    wrong = 1 - max(chances.values(), default=0.0)
+    if chance * wrong * mended < price * trained.count_passes(path):
         return chances
-    return {x: w * guessed.get(x, 0.0) + (1 - w) * chances.get(x, 0.0) for x in chances | guessed}
+    guessed = trained.predict(path)
+    if not any(guessed.values()):  # a part without a guess does not change the chances
+        return chances
+    return pool_chances(guessed, chances, exponents)
 
 
-def grow(ngrams: NGrams, ask: Callable[[str], dict[str, float]] | None, w: float, most: int,
-         least: float, depth: int = 1) -> tuple[list[int], list[int], list[float]]:
+def grow(ngrams: NGrams, trained: Trained | None, pool: list[float], most: int, least: float,
+         price: float = 0.0) -> tuple[list[int], list[int], list[float]]:
     """Grow the tree of the likeliest nodes, best first.
 
-    ngrams   the n-gram model with the text so far
-    ask      as for `predict_children`
-    w        the weight of the trained part's chances
-    most     the most nodes, the root among them
+    most     the most nodes of a tree, the root among them
     least    the least chance of a node
-    depth    for how many levels the part is asked
     returns  ids, parents and chances of the nodes, the root first. The chances never rise, so the
              first n nodes are the best tree of n nodes
+
+    The other arguments are those of `predict_children`.
     """
     nodes, parents, chances = [], [], []  # nodes: the path of each
     heap = [(-1.0, 0, -1, "")]  # (minus the chance, number, parent, path)
@@ -231,7 +304,8 @@ def grow(ngrams: NGrams, ask: Callable[[str], dict[str, float]] | None, w: float
         chances.append(chance)
         if len(nodes) == most:
             break
-        for token, share in predict_children(ngrams, path, ask, w, depth).items():
+        children = predict_children(ngrams, path, chance, trained, pool, price)
+        for token, share in children.items():
             if chance * share >= least:
                 pushed += 1
                 heapq.heappush(heap, (-chance * share, pushed, len(nodes) - 1, path + token))
@@ -254,13 +328,14 @@ def estimate_prices(costs: list[float], recent: Iterable[tuple]) -> tuple[float,
       tokens, so the rate leaves it out.
 
     costs    costs[n]: the seconds of a call of n rows, as the clock measured them
-    recent   (rows, seconds, final tokens) of each of the latest calls
+    recent   (rows, seconds, those of the part's passes, final tokens) of each of the latest calls.
+             A wider tree takes more passes, which must not count as a price of its rows
     returns  row, the seconds of one more row, and rate, the final tokens a second
     """
     one, sixteen = costs[1], costs[16]
-    calls = [(1, one, 1), (16, sixteen, 0), *recent]
-    rows, seconds, tokens = zip(*calls)
-    slope = linear_regression(rows, seconds).slope
+    calls = [(1, one, 0.0, 1), (16, sixteen, 0.0, 0), *recent]
+    rows, seconds, passes, tokens = zip(*calls)
+    slope = linear_regression(rows, [x - y for x, y in zip(seconds, passes)]).slope
     # A noisy clock can make the slope negative. More rows would then seem to save time.
     return max(0.0, slope), sum(tokens) / (sum(seconds) - sixteen)
 
@@ -285,23 +360,33 @@ def choose_width(chances: list[float], costs: list[float], rate: float) -> int:
     return worth.index(max(worth)) + 1
 
 
-def choose_tree(ngrams: NGrams, trained: Trained | None, w: float, nodes: int, costs: list[float],
-                recent: Iterable[tuple]) -> tuple[list[int], list[int], list[float]]:
+def measure_costs(target: CachedLM, trained: Trained | None) -> tuple[list[float], float]:
+    """Measure what calls and passes cost, again whenever the context has doubled.
+
+    returns  costs, as `row_costs` returns them, and the seconds of a pass of the part
+    """
+    power = max(target.length, 255).bit_length()
+    costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
+    if trained is None:
+        return costs, 0.0
+    return costs, target.once(("pass", trained.part, power), trained.time_pass)
+
+
+def choose_tree(ngrams: NGrams, trained: Trained | None, pool: list[float], costs: list[float],
+                a_pass: float, recent: Iterable[tuple]) -> tuple[list[int], list[int], list[float]]:
     """Grow the tree as far as a node's chance is above the price of a row, then cut it.
 
     trained   a trained part that guesses, or None
-    w         the weight of its chances
-    nodes     how many nodes the tree has. 0: as many as pay
+    pool      as for `predict_children`
     costs     costs[n]: the seconds of a call of n rows
+    a_pass    the seconds of a pass of the part
     recent    as for `estimate_prices`
     returns   ids, parents and chances of the nodes
     """
-    ask, depth = (trained.predict, trained.depth) if trained else (None, 0)
     row, rate = estimate_prices(costs, recent)
-    least = LEAST if nodes else max(LEAST, row * rate)
-    ids, parents, chances = grow(ngrams, ask, w, nodes or MOST, least, depth)
-    m = nodes or choose_width(chances, costs, rate)
-    return ids[:m], parents[:m], chances[:m]
+    tree = grow(ngrams, trained, pool, MOST, max(LEAST, row * rate), a_pass * rate)
+    m = choose_width(tree[2], costs, rate)
+    return tuple(x[:m] for x in tree)
 
 
 def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: int = 0,
@@ -310,20 +395,23 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
            log: list | None = None) -> Iterator[list[int]]:
     """Verify the likeliest continuations by n-grams and a trained guess, as many as pay.
 
-    guess:     the trained part that guesses beside the n-grams. Medusa, hydra and eagle guess the
-               token after the root, and dflash a whole block. With none n-grams guess alone
-    nodes:     nodes of a tree, the root among them. With 0, as many as pay in each call
+    guess:     the trained part that guesses beside the n-grams. Medusa and hydra guess the token
+               after the root, and dflash a whole block. Eagle and eagle3 guess after any node, by
+               a pass for each. With none only n-grams guess
+    nodes:     nodes of a tree, the root among them. Then a pass of the part must bring PASS tokens.
+               With 0, nodes and passes are as many as pay in each call
     adapter:   the file of the trained part, by default models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
     trust:     a file made by `python -m survey.hybrid fit`
 
-    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path"} a call.
+    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path", "passes"} a
+    call.
 
     The Successors `successors` are what the target said after each token, kept from prompt to
     prompt, and are changed in place.
 
     The log's "chances" are those of the guesses, in the order of the tree. Its "path" has the
-    numbers of the accepted guesses in this order, from 0.
+    numbers of the accepted guesses in this order, from 0. Its "passes" are those of the part.
     """
     if guess not in GUESSES:
         raise InputError(f"--guess must be {', '.join(GUESSES)}, got {guess}")
@@ -331,38 +419,41 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
         raise InputError(f"--nodes must be 1 to {MOST}, or 0, got {nodes}")
     store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
     facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
-    if guess not in facts["w"]:
-        raise InputError(f"--guess must be one that {trust!r} has a weight for, got {guess}")
-    trained, taps = None, []
+    if guess not in facts["pools"]:
+        raise InputError(f"--guess must be one that {trust!r} was fitted for, got {guess}")
+    pool = facts["pools"][guess]
+    trained, taps = None, [depth_of(target.model)]
     if guess != "none":
         trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
         taps = trained.taps
-    with tap_target(target, taps) if taps else nullcontext():
+    with tap_target(target, taps):
         target.start(prompt[:-1])
         if trained:
             trained.start(Pairs(prompt[:-1], target.features, prompt[1:]))
         ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)
         recent = deque(maxlen=RECENT)  # calls
         while True:
-            # The costs of rows are measured again whenever the context has doubled. This is no part
-            # of the call, so `began` comes after it.
-            power = max(target.length, 255).bit_length()
-            costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
+            # Measuring costs is no part of the call, so `began` comes after it.
+            costs, a_pass = ([], 0.0) if nodes else measure_costs(target, trained)
             began = time.perf_counter()
-            ids, parents, chances = choose_tree(ngrams, trained, facts["w"][guess], nodes, costs,
-                                                recent)
+            if nodes:
+                ids, parents, chances = grow(ngrams, trained, pool, nodes, LEAST, PASS)
+            else:
+                ids, parents, chances = choose_tree(ngrams, trained, pool, costs, a_pass, recent)
             # Verify.
             logits = target.forward(ids, parents)
             path, chunk = walk(ids, parents, sample(logits))
             target.commit(path)
             # Tell all that guesses what became final.
+            ngrams.successors.learn(ids, logits, chunk)  # rejected nodes too
             ngrams.add(as_text(chunk))
-            ngrams.learn(ids, logits)  # rejected nodes too
+            passes = 0
             if trained:
+                passes = len(trained.rows)
                 trained.add(Pairs([ids[x] for x in path], target.features[path], chunk))
-            recent.append((len(ids), time.perf_counter() - began, len(chunk)))
+            recent.append((len(ids), time.perf_counter() - began, passes * a_pass, len(chunk)))
             if log is not None:
-                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1,
+                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
                             "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
             yield chunk
 
@@ -373,14 +464,14 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
         datastore: str = DATASTORE, adapters: str = MODELS, max_new_tokens: int = 200) -> None:
     """Measure on a model's own answers how far to trust n-grams, and trained parts beside them.
 
-    The result is the trust of each class of entries (ngrams.py), and for each trained part its
-    weight w. The parts should not have been trained on these prompts.
+    The result is the trust of each class of entries (ngrams.py), and for each trained part how its
+    guesses are joined with theirs. The parts should not have been trained on these prompts.
 
     out:       the JSON file to make
     work:      the folder of answers, by default OUT.work
     datastore: a file made by `python -m survey.rest build`, from which these answers are left out
-    adapters:  the folder of medusa.safetensors, hydra.safetensors, eagle.safetensors and
-               dflash.safetensors, or of some of them
+    adapters:  the folder of medusa.safetensors, hydra.safetensors, eagle.safetensors,
+               eagle3.safetensors and dflash.safetensors, or of some of them
     max_new_tokens: the most tokens of an answer
     """
     from models.training import collect_examples
@@ -405,14 +496,11 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     for token, found in zip(tokens, entries):
         chains.append([(group, counts[token] / counts.total()) for group, counts in found])
     trust = fit_trust(chains)
-    # The weight of a part is fitted to the tokens before which it would be asked.
     by_ngrams = [mix_entries(found, trust) for found in entries]
-    asked = [i for i, chances in enumerate(by_ngrams) if max(chances.values(), default=0.0) < SURE]
-    q = [by_ngrams[i].get(tokens[i], 0.0) for i in asked]
-    w = {kind: fit_weight([p[i] for i in asked], q) for kind, p in guessed.items()}
-    save_facts(out, {"model": model}, trust=trust, w={"none": 0.0} | w)
-    print(f"{len(tokens):,} tokens; weights of the trained parts where n-grams are not sure, for "
-          f"{len(asked):,} of them: {w}")
+    pools = {kind: fit_pool(tokens, p, by_ngrams) for kind, p in guessed.items()}
+    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools)
+    print(f"{len(tokens):,} tokens; c, a, b and the share of the n-grams' errors that each part "
+          f"mends: {pools}")
 
 
 def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
@@ -424,36 +512,57 @@ def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
     store    the datastore of the n-grams
     parts    {kind of part: the part}
     returns  tokens, those of all answers as one text, entries, which has for each token what
-             `list_entries` yields before it, and {kind of part: its chance of each token}
+             `list_entries` yields before it, and {kind of part: what `predict` gave before each}
     """
     tokens = ""
     entries = []
     guessed = {kind: [] for kind in parts}
-    taps = parts["dflash"].taps if "dflash" in parts else []
-    last = depth_of(lm.model)
-    *widths, read_width = tap_widths(lm.model, [*taps, last])
+    # What the LM head reads is tapped in any case, for the target's logits.
+    read = sorted({depth_of(lm.model), *chain(*(part.taps for part in parts.values()))})
     successors = Successors()
     for prompt, answer in tqdm(data, desc="answers"):
         ngrams = NGrams(as_text(prompt), store, [], successors)
-        # What the LM head reads is tapped too, for the target's logits and for the other parts.
-        with tap_target(lm, sorted({*taps, last})):
+        with tap_target(lm, read):
             lm.start(prompt + answer)
-        tapped, read = lm.features[:, :sum(widths)], lm.features[:, -read_width:]
-        said = read_logits(lm, read[len(prompt) - 1:])
-        features = {kind: tapped if kind == "dflash" else read for kind in parts}
-        for kind, part in parts.items():
-            part.start(Pairs(prompt[:-1], features[kind][:len(prompt) - 1], prompt[1:]))
-        for i, token in enumerate(as_text(answer), len(prompt) - 1):
-            entries.append([*ngrams.list_entries("")])
+        tapped = dict(zip(read, lm.features.split(tap_widths(lm.model, read), -1)))
+        said = read_logits(lm, tapped[read[-1]][len(prompt) - 1:])
+        for i, token in enumerate(as_text(answer)):
+            # The counts are copied, because they change as the text grows.
+            entries.append([(group, Counter(x)) for group, x in ngrams.list_entries("")])
             before = as_tokens(ngrams.text[-1])
             ngrams.add(token)
-            successors.learn(before, said[i + 1 - len(prompt)][None])
-            for kind, part in parts.items():
-                guessed[kind].append(part.predict().get(token, 0.0))
-                # Here i is the place of the token before this one, so row i led to this token.
-                part.add(Pairs(before, features[kind][i:i + 1], as_tokens(token)))
+            successors.learn(before, said[i][None], as_tokens(token))
+        for kind, part in parts.items():
+            features = torch.cat([tapped[i] for i in part.taps], -1)
+            guessed[kind] += replay_part(part, prompt, answer, features)
         tokens += as_text(answer)
     return tokens, entries, guessed
+
+
+def replay_part(part: Trained, prompt: list[int], answer: list[int],
+                features: torch.Tensor) -> list[dict[str, float]]:
+    """Ask a trained part before each token of an answer, in rounds as decoding has them.
+
+    Deeper guesses are worth less than those at the root. So a round goes on as long as the part
+    gives the answer's tokens a chance of LIKELY or more, and it has guesses for the depth.
+
+    part      the part
+    features  of all tokens of the prompt and the answer
+    returns   for each token of the answer what `predict` returned before it
+    """
+    text = prompt + answer
+    part.start(Pairs(prompt[:-1], features[:len(prompt) - 1], prompt[1:]))
+    root = len(prompt) - 1  # its place in the text
+    guessed = []
+    for i in range(len(prompt), len(text)):
+        path = as_text(text[root + 1:i])
+        guessed.append(part.predict(path))
+        likely = guessed[-1].get(as_text(text[i:i + 1]), 0.0) >= LIKELY
+        if not likely or len(path) + 1 == part.depth:
+            # Row j of the features led to token j + 1.
+            part.add(Pairs(text[root:i], features[root:i], text[root + 1:i + 1]))
+            root = i
+    return guessed
 
 
 @torch.inference_mode()
@@ -468,19 +577,17 @@ def load_trust(path: str, model) -> dict:
 
     path     the file
     model    the model that the file must be for
-    returns  a dictionary with "trust", as for `NGrams`, and "w", {guess: its weight}. InputError if
-             the file is damaged, or for another model
+    returns  a dictionary with "trust", as for `NGrams`, and "pools", {guess: what `fit_pool`
+             returned}. InputError if the file is damaged, or for another model
     """
     def parse(facts: dict) -> dict:
-        # An older file has two sources. Nothing that the target said is trusted then.
         numbers = torch.tensor(facts["trust"])
-        if len(numbers) == len(SOURCES) - 1:
-            numbers = torch.cat([numbers, torch.zeros_like(numbers[:1])])
-            facts["trust"] = numbers.tolist()
+        pools = torch.tensor([pool for pool in facts["pools"].values() if pool])
         right_shape = numbers.shape == (len(SOURCES), len(SEEN) + 1, 3)
-        if not right_shape or not all(
-                0 <= x <= 1 for x in (*numbers.flatten(), *facts["w"].values())):
-            raise ValueError("not 3 x 5 x 3 numbers and weights of 0 to 1")
+        right_shape &= facts["pools"]["none"] == [] and pools.shape[1:] in ((), (4,))
+        if not right_shape or not ((0 <= numbers) & (numbers <= 1)).all() or not (
+                pools.isfinite().all()):
+            raise ValueError("not 3 x 5 x 3 numbers of 0 to 1, and 4 finite numbers a part")
         return facts
     expected = "a file that `python -m survey.hybrid fit` made for this model"
     return load_facts(path, {"model": model}, expected, parse)
@@ -490,10 +597,11 @@ def load_trust(path: str, model) -> dict:
 
 def report(run) -> str:
     """Say what a run's calls were like, on average."""
-    guessed, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("guessed", "accepted"))
+    guessed, accepted, passes = (sum(r[x] for r in run.log) / len(run.log)
+                                 for x in ("guessed", "accepted", "passes"))
     expected = sum(sum(r["chances"]) for r in run.log) / len(run.log)
     return (f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted, {expected:.2f} expected by "
-            "their chances")
+            f"their chances, {passes:.2f} passes of the part")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ An *entry* is one of these suffixes in one of these sources, with the tokens tha
 and how often each did. The entry of the longest suffix comes first.
 
 A third source has entries of one token: what the target itself said the last time that it was fed
-this token (recycling.py). These are its likeliest tokens without their chances, so RATES stand for
-how often each followed.
+this token (recycling.py). These are its likeliest tokens without their chances. How often a token
+of each rank was right so far stands for how often each followed.
 
 At first a mass of 1 is left to be given to tokens. Each entry takes a share of the mass that is
 left, and this share is its *trust*. It splits what it takes among its followers, in proportion to
@@ -34,20 +34,22 @@ The *class* of an entry is a triple (source, often, variety) of indices into the
     variety    0 for one follower, 1 for several that are at most a third of the times seen, 2 for
                more
 """
-from collections import Counter
+import math
+from collections import Counter, defaultdict
+from heapq import nlargest
 from itertools import product
 from typing import Iterable, Iterator
 
-from survey.recycling import RATES, Successors
-from survey.rest import BOUNDARY, MATCHES, Datastore, as_text, as_tokens
+from survey.recycling import Successors
+from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 
 import torch
 
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
 SOURCES = TEXT, STORE, TARGET = (0, 1, 2)
-TIMES = [round(1000 * rate) for rate in RATES]  # how often the target's likeliest tokens followed
 SEEN = (1, 2, 5, 15)  # the upper bounds of the first four values of `often`
 LEAST = 0.01  # where less mass than this is left, no further entry is asked
+FLOOR = 0.001  # the least chance that a trained part or the n-grams give, where both are joined
 
 
 class NGrams:
@@ -65,7 +67,7 @@ class NGrams:
         self.store = store
         self.trust = trust
         self.successors = successors or Successors()
-        self.text_followers = {}  # suffix: the tokens that followed it, the last MATCHES times
+        self.text_followers = defaultdict(Counter)
         self.store_followers = {}  # suffix: a Counter
         self.add(text)
 
@@ -77,33 +79,22 @@ class NGrams:
         for token in text:
             for n in LENGTHS:
                 if n <= len(self.text):
-                    s = self.text[-n:]
-                    earlier = self.text_followers.get(s, "")
-                    self.text_followers[s] = (earlier + token)[-MATCHES:]
+                    self.text_followers[self.text[-n:]][token] += 1
             self.text += token
-
-    def learn(self, ids: list[int], logits: torch.Tensor) -> None:
-        """Keep what the target said after all nodes of a tree, unless this is not trusted.
-
-        ids      the tokens of the nodes
-        logits   [n, V] after each of them
-        """
-        if any(any(row) for row in self.trust[TARGET]):
-            self.successors.learn(ids, logits)
 
     def count_followers(self, source: int, s: str) -> Counter:
         """Count the tokens that followed a suffix in a source.
 
         source   TEXT, STORE or TARGET
         s        the suffix
-        returns  {token: how often it followed}. Of many places the last MATCHES count in the text,
-                 and an even sample of them in the datastore. Of the target, TIMES
+        returns  {token: how often it followed}. Of many places in the datastore an even sample
+                 counts. Of what the target said, how often a token of its rank was right
         """
         if source == TEXT:
-            return Counter(self.text_followers.get(s, ""))
+            return self.text_followers.get(s, {})
         if source == TARGET:
             row = self.successors.rows.get(*as_tokens(s), []) if len(s) == 1 else []
-            return Counter(dict(zip(as_text(row), TIMES)))
+            return Counter(dict(zip(as_text(row), self.successors.hits)))
         if s not in self.store_followers:
             counts = Counter(self.store.text[i:i + 1] for i in self.store.find_places(s))
             del counts[BOUNDARY], counts[""]  # the ends of texts are followed by nothing
@@ -240,21 +231,64 @@ def fit_trust(chains: list, rounds: int = 15) -> list:
     return trust.tolist()
 
 
-def fit_weight(p: list[float], q: list[float]) -> float:
-    """Find the weight w for which the mixture w p + (1 - w) q makes tokens likeliest, by EM.
+def pool_chances(guessed: dict[str, float], chances: dict[str, float],
+                 exponents: list[float]) -> dict[str, float]:
+    """Join the chances p of a trained part and q of the n-grams.
 
-    The E step finds with which chance each token came from p, w p / (w p + (1 - w) q). The M step
-    makes w the mean of these. A token to which both p and q give no chance does not count.
+        score(x) = e^c p(x)^a q(x)^b          chance(x) = score(x) / (1 + Σ score)
 
-    p         for each token the chance that a trained part gave it
-    q         for each token the chance that n-grams gave it
-    returns   w
+    The 1 stands for all tokens that neither names. A token that both name is likelier than either
+    says, as in a product of experts. One that only one of them names has FLOOR in the other.
+
+    guessed     {token: p}
+    chances     {token: q}
+    exponents   c, a and b
+    returns     {token: its chance}, for all tokens that one of them names
     """
-    p, q = torch.tensor(p), torch.tensor(q)
-    w = 0.5
-    for _ in range(50):
-        total = w * p + (1 - w) * q + 1e-6  # where both are 0, the token adds 0 and not 0 / 0
-        by_part = (w * p / total).sum()
-        by_ngrams = ((1 - w) * q / total).sum()
-        w = (by_part / (by_part + by_ngrams + 1e-6)).item()
-    return w
+    c, a, b = exponents
+    scores = {x: math.exp(c) * max(guessed.get(x, 0.0), FLOOR) ** a
+              * max(chances.get(x, 0.0), FLOOR) ** b for x in chances | guessed}
+    total = 1 + sum(scores.values())
+    return {x: score / total for x, score in scores.items()}
+
+
+def fit_pool(tokens: str, guessed: list[dict], chances: list[dict]) -> list[float]:
+    """Find the c, a and b with which `pool_chances` makes tokens likeliest.
+
+    log score is linear in them, so there is one best choice. A little decay keeps it finite.
+
+    tokens    the right tokens
+    guessed   for each of them what a trained part gave before it
+    chances   for each of them what the n-grams gave before it
+    returns   c, a, b and mended: of the cases in which the n-grams' likeliest token is expected to
+              be wrong, the share in which the right token comes to be one of the two likeliest,
+              which are what a tree mostly has of a node's children
+    """
+    features, owner, right = [], [], []  # of each token that is named
+    for i, (token, p, q) in enumerate(zip(tokens, guessed, chances)):
+        for x in p | q:
+            features.append([1.0, *(math.log(max(y.get(x, 0.0), FLOOR)) for y in (p, q))])
+            owner.append(i)
+            right.append(x == token)
+    X = torch.tensor(features, dtype=torch.float64).view(-1, 3)
+    owner, right = torch.tensor(owner, dtype=torch.long), torch.tensor(right, dtype=torch.bool)
+    exponents = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([exponents], max_iter=200, line_search_fn="strong_wolfe")
+
+    def compute_loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        scores = X @ exponents
+        totals = torch.ones(len(tokens), dtype=torch.float64).index_add(0, owner, scores.exp())
+        loss = totals.log().sum() - scores[right].sum()
+        loss = loss / (1 + len(tokens)) + 1e-5 * exponents.square().sum()
+        loss.backward()
+        return loss
+    optimizer.step(compute_loss)
+    found = exponents.tolist()
+    wrong, mended = 1e-6, 0
+    for token, p, q in zip(tokens, guessed, chances):
+        pooled = pool_chances(p, q, found)
+        wrong += 1 - max(q.values(), default=0.0)
+        mended += token in nlargest(2, pooled, pooled.get)
+        mended -= token in nlargest(2, q, q.get)
+    return [*found, min(1.0, max(0.0, mended / wrong))]

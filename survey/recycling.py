@@ -27,8 +27,9 @@ Departures (paper / here / why):
         made / a wrong guess costs a row
     the prompt: its logits fill M / what follows each token of the prompt comes first in its row /
         the LM head would have to read all of the prompt, which takes as long as many tokens
-    the tree: 80 nodes at 6 levels, found by hand / the likeliest tree by RATES, of as many nodes as
-        pay on this machine / on a CPU a call of 80 rows takes much longer than one of a few
+    the tree: 80 nodes at 6 levels, found by hand / the likeliest tree by how often each successor
+        was right so far, of as many nodes as pay on this machine / on a CPU a call of 80 rows takes
+        much longer than one of a few, and models differ
 """
 import sys
 from typing import Iterator
@@ -41,19 +42,24 @@ import torch
 WIDTH = 8  # successors that are kept of a token
 DEPTH = 6  # levels of guesses in a tree
 MOST = WIDTHS[6]  # nodes of a tree, at most
-# How often the j-th successor of an accepted token is accepted. Measured on a chat model of 135M
-# parameters: trees of 16 nodes, 16 prompts of Spec-Bench, 100 tokens each (results/recycling.md)
-RATES = [0.42, 0.11, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01]
+FIRST = [13, 4, 2, 1, 1, 1, 1, 1]  # of 32 imagined tokens, how many were the j-th successor
 
 
 class Successors:
     """Hold the matrix M: for each token that was fed, its likeliest successors.
 
-    rows   {token: up to WIDTH tokens, the likeliest first}
+    rows    {token: up to WIDTH tokens, the likeliest first}
+    hits    [WIDTH], how often the j-th successor was the next token. They begin as FIRST
+    tried   how often there was a next token
     """
 
     def __init__(self):
         self.rows = {}
+        self.hits, self.tried = [*FIRST], 32
+
+    def rates(self) -> list[float]:
+        """Return how often the j-th successor of an accepted token was accepted so far, [WIDTH]."""
+        return [hit / self.tried for hit in self.hits]
 
     def read(self, text: list[int]) -> None:
         """Put what follows each token of a text first in the token's row.
@@ -64,12 +70,18 @@ class Successors:
             others = [x for x in self.rows.get(token, []) if x != following]
             self.rows[token] = [following, *others][:WIDTH]
 
-    def learn(self, ids: list[int], logits: torch.Tensor) -> None:
-        """Replace the rows of all tokens that were fed.
+    def learn(self, ids: list[int], logits: torch.Tensor, chunk: list[int]) -> None:
+        """Count which successors were right, and replace the rows of all tokens that were fed.
 
-        ids      the tokens of a tree
+        ids      the tokens of a tree, the root first
         logits   [n, V] after each of them. Of several nodes with one token the last one counts
+        chunk    the tokens that became final after the root
         """
+        for token, following in zip([ids[0], *chunk], chunk):
+            row = self.rows.get(token, [])
+            self.tried += 1
+            if following in row:
+                self.hits[row.index(following)] += 1
         likeliest = logits.topk(min(WIDTH, logits.shape[-1])).indices.tolist()
         self.rows.update(zip(ids, likeliest))
 
@@ -97,14 +109,15 @@ class Successors:
         return ids, parents
 
 
-def list_plans(target: CachedLM) -> Iterator[tuple]:
+def list_plans(target: CachedLM, rates: list[float]) -> Iterator[tuple]:
     """Yield trees of all sizes, for `fastest` to choose from.
 
     target   the model whose calls are timed
+    rates    how often the j-th successor is right
     yields   a tree, the tokens to be expected of a call, and the seconds of the call
     """
     costs = row_costs(target, MOST)
-    tree = best_tree([RATES] * DEPTH, MOST)
+    tree = best_tree([rates] * DEPTH, MOST)
     for n in range(1, len(tree) + 1):
         yield tree[:n], sum(node.chance for node in tree[:n]), costs[n]
 
@@ -128,10 +141,13 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
     successors.read(prompt)
     target.start(prompt[:-1])
     root = prompt[-1]
-    planned = best_tree([RATES] * DEPTH, nodes)
     while True:
-        if nodes == 0:  # the clock's choice may change while the context grows
-            planned = fastest(target, "recycling", lambda: list_plans(target))
+        rates = successors.rates()
+        if nodes:
+            planned = best_tree([rates] * DEPTH, nodes)
+        else:  # the clock chooses anew where the counts have doubled, or the context
+            name = ("recycling", successors.tried.bit_length())
+            planned = fastest(target, name, lambda: list_plans(target, rates))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.
@@ -139,7 +155,7 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
         path, chunk = walk(ids, parents, sample(logits))
         target.commit(path)
         # Recycle: the target gave logits after all nodes, and so all of them update M.
-        successors.learn(ids, logits)
+        successors.learn(ids, logits, chunk)
         root = chunk[-1]
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})

@@ -501,7 +501,7 @@ survey.dflash train --out /no/x | --taps 3,2: numbers from 0 to 12 in ascending 
 survey.sequoia | --nodes 1 129: 2 to 128, or 0 | --depth -1 128: 1 to 127, or 0
 survey.rest | --nodes -1: 0 or more | --longest 0 17: 1 to 16 | --alpha -1.0 nan: 0 or more
 survey.rest build --out /no/x | --max-new-tokens -1: 1 or more
-survey.hybrid | --guess rest: none, medusa, hydra, eagle, dflash | --nodes -1 65: 1 to 64, or 0
+survey.hybrid | --guess rest: none, medusa, hydra, eagle, eagle3, dflash | --nodes -1: 1 to 64, or 0
 survey.masks | --L -1 9: 1 to 5, or 0
 survey.masks --method space | --k -1: 1 or more, or 0
 survey.masks tune --out /no/x | --rank 0: 1 or more | --k 0: 1 or more

@@ -97,12 +97,11 @@ def pool_of(texts: list[list[int]]) -> ouroboros.PhrasePool:
 
 
 def trusting(model, part=None, kind: str = "none") -> Callable:
-    """Prepare what the hybrid reads: a datastore, trust, costs of rows, and a part's guesses."""
-    known = {"trust": [[[0.5] * 3] * 5] * 3, "w": {"none": 0.0, kind: 0.5}}
-    costs = {("row costs", power): [1.0] * 65 for power in (8, 9)}
+    """Prepare what the hybrid reads: a datastore, trust, and a part's guesses."""
+    known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5, 0.9]}}
     store = store_of(own_texts(model))
     return lambda target: {("rest", "store"): store, ("trust", "trust"): known,
-                           (kind, "part"): part} | costs
+                           (kind, "part"): part}
 
 
 def tuning_of(model, design: str, M: int) -> bita.Tuning:
@@ -188,6 +187,11 @@ METHODS = {
     "hybrid, eagle": lambda model: Line(
         hybrid.hybrid, dict(guess="eagle", nodes=9, **FILES), few=dict(nodes=3),
         memo=trusting(model, rand(eagle.Draft(model, begin="last"), RATES), "eagle")),
+    "hybrid, eagle3": lambda model: Line(
+        hybrid.hybrid, dict(guess="eagle3", nodes=9, **FILES), few=dict(nodes=3),
+        memo=trusting(model, rand(eagle3.Draft(
+            model, eagle3.make_config(model), [0, 1, 2],
+            range(0, len(model.get_output_embeddings().weight), 2)), RATES), "eagle3")),
     "hybrid, dflash": lambda model: Line(
         hybrid.hybrid, dict(guess="dflash", nodes=9, **FILES), few=dict(nodes=3),
         memo=trusting(model, rand(dflash.Draft(model, [0, 2], B=4, markov=8)), "dflash")),

@@ -27,9 +27,31 @@ def test_every_node_is_learned_from():
     logits = torch.zeros(3, 20)
     logits[0, [5, 6]] = torch.tensor([2.0, 1.0])
     logits[1, 9] = logits[2, 8] = 1
-    known.learn([7, 2, 2], logits)
+    known.learn([7, 2, 2], logits, [])
     assert known.rows[7][:2] == [5, 6] and known.rows[2][0] == 8 and known.rows[4] == [3]
     assert {len(known.rows[7]), len(known.rows[2])} == {WIDTH}
+
+
+def test_how_often_each_successor_was_right_is_counted_by_hand():
+    """After 7 comes 6, its second successor, after 6 comes 8, its first, and after 8 comes 3, which
+    is none. 5 was not fed yet. The rows count that were there before the call."""
+    known = Successors()
+    known.rows = {7: [5, 6], 6: [8, 9], 8: [1]}
+    known.learn([7, 6, 8], torch.zeros(3, 20), [6, 8, 3])
+    known.learn([5], torch.zeros(1, 20), [2])
+    first = [hits - begun for hits, begun in zip(known.hits, module.FIRST)]
+    assert first == [1, 1, 0, 0, 0, 0, 0, 0] and known.tried == 32 + 4
+    assert known.rates()[:3] == [14 / 36, 5 / 36, 2 / 36]
+
+
+def test_a_text_changes_the_tree():
+    """The second successor is always right here, so in time it is planned before the first."""
+    known, log = Successors(), []
+    known.rows = {token: [0, (token + 1) % 20] for token in range(1, 20)}
+    known.hits, known.tried = [0, 90, 0, 0, 0, 0, 0, 0], 100
+    known.rows[0] = [9, 1]
+    next(recycling(counting(20), [8, 0], nodes=3, successors=known, log=log))
+    assert log == [{"guessed": 2, "accepted": 2}]
 
 
 def test_a_planned_tree_is_filled_by_hand():
@@ -93,8 +115,9 @@ def test_the_report():
 
 def test_the_clock_plans_the_likeliest_tree(monkeypatch):
     monkeypatch.setattr(module, "row_costs", lambda target, most: [*range(most + 1)])
-    plans = [*module.list_plans(None)]
+    rates = [0.4, 0.1]
+    plans = [*module.list_plans(None, rates)]
     assert [len(tree) for tree, *_ in plans] == [seconds for *_, seconds in plans]
     tree, expected, _ = plans[9]
-    assert tree == best_tree([module.RATES] * 6, 10)
+    assert tree == best_tree([rates] * 6, 10)
     assert expected == pytest.approx(sum(node.chance for node in tree))
