@@ -16,21 +16,24 @@ from common import InputError
 
 MADE_BY = "made_by.txt"  # the file of a folder that names the command which made the folder
 PREFIX = ".new-"  # how the folders begin in which results are written
-# How files begin that commands of this project make: trained parts, then JSON and JSON lines, then
-# JSON of scripts, then pages and pictures.
-OWN = re.compile(rb'.{8}\{"__metadata__":\{"(part|bita)"|\{"(model|target|prompt)":|\{\n "'
+# How files begin that commands of this project make: trained parts, then JSON, then JSON of
+# scripts, then pages and pictures. Prompts may be a user's own.
+OWN = re.compile(rb'.{8}\{"__metadata__":\{"(part|bita)"|\{"(model|target)":|\{\n "'
                  rb'|<!doctype html>|<svg ', re.DOTALL)
+PROMPTS = re.compile(rb'\{"prompt":')
 
 
 # ------------------------------------------------------------------------ before any work
 
-def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "") -> None:
+def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "",
+                 own: re.Pattern = OWN) -> None:
     """Refuse a place for a result, before any work.
 
     option   the option that gave the place, as its keyword argument is written
     path     the place
     reads    paths and names of all that the same command reads. Those that are None do not count
     made_by  the command, if it makes a folder. Empty: it makes a file
+    own      how an older file begins that the result may replace
     raises   InputError for something that is read, for a file or folder of another origin, and for
              a place where nothing can be written
     """
@@ -42,7 +45,7 @@ def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "
                 raise InputError(f"--{option} must be no {wanted} that the command itself reads or "
                                  f"works in, got {str(path)!r}")
         if path.exists():
-            check_replaceable(path, expected, made_by)
+            check_replaceable(path, expected, made_by, own)
         try_to_make(path)
     except OSError as error:
         raise InputError(f"{expected}: {error.strerror}") from error
@@ -55,11 +58,11 @@ def is_same(path: Path, other: str | Path) -> bool:
     return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
-def check_replaceable(path: Path, expected: str, made_by: str) -> None:
+def check_replaceable(path: Path, expected: str, made_by: str, own: re.Pattern) -> None:
     """Refuse what exists, unless a command of this kind has made it.
 
-    path, made_by  as `check_result` takes them
-    expected       how the message begins
+    path, made_by, own  as `check_result` takes them
+    expected            how the message begins
     """
     if path.is_dir() != bool(made_by):
         raise InputError(f"{expected}: it is a {'file' if made_by else 'folder'}")
@@ -76,7 +79,7 @@ def check_replaceable(path: Path, expected: str, made_by: str) -> None:
     elif path.is_file():
         with open(path, "rb") as file:
             begins = file.read(64)
-        if begins and not OWN.match(begins):
+        if begins and not own.match(begins):
             raise InputError(f"{expected}: it was not made here, and would be lost")
 
 

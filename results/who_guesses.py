@@ -249,7 +249,8 @@ class Drafters:
 
         def features(method, load: Callable, path: Path):
             draft = load(path, model)
-            return LONGEST, lambda k: self.run(method, trained=plan_chain(draft, k), nodes=1 + k)
+            return LONGEST, lambda k: self.run(method, trained=plan_chain(draft, k), nodes=1 + k,
+                                               dynamic=False)
         one, three = (functools.partial(features, method, load) for method, load in (
             (eagle_file.eagle, eagle_file.load_draft),
             (eagle3_file.eagle3, eagle3_file.load_draft)))

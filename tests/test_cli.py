@@ -618,6 +618,7 @@ REFUSED = [
     ("cllm train --data x --lr 1 --out {odd}/file", "--out must be a folder … it is a file"),
     ("survey.medusa train --out {odd}/empty", "--out must be a file … it is a folder"),
     ("survey.medusa train --out {odd}/unknown/config.json", "it was not made here"),
+    ("survey.medusa train --out {odd}/p.jsonl", "it was not made here"),
     ("bita train --out {odd}/file/x", "--out must be a file that can be … Not a directory"),
     ("survey.online boost --out /no/such/x --draft {odd}/empty",
      "expected a model directory or hub id that … got '{odd}/empty'"),
