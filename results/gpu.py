@@ -227,8 +227,8 @@ def trainings(args, kept):
         gc.collect()
 
 
-STEPS = {machine: 30, exact: 110, decode: 160, launches: 30, sizes: 40, predicted: 15,
-         trainings: 75}  # seconds
+STEPS = {machine: 30, exact: 110, decode: 130, launches: 20, sizes: 35, predicted: 10,
+         trainings: 40}  # seconds
 
 
 def perform(args, step) -> None:
