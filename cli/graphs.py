@@ -24,14 +24,14 @@ import time
 import torch
 import torch.nn.functional as F
 
-from common import WIDTHS, CachedLM, KVCache
+from common import WIDTHS, CachedLM, InputError, KVCache, shorten
 
 def capture(function, inputs: tuple[torch.Tensor, ...]):
     """Capture a function as a CUDA graph, which does the same at the cost of one launch.
 
     inputs   tensors to capture it with, which become its own; later ones have the same shapes
     returns  the graph, a function whose next call overwrites what the last one returned. On a CPU:
-             the function itself
+             the function itself. InputError for what cannot be captured
     """
     if not inputs[0].is_cuda:
         return function
@@ -41,6 +41,9 @@ def capture(function, inputs: tuple[torch.Tensor, ...]):
     try:
         with torch.cuda.graph(graph):
             results = function(*inputs)
+    except RuntimeError as error:
+        raise InputError("expected a pass that can be captured as a CUDA graph; --no-graphs does "
+                         f"without: {shorten(error)}") from error
     finally:
         gc.enable()
 

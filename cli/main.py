@@ -142,11 +142,8 @@ class Session:
     def check_graphs(self) -> type[CachedLM]:
         """Check the models once more, by what a replay gives; return the class that replays."""
         from cli.graphs import GraphedLM
-        try:
-            for model in self.models.values():
-                prepare(model, GraphedLM)
-        except InputError as error:
-            raise InputError(f"{error}; it may run with --no-graphs") from error
+        for model in self.models.values():
+            prepare(model, GraphedLM)
         return GraphedLM
 
     def start_run(self, method, options: dict) -> Run:

@@ -55,7 +55,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cuda_refuses(name):
-    with FakeCuda(), pytest.raises((RuntimeError, TypeError), match="cuda|cpu|capturing"):
+    with FakeCuda(), pytest.raises((RuntimeError, TypeError, InputError),
+                                   match="cuda|cpu|capturing"):
         REFUSED[name](*on_both())
 
 
