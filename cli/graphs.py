@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from common import WIDTHS, CachedLM, InputError, KVCache, shorten
 
+
 def capture(function, inputs: tuple[torch.Tensor, ...]):
     """Capture a function as a CUDA graph, which does the same at the cost of one launch.
 
