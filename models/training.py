@@ -194,6 +194,7 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
     yields       for each batch of `split_by_tokens` {the number of a prompt: token ids of its
                  answer}. An EOS that ended an answer stays.
     """
+    require(limit >= 1, "max_new_tokens", "1 or more", limit)
     how = {}
     if temperature > 0:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0}

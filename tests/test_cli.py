@@ -619,6 +619,8 @@ REFUSED = [
     ("survey.medusa train --out {odd}/empty", "--out must be a file … it is a folder"),
     ("survey.medusa train --out {odd}/unknown/config.json", "it was not made here"),
     ("survey.medusa train --out {odd}/p.jsonl", "it was not made here"),
+    ("survey.draft_verify search --out {odd}/new --max-new-tokens 0",
+     "--max-new-tokens must be 1 or more, got 0"),
     ("bita train --out {odd}/file/x", "--out must be a file that can be … Not a directory"),
     ("survey.online boost --out /no/such/x --draft {odd}/empty",
      "expected a model directory or hub id that … got '{odd}/empty'"),
