@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import chat_template_utils
 
 from common import InputError, encode, eos_ids, load, shorten
+from models.files import write_text
 from models.training import Pair, Settings
 from survey.parts import check_file
 
@@ -168,8 +169,7 @@ def keep_date(tokenizer, args: Namespace):
         return
     file = (getattr(args, "work", None) or Path(f"{args.out}.work")) / "date"
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(datetime.now().isoformat(), encoding="utf-8")
+        write_text(file, datetime.now().isoformat())
     try:
         date = datetime.fromisoformat(file.read_text(encoding="utf-8"))
     except ValueError as error:

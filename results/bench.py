@@ -301,8 +301,8 @@ class Bench:
         if "--target" in given or name == "cllm":
             target = self.load(args.target)
         options = select_options(args, method, [])
-        if {"nodes"} & read_options(method).keys() - options.keys():
-            options["nodes"] = self.args.nodes
+        if "nodes" in read_options(method):
+            options.setdefault("nodes", self.args.nodes)
         return self.ours(method, sample, limit, target, map(self.load, args.draft or ()),
                          **self.find_files(method, options))
 

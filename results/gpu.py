@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -40,7 +41,7 @@ import memory  # noqa: E402
 from bench import (ALL, Bench, build_peers, build_rows, options, run_script,  # noqa: E402
                    table)
 from cli.graphs import GraphedLM  # noqa: E402
-from common import WIDTHS, CachedLM, prepare  # noqa: E402
+from common import WIDTHS, CachedLM  # noqa: E402
 from models.files import check_result, write_text  # noqa: E402
 
 SHARDS = 8  # processes that share the tests
@@ -165,18 +166,10 @@ def launches(args, kept):
         yield name, try_row(count, runs[name])
 
 
-def make_model(shape: dict, device: str):
-    """Make a Llama of this shape with random weights in bfloat16, on the device at once."""
-    config = transformers.LlamaConfig(**shape, pad_token_id=0, dtype=torch.bfloat16)
-    with torch.device(device):
-        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    return prepare(model.eval())
-
-
 @torch.inference_mode()
 def sizes(args, kept):
     for name, shape in ({"8B": memory.SMALL} if args.small else SIZES).items():
-        model = make_model(shape, args.device)
+        model = memory.make_model(shape, args.device)
         read = sum(p.numel() for p in model.parameters())
         if not model.config.tie_word_embeddings:  # of the input's embedding a few rows are read
             read -= model.get_input_embeddings().weight.numel()
@@ -221,7 +214,7 @@ def trainings(args, kept):
         memory.run_training(line, memory.SMALL if args.small else memory.BIG, texts)
         peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
         return {"peak, GB": peak / 1e9}
-    memory.make_model = lambda shape: make_model(shape, args.device)
+    memory.make_model = partial(memory.make_model, device=args.device)
     for title, line, _ in sorted(memory.ROWS, key=lambda row: row[0].startswith(SLOW)):
         yield title, try_row(measure, line)
         gc.collect()

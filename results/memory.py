@@ -272,10 +272,12 @@ class Tokenizer:
         """Do nothing."""
 
 
-def make_model(shape: dict):
-    """Make a Llama of this shape in bfloat16, as it is loaded on a GPU."""
+def make_model(shape: dict, device: str = "cpu"):
+    """Make a Llama of this shape with random weights in bfloat16, on the device at once."""
     config = LlamaConfig(**shape, pad_token_id=0, dtype=torch.bfloat16)
-    return prepare(LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval())
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return prepare(model.eval())
 
 
 def make_draft(model, *_):

@@ -69,7 +69,7 @@ from collections import Counter, deque
 from itertools import accumulate, chain
 from pathlib import Path
 from statistics import linear_regression
-from typing import Callable, Iterable, Iterator
+from typing import Iterable, Iterator
 
 from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
 from survey.dflash import BlockLM, run_block

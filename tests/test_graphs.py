@@ -17,7 +17,7 @@ from families import near, tiny
 from helpers import prefill, tokens_of
 from ouroboros import ouroboros
 from speculative import speculative
-from test_common import CLOSE, alone, buffers_of, check_trees
+from test_common import CLOSE, alone, check_trees
 
 PROMPT = [5, 9, 3, 14, 7] * 24
 

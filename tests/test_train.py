@@ -6,7 +6,6 @@ import json
 import random
 import runpy
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch

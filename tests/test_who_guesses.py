@@ -17,7 +17,7 @@ from common import CachedLM, InputError, autoregressive, greedy
 from families import tiny
 from speculative import speculative
 from survey.rest import Datastore, as_text
-from test_bench import PROMPT, TINY, column, models, names_of, tables_of  # noqa: F401
+from test_bench import PROMPT, column, models, names_of, tables_of  # noqa: F401
 from who_picture import Curve, bound_text, draw_figure, find_place, overlap, spread
 
 MODEL = tiny("llama")
