@@ -72,8 +72,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import (CachedLM, InputError, Node, Sampler, attention_mask, best_tree, fastest, greedy,
-                    row_costs, walk, windows_of)
+from common import CachedLM, InputError, Sampler, attention_mask, greedy, walk, windows_of
 
 import torch
 import torch.nn.functional as F
@@ -330,7 +329,7 @@ def build_full_tree(candidates: list[list[int]]) -> tuple[list[int], list[int]]:
     return ids, parents
 
 
-def build_planned_tree(plan: list[Node],
+def build_planned_tree(plan: list,
                        candidates: list[list[int]]) -> tuple[list[int], list[int]]:
     """Build the tree that `best_tree` planned. Where candidates lack for the deepest levels, these
     levels are left out.
@@ -349,7 +348,7 @@ def build_planned_tree(plan: list[Node],
     return ids, parents
 
 
-def build_tree(tree: str, plan: list[Node], candidates: list[list[int]],
+def build_tree(tree: str, plan: list, candidates: list[list[int]],
                root: int) -> tuple[list[int], list[int]]:
     """Build the tree of candidates below a root, and return its ids and parents.
 
@@ -379,6 +378,7 @@ def list_plans(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
     yields  a plan (nodes, M'), the tokens that a call is expected to make final, and the seconds
             that it takes. Each node of the plan has M' masks below it, and lies no deeper than M'.
     """
+    from survey.clock import best_tree, row_costs
     costs = row_costs(target, MOST)
     for M in range(len(accept) + 1):
         tree = best_tree(accept[:M], MOST // (1 + M))
@@ -451,6 +451,7 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 0,
     candidates = []  # for each mask its k likeliest tokens
     while True:
         if tree == "best":  # ours: more nodes or masks only where their rows pay on this machine
+            from survey.clock import fastest
             plan, M = fastest(target, tuning, lambda: list_plans(target, tuning.accept))
         # Fig. 5: the last call's candidates become a tree of real tokens below the root. `real` has
         # the parents of these

@@ -82,8 +82,8 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
-                    context_length, eos_ids, greedy, load, until, windows_of)
+from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask, eos_ids,
+                    greedy, load, until, windows_of)
 
 import torch
 import torch.nn.functional as F
@@ -566,7 +566,7 @@ class SideBySide:
         # A row of padding sees itself, since the softmax of a row that sees nothing is nan
         itself = slots == rows
         visible = (causal & real) | itself  # [B, m, slots]
-        positions = (slots - self.padding).clamp(0, context_length(self.model) - 1)  # [B, slots]
+        positions = (slots - self.padding).clamp(0, self.max_length - 1)  # [B, slots]
         mask = attention_mask(windows_of(self.model), visible, positions[:, start:], positions,
                               like)
         self.cache.start = start
@@ -785,6 +785,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     seed:    seed of the first guesses and of the augmentation
     """
     from models.training import digest, require
+    from survey.views import context_length
     require(n >= 2, "n", "2 or more", n)
     require(max_new_tokens >= 1, "max_new_tokens", "1 or more", max_new_tokens)
     require(batch >= 1, "batch", "1 or more", batch)

@@ -30,7 +30,7 @@ The life of a round, with this tree:
                      ids        sat  on  the  mat   in    a
                      parents     -1   0    1    2    0    4
 
-    3. mask      Lay the tree out, since no token may see a rival of its own. Each node
+    3. mask      Build the mask. Siblings are alternatives and must not see each other, so each node
                  sees the context, its ancestors and itself. Siblings have the same position.
 
                                  … the cat   sat  on  the  mat  in   a
@@ -41,8 +41,8 @@ The life of a round, with this tree:
                             in    x   x  x    x                  x
                             a     x   x  x    x                  x   x
 
-    4. forward   Run the model once over all rows. After each one the target chooses a token, as if
-                 this path were the text:   sat → on   on → my   the → …   mat → …   in → …   a → …
+    4. forward   Run the model once over all rows. Each row predicts the next token as if the path
+                 to it were the whole text:   sat → on   on → my   the → …   mat → …   in → …
 
     5. walk      From the root, follow what the target chose: 0 (sat), 1 (on). No child of node 1
                  holds "my". The path is [0, 1], and the chunk is [on, my].
@@ -53,26 +53,21 @@ The life of a round, with this tree:
 Step 1 is `CachedLM.start`, steps 3 and 4 are `CachedLM.forward`, and step 6 is `CachedLM.commit`.
 
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
-the answer. Sampling stands before the simplest method, which needs it.
+the answer.
 
 Left out:
     batches                          one text at a time is what these methods make faster
     quantisation                     a question of the model, not of the method
     encoder-decoder models           their cache has two parts
-    attention by distance (ALiBi)    it takes more than a mask and positions; `prepare` refuses it
+    attention by distance (ALiBi)    it takes more than a mask and positions; `load` refuses it
 """
-import heapq
 import time
-import timeit
-from typing import Callable, Container, Iterable, Iterator, NamedTuple
+from typing import Callable, Container, Iterable, Iterator
 
-try:
-    import torch
-    import torch.nn.functional as F
-    from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
-                              AutoTokenizer)
-except ModuleNotFoundError as error:  # method files import this one first, so that this is read
-    raise SystemExit(f"{error}: `make demo` installs it; then `source .venv/bin/activate`")
+import torch
+import torch.nn.functional as F
+from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
+                          AutoTokenizer)
 
 
 class InputError(ValueError):
@@ -129,18 +124,36 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
     return path, [chosen[node] for node in path]
 
 
+def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
+    """Put a tree below tokens that come before its root and are not cached yet.
+
+    Here "the" and "cat" are such a chain, and "sat" is the root of a tree of three nodes:
+
+        node of the tree                 0    1    2
+        parents of the tree             -1    0    0
+                                the cat sat  on   in
+        pending node              0   1   2    3    4        node i of the tree is len(chain) + i
+        parents                  -1   0   1    2    2
+
+    chain     the tokens before the root, perhaps none
+    ids       the tokens of the tree
+    parents   the parents of the tree
+    returns   ids and parents of the chain with the tree below it
+    """
+    return chain + ids, [*range(-1, len(chain) - 1), *(len(chain) + x for x in parents)]
+
+
 def ancestor_mask(parents: list[int]) -> torch.Tensor:
     """Say for each pair of nodes i and j whether j is i itself or one of its ancestors.
 
     parents   for each node an earlier node, or -1
     returns   bool [n, n]
     """
-    rows = []
-    for i, parent in enumerate(parents):
-        row = rows[parent].copy() if parent >= 0 else bytearray(len(parents))
-        row[i] = True
-        rows.append(row)
-    return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(parents), -1)
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]  # parents come first, so the row of this one is complete
+    return mask
 
 
 # ----------------------------------------------------------------------- a model with a cache
@@ -162,9 +175,8 @@ class KVCache:
         layer          the number of the layer
         returns        keys and values [B, heads, start + n, d]
         """
-        if layer not in self.layers:  # with the batch size, type and device of the first keys
-            self.layers[layer] = [keys[:, :, :0], values[:, :, :0]]
-        buffers = self.layers[layer]
+        # New buffers have the batch size, type and device of the first keys.
+        buffers = self.layers.setdefault(layer, [keys[:, :, :0], values[:, :, :0]])
         end = self.start + keys.shape[2]
         for i, new in enumerate((keys, values)):
             if end > buffers[i].shape[2]:
@@ -180,8 +192,8 @@ class CachedLM:
     """Run a causal language model on a cached context and one pending tree below the context.
 
     Pending nodes are those that were fed since the last commit. Each has a slot in every buffer, in
-    the order in which they were fed. Were the guess "in" of the header's tree accepted in place of
-    "on", the slots would be these before and after commit([0, 4]):
+    the order in which they were fed. If the guess "in" of the header's tree had been accepted
+    instead of "on", commit([0, 4]) would have done this to the slots:
 
         before   │ prefix │ … the cat │ sat  on  the  mat  in  a │ free …
         after    │ prefix │ … the cat  sat  in │ the  mat  in  a  free …
@@ -193,23 +205,22 @@ class CachedLM:
     max_length       how many tokens the model is made for
     length           how many tokens of context are cached
     parents          the parents of the pending nodes: earlier pending nodes, or -1 for the context
-    prefix           how many rows stand before the context that only some nodes see (BiTA)
-    features         [n, d], what `tap` chose in the last `forward`, which is what the LM head read.
-                     After `start`: for all tokens of the text
+    prefix           how many rows before the context only some nodes see (BiTA)
     calls, rows      how many calls there were, and how many rows they had together
-    seconds          how long the calls took. A prompt is no call: it takes `prompt_seconds`
-    memo             what `once` has made, by its names, which took `setup_seconds`
+    seconds          how long the calls took. A prompt is no call
+    memo             results of `once`, by name
     """
+    PART = 128  # tokens of a prompt in one pass, whose mask has a number for each pair of tokens
 
     def __init__(self, model, vocab: int | None = None):
         self.model, self.vocab = model, vocab
         self.windows = windows_of(model)
-        self.max_length = context_length(model)
+        listed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = listed or 10 ** 9
         self.weight = model.get_input_embeddings().weight  # inputs go where it is
         self.cache = KVCache()
         self.prefix, self.length, self.parents = 0, 0, []
-        self.calls, self.rows = 0, 0
-        self.seconds, self.prompt_seconds, self.setup_seconds = 0.0, 0.0, 0.0
+        self.calls, self.rows, self.seconds = 0, 0, 0.0
         self.memo = {}
 
     @torch.inference_mode()
@@ -217,26 +228,20 @@ class CachedLM:
         """Forget everything and cache a text.
 
         ids      the tokens of the text; a method leaves out the last one, which is its first root
-        prefix   for each layer keys and values [heads, P, d] of P rows. Only those nodes see them
-                 which ask for them. Prefix rows have no position, and no length counts them
+        prefix   for each layer keys and values [heads, P, d] of P rows. Only nodes with
+                 `sees_prefix` attend to these rows. They have no position and are not part of
+                 `length`
         """
         if len(ids) > self.max_length:
             raise InputError(f"a prompt has at most {self.max_length} tokens, got {len(ids)}")
-        began = time.perf_counter()
-        self.prefix, self.length, self.parents = 0, 0, []
-        self.cache.start = 0
+        self.prefix, self.length, self.parents, self.cache.start = 0, 0, [], 0
         for layer, (keys, values) in enumerate(prefix):
             self.cache.update(keys[None], values[None], layer)
             self.prefix = keys.shape[1]
-        features = []
-        # A long prompt comes in parts, since its mask has a number for each pair of tokens. No part
-        # needs logits, which would take more memory than all else where a vocabulary is large.
-        for i in range(0, len(ids), WIDTHS[-1]):
-            self.forward(ids[i:i + WIDTHS[-1]], keep=0, counts=False)
+        for i in range(0, len(ids), self.PART):
+            # No part needs logits, which take much memory if the vocabulary is large.
+            self.forward(ids[i:i + self.PART], keep=0, counts=False)
             self.commit(range(len(self.parents)))
-            features.append(self.features)
-        self.features = torch.cat(features) if features else self.weight[:0]
-        self.prompt_seconds += time.perf_counter() - began
 
     @torch.inference_mode()
     def forward(self, ids: list[int] | torch.Tensor, parents: list[int] | None = None, *,
@@ -248,7 +253,7 @@ class CachedLM:
                      chain from the last pending node
         sees_prefix  for each node whether it sees the prefix. None: no node does
         keep         how many of the last nodes the LM head reads. None: it reads all. 0: it reads
-                     none, where only the cache or `features` are wanted
+                     none, if only the cache is wanted
         counts       whether this counts as one of `calls`
         returns      the logits [n or keep, V] after each node that the LM head read
         """
@@ -260,15 +265,12 @@ class CachedLM:
         if not (0 < n == len(parents) == len(sees_prefix) and earlier):
             raise ValueError(f"expected {n} parents, earlier nodes or -1, got {parents}")
         positions, mask = self.layout(self.parents + parents, sees_prefix)
-        # The new rows get the slots behind all earlier pending nodes.
+        # The new rows get the slots after all earlier pending nodes.
         self.cache.start = self.prefix + self.length + old
-        inputs = torch.as_tensor(ids)[None].to(self.weight.device, non_blocking=True)
-        logits, features = self.run_model(inputs, positions, mask, keep)
-        if logits.is_cuda:  # else `seconds` would end before the GPU does
-            torch.cuda.synchronize()
+        inputs = torch.as_tensor(ids)[None].to(self.weight.device)
+        logits = self.run_model(inputs, positions, mask, n if keep is None else keep)
         # Nothing has changed until here, so a pass that raised leaves the tree as it was.
         self.parents = self.parents + parents
-        self.features = features[0]
         if counts:
             self.calls += 1
             self.rows += n
@@ -276,9 +278,7 @@ class CachedLM:
         return logits[0, :, :self.vocab]
 
     def layout(self, parents: list[int], sees_prefix: list[bool]):
-        """Compute where the newest pending nodes stand and what they see.
-
-        A node sees the context, its ancestors and itself. It sees the prefix if it asks for it.
+        """Compute the positions of the newest pending nodes and what they see.
 
         parents       the parents of all pending nodes
         sees_prefix   for each of the newest n nodes whether it sees the prefix
@@ -286,51 +286,35 @@ class CachedLM:
         """
         n = len(sees_prefix)
         ancestors = ancestor_mask(parents)
-        # The position of a node is that of its token in the text which its path would make. A guess
-        # may lie beyond the model's last position, where a learned table has no entry. It stands at
-        # the last one instead, and the driver cuts it off later.
+        # The position of a node is the index that its token would have if the path to it were
+        # appended to the text. A guess may lie beyond the model's last position, which a learned
+        # table does not have. It gets the last one, and the driver cuts it off later.
         nodes = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
-        # A window hides what lies far before a row. The prefix lies after all rows, so to say, so
-        # that no window hides it.
+        # A node sees the prefix if it asks for it, the whole context, its ancestors and itself.
+        prefix = torch.tensor(sees_prefix)[:, None].expand(n, self.prefix)
+        context = torch.ones(n, self.length, dtype=torch.bool)
+        visible = torch.cat([prefix, context, ancestors[-n:]], 1)
+        # A window hides slots far before a node. Position 10 ** 9 keeps the prefix inside of all.
         slots = torch.cat([torch.full((self.prefix,), 10 ** 9), torch.arange(self.length), nodes])
-        # Python waits for each copy to a GPU. So all numbers go there in one copy, and the mask is
-        # made there, which has many more.
-        packed = torch.cat([slots, torch.tensor(sees_prefix), ancestors[-n:].flatten()])
-        packed = packed.to(self.weight.device, non_blocking=True)
-        slots, sees, ancestors = packed.split([len(slots), n, n * len(parents)])
-        visible = F.pad(ancestors.view(n, -1) > 0, (self.prefix + self.length, 0), value=True)
-        visible[:, :self.prefix] = sees[:, None]
-        rows = slots[None, -n:]
-        return rows, attention_mask(self.windows, visible[None], rows, slots[None], self.weight)
+        positions = nodes[None, -n:]
+        mask = attention_mask(self.windows, visible[None], positions, slots[None], self.weight)
+        return positions.to(self.weight.device), mask
 
-    def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int | None):
+    def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
         """Run the model once, on the cache as it is.
 
         inputs      ids [1, n], or embeddings [1, n, d]
         positions   [1, n]
         mask        as `attention_mask` makes it
-        keep        how many of the last rows the LM head reads. None: all
-        returns     logits [1, n or keep, V] and features [1, n, d]
+        keep        how many of the last rows the LM head reads
+        returns     logits [1, keep, V]
         """
-        seen = []
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-        first = 0 if keep is None else max(0, inputs.shape[1] - keep)
-        # The rows are given by their indices. For a number of rows transformers takes a slice: 0
-        # would mean all rows, and on a CPU a slice makes bfloat16 copy the LM head.
-        read = torch.arange(first, inputs.shape[1], device=inputs.device)
-        with self.tap(seen):
-            output = self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
-                                past_key_values=self.cache, use_cache=True, logits_to_keep=read)
-        return output.logits, torch.cat(seen, -1)
-
-    def tap(self, seen: list):
-        """Choose what is `features`: here what the LM head reads. survey/taps.py taps layers.
-
-        seen     a list, to which a pass appends the parts of its features, each [B, n, d]
-        returns  what is in force as long as a `with` block lasts
-        """
-        return self.model.get_decoder().register_forward_hook(
-            lambda module, args, output: seen.append(output[0]))
+        # The rows are given by their indices, since transformers takes a number of 0 for all rows,
+        # and a slice makes bfloat16 copy the LM head on a CPU.
+        read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
+        return self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
+                          past_key_values=self.cache, use_cache=True, logits_to_keep=read).logits
 
     @torch.inference_mode()
     def commit(self, path: Iterable[int]) -> None:
@@ -342,11 +326,9 @@ class CachedLM:
         path = list(path)
         if any(self.parents[node] != above or node < 0 for above, node in zip([-1, *path], path)):
             raise ValueError(f"expected a path from the context down, got {path} of {self.parents}")
-        # The path 0, 1, 2, … lies in place already. Others are moved, all rows at once, since some
-        # are read where others are written.
-        if path and path[-1] != len(path) - 1:
+        if path != list(range(len(path))):  # otherwise its rows are in place already
             first = self.prefix + self.length
-            rows = first + torch.tensor(path, device=self.weight.device)
+            rows = first + torch.tensor(path)
             for buffer in (buffer for pair in self.cache.layers.values() for buffer in pair):
                 buffer[:, :, first:first + len(path)] = buffer[:, :, rows.to(buffer.device)]
         self.length, self.parents = self.length + len(path), []
@@ -360,16 +342,11 @@ class CachedLM:
     def once(self, name, make: Callable):
         """Return make(), which runs only when this name is asked for the first time.
 
-        The time that `make` takes counts as set-up and not as decoding.
-
-        name   any hashable name; models have a memo each
+        name   any hashable name; each CachedLM has names of its own
         make   a function without arguments
         """
         if name not in self.memo:
-            before, began = self.setup_seconds, time.perf_counter()
             self.memo[name] = make()
-            # A `make` that calls `once` itself has added its time already, so it counts once.
-            self.setup_seconds = before + time.perf_counter() - began
         return self.memo[name]
 
 
@@ -418,12 +395,9 @@ class Sampler:
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
-        if not (temperature == 0 or 1e-6 <= temperature <= 1e6):
-            raise InputError(f"--temperature must be 0 or 1e-6 to 1e6, got {temperature}")
-        if top_k < 0:
-            raise InputError(f"--top-k must be 0 or more, got {top_k}")
-        if not 0 < top_p <= 1:
-            raise InputError(f"--top-p must be above 0 and at most 1, got {top_p}")
+        if not (temperature == 0 or 1e-6 <= temperature <= 1e6) or top_k < 0 or not 0 < top_p <= 1:
+            raise InputError("expected temperature 0 or 1e-6 to 1e6, top_k >= 0, 0 < top_p <= 1, "
+                             f"got {temperature}, {top_k} and {top_p}")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.seed, self.rngs = seed, {}
 
@@ -487,133 +461,75 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
         yield root
 
 
-def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = (), log=None):
+def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = ()):
     """Cut a method's chunks after `limit` tokens, or after the first token that ends an answer.
 
     chunks   what a method yields
     limit    how many tokens are wanted at most
     eos      the tokens that end an answer. The one that ended it is kept
-    log      the method's log, in which a guess that is cut off counts as not accepted
     """
     while limit > 0:
         chunk = next(chunks)[:limit]
         ends = [i + 1 for i, token in enumerate(chunk) if token in eos]
         chunk = chunk[:ends[0]] if ends else chunk
-        if log and log[-1].get("accepted", -1) >= len(chunk):
-            log[-1] |= {"accepted": len(chunk), "cut": True}
         yield chunk
         limit = 0 if ends else limit - len(chunk)
 
 
 # ----------------------------------------------------------------------------------- loading
-def load(path: str, device: str | None = None, dtype: str | None = None):
+def load(path: str, device: str | None = None, dtype: str | None = None, **options):
     """Load a model and its tokenizer. Code that comes with a checkpoint is never run.
 
-    Weights in their own type are mapped from safetensors files and copied to a GPU one by one, so
-    host memory never holds them twice. (transformers loads onto a GPU only with accelerate.)
-
     path     a Hugging Face directory or hub id
-    device   cpu, cuda or cuda:N. Default: cuda where there is a GPU, else cpu
+    device   cpu, cuda or cuda:N. Default: cuda if there is a GPU, else cpu
     dtype    float32, bfloat16 or float16. Default: float32 on a CPU, else the checkpoint's own
+    options  other arguments of transformers' `from_pretrained`
     returns  the model, ready for CachedLM, and its tokenizer. InputError for what cannot be used
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "auto")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True)  # our message names them; transformers' would be long
-        model = model.to(device)
+            ignore_mismatched_sizes=True, **options)  # the second message names them
+        model.to(device)
     except Exception as error:  # each reader of a file format raises errors of its own
         raise InputError(f"expected a model directory or hub id that {device} can load as {dtype}, "
-                         f"got {str(path)!r}: {shorten(error)}") from error
-    missing = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+                         f"got {str(path)!r}: {' '.join(str(error).split())[:300]}") from error
+    missing = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
     if missing:  # transformers would leave them random, and decode garbage
         raise InputError(f"expected all weights of {type(model).__name__}, got {str(path)!r}: "
                          f"{len(missing)} are missing or of another size: {', '.join(missing[:3])}")
-    return prepare(model), tokenizer
-
-
-def shorten(error) -> str:
-    """Put an exception or a text on one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300]
+    return check(model), tokenizer
 
 
 @torch.inference_mode()
-def prepare(model, run_as: type[CachedLM] = CachedLM):
-    """Make a transformers model ready for CachedLM, and check its token trees.
-
-    A tree must give the logits that its paths give alone. Models whose attention takes more than a
-    mask and positions (BLOOM, MPT) fail this check, and would decode garbage.
-
-    model    a model of transformers; its settings are changed in place
-    run_as   the kind of CachedLM that is checked
-    returns  the same model. InputError where the check fails
-    """
-    name = type(model).__name__
-    config = model.config.get_text_config()
-    model.config.return_dict = True
-    # A mixture of experts that returns its router's logits computes a loss of them, which expects
-    # a mask of another form.
-    if hasattr(config, "output_router_logits"):
-        config.output_router_logits = False
-    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
-        model.set_attn_implementation("grouped")
-    window = getattr(config, "sliding_window", None)
-    most = 1e-3 if model.dtype == torch.float32 else 0.1
-    try:
-        if window is not None:
-            config.sliding_window = 2  # narrower than the tree, so that the check sees it
-        error = tree_error(run_as(model.eval()))
-        if window is not None:
-            # Some families ignore this setting, which a conversion may have left in the file. They
-            # pass the check without a window.
-            if not error < most:
-                window = None
-                error = tree_error(run_as(model), windowed=False)
-            config.sliding_window = window
-    except Exception as error:  # a forward pass that does not take them raises anything
-        raise InputError(f"expected a model that takes positions, a mask and a cache, got {name}: "
-                         f"{shorten(error)}") from error
-    if not error < most:
-        raise InputError(f"expected a model whose token trees equal their paths, got {name}: off "
-                         f"by {error:.1e}, attention takes more than a mask and positions")
-    return model
-
-
-def tree_error(lm: CachedLM, windowed: bool = True) -> float:
-    """Measure how far a tree is from transformers' own pass over each of its paths.
+def check(model, run_as: type[CachedLM] = CachedLM):
+    """Refuse a model whose token trees give other logits than their paths do alone.
 
         context d b c ── e ─┬─ c ── d     a to e are five ordinary tokens from the middle of the
                             └─ a ── b     vocabulary, since the first ones are often special
 
-    lm         the model to be checked
-    windowed   whether the windows of the config count in the tree
-    returns    the mean difference of logits, as a share of their mean size
+    Models whose attention takes more than a mask and positions (BLOOM, MPT) fail this check.
+
+    model    a model of transformers, which gets the attention at the end of this file
+    run_as   the kind of CachedLM that is checked
+    returns  the same model
     """
-    a, b, c, d, e = range((len(lm.weight) - 5) // 2, len(lm.weight))[:5]
-    if not windowed:
-        lm.windows = dict.fromkeys(lm.windows)
+    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        model.set_attn_implementation("grouped")
+    lm = run_as(model.eval())
+    a, b, c, d, e = range(len(model.get_input_embeddings().weight) // 2 + 2)[-5:]
     lm.start([d, b, c])
-    tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2]).float()
+    tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2])[[0, 1, 3, 0, 2, 4]].float()
     paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)
-    alone = lm.model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
-    of_paths = tree[[0, 1, 3, 0, 2, 4]]  # the nodes e, c, d and e, a, b
-    return ((of_paths - alone).abs().mean() / alone.abs().mean()).item()
-
-
-def context_length(model) -> int:
-    """Find how many tokens a model is made for.
-
-    With LongRoPE the limit is the original length. Beyond it all keys are turned at another rate,
-    so the keys in the cache would be wrong.
-    """
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # nested by kind of layer
-    lengths = [x["original_max_position_embeddings"] for x in kinds if "longrope" in x.values()]
-    return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
+    alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
+    error = (tree - alone).abs().mean() / alone.abs().mean()
+    if not error < (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise InputError(f"expected a model whose token trees equal their paths, got "
+                         f"{type(model).__name__}: off by {error:.1e}")
+    return model
 
 
 def vocab_size(model, tokenizer) -> int:
@@ -631,17 +547,11 @@ def eos_ids(model, tokenizer) -> set[int]:
 
 
 def encode(tokenizer, text: str) -> list[int]:
-    """Turn a prompt into token ids, with the special tokens that the tokenizer adds.
-
-    returns  token ids. InputError for a prompt that has no token of its own
-    """
-    if set(tokenizer.encode(text, add_special_tokens=False)) <= set(tokenizer.all_special_ids):
-        raise InputError(f"expected a prompt with some text, got {shorten(repr(text))}")
-    return tokenizer.encode(text)
-
-
-# ====== A reader of the papers can stop here. What follows makes calls cheaper, or says what they
-# ====== cost on this machine.
+    """Turn a prompt into token ids, with the special tokens that the tokenizer adds."""
+    ids = tokenizer.encode(text)
+    if set(ids) <= set(tokenizer.all_special_ids):
+        raise InputError(f"expected a prompt with some text, got {text[:300]!r}")
+    return ids
 
 
 # ------------------------------------------------------------------------- grouped attention
@@ -666,68 +576,3 @@ def grouped_attention(module, query, key, value, attention_mask, **options):
 
 AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", AttentionMaskInterface()["sdpa"])
-
-
-# --------------------------------------------------------------------------------- the clock
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the calls that the clock measures
-
-
-class Node(NamedTuple):
-    """Describe a node of a tree that is planned before its tokens are known."""
-    chance: float  # that the node is accepted: the product of the rates along its path
-    parent: int
-    depth: int  # the root has depth 0
-    rank: int  # among the children of its parent; the likeliest has rank 0
-
-
-def best_tree(accept: list[list[float]], n: int) -> list[Node]:
-    """Plan the tree of the n nodes that are likeliest to be accepted.
-
-    A node's children are never likelier than the node itself, so the heap gives the nodes in the
-    order of their chances, and each after its parent.
-
-    accept    accept[depth][rank] is the rate at which the child of this rank is accepted, where its
-              parent, a node of this depth, was
-    n         how many nodes the tree has at most, the root among them
-    returns   the nodes, the root first. The first m of them are the best tree of m nodes. The sum
-              of all chances is the number of tokens to be expected of a call
-    """
-    tree, heap = [], [(-1.0, Node(1.0, -1, 0, 0))]
-    while heap and len(tree) < n:
-        _, node = heapq.heappop(heap)
-        tree.append(node)
-        for rank, rate in enumerate(accept[node.depth] if node.depth < len(accept) else []):
-            child = Node(node.chance * rate, len(tree) - 1, node.depth + 1, rank)
-            heapq.heappush(heap, (-child.chance, child))
-    return tree
-
-
-def row_costs(lm: CachedLM, most: int) -> list[float]:
-    """Measure what calls of 1 to `most` rows take at the present length of the context.
-
-    most      how many rows, 128 or fewer
-    returns   costs, where costs[n] is what the cheapest measured call took that has n rows or more,
-              in seconds
-    """
-    least = {width: torch.inf for width in WIDTHS if width < 2 * most}
-    # All widths take turns, four times each, so that a busy moment of the machine meets all alike.
-    for n in 4 * [*least]:
-        seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
-        least[n] = min(least[n], seconds)
-        lm.truncate(lm.length)
-    return [min(cost for width, cost in least.items() if width >= n) for n in range(1 + max(least))]
-
-
-def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
-    """Choose what makes the most tokens a second on this machine.
-
-    Calls cost more on longer contexts. So the choice is made again at each power of two that the
-    context reaches, from 256 on.
-
-    name      a name for the question, as for `CachedLM.once`
-    choices   a function that gives triples: a choice, the tokens to be expected of a round, and
-              the seconds that the round takes
-    returns   the choice with the most tokens a second
-    """
-    power = max(lm.length, 255).bit_length()
-    return lm.once((name, power), lambda: max(choices(), key=lambda x: x[1] / x[2])[0])

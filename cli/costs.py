@@ -22,7 +22,8 @@ import timeit
 from pathlib import Path
 from statistics import median
 
-from common import WIDTHS, CachedLM
+from common import CachedLM
+from survey.clock import WIDTHS
 
 PANEL = Path(__file__).with_name("costs.html")
 TURNS = 5  # calls of each width that are timed

@@ -24,7 +24,11 @@ import time
 import torch
 import torch.nn.functional as F
 
-from common import WIDTHS, CachedLM, InputError, KVCache, shorten
+from cli.run import TimedLM
+from common import InputError, KVCache
+from survey.clock import WIDTHS
+from survey.parts import shorten
+from survey.taps import FeatureLM
 
 
 def capture(function, inputs: tuple[torch.Tensor, ...]):
@@ -91,11 +95,11 @@ class StaticCache(KVCache):
         return self.layers[layer]
 
 
-class GraphedLM(CachedLM):
+class GraphedLM(TimedLM):
     """Be a CachedLM whose passes are captured, once for each shape, and then replayed.
 
-    captured  the graphs, by the number of slots, by the `tap` that was set, and by the shape of
-              their inputs: [1, rows], of embeddings [1, rows, d]
+    captured  the graphs, by the number of slots, by the taps, and by the shape of their
+              inputs: [1, rows], of embeddings [1, rows, d]
     """
 
     def __init__(self, model, vocab: int | None = None):
@@ -110,7 +114,7 @@ class GraphedLM(CachedLM):
         self.cache.written = None
         super().start(ids, prefix)
 
-    def run_model(self, inputs, positions, mask, keep: int | None):
+    def run_model(self, inputs, positions, mask, keep: int):
         first, n = self.cache.start, inputs.shape[1]
         width = next((width for width in WIDTHS if width >= n), n)
         if self.cache.reserve(first + 2 * width):  # `graph_of` writes into the last ones
@@ -124,15 +128,18 @@ class GraphedLM(CachedLM):
         run = self.whole_pass
         if width <= WIDTHS[-1]:
             # Another CachedLM that writes into this cache may have renewed the buffers.
-            name = self.cache.slots, vars(self).get("tap"), tensors[1].shape
+            taps = None if self.taps is None else tuple(self.taps)
+            name = self.cache.slots, taps, tensors[1].shape
             if name not in self.captured:
                 began = time.perf_counter()
                 self.captured[name] = self.graph_of(tensors)
                 self.setup_seconds += time.perf_counter() - began
             run = self.captured[name]
         logits, features = run(*tensors)
-        read = 0 if keep is None else max(0, n - keep)  # the first row whose logits are asked for
-        return logits[:, read:n].clone(), features[:, :n].clone()
+        self.features = features[:n].clone()
+        if logits.is_cuda:
+            torch.cuda.synchronize()
+        return logits[:, n - keep:n].clone()
 
     def graph_of(self, tensors: tuple):
         """Capture a pass of the shapes of these tensors.
@@ -156,4 +163,5 @@ class GraphedLM(CachedLM):
         """
         self.cache.written = written
         mask = dict(zip(self.windows, masks)) if len(masks) > 1 else masks[0]
-        return super().run_model(inputs, positions, mask, None)
+        logits = FeatureLM.run_model(self, inputs, positions, mask, inputs.shape[1])
+        return logits, self.features

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 from transformers.utils import chat_template_utils
 
-from common import InputError, encode, eos_ids, load, shorten
+from common import CachedLM, InputError, check, encode, eos_ids, load
 from models.files import write_text
 from models.training import Pair, Settings
-from survey.parts import check_file
+from survey.parts import check_file, shorten
 
 LORA = "a LoRA adapter, which must be merged into its base model first"
 
@@ -45,13 +46,63 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
         raise InputError("expected a model directory or hub id that can be reached, got "
                          f"{path!r}: {shorten(error)}") from error
     try:
-        return load(path, device, dtype)
+        model, tokenizer = load(path, device, dtype, **change_settings(path))
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
         if found:
             raise InputError(f"expected a model that can be loaded, got {path!r}: "
                              f"{found}") from error
         raise
+    except Exception as error:  # a pass that does not take what it is given raises anything
+        raise InputError("expected a model that takes positions, a mask and a cache, got "
+                         f"{path!r}: {shorten(error)}") from error
+    return check_passes(model), tokenizer
+
+
+def change_settings(path: str) -> dict:
+    """Return arguments for `common.load`: the configuration of a model, if it must be another one.
+
+    A pass must return its logits by name. A mixture of experts that returns its router's logits
+    computes a loss of them as well, which expects a mask of another form.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception:  # `load` meets the same error, and says it
+        return {}
+    text = config.get_text_config()
+    if config.return_dict and not getattr(text, "output_router_logits", False):
+        return {}
+    config.return_dict = True
+    text.output_router_logits = False
+    return {"config": config}
+
+
+def check_passes(model, run_as: type[CachedLM] = CachedLM):
+    """Check a model once more, with windows that are narrower than the tree of the check.
+
+    Some families ignore the setting of a window, which a conversion may have left in the file. A
+    model that passes the check only without windows loses the setting.
+
+    model    a model that `common.check` lets pass, whose settings are changed in place
+    run_as   the kind of CachedLM that is checked
+    returns  the same model. InputError if it fails
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    try:
+        if window is not None:
+            config.sliding_window = 2
+            try:
+                check(model, run_as)
+            except InputError:
+                window = None
+            config.sliding_window = window
+        return check(model, run_as)
+    except InputError:
+        raise
+    except Exception as error:  # a pass that does not take them raises anything
+        raise InputError("expected a model that takes positions, a mask and a cache, got "
+                         f"{type(model).__name__}: {shorten(error)}") from error
 
 
 def find_fault(folder: Path, said: str) -> str:

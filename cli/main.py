@@ -17,15 +17,15 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.costs import find_reason
-from cli.loading import encode_data, encode_prompts, load_checked
+from cli.loading import check_passes, encode_data, encode_prompts, load_checked
 from cli.options import (MODELS, list_reads, name_command, parse_command, parse_decoding,
                          read_options, select_options, select_settings, write_option)
-from cli.run import Run
+from cli.run import Run, TimedLM
 from cli.text import cut_message, read_texts, set_encodings, stream
-from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids, prepare,
-                    vocab_size)
+from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
 from models.files import check_result, sign_folder, write_text
 from models.training import use_settings
+from survey.views import context_length
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Session:
         self.models = {name: model for name, (model, _) in models.items()}
         self.on_gpu = self.models["target"].device.type == "cuda"
         graphs = self.on_gpu if args.graphs is None else args.graphs
-        self.run_as = self.check_graphs() if graphs else CachedLM
+        self.run_as = self.check_graphs() if graphs else TimedLM
         self.texts = read_texts(args.prompt) if args.prompt else args.prompts
         readers = [*self.models.values()]
         if "tokenizers" in signature(method).parameters:  # then a draft may have other tokens
@@ -139,11 +139,11 @@ class Session:
                 raise InputError(f"{write_option(name)} must be at most the context of "
                                  f"{self.context} tokens, got {value}")
 
-    def check_graphs(self) -> type[CachedLM]:
+    def check_graphs(self) -> type[TimedLM]:
         """Check the models once more, by what a replay gives; return the class that replays."""
         from cli.graphs import GraphedLM
         for model in self.models.values():
-            prepare(model, GraphedLM)
+            check_passes(model, GraphedLM)
         return GraphedLM
 
     def start_run(self, method, options: dict) -> Run:

@@ -1,8 +1,44 @@
 """Runs one method on one prompt after another, and keeps what it wrote and what that took."""
 import time
-from typing import Iterator
+from typing import Callable, Iterator
 
 from common import CachedLM, Sampler, until
+from survey.taps import FeatureLM
+
+import torch
+
+
+class TimedLM(FeatureLM):
+    """Be a CachedLM that knows how long things took, on a GPU as well.
+
+    seconds          of the calls. Each call waits for the GPU, or it would end before the GPU does
+    prompt_seconds   of caching prompts, which are no calls
+    setup_seconds    of what `once` made
+    """
+
+    def __init__(self, model, vocab: int | None = None):
+        super().__init__(model, vocab)
+        self.prompt_seconds, self.setup_seconds = 0.0, 0.0
+
+    def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
+        began = time.perf_counter()
+        super().start(ids, prefix)
+        self.prompt_seconds += time.perf_counter() - began
+
+    def run_model(self, *args):
+        logits = super().run_model(*args)
+        if logits.is_cuda:
+            torch.cuda.synchronize()
+        return logits
+
+    def once(self, name, make: Callable):
+        if name in self.memo:
+            return self.memo[name]
+        before, began = self.setup_seconds, time.perf_counter()
+        made = super().once(name, make)
+        # A `make` that calls `once` itself has added its time already, so it counts once.
+        self.setup_seconds = before + time.perf_counter() - began
+        return made
 
 
 class Run:
@@ -23,7 +59,7 @@ class Run:
     setup    the seconds of what is prepared once for all prompts, which is no part of `seconds`
     """
 
-    def __init__(self, method, models: dict[str, CachedLM], options: dict, eos: set[int]):
+    def __init__(self, method, models: dict[str, TimedLM], options: dict, eos: set[int]):
         self.method = method
         self.models = models
         self.options = options
@@ -42,7 +78,10 @@ class Run:
         models = [self.models[name] for name in ("target", "draft") if name in self.models]
         chunks = self.method(*models, prompt=prompt, sample=sample, log=self.log, **self.options)
         began, prepared = time.perf_counter(), self.sum_setup()
-        for chunk in until(chunks, limit, self.eos, self.log):
+        for chunk in until(chunks, limit, self.eos):
+            # A guess that was cut off is not accepted.
+            if self.log and self.log[-1].get("accepted", -1) >= len(chunk):
+                self.log[-1] |= {"accepted": len(chunk), "cut": True}
             setup = self.sum_setup() - prepared
             self.setup += setup
             self.seconds += time.perf_counter() - began - setup

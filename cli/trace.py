@@ -41,7 +41,8 @@ import torch
 
 from cli.costs import describe, time_calls, write_panel
 from cli.text import split_text
-from common import WIDTHS, CachedLM
+from common import CachedLM
+from survey.clock import WIDTHS
 
 PAGE = Path(__file__).with_name("trace.html")
 PATCHED = ("start", "forward", "commit", "truncate")

@@ -57,7 +57,7 @@ from models.training import (Settings, Training, answer_all, collect_examples,  
                              low_precision, multiplies_bfloat16, require,
                              require_training_options, tokens_of_pass, use_settings, warm_linear)
 from survey.layers import take_layers  # noqa: E402
-from survey.parts import score_with  # noqa: E402
+from survey.parts import score_with, shorten  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
@@ -640,7 +640,7 @@ def main() -> None:
         torch.empty(0, device=args.device)
     except (AssertionError, RuntimeError) as error:  # the first: this torch knows no GPU
         raise common.InputError(f"--device must be one that torch can use, got {args.device!r}: "
-                                f"{common.shorten(error)}") from error
+                                f"{shorten(error)}") from error
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     for stage, make in STAGES.items():

@@ -38,11 +38,11 @@ from cli.graphs import GraphedLM  # noqa: E402
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.main import run_script  # noqa: E402
 from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
-from cli.run import Run  # noqa: E402
+from cli.run import Run, TimedLM  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from cllm import cllm  # noqa: E402
-from common import (CachedLM, InputError, Sampler, autoregressive, context_length,  # noqa: E402
-                    eos_ids, prepare, vocab_size)
+from common import (InputError, Sampler, autoregressive, check,  # noqa: E402
+                    eos_ids, vocab_size)
 from jacobi import jacobi, lookahead  # noqa: E402
 from mjsd import mjgd, mjsd  # noqa: E402
 from models import tasks  # noqa: E402
@@ -51,6 +51,7 @@ from models.training import collect_answers  # noqa: E402
 from ouroboros import PhrasePool, ouroboros  # noqa: E402
 from results.tables import TABLES  # noqa: E402
 from speculative import speculative  # noqa: E402
+from survey.views import context_length  # noqa: E402
 from survey.cascade import cascade  # noqa: E402
 from survey.dflash import dflash  # noqa: E402
 from survey.draft_verify import draft_verify  # noqa: E402
@@ -99,7 +100,7 @@ class Ours:
     What the prompts of a round share, like a pool of phrases, begins anew with each round.
     """
 
-    def __init__(self, method, models: dict[str, CachedLM], limit: int, eos: set[int],
+    def __init__(self, method, models: dict[str, TimedLM], limit: int, eos: set[int],
                  sample: Sampler, **options):
         self.method, self.models, self.limit, self.eos = method, models, limit, eos
         self.sample, self.options = sample, options
@@ -213,7 +214,7 @@ class Bench:
             raise InputError("expected prompts, rounds and max-new-tokens of 1 or more, got "
                              f"{args.n}, {args.rounds} and {args.max_new_tokens}")
         self.args, self.sample = args, Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        self.run_as = GraphedLM if args.graphs else CachedLM
+        self.run_as = GraphedLM if args.graphs else TimedLM
         self.target, self.tokenizer = self.prepared(args.target)
         if args.draft is None and args.target == EMBEDDED:
             args.draft = str(ROOT / "models/draft")
@@ -248,7 +249,7 @@ class Bench:
     def prepared(self, path: str) -> tuple:
         """Load a model and its tokenizer, and check the model as it will be run."""
         model, tokenizer = load_checked(path, self.args.device, self.args.dtype)
-        return prepare(model, self.run_as), tokenizer
+        return check(model, self.run_as), tokenizer
 
     @functools.cache
     def load(self, path: str):
@@ -259,7 +260,7 @@ class Bench:
                              "has another vocabulary")
         return model
 
-    def cached(self, model) -> CachedLM:
+    def cached(self, model) -> TimedLM:
         return self.run_as(model, vocab_size(model, self.tokenizer))
 
     def encode(self, texts: list[str]) -> list[list[int]]:

@@ -41,7 +41,8 @@ import memory  # noqa: E402
 from bench import (ALL, Bench, build_peers, build_rows, options, run_script,  # noqa: E402
                    table)
 from cli.graphs import GraphedLM  # noqa: E402
-from common import WIDTHS, CachedLM  # noqa: E402
+from cli.run import TimedLM  # noqa: E402
+from survey.clock import WIDTHS  # noqa: E402
 from models.files import check_result, write_text  # noqa: E402
 
 SHARDS = 8  # processes that share the tests
@@ -181,7 +182,7 @@ def sizes(args, kept):
                                              args.device) for n in WIDTHS[:7]}
             return row | {"of a copy's bandwidth":
                           2 * read / row["1"] / 1e6 / kept["machine"]["copy"]["GB/s"]}
-        for how, run_as in ("eager", CachedLM), ("graphs", GraphedLM):
+        for how, run_as in ("eager", TimedLM), ("graphs", GraphedLM):
             yield f"{name}, {how}", try_row(measure, run_as)
         del model
         gc.collect()

@@ -52,7 +52,8 @@ import bita  # noqa: E402
 import cllm  # noqa: E402
 from cli.main import run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
-from common import CachedLM, InputError, prepare  # noqa: E402
+from common import CachedLM, InputError, check  # noqa: E402
+from survey.taps import FeatureLM  # noqa: E402
 from models import files, train, training  # noqa: E402
 from results.bench import table  # noqa: E402
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online  # noqa: E402
@@ -277,7 +278,7 @@ def make_model(shape: dict, device: str = "cpu"):
     config = LlamaConfig(**shape, pad_token_id=0, dtype=torch.bfloat16)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    return prepare(model.eval())
+    return check(model.eval())
 
 
 def make_draft(model, *_):
@@ -295,7 +296,7 @@ def collect_answers(model, tokenizer, prompts: list, *, steps: int, out: Path, w
 def learn_online(model, tokenizer, prompts: list, *, steps: int, out: Path, work=None,
                  every: int = 2, texts: Texts) -> None:
     """Make the steps of `online.Learner`, where every third token was a failure."""
-    learner = online.Learner(CachedLM(model), CachedLM(make_draft(model)), "forward-kl", 1e-4)
+    learner = online.Learner(FeatureLM(model), CachedLM(make_draft(model)), "forward-kl", 1e-4)
     d = model.config.hidden_size
     for _ in range(steps):
         learner.kept = [(p + a, {i: torch.zeros(d).to(model.lm_head.weight)

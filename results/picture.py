@@ -11,10 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cli.main import run_script  # noqa: E402  (the path is set above)
-from cli.run import Run  # noqa: E402
+from cli.run import Run, TimedLM  # noqa: E402
 from cli.text import split_text  # noqa: E402
 from cli.trace import Trace  # noqa: E402
-from common import (CachedLM, autoregressive, encode, eos_ids, greedy, load,  # noqa: E402
+from common import (autoregressive, encode, eos_ids, greedy, load,  # noqa: E402
                     vocab_size)
 from models.files import write_text  # noqa: E402
 from models.tasks import read_prompts  # noqa: E402
@@ -118,10 +118,10 @@ def main() -> None:
     for _ in range(2):
         trace = Trace()
         for method in (ouroboros, autoregressive):
-            models = {"target": CachedLM(target, vocab_size(target, tokenizer))}
+            models = {"target": TimedLM(target, vocab_size(target, tokenizer))}
             options = {}
             if method is ouroboros:
-                models["draft"] = CachedLM(draft, vocab_size(draft, tokenizer))
+                models["draft"] = TimedLM(draft, vocab_size(draft, tokenizer))
                 options["pool"] = PhrasePool()
             run = Run(method, models, options, eos_ids(target, tokenizer))
             for _ in trace.watch(run, prompt, run.decode(prompt, 120, greedy)):

@@ -48,8 +48,8 @@ from who_picture import Curve, draw_figure
 sys.path.insert(0, str(ROOT))
 from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli.run import Run  # noqa: E402
-from common import (CachedLM, InputError, Node, autoregressive, best_tree,  # noqa: E402
-                    greedy)
+from common import CachedLM, InputError, autoregressive, greedy  # noqa: E402
+from survey.clock import Node, best_tree  # noqa: E402
 from jacobi import lookahead  # noqa: E402
 from models.files import write_text  # noqa: E402
 from models.training import digest, read_whole_lines  # noqa: E402

@@ -86,13 +86,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, attention_mask, context_length,
-                    fastest, greedy, row_costs, shorten, walk, windows_of)
+from common import CachedLM, InputError, Sampler, attention_mask, greedy, walk, windows_of
+from survey.clock import WIDTHS, fastest, row_costs
 from survey.eagle import MOST, RANKS, copy_layer, follow, make_layer, report
 from survey.layers import list_layers
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
-from survey.taps import read_taps, tap_target, tap_widths
-from survey.views import depth_of
+from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part, shorten
+from survey.taps import FeatureLM, read_taps, tap_target, tap_widths
+from survey.views import context_length, depth_of
 
 import torch
 import torch.nn.functional as F
@@ -270,7 +270,7 @@ def read_context(draft: Draft, features: torch.Tensor) -> torch.Tensor:
 @torch.inference_mode()
 def feed(lm: BlockLM, H: torch.Tensor) -> None:
     """Add H [n, e] to the draft's context. Those of a long prompt come in parts."""
-    for rows in H.split(WIDTHS[-1]) if len(H) else ():
+    for rows in H.split(lm.PART) if len(H) else ():
         lm.forward(rows, keep=0)
         lm.commit(range(len(rows)))
 
@@ -285,8 +285,8 @@ def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Te
     returns  z [B, V'], the logits of the block's rows, without the Markov head
     """
     before = H[-1] if len(H) else torch.zeros_like(draft.mask)
-    late = H[-WIDTHS[-1]:]
-    feed(lm, H[:-WIDTHS[-1]])
+    late = H[-lm.PART:]
+    feed(lm, H[:-lm.PART])
     block = draft.embed_blocks(torch.tensor(root, device=H.device), before)
     lm.block = 0 if draft.causal else draft.B
     z = lm.forward(torch.cat([late, block]), keep=draft.B)
@@ -349,7 +349,7 @@ def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
         yield n, tokens, costs[n] + draft_costs[rows] + growing[(n - 1).bit_length()]
 
 
-def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
+def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
            trained: Draft | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Draft a block in one pass, verify the tree of its likeliest nodes in one call, keep a path.
@@ -430,7 +430,7 @@ def compute_texts(model, taps: list[int], data: list, folder: Path) -> list[Text
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"features-{digest(model.state_dict(), read, data)}.bin"
     ends = [*accumulate(len(prompt) + len(answer) for prompt, answer in data)]
-    lm = CachedLM(model)
+    lm = FeatureLM(model)
     with open(path, "ab") as file, tap_target(lm, read):
         done = bisect_right(ends, file.tell() // (2 * total))  # a number has two bytes
         file.truncate(2 * total * [0, *ends][done])

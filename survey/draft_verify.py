@@ -52,7 +52,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, attention_mask, eos_ids, greedy, row_costs
+from common import CachedLM, InputError, Sampler, attention_mask, eos_ids, greedy
+from survey.clock import row_costs
 from speculative import verify_block as verify
 from survey.parts import MODELS, load_facts, save_facts
 from survey.views import copy_shallow, depth_of, name_of, open_model

@@ -76,13 +76,14 @@ import timeit
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Node, Sampler, ancestor_mask, best_tree, fastest,
-                    greedy, prepare, row_costs, walk)
+from common import CachedLM, InputError, Sampler, ancestor_mask, check, greedy, walk
+from survey.clock import Node, best_tree, fastest, row_costs
 from survey.layers import take_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (RANKS, describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
                              take_embeddings, write_head)
+from survey.taps import FeatureLM
 from survey.views import depth_of
 
 import torch
@@ -136,7 +137,7 @@ def make_layer(model, mlp: int, n: int = 1) -> tuple:
         if [p.shape for p in plain.parameters()] == [p.shape for p in lm.parameters()]:
             raise InputError(f"--mlp must be 0, or a width that changes the MLP of "
                              f"{type(lm).__name__}, got {mlp}")
-    return prepare(lm), last
+    return check(lm), last
 
 
 def make_released_layer(config: PreTrainedConfig):
@@ -146,7 +147,7 @@ def make_released_layer(config: PreTrainedConfig):
     """
     config = copy.deepcopy(config)
     config.vocab_size, config.pad_token_id = 8, None
-    lm = prepare(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    lm = check(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     lm.model.layers[0].input_layernorm = torch.nn.Identity()
     return lm
 
@@ -358,7 +359,7 @@ def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM, dynamic: bool) -> I
 
 
 @torch.inference_mode()
-def feed(draft: Draft, lm: CachedLM, chunks: list[Pairs]) -> torch.Tensor | None:
+def feed(draft: Draft, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor | None:
     """Add pairs of final tokens to the draft's context. Those of a long prompt come in parts.
 
     lm       the draft's layer with its cache
@@ -367,15 +368,15 @@ def feed(draft: Draft, lm: CachedLM, chunks: list[Pairs]) -> torch.Tensor | None
     """
     logits = None
     for pairs in chunks:
-        for i in range(0, len(pairs.before), WIDTHS[-1]):
-            part = pairs.part(slice(i, i + WIDTHS[-1]))
+        for i in range(0, len(pairs.before), lm.PART):
+            part = pairs.part(slice(i, i + lm.PART))
             logits = lm.forward(draft.join(part), keep=1)
             lm.commit(range(len(lm.parents)))
     return logits
 
 
 @torch.inference_mode()
-def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, levels: list[int],
+def grow(draft: Draft, lm: FeatureLM, unfed: list[Pairs], root: int, n: int, levels: list[int],
          dynamic: bool) -> tuple[list[int], list[int]]:
     """Grow a tree below the root, level by level, and keep the nodes that are likeliest accepted.
 
@@ -452,7 +453,7 @@ def plan_tree(draft: Draft, nodes: int, dynamic: bool) -> tuple[int, list[int], 
     return n, spread_levels(n, min(DEPTH, n - 1)), True
 
 
-def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
+def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
           adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
@@ -473,7 +474,7 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
 
-def decode(target: CachedLM, draft: Draft, prompt: list[int], nodes: int, dynamic: bool,
+def decode(target: FeatureLM, draft: Draft, prompt: list[int], nodes: int, dynamic: bool,
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features: the loop of EAGLE, and of EAGLE-3.
 
@@ -557,7 +558,7 @@ def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.T
     ids, features, length = text
     ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
     first = max(0, length - 2)  # the first row that guesses a token of the answer
-    lm = CachedLM(draft.lm)
+    lm = FeatureLM(draft.lm)
     lm.start([])
     pairs = Pairs(ids[:-2], features[:-2].to(draft.lm.device), ids[1:-1])
     above = None  # the rows of step 0 are a chain
@@ -626,7 +627,7 @@ def measure_draft(draft: Draft, held_out: list[Text]) -> None:
     draft     the draft
     held_out  texts with their features
     """
-    counts, lm = torch.zeros(DEPTH + 1, MOST), CachedLM(draft.lm)
+    counts, lm = torch.zeros(DEPTH + 1, MOST), FeatureLM(draft.lm)
     roots = [[] for _ in held_out]
     for found, (ids, features, length) in zip(roots, held_out):
         lm.start([])

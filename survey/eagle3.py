@@ -66,13 +66,13 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, greedy, prepare
+from common import InputError, Sampler, check, greedy
 from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_draft, report
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
                              take_embeddings, write_head)
-from survey.taps import choose_taps, read_taps, tap_layers, tap_target, tap_widths
+from survey.taps import FeatureLM, choose_taps, read_taps, tap_layers, tap_target, tap_widths
 from survey.views import depth_of
 
 import torch
@@ -203,7 +203,7 @@ class Draft(torch.nn.Module):
                              "embeddings, got target")
         lm.lm_head.weight.requires_grad_(own_head)
         model.requires_grad_(False)
-        self.lm = prepare(lm)  # while its embeddings are its own, of 8 tokens
+        self.lm = check(lm)  # while its embeddings are its own, of 8 tokens
         self.to(model.device)
         lm.set_input_embeddings(model.get_input_embeddings())
 
@@ -304,7 +304,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
 
 # ---------------------------------------------------------------------------------- decoding
 
-def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
+def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
            adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
@@ -369,7 +369,7 @@ def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
     returns  for each pair what `measure_draft` of eagle.py takes: ids [T], what is tapped
              [T, t], and the length of the prompt
     """
-    lm, texts = CachedLM(model), []
+    lm, texts = FeatureLM(model), []
     with tap_target(lm, draft.taps):
         for prompt, answer in data:
             lm.start(prompt + answer)

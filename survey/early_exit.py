@@ -36,9 +36,10 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import CachedLM, InputError, Sampler, greedy
+from common import InputError, Sampler, greedy
 from survey.layerskip import collect_states, report, self_speculate
 from survey.parts import MODELS, fill, load_part, save_part, score_with
+from survey.taps import FeatureLM
 from survey.views import depth_of, open_model, split_layers
 
 import torch
@@ -102,7 +103,7 @@ def exit_loss(score: Callable, network: Exit, early: torch.Tensor, last: torch.T
 
 # ---------------------------------------------------------------------------------- decoding
 
-def early_exit(target: CachedLM, prompt: list[int], *, gamma: int = 6, exit: str = EXIT,
+def early_exit(target: FeatureLM, prompt: list[int], *, gamma: int = 6, exit: str = EXIT,
                trained: Exit | None = None, sample: Sampler = greedy,
                log: list | None = None) -> Iterator[list[int]]:
     """Draft with the first layers and a trained exit, and verify with the other layers.
@@ -193,7 +194,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
     if work is None:
         work = Path(f"{out}.work")
-    split_layers(CachedLM(model), E)  # refuses a model that cannot be split
+    split_layers(FeatureLM(model), E)  # refuses a model that cannot be split
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

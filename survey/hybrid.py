@@ -71,7 +71,8 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Iterable, Iterator
 
-from common import CachedLM, InputError, Sampler, greedy, row_costs, walk
+from common import CachedLM, InputError, Sampler, greedy, walk
+from survey.clock import row_costs
 from survey.dflash import BlockLM, run_block
 from survey.dflash import load_draft as load_block
 from survey.eagle import Pairs, feed, load_draft
@@ -82,7 +83,7 @@ from survey.ngrams import (SEEN, SOURCES, NGrams, fit_pool, fit_trust, mix_entri
 from survey.parts import MODELS, load_facts, logits_of, save_facts
 from survey.recycling import Successors
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
-from survey.taps import tap_target, tap_widths
+from survey.taps import FeatureLM, tap_target, tap_widths
 from survey.views import depth_of
 
 import torch
@@ -126,7 +127,7 @@ class Trained:
              of a head is for all paths. It stands under the empty one
     """
 
-    def __init__(self, target: CachedLM, kind: str, path: str):
+    def __init__(self, target: FeatureLM, kind: str, path: str):
         model = target.model
         self.embed = model.get_input_embeddings()
         self.vocab = target.vocab
@@ -389,7 +390,7 @@ def choose_tree(ngrams: NGrams, trained: Trained | None, pool: list[float], cost
     return tuple(x[:m] for x in tree)
 
 
-def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: int = 0,
+def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes: int = 0,
            adapter: str = "", datastore: str = DATASTORE, trust: str = f"{MODELS}/hybrid.json",
            successors: Successors | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
@@ -484,7 +485,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     begins = {as_text(answer[:few]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)
     store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
-    lm = CachedLM(model)
+    lm = FeatureLM(model)
     parts = {}
     for kind in GUESSES[1:]:
         path = Path(adapters) / f"{kind}.safetensors"
@@ -503,7 +504,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
           f"mends: {pools}")
 
 
-def replay_answers(lm: CachedLM, data: list[tuple], store: Datastore,
+def replay_answers(lm: FeatureLM, data: list[tuple], store: Datastore,
                    parts: dict[str, Trained]) -> tuple[str, list[list], dict[str, list[float]]]:
     """Ask n-grams and trained parts before each token of answers, as decoding would.
 

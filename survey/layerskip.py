@@ -57,10 +57,11 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import WIDTHS, CachedLM, InputError, Sampler, greedy
+from common import InputError, Sampler, greedy
 from speculative import verify_block as verify
 from survey.low_rank import add_low_rank, merge_changes, prepare_changes, share_weights
 from survey.parts import MODELS, fill, load_part, logits_of, save_part
+from survey.taps import FeatureLM
 from survey.views import depth_of, move_counts, open_model, split_layers, view
 
 import torch
@@ -72,7 +73,7 @@ R = 3  # in a training step every R-th layer has an exit
 
 # ---------------------------------------------------------------------------------- decoding
 
-def self_speculate(target: CachedLM, early: CachedLM, late: CachedLM, prompt: list[int],
+def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt: list[int],
                    gamma: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Draft with the early layers, and verify with the late layers (Section 4.3).
 
@@ -88,8 +89,7 @@ def self_speculate(target: CachedLM, early: CachedLM, late: CachedLM, prompt: li
     early.start(prompt[:-1])
     late.start([])
     # The late layers cache the context from its hidden states. A long prompt comes in parts.
-    for i in range(0, len(prompt) - 1, WIDTHS[-1]):
-        part = early.features[i:i + WIDTHS[-1]]
+    for part in early.features.split(late.PART) if prompt[1:] else ():
         late.forward(part, keep=0, counts=False)
         late.commit(range(len(part)))
     root = prompt[-1]
@@ -121,7 +121,7 @@ def self_speculate(target: CachedLM, early: CachedLM, late: CachedLM, prompt: li
         yield guesses[:accepted] + [root]
 
 
-def layerskip(target: CachedLM, prompt: list[int], *, E: int = 0, gamma: int = 4,
+def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 4,
               tuning: str = TUNED, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
     """Draft with the first layers of a tuned model, and verify with its other layers (Section 4.3).
@@ -292,7 +292,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
     if work is None:
         work = Path(f"{out}.work")
-    split_layers(CachedLM(model), E)  # refuses a model that cannot be split
+    split_layers(FeatureLM(model), E)  # refuses a model that cannot be split
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     to_logits = logits_of(model)
     fingerprint = digest(model.state_dict()), data, held_out, batch

@@ -73,7 +73,8 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-from common import WIDTHS, CachedLM, InputError, Sampler, fastest, greedy, row_costs, walk
+from common import CachedLM, InputError, Sampler, greedy, walk
+from survey.clock import WIDTHS, fastest, row_costs
 import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
 from speculative import verify_block as verify

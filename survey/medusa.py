@@ -90,11 +90,12 @@ from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import (CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy, row_costs,
-                    trie, walk)
+from common import CachedLM, InputError, Sampler, greedy, trie, walk
+from survey.clock import Node, best_tree, fastest, row_costs
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (RANKS, is_released, load_measured, read_head, save_accept,
                              write_head)
+from survey.taps import FeatureLM
 
 import torch
 import torch.nn.functional as F
@@ -427,7 +428,7 @@ def check_options(heads: str, nodes: int, epsilon: float, delta: float) -> None:
         raise InputError(f"--delta must be above 0, got {delta}")
 
 
-def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
+def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
            typical: bool = False, epsilon: float = 0.09, delta: float = 0.3, adapter: str = "",
            accept: str = "", trained: "Heads | None" = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:

@@ -39,8 +39,7 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-from common import (CachedLM, InputError, Sampler, context_length, eos_ids, greedy, until,
-                    vocab_size)
+from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size
 from models.files import save_model
 from models.training import (Training, collect_examples, compute_in_parts, count_tokens, digest,
                              guess_answers, read_answers, require, require_training_options,
@@ -48,7 +47,8 @@ from models.training import (Training, collect_examples, compute_in_parts, count
 from models.training import divergence as measure_divergence
 from speculative import report_acceptance, speculative
 from survey.parts import MODELS, draft_for, score_with
-from survey.views import move_counts
+from survey.taps import FeatureLM
+from survey.views import context_length, move_counts
 
 import torch
 from tqdm import tqdm
@@ -86,7 +86,7 @@ class Learner:
               the rejected guess, and the target's feature there
     """
 
-    def __init__(self, target: CachedLM, draft: CachedLM, kind: str, lr: float,
+    def __init__(self, target: FeatureLM, draft: CachedLM, kind: str, lr: float,
                  folder: Path | None = None, settings: tuple = ()):
         require(kind in KINDS, "divergence", ", ".join(KINDS), kind)
         require(lr > 0, "lr", "above 0", lr)
@@ -157,7 +157,7 @@ class Learner:
             self.training.done += 1  # a step without failures counts, and changes nothing
 
 
-def online(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, every: int = 2,
+def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, every: int = 2,
            divergence: str = "forward-kl", lr: float = 3e-4, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Decode speculatively with a draft that learns from one prompt to the next (Alg. 2).
@@ -238,7 +238,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     if work is None:
         work = Path(f"{out}.work")
     work.mkdir(parents=True, exist_ok=True)
-    target = CachedLM(model, vocab_size(model, tokenizer))
+    target = FeatureLM(model, vocab_size(model, tokenizer))
     first = CachedLM(small, vocab_size(small, tokenizer))
     settings = gamma, every, max_new_tokens, temperature, seed
     learner = Learner(target, first, divergence, lr, work, settings)
@@ -251,9 +251,12 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
             log = []
             # The coins of a request depend on its number alone, also in a run that was stopped
             sample = Sampler(temperature, seed=seed + i)
-            chunks = until(learner.serve(prompts[i], gamma, sample, log), max_new_tokens, eos, log)
-            row = {"prompt": prompts[i], "answer": [token for chunk in chunks for token in chunk]}
-            row |= {name: sum(r[name] for r in log) for name in ("drafted", "accepted")}
+            answer, accepted = [], 0
+            for chunk in until(learner.serve(prompts[i], gamma, sample, log), max_new_tokens, eos):
+                answer += chunk
+                accepted += min(len(chunk), log[-1]["accepted"])  # none that was cut off
+            row = {"prompt": prompts[i], "answer": answer,
+                   "drafted": sum(record["drafted"] for record in log), "accepted": accepted}
             file.write((json.dumps(row) + "\n").encode())
             file.flush()
             if (i + 1) % every == 0:

@@ -16,7 +16,8 @@ import json
 from pathlib import Path
 from typing import Callable
 
-from common import CachedLM, InputError, load, shorten
+from common import InputError, load
+from survey.taps import FeatureLM
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,11 @@ def check_file(path: str | Path) -> None:
         if file.read(30).startswith(b"version https://git-lfs"):
             raise ValueError(f"{Path(path).name} is a pointer of git-lfs, not the file itself: git "
                              "lfs pull")
+
+
+def shorten(error) -> str:
+    """Put an exception or a text on one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]
 
 
 def explain(error: Exception) -> str:
@@ -249,7 +255,7 @@ def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
     model    the model
     returns  a function from x to logits. InputError if the formula does not fit the model
     """
-    lm = CachedLM(model)
+    lm = FeatureLM(model)
     lm.start([])
     logits = lm.forward(range(4)).float()
     x = model.get_output_embeddings()(lm.features).float()

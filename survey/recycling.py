@@ -34,8 +34,8 @@ Departures (paper / here / why):
 import sys
 from typing import Iterator
 
-from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
-                    row_costs, walk)
+from common import CachedLM, InputError, Sampler, greedy, walk
+from survey.clock import WIDTHS, Node, best_tree, fastest, row_costs
 
 import torch
 

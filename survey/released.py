@@ -21,9 +21,10 @@ import re
 from pathlib import Path
 from typing import Callable, Collection, Iterable
 
-from common import CachedLM, InputError, context_length, shorten
+from common import CachedLM, InputError
 from survey.parts import (belongs, check_file, check_numbers, explain, load_facts, read_json,
-                          save_facts, some_rows)
+                          save_facts, shorten, some_rows)
+from survey.views import context_length
 
 import torch
 from safetensors.torch import load_file, save_file

@@ -76,9 +76,10 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, fastest, greedy,
-                    row_costs, trie, walk)
+from common import CachedLM, InputError, Sampler, greedy, trie, walk
+from survey.clock import WIDTHS, fastest, row_costs
 from survey.parts import MODELS, load_part, save_part
+from survey.views import context_length
 
 import torch
 

@@ -66,9 +66,10 @@ from itertools import product
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, eos_ids, fastest,
-                    greedy, row_costs, until, vocab_size, walk)
+from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size, walk
+from survey.clock import WIDTHS, fastest, row_costs
 from survey.parts import MODELS, draft_for, load_facts, save_facts
+from survey.views import context_length
 
 import torch
 from tqdm import tqdm

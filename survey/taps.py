@@ -11,11 +11,12 @@ Hooks keep what is tapped. They hang on the model only while it runs for a draft
 passes cost nothing more. eagle3.py, dflash.py and hybrid.py read taps.
 """
 from contextlib import contextmanager
-from functools import partial
 
 from common import CachedLM, InputError
 from survey.layers import list_layers
 from survey.views import depth_of
+
+import torch
 
 
 def choose_taps(model) -> list[int]:
@@ -59,22 +60,22 @@ def tap_widths(model, taps: list[int]) -> list[int]:
 
 
 @contextmanager
-def tap_layers(model, taps: list[int], seen: list):
+def tap_layers(model, taps: list[int] | None, seen: list):
     """Keep what enters some layers in every pass of a model, until the `with` block ends.
 
     model   the target
     taps    numbers of layers, in ascending order. The number of all layers stands for what the LM
-            head reads
+            head reads, as None does
     seen    a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
     """
-    layers = list_layers(model)
+    layers = [] if taps is None else list_layers(model)
 
     def keep_input(module, args, kwargs) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
 
     hooks = [layers[i].register_forward_pre_hook(keep_input, with_kwargs=True)
-             for i in taps if i < len(layers)]
-    if len(layers) in taps:
+             for i in taps or [] if i < len(layers)]
+    if taps is None or len(layers) in taps:
         hooks.append(model.get_decoder().register_forward_hook(
             lambda module, args, output: seen.append(output[0])))
     try:
@@ -84,18 +85,49 @@ def tap_layers(model, taps: list[int], seen: list):
             hook.remove()
 
 
+class FeatureLM(CachedLM):
+    """Be a CachedLM that keeps what the LM head read.
+
+    features   [n, d], of the rows of the last call. After `start`: of all tokens of the text
+    taps       the numbers of the layers whose inputs are the features instead, in `tap_target`
+    """
+
+    def __init__(self, model, vocab: int | None = None):
+        super().__init__(model, vocab)
+        self.taps = None
+        self.parts = None  # the features of each part of a prompt, while there is one
+
+    def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
+        self.parts = [self.model.get_input_embeddings().weight[:0]] if not ids else []
+        super().start(ids, prefix)
+        self.features = torch.cat(self.parts)
+        self.parts = None
+
+    def forward(self, *args, **options) -> torch.Tensor:
+        logits = super().forward(*args, **options)
+        if self.parts is not None:
+            self.parts.append(self.features)
+        return logits
+
+    def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
+        seen = []
+        with tap_layers(self.model, self.taps, seen):
+            logits = super().run_model(inputs, positions, mask, keep)
+        self.features = torch.cat(seen, -1)[0]
+        return logits
+
+
 @contextmanager
-def tap_target(target: CachedLM, taps: list[int]):
+def tap_target(target: FeatureLM, taps: list[int]):
     """Make what enters some layers the features of a target, until the `with` block ends.
 
     target  its `features` [n, t] are then what was tapped in the last call, where t is the width of
-            all taps. After `start` they are those of all tokens of the text
+            all taps
     taps    numbers of layers, as for `tap_layers`
     """
-    before = target.tap
-    # The same function each time: graphs that were captured with it are found by it.
-    target.tap = target.once(("taps", *taps), lambda: partial(tap_layers, target.model, taps))
+    before = target.taps
+    target.taps = taps
     try:
         yield
     finally:
-        target.tap = before
+        target.taps = before

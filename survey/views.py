@@ -26,6 +26,19 @@ def depth_of(model) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
+def context_length(model) -> int:
+    """Find how many tokens a model is made for.
+
+    With LongRoPE the limit is the original length. Beyond it all keys are turned at another rate,
+    so the keys in the cache would be wrong.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # nested by kind of layer
+    lengths = [x["original_max_position_embeddings"] for x in kinds if "longrope" in x.values()]
+    return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
+
+
 def copy_shallow(module: torch.nn.Module) -> torch.nn.Module:
     """Copy a module so that its parts can be replaced in the copy.
 

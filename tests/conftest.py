@@ -14,7 +14,8 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 import families  # noqa: E402  (the path is set above)
-from common import CachedLM, autoregressive, encode, load  # noqa: E402
+from cli.run import TimedLM  # noqa: E402
+from common import autoregressive, encode, load  # noqa: E402
 from families import FAMILIES, tiny  # noqa: E402
 from helpers import tokens_of  # noqa: E402
 
@@ -76,5 +77,5 @@ def held_out(embedded) -> list[tuple[list[int], list[int]]]:
     model, _, tokenizer = embedded
     prompts = [encode(tokenizer, example.prompt) for task in tasks.TASKS
                for example in tasks.take(task, "test", 2, seed=40)]
-    target, eos = CachedLM(model), {tokenizer.eos_token_id}
+    target, eos = TimedLM(model), {tokenizer.eos_token_id}
     return [(p, tokens_of(autoregressive(target, p), 100, eos)) for p in prompts]

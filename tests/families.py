@@ -18,7 +18,7 @@ from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, Dee
                           GraniteConfig, LlamaConfig, MistralConfig, OPTConfig, Phi3Config,
                           Qwen2Config, Qwen3Config, Qwen3MoeConfig, StableLmConfig)
 
-from common import CachedLM, prepare
+from common import CachedLM, check
 
 DEVICE = "cpu"
 VOCAB, CONTEXT = 61, 160
@@ -71,7 +71,7 @@ def tiny(family: str, seed: int = 0, run_as=CachedLM, **changes):
     """Make a random model of a family, whose weights are large: the output depends on the whole
     context and does not loop at once.
 
-    run_as   the class that `prepare` checks the model with
+    run_as   the class that `check` checks the model with
     changes  fields of the configuration that differ from the family's"""
     config = (FAMILIES | MORE_FAMILIES)[family]
     config = type(config).from_dict({**config.to_dict(), **changes})
@@ -82,7 +82,7 @@ def tiny(family: str, seed: int = 0, run_as=CachedLM, **changes):
         for name, p in model.named_parameters():
             if p.ndim == 2:  # Gemma scales its embeddings up
                 p.normal_(0, 0.1 if family.startswith("gemma") and "embed" in name else 0.3)
-    return prepare(model, run_as)
+    return check(model, run_as)
 
 
 def deep(name: str, layers: int = 4, **changes):

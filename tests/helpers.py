@@ -15,9 +15,10 @@ import torch
 
 from bita import mask_states
 from cli.main import main as run_command_line
-from common import CachedLM, Sampler, until
+from common import Sampler, until
 from fake_models import uncached
 from survey.parts import score_with
+from survey.taps import FeatureLM
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,7 +43,7 @@ def mask_logits(model, *given) -> torch.Tensor:
 
 def per_call(method, model, held_out, **options) -> float:
     """Count tokens per target call on held-out prompts, where the output is AR's."""
-    target = CachedLM(model)
+    target = FeatureLM(model)
     for prompt, expected in held_out:
         assert tokens_of(method(target, prompt, **options), len(expected)) == expected
     return sum(len(expected) for _, expected in held_out) / target.calls
@@ -116,7 +117,7 @@ def check_without_caches(method, model, drafts: list, prompt: list[int], **optio
     drafts   one draft model, which then lacks two tokens of the text at most, or several
     """
     texts, logs = [], []
-    for make in (CachedLM, uncached):
+    for make in (FeatureLM, uncached):
         target, draft, *more = (make(lm) for lm in (model, *drafts))
         log, text = [], [*prompt]
         given = options | ({"more_drafts": more} if more else {})

@@ -13,7 +13,8 @@ import bita as module
 from bita import (Tuning, accuracy, bita, build_efficient_tree, build_full_tree, build_planned_tree,
                   fit, list_plans, load_tuning, mask_states, sample_anchors, sar_loss,
                   save_tuning, shape_of, train)
-from common import CachedLM, InputError, autoregressive, best_tree
+from common import CachedLM, InputError, autoregressive
+from survey.clock import best_tree
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, tiny
 from helpers import ROOT, main, mask_logits, per_call, said_in_one_line, tokens_of

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import bita
-from common import CachedLM, InputError, Sampler, autoregressive, greedy
+from common import InputError, Sampler, autoregressive, greedy
 from families import near, tiny
 from helpers import ROOT, tokens_of
 from mjsd import mjsd
@@ -20,12 +20,13 @@ from survey.medusa import Heads, load_heads, medusa, save_heads
 from survey.parts import save_facts
 from survey.sequoia import sequoia
 from survey.several_drafts import specinfer, spectr
+from survey.taps import FeatureLM
 
 PROMPT = [3, 14, 15, 9]
 NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass, so it alone is right
 
 
-class Broken(CachedLM):
+class Broken(FeatureLM):
     """Make some logits of a draft infinite or no number: in all rows, in every second one, or now
     and then."""
 
@@ -56,7 +57,7 @@ KINDS = ("nan", "all nan", "one nan", "all overflow", "nothing", "now and then")
 @functools.cache
 def target_text() -> list[int]:
     """Return what the tiny model writes without a draft."""
-    return tokens_of(autoregressive(CachedLM(tiny("llama")), PROMPT), 20)
+    return tokens_of(autoregressive(FeatureLM(tiny("llama")), PROMPT), 20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +68,7 @@ def target_text() -> list[int]:
     (sequoia, dict(nodes=7, depth=3))], ids=lambda x: x.__name__ if callable(x) else "")
 def test_a_draft_model_that_overflows(method, options, sample, kind, tmp_path):
     model = tiny("llama")
-    target, draft = CachedLM(model), Broken(near(model, 0.01), kind)
+    target, draft = FeatureLM(model), Broken(near(model, 0.01), kind)
     if method is sequoia:
         pair = {"target": model, "draft": draft.model}
         save_facts(tmp_path / "rates", pair, rates={"0.0": [0.6, 0.3, 0.1]})
@@ -78,11 +79,11 @@ def test_a_draft_model_that_overflows(method, options, sample, kind, tmp_path):
 
 def test_of_two_draft_models_the_one_that_overflows_loses_nothing_of_the_other():
     model = tiny("llama")
-    drafts = [CachedLM(near(model, 0.01)), Broken(near(model, 0.01), "all nan")]
+    drafts = [FeatureLM(near(model, 0.01)), Broken(near(model, 0.01), "all nan")]
     for sample in greedy, NEARLY_GREEDY:
-        log, expected = [], tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+        log, expected = [], tokens_of(autoregressive(FeatureLM(model), PROMPT), 30)
         for first, more in (drafts, drafts[::-1]):
-            chunks = specinfer(CachedLM(model), first, PROMPT, more_drafts=[more], sample=sample,
+            chunks = specinfer(FeatureLM(model), first, PROMPT, more_drafts=[more], sample=sample,
                                log=log)
             assert tokens_of(chunks, 30) == expected
         assert sum(r["accepted"] for r in log) > 10
@@ -92,18 +93,18 @@ def test_of_two_draft_models_the_one_that_overflows_loses_nothing_of_the_other()
 @pytest.mark.parametrize("some", [slice(None), slice(0, 1)])
 def test_heads_and_layers_that_overflow(value, some):
     model = tiny("llama")
-    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+    expected = tokens_of(autoregressive(FeatureLM(model), PROMPT), 30)
     for kind in ("medusa", "hydra"):
         heads = Heads(model, kind, 3)
         heads.accept = [[0.5, 0.2, 0.1]] * 3
         heads.W[1].weight.data[some] = value
-        chunks = medusa(CachedLM(model), PROMPT, nodes=9, trained=heads.requires_grad_(False))
+        chunks = medusa(FeatureLM(model), PROMPT, nodes=9, trained=heads.requires_grad_(False))
         assert tokens_of(chunks, 30) == expected
     for dynamic in (False, True):
         draft = Draft(model)
         draft.accept = [[0.5, 0.2, 0.1]] * 3
         draft.fc.weight.data[some] = value
-        chunks = eagle(CachedLM(model), PROMPT, nodes=9, dynamic=dynamic, trained=draft)
+        chunks = eagle(FeatureLM(model), PROMPT, nodes=9, dynamic=dynamic, trained=draft)
         assert tokens_of(chunks, 30) == expected
 
 
@@ -112,8 +113,8 @@ def test_heads_and_layers_that_overflow(value, some):
 def test_a_layer_some_of_whose_passes_overflow(dynamic, kind):
     """Chances that are no numbers have no order, so a node could come before its parent."""
     model = tiny("llama", vocab_size=12)
-    expected = tokens_of(autoregressive(CachedLM(model), PROMPT[:1]), 80)
-    draft, target = Draft(model, begin="last"), CachedLM(model)
+    expected = tokens_of(autoregressive(FeatureLM(model), PROMPT[:1]), 80)
+    draft, target = Draft(model, begin="last"), FeatureLM(model)
     draft.accept = [[0.5, 0.4, 0.3, 0.2]] * 5
     target.memo[draft, "cached"] = Broken(draft.lm, kind)
     chunks = eagle(target, PROMPT[:1], nodes=12, dynamic=dynamic, trained=draft)

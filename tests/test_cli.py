@@ -417,7 +417,7 @@ def test_what_a_method_is_given(ask, monkeypatch):
     """The tokenizer's size, for embeddings are often padded beyond it; with --graphs models that
     run so and have been checked so."""
     seen, checked = [], []
-    monkeypatch.setattr("cli.main.prepare",
+    monkeypatch.setattr("cli.main.check",
                         lambda model, run_as: checked.append((model, run_as)))
 
     def spying(target, draft, prompt, *, sample=None, log=None):

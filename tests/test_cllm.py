@@ -14,7 +14,7 @@ import jacobi
 from cllm import (StatePair, augment_states, cllm, collect, distance, find_trajectories, fit,
                   profile, profile_of, read_trajectories, repeats, sample_pairs, train,
                   training_tree)
-from common import CachedLM, InputError, Sampler, autoregressive, load, prepare
+from common import CachedLM, InputError, Sampler, autoregressive, check, load
 from fake_models import ScriptedLM, path_to
 from families import CONTEXT, tiny
 from helpers import ROOT, main, said_in_one_line, tokens_of
@@ -560,7 +560,7 @@ def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):
     for a, b in zip(trained.parameters(), model.parameters()):
         assert torch.equal(a, b) and a.dtype == torch.bfloat16
     answer = trained.float().generate(torch.tensor([prompt]), max_new_tokens=20)[0].tolist()
-    lm = CachedLM(prepare(model.float()), CONTEXT)
+    lm = CachedLM(check(model.float()), CONTEXT)
     assert answer == prompt + tokens_of(autoregressive(lm, prompt), 20, {1, 3})
 
 

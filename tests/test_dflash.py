@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import CachedLM, InputError, Sampler, autoregressive
+from common import InputError, Sampler, autoregressive
 from families import tiny
 from helpers import tokens_of
 from survey import dflash as module
@@ -16,6 +16,7 @@ from survey.dflash import (EVERY, BlockLM, Draft, Text, block_logits, block_loss
                            measure_acceptance, plan_sizes, run_block, run_blocks, sample_anchors,
                            save_draft)
 from survey.parts import save_part
+from survey.taps import FeatureLM
 
 MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -208,12 +209,12 @@ def test_features_are_computed_once_and_a_stopped_run_goes_on(tmp_path, monkeypa
     draft = make_draft()
     pairs = [(TEXT[:i], TEXT[i:]) for i in (2, 5, 9)]
     whole = texts_of(draft, tmp_path / "a", pairs=pairs)
-    ran, start = [], CachedLM.start
+    ran, start = [], FeatureLM.start
 
     def note(self, ids, prefix=()):
         ran.append(len(ids))
         return start(self, ids, prefix)
-    monkeypatch.setattr(CachedLM, "start", note)
+    monkeypatch.setattr(FeatureLM, "start", note)
     again = texts_of(draft, tmp_path / "a", pairs=pairs)
     assert ran == []
     [file] = (tmp_path / "a").iterdir()
@@ -291,12 +292,12 @@ def test_a_perfect_block_is_accepted_whole(B, prompt, monkeypatch):
     """And so every call gives B + 1 tokens. The draft is told every final token but the root."""
     draft = make_draft(B=B, markov=0)
     draft.temperatures = [1.0] * B
-    text = prompt + tokens_of(autoregressive(CachedLM(MODEL), prompt), 60)
+    text = prompt + tokens_of(autoregressive(FeatureLM(MODEL), prompt), 60)
     read = max(0, len(prompt) - 2)  # before the first block
     TRUTH.update(text=text, read=read)
     monkeypatch.setattr(module, "run_block", perfect_block)
     log = []
-    chunks = dflash(CachedLM(MODEL), prompt, nodes=B + 1, trained=draft, log=log)
+    chunks = dflash(FeatureLM(MODEL), prompt, nodes=B + 1, trained=draft, log=log)
     found = [next(chunks) for _ in range(5)]
     assert [len(chunk) for chunk in found] == [B + 1] * 5
     assert prompt + sum(found, []) == text[:len(prompt) + 5 * (B + 1)]
@@ -317,10 +318,10 @@ def test_the_draft_reads_the_final_text(nodes, monkeypatch):
         lm.truncate(lm.length)
         return next(sizes)
     monkeypatch.setattr(module, "fastest", choose)
-    draft, target, log = make_draft(taps=(1, 2)), CachedLM(MODEL), []
+    draft, target, log = make_draft(taps=(1, 2)), FeatureLM(MODEL), []
     chunks = dflash(target, TEXT, nodes=nodes, trained=draft, log=log)
     text = TEXT + [token for _ in range(16) for token in next(chunks)]
-    lm, fresh = target.once((draft, "cached"), None), CachedLM(draft.lm)
+    lm, fresh = target.once((draft, "cached"), None), FeatureLM(draft.lm)
     hidden = MODEL(torch.tensor([text]), output_hidden_states=True).hidden_states
     fresh.start([])
     fresh.forward(draft.fuse(torch.cat([hidden[1], hidden[2]], -1)[0]))
@@ -468,7 +469,7 @@ def test_a_file_without_a_part_of_its_header_is_refused(tmp_path):
 
 
 def test_no_hook_is_left_behind():
-    chunks = dflash(CachedLM(MODEL), TEXT, nodes=4, trained=make_draft())
+    chunks = dflash(FeatureLM(MODEL), TEXT, nodes=4, trained=make_draft())
     next(chunks)
     chunks.close()
     assert not any(layer._forward_pre_hooks for layer in MODEL.model.layers)
@@ -484,6 +485,6 @@ def test_a_sampled_run_is_the_run_without_a_draft():
         class Fixed(Sampler):
             def __call__(self, logits):
                 return [(row.topk(2).indices[next(draws) * 0 + 1]).item() for row in logits]
-        return tokens_of(dflash(CachedLM(MODEL), prompt, nodes=n, trained=make_draft(),
+        return tokens_of(dflash(FeatureLM(MODEL), prompt, nodes=n, trained=make_draft(),
                                 sample=Fixed()), 30)
     assert run(1) == run(20)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cli.graphs import GraphedLM
-from common import CachedLM, InputError, Sampler, autoregressive, best_tree
+from common import InputError, Sampler, autoregressive
+from survey.clock import best_tree
 from fake_models import path_to
 from families import FAMILIES, SCALED, tiny
 from helpers import per_call, script, tokens_of
@@ -21,6 +22,7 @@ from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, Draft, Pairs, compute_features, count_levels, eagle,
                           eagle_loss, feed, fit, load_draft, measure_acceptance, measure_draft,
                           plan_trees, save_draft, train)
+from survey.taps import FeatureLM
 
 PROMPT = [3, 14, 15]
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
@@ -52,7 +54,7 @@ def test_another_width_of_the_mlp():
 def test_the_draft_runs_as_the_target_does():
     """With graphs too, at a few widths, and makes the same trees."""
     seen = []
-    for run_as in (CachedLM, GraphedLM):
+    for run_as in (FeatureLM, GraphedLM):
         model = tiny("llama", vocab_size=20, run_as=run_as)
         target, log, draft = run_as(model), [], random_draft(model)
         seen.append((tokens_of(eagle(target, PROMPT, nodes=12, trained=draft, log=log), 16), log))
@@ -67,7 +69,7 @@ LONG = [3 + i * 7 % 50 for i in range(24)]  # two layers with windows of 9 see 1
 def windowed():
     """A model, and its answer to LONG."""
     model = tiny("mistral", max_position_embeddings=400)
-    return model, tokens_of(autoregressive(CachedLM(model), LONG), 40)
+    return model, tokens_of(autoregressive(FeatureLM(model), LONG), 40)
 
 
 def perfect(vocab) -> Draft:
@@ -85,7 +87,7 @@ def perfect(vocab) -> Draft:
 
 def guesses_accepted(vocab, dynamic=False, temperature=0.0) -> list[int]:
     (model, expected), log = windowed(), []
-    chunks = eagle(CachedLM(model), LONG, nodes=5, dynamic=dynamic, trained=perfect(vocab),
+    chunks = eagle(FeatureLM(model), LONG, nodes=5, dynamic=dynamic, trained=perfect(vocab),
                    sample=Sampler(temperature), log=log)
     assert tokens_of(chunks, 40) == expected
     return [r["accepted"] for r in log]
@@ -155,7 +157,7 @@ def dynamic(model, draft, text, n, expanded=None) -> list[list[int]]:
 def test_trees_are_those_without_caches(family, inputs, reference, n, monkeypatch):
     """Round by round: a stale row, one of a guess that was kept, or a shifted pair shows here."""
     model, trees, text, log = tiny(family, vocab_size=5), [], [3, 1, 4], []
-    draft, target = random_draft(model, inputs), CachedLM(model)
+    draft, target = random_draft(model, inputs), FeatureLM(model)
     if inputs == "token":
         draft.keep([4, 0, 3])
     nodes = 20 if reference is dynamic else 9  # of each level three nodes get children, or any
@@ -178,7 +180,7 @@ def test_a_prompt_comes_in_parts():
     model, n = windowed()[0], 300
     draft, ids = random_draft(model), [3 + i * 7 % 50 for i in range(n + 1)]
     pairs = Pairs(ids[:-1], torch.randn(n, 32, generator=torch.Generator().manual_seed(0)), ids[1:])
-    lm = CachedLM(draft.lm)
+    lm = FeatureLM(draft.lm)
     logits = feed(draft, lm, [pairs.part(slice(130)), pairs.part(slice(130, None))])
     with torch.inference_mode():
         [expected] = draft.lm(inputs_embeds=draft.join(pairs)[None], use_cache=False).logits
@@ -189,8 +191,8 @@ def test_a_prompt_comes_in_parts():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_draft_that_overflows_at_some_nodes(dynamic, monkeypatch):
     """What hangs below them comes after them, and the output is autoregressive text."""
-    model, forward, rng = llama(), CachedLM.forward, random.Random(2)
-    target, draft = CachedLM(model), random_draft(model)
+    model, forward, rng = llama(), FeatureLM.forward, random.Random(2)
+    target, draft = FeatureLM(model), random_draft(model)
     draft.accept = [[0.5, 0.42, 0.05, 0.04, 0.03, 0.02, 0.01]] * 6
     expected = tokens_of(autoregressive(target, PROMPT), 30)
 
@@ -199,7 +201,7 @@ def test_a_draft_that_overflows_at_some_nodes(dynamic, monkeypatch):
         some = [lm.model is draft.lm and rng.random() < 0.3 for _ in logits]
         logits[torch.tensor(some, dtype=torch.bool)] = math.nan
         return logits
-    monkeypatch.setattr(CachedLM, "forward", broken)
+    monkeypatch.setattr(FeatureLM, "forward", broken)
     chunks = eagle(target, PROMPT, nodes=64, dynamic=dynamic, trained=draft)
     assert tokens_of(chunks, 30) == expected
 
@@ -245,7 +247,7 @@ def test_the_clock_chooses_between_static_and_dynamic_trees(dynamic, monkeypatch
     """Unless the user wants static ones. What it chooses is grown."""
     draft, grown, grow = random_draft(llama()), [], module.grow
     draft.tokens = [[1.0] * 4, [9.0] * 4]  # dynamic trees of one level are by far the best
-    target = CachedLM(llama())
+    target = FeatureLM(llama())
     monkeypatch.setattr(module, "row_costs",
                         lambda lm, most: [1.0 if lm is target else 0.01] * 65)
     monkeypatch.setattr(module, "grow", lambda *given: grown.append(given[-1]) or grow(*given))
@@ -257,7 +259,7 @@ def test_the_clock_chooses_between_static_and_dynamic_trees(dynamic, monkeypatch
 def test_without_nodes_the_clock_chooses_anew_at_each_call(monkeypatch):
     """The context grows, and a row costs more. What a call without guesses gives is read later."""
     model, log = llama(), []
-    target, expected = CachedLM(model), tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
+    target, expected = FeatureLM(model), tokens_of(autoregressive(FeatureLM(model), PROMPT), 20)
     draft = random_draft(model)
     assert tokens_of(eagle(target, PROMPT, trained=draft), 20) == expected
     plans = itertools.cycle([(1, [], False), (7, count_levels(best_tree(ACCEPT, 7)), False)])
@@ -529,7 +531,7 @@ def test_a_file_belongs_to_its_model(dtype, later, mlp, vocab, tmp_path):
     for name, p in draft.trainable().items():
         assert loaded.trainable()[name].dtype == later
         torch.testing.assert_close(loaded.trainable()[name].float(), p, atol=1e-3, rtol=1e-2)
-    assert next(eagle(CachedLM(model), PROMPT, nodes=5, adapter=str(path)))
+    assert next(eagle(FeatureLM(model), PROMPT, nodes=5, adapter=str(path)))
     with pytest.raises(InputError, match="an EAGLE layer for this model, got .* another's"):
         load_draft(str(path), tiny("llama", seed=3))
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from common import CachedLM, InputError, autoregressive
+from common import InputError, autoregressive
 from families import tiny
 from helpers import tokens_of
 from models.training import pad_pairs
@@ -20,7 +20,7 @@ from survey.eagle3 import (Draft, Form, choose_lessons, eagle3, export, load_dra
                            measure, read_target, save_draft, unroll_loss)
 from survey.parts import head_for
 from survey.released import load_accept, read_released
-from survey.taps import choose_taps, read_taps, tap_layers, tap_target, tap_widths
+from survey.taps import FeatureLM, choose_taps, read_taps, tap_layers, tap_target, tap_widths
 from survey.views import depth_of
 
 MODEL = tiny("llama", num_hidden_layers=7)
@@ -41,7 +41,7 @@ def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), mlp=0, own_head=Tru
 
 def tapped(draft: Draft, text: list[int]) -> torch.Tensor:
     """Return what the draft reads of a text [T, taps * h]."""
-    lm = CachedLM(MODEL)
+    lm = FeatureLM(MODEL)
     with tap_target(lm, draft.taps):
         lm.start(text)
     return lm.features.clone()  # which autograd takes
@@ -74,7 +74,7 @@ def test_a_text_in_parts_has_the_taps_of_the_whole_text():
 
 
 def test_no_hook_is_left_behind():
-    chunks = eagle3(CachedLM(MODEL), TEXT, nodes=4, trained=make_draft())
+    chunks = eagle3(FeatureLM(MODEL), TEXT, nodes=4, trained=make_draft())
     next(chunks)
     chunks.close()
     assert not any(layer._forward_pre_hooks for layer in MODEL.model.layers)
@@ -101,11 +101,11 @@ def test_the_draft_reads_the_final_text(monkeypatch, nodes):
         lm.truncate(lm.length)
         return 40, [1, 19], False
     monkeypatch.setattr("survey.eagle.fastest", choose)
-    draft, target, log = make_draft(), CachedLM(MODEL), []
+    draft, target, log = make_draft(), FeatureLM(MODEL), []
     draft.accept = [[0.05] * 20] * 2  # so many guesses that some are accepted
     chunks = eagle3(target, TEXT, nodes=nodes, trained=draft, log=log)
     text = TEXT + [token for _ in range(12) for token in next(chunks)]
-    lm, fresh = target.once((draft, "cached"), None), CachedLM(draft.lm)
+    lm, fresh = target.once((draft, "cached"), None), FeatureLM(draft.lm)
     fresh.start([])
     fresh.forward(draft.join(Pairs(None, tapped(draft, text)[:-1], text[1:])))
     assert len(TEXT) <= lm.length <= len(text) and sum(x["accepted"] for x in log) > 0
@@ -169,7 +169,7 @@ def test_the_layer_computes_the_released_formula(form):
     table = MODEL.get_input_embeddings().weight
     e, g = table[TEXT[1:]], fuse(w, features[:n], form)
     a, logits = written_out(w, e, g, form)
-    lm = CachedLM(draft.lm)
+    lm = FeatureLM(draft.lm)
     lm.start([])
     found = lm.forward(draft.join(Pairs(TEXT[:-1], features[:n], TEXT[1:])))
     assert torch.allclose(found, logits, atol=1e-4) and found.shape == (n, 21)
@@ -181,7 +181,7 @@ def test_the_layer_computes_the_released_formula(form):
 
 def test_a_tree_of_guesses_equals_its_paths():
     draft = make_draft()
-    features, lm = tapped(draft, TEXT), CachedLM(draft.lm)
+    features, lm = tapped(draft, TEXT), FeatureLM(draft.lm)
 
     def guess(pairs: list, parents: list) -> torch.Tensor:
         lm.start([])
@@ -205,7 +205,7 @@ def test_training_gives_the_layer_what_decoding_gives_it(mtp, taps, decay):
     learns, probs = choose_lessons(draft, ids, answers, hidden, MODEL.lm_head)
     assert learns[0].tolist() == [False] * 4 + [True] * 8 and probs.shape == (8, 61)
     losses = {loss: {0: [], 1: [], 2: []} for loss in ("ce", "tv")}
-    lm = CachedLM(draft.lm)
+    lm = FeatureLM(draft.lm)
     for j in range(len(TEXT) - 2):
         lm.start([])
         logits = lm.forward(draft.join(Pairs(None, features[0, :j + 1], TEXT[1:j + 2])))
@@ -337,12 +337,12 @@ def test_an_exported_head_is_loaded_bit_for_bit(tmp_path, form, vocab, how):
     pairs = Pairs(None, tapped(draft, TEXT)[:-1], TEXT[1:])
     guesses = []
     for one in (draft, again):
-        lm = CachedLM(one.lm)
+        lm = FeatureLM(one.lm)
         lm.start([])
         guesses.append(one.vocab[lm.forward(one.join(pairs)).topk(3).indices])
     assert torch.equal(*guesses) and again.form == form
-    assert tokens_of(eagle3(CachedLM(MODEL), TEXT, nodes=9, trained=again), 20) == \
-        tokens_of(autoregressive(CachedLM(MODEL), TEXT), 20)
+    assert tokens_of(eagle3(FeatureLM(MODEL), TEXT, nodes=9, trained=again), 20) == \
+        tokens_of(autoregressive(FeatureLM(MODEL), TEXT), 20)
 
 
 def test_an_exported_directory_is_what_engines_read(tmp_path):

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import CachedLM, InputError, Sampler
+from common import InputError, Sampler
 from families import deep, tiny
 from helpers import per_call
 from survey.early_exit import Exit, early_exit, exit_loss, fit, load_exit, train
 from survey.layerskip import collect_states
+from survey.taps import FeatureLM
 
 PROMPT = [3, 14, 15]
 
@@ -51,7 +52,7 @@ class Recording(Sampler):
 def test_each_guess_is_the_exits_likeliest_token_after_the_guesses_before_it():
     model, sample, text, without = deep("llama"), Recording(0), list(PROMPT), []
     network = random_exit(model, 2)
-    next(early_exit(CachedLM(model), PROMPT, gamma=3, trained=network, sample=sample))
+    next(early_exit(FeatureLM(model), PROMPT, gamma=3, trained=network, sample=sample))
     for guess in sample.drawn[:3]:
         with torch.inference_mode():
             state = model(input_ids=torch.tensor([text]), use_cache=False,
@@ -88,7 +89,7 @@ def test_a_file_belongs_to_its_model(tmp_path):
           batch=2, max_new_tokens=5)
     network = load_exit(tmp_path / "e", model)
     assert network.E == 2 and network.W_1.weight.shape == (4, 32)
-    assert next(early_exit(CachedLM(model), PROMPT, exit=str(tmp_path / "e")))
+    assert next(early_exit(FeatureLM(model), PROMPT, exit=str(tmp_path / "e")))
     for other in (tiny("llama", seed=9), tiny("qwen2")):
         with pytest.raises(InputError, match="an early exit for this model"):
             load_exit(tmp_path / "e", other)

@@ -17,7 +17,8 @@ import speculative
 import train
 from bench import Ours
 from cli.graphs import GraphedLM, StaticCache, capture
-from common import CachedLM, InputError, Sampler, autoregressive
+from cli.run import TimedLM
+from common import InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
@@ -97,16 +98,16 @@ def plant(monkeypatch, owner, name: str, old: str, new: str) -> None:
             monkeypatch.setitem(table, key, made[name])
 
 
-def decode(name: str, run_as=CachedLM):
+def decode(name: str, run_as=TimedLM):
     return lambda folder: texts_on("cuda", name, run_as)
 
 
 PLANTED = {
     "tokens stay on the CPU": (
-        CachedLM, "forward", ".to(self.weight.device, non_blocking=True)", "",
+        TimedLM, "forward", ".to(self.weight.device, non_blocking=True)", "",
         decode("speculative")),
     "positions and mask stay on the CPU": (
-        CachedLM, "layout", ".to(self.weight.device, non_blocking=True)", "", decode("jacobi")),
+        TimedLM, "layout", ".to(self.weight.device, non_blocking=True)", "", decode("jacobi")),
     "the mask of a training stays on the CPU": (
         bita, "attention_mask", ".to(like)", ".to(like.dtype)",
         lambda folder: run("bita train", folder)),
@@ -259,7 +260,7 @@ def test_a_command_line_runs_on_the_simulated_gpu(graphs, folder, capsys):
 def test_what_a_method_asks_of_a_gpu_is_counted_without_its_prompt():
     """Autoregressive decoding makes a call for each token, and waits for that token alone."""
     with FakeCuda() as gpu:
-        lm = CachedLM(tiny("llama").to("cuda"))
+        lm = TimedLM(tiny("llama").to("cuda"))
         method = Ours(autoregressive, {"target": lm}, 6, set(), Sampler(0))
         rows = [count(gpu, "AR", method, [[5] * n]) for n in (3, 30)]
     assert rows[0] == rows[1] and rows[0][0] == "AR" and rows[0][3] == "1.0"

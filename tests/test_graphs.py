@@ -11,7 +11,9 @@ import test_lossless as lossless
 from bita import Tuning, bita, shape_of
 from cli import graphs
 from cli.graphs import GraphedLM
-from common import WIDTHS, CachedLM, InputError, autoregressive, prepare
+from cli.run import TimedLM
+from common import InputError, autoregressive, check
+from survey.clock import WIDTHS
 from fake_cuda import FakeCuda
 from families import near, tiny
 from helpers import prefill, tokens_of
@@ -22,8 +24,8 @@ from test_common import CLOSE, alone, check_trees
 PROMPT = [5, 9, 3, 14, 7] * 24
 
 
-def both(model) -> tuple[GraphedLM, CachedLM]:
-    return GraphedLM(model), CachedLM(model)
+def both(model) -> tuple[GraphedLM, TimedLM]:
+    return GraphedLM(model), TimedLM(model)
 
 
 # -------------------------------------------------------------------------------- not captured
@@ -36,7 +38,7 @@ def test_every_method_equals_autoregressive(family, monkeypatch):
              if family not in lossless.REFUSED.get(name, [])}
     expected = {name: lossless.autoregressive_text(line.text_of or model, prompt, n)
                 for name, line in lines.items()}
-    monkeypatch.setattr(lossless, "CachedLM", GraphedLM)  # of the drafts
+    monkeypatch.setattr(lossless, "TimedLM", GraphedLM)  # of the drafts
     for name, line in lines.items():
         chunks = lossless.chunks_of(line, GraphedLM(model), [*prompt])
         if name == "triforce":  # it reaches into a pass
@@ -129,7 +131,7 @@ def gpu(request, monkeypatch):
 
 
 def on_gpu(family: str, run_as=GraphedLM, **changes):
-    return prepare(tiny(family, **changes).to("cuda"), run_as)
+    return check(tiny(family, **changes).to("cuda"), run_as)
 
 
 def random_tuning(model, seed: int) -> Tuning:
@@ -146,7 +148,7 @@ def check_replayed(method, lms: list[GraphedLM], gpu, **options) -> None:
     each pass is a replay: Python runs no model, and captures nothing."""
     def decode() -> list[int]:
         return tokens_of(method(*lms, PROMPT, **options), 8)
-    expected, ran = tokens_of(autoregressive(CachedLM(lms[0].model), PROMPT), 8), []
+    expected, ran = tokens_of(autoregressive(TimedLM(lms[0].model), PROMPT), 8), []
     assert decode() == decode() == expected
     for lm in lms:
         lm.model.register_forward_pre_hook(
@@ -247,10 +249,10 @@ def test_what_is_baked_in_at_capture_is_refused(name, gpu):
     captured may be baked in."""
     model = tiny(name)
     bake_in(model)
-    prepare(model, GraphedLM)
-    prepare(model.to("cuda"), CachedLM)
+    check(model, GraphedLM)
+    check(model.to("cuda"), TimedLM)
     with pytest.raises(InputError, match="token trees equal their paths"):
-        prepare(model, GraphedLM)
+        check(model, GraphedLM)
 
 
 DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0))
@@ -259,9 +261,9 @@ DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, fac
 @pytest.mark.parametrize("changes", [{}, DYNAMIC], ids=["waiting", "dynamic"])
 def test_a_pass_that_waits_is_refused(changes, gpu):
     """It cannot be captured. Dynamic rotary embeddings look at the largest position."""
-    model = on_gpu("llama", CachedLM, **changes)
+    model = on_gpu("llama", TimedLM, **changes)
     if not changes:
         wait(model)
     with pytest.raises(InputError, match="a mask and a cache, got LlamaForCausalLM: ") as no:
-        prepare(model, GraphedLM)
+        check(model, GraphedLM)
     assert "\n" not in str(no.value)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import CachedLM, InputError, autoregressive
+from common import InputError, autoregressive
 from families import FAMILIES, SCALED, tiny
 from helpers import ROOT, per_call, tokens_of
 from survey import dflash, eagle3
@@ -20,6 +20,7 @@ from survey.ngrams import NGrams, fit_pool, fit_trust, pool_chances, split_chanc
 from survey.parts import save_facts
 from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
+from survey.taps import FeatureLM
 
 HALF = [[[0.5] * 3] * 5] * 3
 KINDS = module.GUESSES[1:]
@@ -27,9 +28,9 @@ POOL = [3.0, 0.5, 0.5, 0.9]
 FILES = dict(datastore="store", trust="trust", adapter="part")
 
 
-def prepared(model, texts=((3, 14, 15, 9, 2, 6),), eagle_reads="shifted") -> CachedLM:
+def prepared(model, texts=((3, 14, 15, 9, 2, 6),), eagle_reads="shifted") -> FeatureLM:
     """Make a target with a datastore of texts, trust of one half, and random parts at hand."""
-    target = CachedLM(model)
+    target = FeatureLM(model)
     pools = {"none": []} | dict.fromkeys(KINDS, POOL)
     draft = Draft(model, inputs=eagle_reads, seed=3)
     draft.accept = [[0.5]]
@@ -126,11 +127,11 @@ def test_a_run_learns_from_all_nodes_and_keeps_what_it_learnt():
     """What it learns after a token is what the target says after the token's latest node, from
     prompt to prompt. Then it is guessed: the same prompt takes fewer calls the second time."""
     model = tiny("llama")
-    answer = tokens_of(autoregressive(CachedLM(model), [3, 14, 15]), 40)
+    answer = tokens_of(autoregressive(FeatureLM(model), [3, 14, 15]), 40)
     target, successors, fed = prepared(model), Successors(), {}
 
     def forward(ids, parents=None, **how):
-        logits = CachedLM.forward(target, ids, parents, **how)
+        logits = FeatureLM.forward(target, ids, parents, **how)
         if parents is not None:
             fed.update(zip(ids, logits.topk(8).indices.tolist()))
         return logits
@@ -332,7 +333,7 @@ def test_a_layer_guesses_after_a_path_by_hand(kind):
     pairs = Pairs(text[:3], target.features[:3], text[1:])
     part.start(pairs)
     assert part.layer.length == 2  # the prompt is read, up to the pair with the root
-    lm = CachedLM(draft.lm)
+    lm = FeatureLM(draft.lm)
     lm.start([])
     with torch.inference_mode():
         feed(draft, lm, [pairs])
@@ -410,7 +411,7 @@ def test_a_part_knows_the_text_in_a_run(kind, reads, monkeypatch):
     """What it says in a run, over two prompts and accepted branches, is what a fresh one says that
     is told the whole text."""
     model, log, asked, texts = tiny("llama"), [], [], []
-    answers = {p: tokens_of(autoregressive(CachedLM(model), [*p]), 40) for p in ((3, 14), (5, 9))}
+    answers = {p: tokens_of(autoregressive(FeatureLM(model), [*p]), 40) for p in ((3, 14), (5, 9))}
     for p, answer in answers.items():  # and wrong siblings, which come first
         whole = [*p, *answer]
         wrong = [[whole[i], (whole[i + 1] + 1) % 50 + 2] for i in range(1, 41, 3)]
@@ -440,7 +441,7 @@ def test_a_part_knows_the_text_in_a_run(kind, reads, monkeypatch):
 
 def test_what_stands_in_the_datastore_is_accepted_whole():
     model = tiny("llama")
-    answer = tokens_of(autoregressive(CachedLM(model), [3, 14, 15]), 60)
+    answer = tokens_of(autoregressive(FeatureLM(model), [3, 14, 15]), 60)
     target = prepared(model, texts=[answer])
     assert tokens_of(hybrid(target, [3, 14, 15], guess="none", nodes=64, **FILES), 60) == answer
     assert target.calls < 25
@@ -451,14 +452,14 @@ def rows_a_call(monkeypatch, measured: float, real: float, overhead=0.0, step=0.
     passes besides it. `measured` is a row's price by `row_costs`, and `step` what the second row
     takes besides. The datastore has the answer."""
     model = tiny("llama")
-    answer = tokens_of(autoregressive(CachedLM(model), [3, 14, 15]), 60)
+    answer = tokens_of(autoregressive(FeatureLM(model), [3, 14, 15]), 60)
     target, now, rows = prepared(model, texts=[answer, answer[::-1], answer[1::2]]), [0.0], []
 
     def forward(ids, parents=None, **how):
         if parents is not None:
             now[0] += 1 + real * (len(ids) - 1) + overhead
             rows.append(len(ids))
-        return CachedLM.forward(target, ids, parents, **how)
+        return FeatureLM.forward(target, ids, parents, **how)
     target.forward = forward
     monkeypatch.setattr(module, "row_costs", lambda *_: [
         1 + measured * n + step * (n > 1) for n in range(-1, 16)])
@@ -578,7 +579,7 @@ def fitted(tmp_path, monkeypatch):
 
 
 def answers_of(model) -> list[list[int]]:
-    return [tokens_of(autoregressive(CachedLM(model), p), 12, {1}) for p in PROMPTS]
+    return [tokens_of(autoregressive(FeatureLM(model), p), 12, {1}) for p in PROMPTS]
 
 
 def test_trust_is_measured_and_kept_for_its_model(fitted, monkeypatch, capsys):
@@ -594,7 +595,7 @@ def test_trust_is_measured_and_kept_for_its_model(fitted, monkeypatch, capsys):
     assert [*known["pools"]] == ["none", "medusa", "hydra"] and known["pools"]["none"] == []
     assert "the n-grams' errors that each part" in capsys.readouterr().out
     with pytest.raises(InputError, match="--guess must be one that .* was fitted for, got eagle"):
-        next(hybrid(CachedLM(model), [1], guess="eagle", trust=file))
+        next(hybrid(FeatureLM(model), [1], guess="eagle", trust=file))
     with pytest.raises(InputError, match="another model's"):
         load_trust(file, tiny("llama", seed=1))
 
@@ -633,7 +634,7 @@ def test_each_part_is_fitted_on_its_own_features(fitted, monkeypatch):
             self.predict = lambda path: {}
     monkeypatch.setattr(module, "Trained", Told)
     fitted(model, ["hydra", "dflash"])
-    lm = CachedLM(model)
+    lm = FeatureLM(model)
     lm.start(as_tokens(as_text(PROMPTS[0]))[:-1])
     h = model.config.hidden_size
     assert widths["hydra"].shape[1] == h and widths["dflash"].shape[1] == 2 * h

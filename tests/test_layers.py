@@ -10,7 +10,7 @@ from transformers import (AutoModelForCausalLM, Gemma3Config, OPTConfig, Qwen3Mo
                           SiglipVisionConfig, SmolLM3Config)
 
 import train as recipe
-from common import InputError, prepare
+from common import InputError, check
 from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
                       tiny)
 from models import training
@@ -184,7 +184,7 @@ def test_a_draft_of_any_family_is_distilled_saved_and_loaded(name, make, tmp_pat
                           "--max-new-tokens", "8",
                           "--prompts", str(tmp_path / "prompts"), "--out", str(tmp_path / "out"),
                           "--work", str(tmp_path)])
-    loaded = prepare(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
+    loaded = check(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
     oracle = without_other_layers(model, [1, 3])
     assert off_by(loaded, oracle) < 0.05  # saved in bfloat16
     said = capsys.readouterr().out.splitlines()[-1]

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from cli.graphs import GraphedLM
-from common import CachedLM, Sampler, autoregressive
+from common import Sampler, autoregressive
 from families import deep, tiny
 from helpers import main, tokens_of
 from survey import draft_verify, layerskip as module
@@ -16,6 +16,7 @@ from survey.layerskip import (collect_states, layerskip, load_tuned, measure_exi
                               tuning_loss)
 from survey.low_rank import add_low_rank
 from survey.parts import save_part
+from survey.taps import FeatureLM
 
 PROMPT = [3, 14, 15]
 WORDLESS = SimpleNamespace(eos_token_id=None)
@@ -32,7 +33,7 @@ def test_a_draft_is_accepted_whole_where_the_later_layers_add_nothing():
     for sample in (Sampler(0), Sampler(1.0, seed=3)):
         for E in (1, 3):
             log = []
-            chunks = layerskip(CachedLM(model), PROMPT, E=E, gamma=5, tuning="", sample=sample,
+            chunks = layerskip(FeatureLM(model), PROMPT, E=E, gamma=5, tuning="", sample=sample,
                                log=log)
             tokens_of(chunks, 30)
             assert log == [{"drafted": 5, "accepted": 5, "layers": 5 * E + 4}] * 5
@@ -42,7 +43,7 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
     """A round has γ + 1 rows. The late layers run in one call. The head reads a row for each guess,
     and all rows of the verification, but none of the prompt."""
     model, runs, heads, how = deep("llama"), [], [], dict(E=2, gamma=3, tuning="")
-    target = CachedLM(model)
+    target = FeatureLM(model)
     next(layerskip(target, PROMPT, **how))  # the check of the two halves is over
     for i, layer in enumerate(model.model.layers):
         layer.register_forward_pre_hook(lambda _, x, i=i: runs.append((i, x[0].shape[1])))
@@ -59,7 +60,7 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
 
 def test_halves_of_a_model_with_graphs_have_graphs_too():
     model = tiny("llama", num_hidden_layers=3, run_as=GraphedLM)
-    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 20)
+    expected = tokens_of(autoregressive(FeatureLM(model), PROMPT), 20)
     assert tokens_of(layerskip(GraphedLM(model), PROMPT, tuning="", E=2), 20) == expected
 
 
@@ -141,7 +142,7 @@ def test_tuning_raises_early_exits_and_keeps_the_answers(tmp_path, monkeypatch):
     tune(model, WORDLESS, prompts, out=file, E=1, rank=8, steps=120, batch=6, lr=2e-2,
          max_new_tokens=10)
     tuned, E = load_tuned(file, model)
-    answers = [(p, tokens_of(autoregressive(CachedLM(model), p), 10)) for p in prompts]
+    answers = [(p, tokens_of(autoregressive(FeatureLM(model), p), 10)) for p in prompts]
     assert E == 1 and {*sizes} == {1}
     assert measure_exit(tuned, answers, 1) > measure_exit(model, answers, 1) + 0.2
     assert measure_exit(tuned, answers, 4) > 0.8
@@ -163,8 +164,8 @@ def test_a_tuning_decodes_as_its_tuned_model_and_leaves_the_target_alone(tmp_pat
                                atol=1e-4, rtol=1e-4)
     for given, layers in ((0, 2), (3, 3)):  # as the file says, or as is asked for
         log = []
-        chunks = layerskip(CachedLM(model), PROMPT, tuning=str(file), E=given, gamma=2, log=log)
-        assert tokens_of(chunks, 20) == tokens_of(autoregressive(CachedLM(loaded), PROMPT), 20)
+        chunks = layerskip(FeatureLM(model), PROMPT, tuning=str(file), E=given, gamma=2, log=log)
+        assert tokens_of(chunks, 20) == tokens_of(autoregressive(FeatureLM(loaded), PROMPT), 20)
         assert log[0]["layers"] == 2 * layers + 4
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
     assert not torch.allclose(loaded(input_ids=ids).logits, expected)

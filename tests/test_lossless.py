@@ -34,7 +34,8 @@ import jacobi
 import ouroboros
 import speculative
 from cli.graphs import GraphedLM
-from common import CachedLM, InputError, Sampler, autoregressive
+from cli.run import TimedLM
+from common import InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import tokens_of
@@ -53,7 +54,7 @@ near = functools.cache(families.near)  # the same draft wherever a line names it
 
 @functools.cache
 def autoregressive_text(model, prompt: tuple, n: int) -> list[int]:
-    return tokens_of(autoregressive(CachedLM(model), [*prompt]), n)
+    return tokens_of(autoregressive(TimedLM(model), [*prompt]), n)
 
 
 class Line(NamedTuple):
@@ -205,7 +206,7 @@ METHODS = {
     "space": lambda model: Line(
         masks.space, dict(k=3, tuning="own"), few=dict(k=2), text_of=near(model, 0.1),
         memo=lambda target: {("space", "own"): (
-            CachedLM(near(model, 0.1), target.vocab),
+            TimedLM(near(model, 0.1), target.vocab),
             near(model, 0.5).get_input_embeddings().weight[:1].detach(), [0.5] * 3)}),
     "online": lambda model: Line(
         online.online, dict(gamma=4, every=1, lr=1e-3), [near(model, 0.05)], dict(gamma=2)),
@@ -229,10 +230,10 @@ REFUSED = {  # families that a method says it cannot run, with one transformers 
     "layerskip": ["gpt2", "opt"]}
 
 
-def chunks_of(line: Line, target: CachedLM, prompt: list[int], **options):
+def chunks_of(line: Line, target: TimedLM, prompt: list[int], **options):
     """Start a method as its line says, with these options instead of the line's."""
     target.memo |= line.memo(target)
-    drafts = [CachedLM(draft, target.vocab) for draft in line.drafts]
+    drafts = [TimedLM(draft, target.vocab) for draft in line.drafts]
     if drafts[1:]:
         options["more_drafts"] = drafts[1:]
     if "pool" in line.options:  # it learns from each text
@@ -252,7 +253,7 @@ def check_greedy(name: str, model, prompt: list[int], n: int) -> None:
     """Check n greedy tokens against autoregressive ones, cut at every limit and at every EOS."""
     line = METHODS[name](model)
     expected = autoregressive_text(line.text_of or model, tuple(prompt), n)
-    chunks, found = chunks_of(line, CachedLM(model), prompt), []
+    chunks, found = chunks_of(line, TimedLM(model), prompt), []
     while sum(map(len, found)) < n:
         found.append(next(chunks))
     assert [token for chunk in found for token in chunk][:n] == expected
@@ -290,7 +291,7 @@ def test_autoregressive_text_is_that_of_transformers(family):
     # Without a mask `generate` would hide the prompt's tokens that look like padding.
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=END - 3,
                               do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
-    assert tokens_of(autoregressive(CachedLM(model), PROMPT), END - 3) == expected
+    assert tokens_of(autoregressive(TimedLM(model), PROMPT), END - 3) == expected
     assert len(set(expected)) > 3
 
 
@@ -303,7 +304,7 @@ def gpu(request):
         yield gpu
 
 
-def texts_on(device: str, name: str, run_as=CachedLM) -> list[list[int]]:
+def texts_on(device: str, name: str, run_as=TimedLM) -> list[list[int]]:
     """Write a short greedy text and a short sampled one with all models on a device."""
     model = copy.deepcopy(model_of("llama")).to(device)
     line = METHODS[name](model)
@@ -311,7 +312,7 @@ def texts_on(device: str, name: str, run_as=CachedLM) -> list[list[int]]:
             for sample in (Sampler(0), Sampler(0.7, seed=1))]
 
 
-def check_gpu(gpu, name: str, run_as=CachedLM) -> None:
+def check_gpu(gpu, name: str, run_as=TimedLM) -> None:
     """Check texts of the GPU against those of the CPU; a real GPU has other random numbers."""
     greedy, sampled = texts_on("cpu", name)
     found = texts_on("cuda", name, run_as)
@@ -358,7 +359,7 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
         line = METHODS[name](model)
         memo = {("own", model): {0.0: (0.9, 0.1)}}
         line = line._replace(drafts=[model for _ in line.drafts], memo=lambda _: memo)
-        chunks = chunks_of(line, CachedLM(model), PROMPT, sample=sample, **options)
+        chunks = chunks_of(line, TimedLM(model), PROMPT, sample=sample, **options)
         assert min(len(next(chunks)) for _ in range(6)) >= whole, family
 
 
@@ -423,7 +424,7 @@ def test_sampled_text_has_the_targets_law(name, monkeypatch):
     monkeypatch.setattr(sequoia, "draw_children", draw_by_choices)
     model, prompt, lengths = tiny("llama", vocab_size=8), [0, 1, 2, 0, 1], set()
     line = METHODS[name](model)
-    V, target, reference = line.vocab, CachedLM(model, line.vocab), line.text_of or model
+    V, target, reference = line.vocab, TimedLM(model, line.vocab), line.text_of or model
 
     @functools.cache
     def true_law(text: tuple, n: int) -> torch.Tensor:

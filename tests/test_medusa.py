@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import CachedLM, InputError, Sampler, autoregressive, best_tree
+from common import InputError, Sampler, autoregressive
+from survey.clock import best_tree
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, SCALED, tiny
 from helpers import per_call, script, tokens_of
@@ -15,6 +16,7 @@ from survey import medusa as module
 from survey.medusa import (Heads, accuracy, collect_features, fit, grow, load_heads, medusa,
                            save_heads, train, typical_path)
 from survey.parts import save_part
+from survey.taps import FeatureLM
 
 KINDS = ("medusa", "hydra")
 ACCEPT = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.1]]  # trees of up to three levels
@@ -98,7 +100,7 @@ def test_right_heads_are_accepted_whole(kind, reads, vocab):
     heads = right_heads(model, kind, reads, vocab)
     for n, typical in (2, False), (5, False), (2, True):
         log = []
-        chunks = medusa(CachedLM(model), TEXT[:n], nodes=15, trained=heads, typical=typical,
+        chunks = medusa(FeatureLM(model), TEXT[:n], nodes=15, trained=heads, typical=typical,
                         log=log)
         assert list(itertools.islice(chunks, 4)) == [TEXT[i:i + 4] for i in range(n, n + 16, 4)]
         assert log == [{"guessed": 14, "accepted": 3, "rows": 15}] * 4
@@ -128,7 +130,7 @@ def test_heads_that_lack_a_token_are_wrong_there(kind, reads):
     heads = right_heads(model, kind, reads, {*TEXT} - {TEXT[4]})
     share = (tokens[:, 1] != TEXT[4]).float().mean().item()
     assert accuracy(heads, model, same_logits, f, tokens)[1][0] == [share] + [0.0] * 9 and share < 1
-    chunks = medusa(CachedLM(model), TEXT[:2], nodes=15, trained=heads)
+    chunks = medusa(FeatureLM(model), TEXT[:2], nodes=15, trained=heads)
     assert next(chunks) == TEXT[2:5]  # two guesses and what the model says after them
 
 
@@ -153,7 +155,7 @@ def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind):
     """Hydra's heads read the tokens down to the parent. The tokenizer knows the first 20 alone."""
     model, f = tiny("llama"), random_features(1)
     heads, tree = random_heads(model, kind), best_tree(ACCEPT, 16)
-    ids, parents = grow(heads, CachedLM(model, 20), f, 3, tree), [node.parent for node in tree]
+    ids, parents = grow(heads, FeatureLM(model, 20), f, 3, tree), [node.parent for node in tree]
     for token, node in zip(ids[1:], tree[1:], strict=True):
         above = torch.tensor([[ids[x] for x in path_to(node.parent, parents)]])
         x = heads(node.depth, f, model.get_input_embeddings()(above))
@@ -185,16 +187,16 @@ def test_what_is_exactly_at_the_threshold_is_not_typical():
 
 def test_typical_text_at_temperature_0_is_the_greedy_text():
     model = tiny("llama")
-    chunks = medusa(CachedLM(model), [3, 4], nodes=9, typical=True,
+    chunks = medusa(FeatureLM(model), [3, 4], nodes=9, typical=True,
                     trained=random_heads(model, "medusa"))
-    assert tokens_of(chunks, 20) == tokens_of(autoregressive(CachedLM(model), [3, 4]), 20)
+    assert tokens_of(chunks, 20) == tokens_of(autoregressive(FeatureLM(model), [3, 4]), 20)
 
 
 def test_typical_options_reach_the_rule(monkeypatch):
     seen, model = [], tiny("llama")
     monkeypatch.setattr(module, "typical_path",
                         lambda *given: seen.append(given[-2:]) or typical_path(*given))
-    next(medusa(CachedLM(model), [3, 4], nodes=5, trained=random_heads(model, "medusa"),
+    next(medusa(FeatureLM(model), [3, 4], nodes=5, trained=random_heads(model, "medusa"),
                 typical=True, epsilon=0.2, delta=0.7))
     assert seen == [(0.2, 0.7)]
 
@@ -218,7 +220,7 @@ def test_the_tree_that_pays(cost, level, nodes, monkeypatch):
 def test_without_nodes_the_clock_chooses_anew_at_each_call(monkeypatch):
     """The context grows, and a row costs more."""
     model, log, trees = tiny("llama"), [], itertools.cycle([best_tree(ACCEPT, n) for n in (1, 7)])
-    target, expected = CachedLM(model), tokens_of(autoregressive(CachedLM(model), [3, 4]), 20)
+    target, expected = FeatureLM(model), tokens_of(autoregressive(FeatureLM(model), [3, 4]), 20)
     heads = random_heads(model, "hydra")
     assert tokens_of(medusa(target, [3, 4], trained=heads), 20) == expected
     monkeypatch.setattr(module, "fastest", lambda *_: next(trees))
@@ -230,8 +232,8 @@ def test_a_tree_of_128_nodes():
     model, log = tiny("llama"), []
     heads = random_heads(model, "medusa")
     heads.accept = [[0.1] * 10] * 3
-    chunks = medusa(CachedLM(model), [3, 4], nodes=128, trained=heads, log=log)
-    assert tokens_of(chunks, 8) == tokens_of(autoregressive(CachedLM(model), [3, 4]), 8)
+    chunks = medusa(FeatureLM(model), [3, 4], nodes=128, trained=heads, log=log)
+    assert tokens_of(chunks, 8) == tokens_of(autoregressive(FeatureLM(model), [3, 4]), 8)
     assert {r["rows"] for r in log} == {128}
 
 
@@ -393,8 +395,8 @@ def test_heads_of_fewer_tokens_than_ranks(kind):
     found = accuracy(heads, model, same_logits, f.float(), tokens)[1]
     assert [len(ranks) for ranks in found] == [3, 3, 3]
     heads.accept = [[0.3, 0.2, 0.1]] * 3
-    chunks = medusa(CachedLM(model), [3, 4], nodes=40, trained=heads)
-    assert tokens_of(chunks, 12) == tokens_of(autoregressive(CachedLM(model), [3, 4]), 12)
+    chunks = medusa(FeatureLM(model), [3, 4], nodes=40, trained=heads)
+    assert tokens_of(chunks, 12) == tokens_of(autoregressive(FeatureLM(model), [3, 4]), 12)
 
 
 @pytest.mark.parametrize("name, config", SCALED.items())
@@ -440,7 +442,7 @@ def test_a_file_belongs_to_its_model(kind, vocab, tmp_path):
         assert torch.equal(loaded.vocab, heads.vocab) and loaded.W[0].bias.dtype == dtype
     found = loaded.lm_head(loaded(2, f, between))
     assert (found - expected).norm() < 0.02 * expected.norm()  # kept in bfloat16
-    assert next(medusa(CachedLM(model), [3, 4], heads=kind, adapter=str(path), nodes=3))
+    assert next(medusa(FeatureLM(model), [3, 4], heads=kind, adapter=str(path), nodes=3))
     with pytest.raises(InputError, match="heads for this model, got .* another's"):
         load_heads(path, kind, tiny("llama", seed=3))
     with pytest.raises(InputError, match=f"got .*, one of {kind} heads"):

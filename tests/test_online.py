@@ -8,19 +8,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import CachedLM, InputError, Sampler, autoregressive
+from common import InputError, Sampler, autoregressive
 from families import near, tiny
 from helpers import tokens_of
 from models import training
 from survey import online as module
 from survey.online import Learner, boost, online, serve
+from survey.taps import FeatureLM
 
 PROMPT = [3, 14, 15]
 PROMPTS = [[x, 3, 7] for x in range(4, 10)]
 
 
 def learner_of(model, draft, kind: str = "forward-kl", *more) -> Learner:
-    return Learner(CachedLM(model), CachedLM(draft), kind, 1e-3, *more)
+    return Learner(FeatureLM(model), FeatureLM(draft), kind, 1e-3, *more)
 
 
 # ----------------------------------------------------------------------------- serve and learn
@@ -81,7 +82,7 @@ def test_a_step_is_towards_what_the_target_thought_there(monkeypatch):
 
 def test_the_draft_changes_between_prompts_only():
     model, weights = tiny("llama"), []
-    target, draft = CachedLM(model), CachedLM(near(model, 0.1))
+    target, draft = FeatureLM(model), FeatureLM(near(model, 0.1))
     for _ in range(7):
         chunks = online(target, draft, PROMPT, every=3, lr=1e-2)
         next(chunks)
@@ -97,14 +98,14 @@ def test_a_request_takes_fewer_calls_once_the_draft_has_learnt_from_it():
     """Every pair of models and every divergence has a learner of its own. The calls of all are the
     draft's."""
     model = tiny("llama")
-    target, draft, calls = CachedLM(model), CachedLM(near(model, 0.1)), []
+    target, draft, calls = FeatureLM(model), FeatureLM(near(model, 0.1)), []
     for _ in range(6):
         before = target.calls
         tokens_of(online(target, draft, PROMPT, every=1, lr=1e-2), 20)
         calls.append(target.calls - before)
     assert calls[-1] < 0.8 * calls[0] and draft.calls == 6 * target.calls
     before = draft.calls
-    for lm, kind in ((target, "jsd"), (CachedLM(model), "jsd")):
+    for lm, kind in ((target, "jsd"), (FeatureLM(model), "jsd")):
         tokens_of(online(lm, draft, PROMPT, divergence=kind), 20)
     assert sum(name[0] == "online" for name in draft.memo) == 3 and draft.calls > before
 
@@ -163,7 +164,7 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
     answer(model, tmp_path / "whole")
     for line, prompt in zip(open(tmp_path / "whole"), PROMPTS, strict=True):
         row = json.loads(line)
-        expected = tokens_of(autoregressive(CachedLM(model), prompt), 12, {1})
+        expected = tokens_of(autoregressive(FeatureLM(model), prompt), 12, {1})
         assert (row["prompt"], row["answer"]) == (prompt, expected)
         assert 0 <= row["accepted"] <= row["drafted"]
     for stop in (2, 3, 4):  # before the first step, right after it, and later

@@ -3,7 +3,8 @@ is in test_lossless.py."""
 import pytest
 import torch
 
-from common import CachedLM, InputError, Node, best_tree
+from common import CachedLM, InputError
+from survey.clock import Node, best_tree
 from families import tiny
 from fake_models import counting
 from helpers import tokens_of

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import CachedLM, InputError, autoregressive, load
+from cli.run import TimedLM
+from common import InputError, autoregressive, load
 from families import tiny
 from helpers import ROOT, said_in_one_line, script, tokens_of
 from survey import eagle, eagle3, layerskip, medusa
@@ -175,7 +176,7 @@ def check_layer(draft, model, features: torch.Tensor, g: torch.Tensor, step) -> 
     g         what the formula reads of them
     step      step(e, g): what a chain of rows gives the next level, and its logits
     """
-    table, lm = model.get_input_embeddings().weight, CachedLM(draft.lm)
+    table, lm = model.get_input_embeddings().weight, TimedLM(draft.lm)
     e = table[TEXT[1:]]
     a, expected = step(e, g)
     lm.start([])
@@ -203,7 +204,7 @@ def test_an_eagle_head_computes_the_released_formula(tmp_path, embedded, config,
     model, _, _ = embedded
     tensors = eagle_tensors(**how)
     draft = eagle.load_draft(write(tmp_path, config, tensors, "pytorch_model.bin"), model)
-    lm = CachedLM(model)
+    lm = TimedLM(model)
     lm.start(TEXT[:-1])
     check_layer(draft, model, lm.features, lm.features,
                 lambda e, g: eagle_step(tensors, e, g, config, model.get_output_embeddings()))
@@ -242,7 +243,7 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, own, file
     tensors = medusa_tensors(5, own)
     heads = medusa.load_heads(write(tmp_path, MEDUSA_CONFIG, tensors, file), "medusa", model)
     heads.requires_grad_(False)
-    target = CachedLM(model, 1500)  # the last rows of the LM head stand for no token
+    target = TimedLM(model, 1500)  # the last rows of the LM head stand for no token
     target.start(TEXT)
     f, guesses = target.features[-1:], []
     for k in range(5):
@@ -278,7 +279,7 @@ METHODS = {"eagle": eagle.eagle, "eagle3": eagle3.eagle3, "medusa": medusa.medus
 @pytest.mark.parametrize("name", METHODS)
 def test_a_released_head_decodes_with_the_released_tree(tmp_path, embedded, held_out, name):
     """Nobody has measured it, so no clock runs. The text is the target's own."""
-    target, log = CachedLM(embedded[0]), []
+    target, log = TimedLM(embedded[0]), []
     adapter = released_heads(tmp_path)[name]
     for prompt, expected in held_out[:2]:
         chunks = METHODS[name](target, prompt, adapter=adapter, log=log)
@@ -298,7 +299,7 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
     draft = eagle.Draft(model, config=make_config(model), bias=False)
     for p in draft.trainable().values():
         p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p))) / 4
-    target, lm = CachedLM(model), CachedLM(draft.lm)
+    target, lm = TimedLM(model), TimedLM(draft.lm)
     target.start(TEXT[1:2] * 3)
     pairs = Pairs([4] * 3, target.features, [4, 4, 9])
     rows = []
@@ -311,7 +312,7 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
 
     def expand(path: list[int], chance: float, hidden: list) -> list[tuple]:
         """Guess the ten likeliest children of a node by a draft that is fed its whole path."""
-        lm = CachedLM(draft.lm)
+        lm = TimedLM(draft.lm)
         lm.start([])
         lm.forward(draft.join(pairs))
         for token in path:
@@ -356,7 +357,7 @@ def test_what_is_measured_plans_the_tree(tmp_path, embedded, name):
                    out=tmp_path / "a.json", max_new_tokens=12)
     table = json.loads((tmp_path / "a.json").read_text())["accept"]
     assert len(table) == {"eagle": 8, "eagle3": 8, "medusa": 3}[name]
-    target, file = CachedLM(model), str(tmp_path / "a.json")
+    target, file = TimedLM(model), str(tmp_path / "a.json")
     next(METHODS[name](target, TEXT, adapter=adapter, accept=file, nodes=4))
     part = target.memo[name, adapter]
     assert target.memo[part, "accept", file].accept == table and part.accept == []
@@ -409,7 +410,7 @@ def fill_randomly(part: torch.nn.Module, names: dict) -> None:
 
 
 def guess_with(draft) -> torch.Tensor:
-    target, lm = CachedLM(MODEL), CachedLM(draft.lm)
+    target, lm = TimedLM(MODEL), TimedLM(draft.lm)
     target.start(HALF[:-1])
     lm.start([])
     return lm.forward(draft.join(Pairs(HALF[:-1], target.features, HALF[1:])))
@@ -424,8 +425,8 @@ def test_an_exported_eagle_layer_is_loaded_bit_for_bit(tmp_path, engine):
     eagle.export(MODEL, None, adapter=tmp_path / "part", out=tmp_path / "a", engine=engine)
     again = eagle.load_draft(tmp_path / "a", MODEL)
     assert torch.equal(guess_with(again), guess_with(draft))
-    assert tokens_of(eagle.eagle(CachedLM(MODEL), HALF, nodes=9, trained=again), 20) == \
-        tokens_of(autoregressive(CachedLM(MODEL), HALF), 20)
+    assert tokens_of(eagle.eagle(TimedLM(MODEL), HALF, nodes=9, trained=again), 20) == \
+        tokens_of(autoregressive(TimedLM(MODEL), HALF), 20)
     eagle.export(MODEL, None, adapter=tmp_path / "a", out=tmp_path / "b", engine="sglang")
     assert torch.equal(guess_with(eagle.load_draft(tmp_path / "b", MODEL)), guess_with(draft))
 
@@ -517,7 +518,7 @@ def test_exported_medusa_heads_are_loaded_bit_for_bit(tmp_path, own):
     assert len(tensors) == 9 if own else 6
     told = json.loads((tmp_path / "a" / "config.json").read_text())
     assert told["medusa_num_heads"] == 3 and told["medusa_num_layers"] == 1
-    again, target = medusa.load_heads(tmp_path / "a", "medusa", MODEL), CachedLM(MODEL)
+    again, target = medusa.load_heads(tmp_path / "a", "medusa", MODEL), TimedLM(MODEL)
     heads.requires_grad_(False)
     again.requires_grad_(False)
     target.start(HALF)
@@ -542,7 +543,7 @@ def test_an_exported_tuning_is_a_model_of_its_own(tmp_path, small_llama, capsys)
         assert torch.equal(again.state_dict()[name], x), name
     assert not torch.equal(again.model.layers[0].mlp.up_proj.weight,
                            model.model.layers[0].mlp.up_proj.weight)
-    texts = [tokens_of(layerskip.layerskip(CachedLM(lm), HALF, tuning=file, E=1), 20)
+    texts = [tokens_of(layerskip.layerskip(TimedLM(lm), HALF, tuning=file, E=1), 20)
              for lm, file in ((again, ""), (model, str(tmp_path / "part")))]
     assert texts[0] == texts[1]
     assert AutoTokenizer.from_pretrained(tmp_path / "a").get_vocab() == tokenizer.get_vocab()

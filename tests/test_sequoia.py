@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import survey.sequoia as module
-from common import CachedLM, InputError, Sampler, autoregressive, best_tree, greedy
+from common import CachedLM, InputError, Sampler, autoregressive, greedy
+from survey.clock import best_tree
 from fake_models import ScriptedLM, Zeros, markov
 from families import CONTEXT, VOCAB, near, tiny
 from helpers import check_without_caches, tokens_of

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from cli.run import Run
+from cli.run import Run, TimedLM
 from cli.trace import PAGE, Trace, make_page
-from common import CachedLM, autoregressive, encode, greedy
+from common import autoregressive, encode, greedy
 from families import tiny
 from helpers import ROOT, interrupting, main, tokens_of
 from picture import draw_picture
@@ -18,7 +18,7 @@ from test_structure import FILES, functions_of
 
 TEXT = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
 METHODS = [method for name in FILES for method in functions_of(name)[0]]
-FORWARD = CachedLM.forward
+FORWARD = TimedLM.forward
 # Trees of a given size need no calls that are timed. EAGLE's clock is asked, as by default.
 OWN = {method.__name__: {"nodes": "8"} for method in METHODS
        if "nodes" in signature(method).parameters and method.__name__ != "eagle"}
@@ -66,7 +66,7 @@ def test_every_method_writes_a_page(method, tmp_path, capsys):
     steps = [(call["ids"], call["best"]) for step in ar["rounds"] for call in step["calls"]]
     assert all(len(ids) == 1 for ids, _ in steps)
     assert [best[0] for _, best in steps] == checked(ar)  # greedy: the likeliest is the choice
-    assert CachedLM.forward is FORWARD  # nothing is recorded any more
+    assert TimedLM.forward is FORWARD  # nothing is recorded any more
 
 
 @pytest.mark.parametrize("method", ["speculative", "specinfer", "eagle", "pass_sampling",
@@ -98,7 +98,7 @@ def test_a_tree_is_what_was_forwarded(tmp_path):
         target.forward([1], counts=False)  # the clock's
         target.commit([0])
         yield [12]
-    run = Run(method, {"target": CachedLM(model)}, {}, set())
+    run = Run(method, {"target": TimedLM(model)}, {}, set())
     trace = Trace()
     assert [*trace.watch(run, [3, 5], run.decode([3, 5], 4, None))] == [[7, 11, 10], [12]]
     [known] = trace.runs
@@ -130,7 +130,7 @@ def test_text_is_shown_and_never_run(embedded):
     target, _, tokenizer = embedded
     text = "</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d"
     prompt = encode(tokenizer, text)
-    run = Run(autoregressive, {"target": CachedLM(target)}, {}, set())
+    run = Run(autoregressive, {"target": TimedLM(target)}, {}, set())
     trace = Trace()
     tokens_of(trace.watch(run, prompt, run.decode(prompt, 3, greedy)), 3)
     written = make_page(trace.runs, {"target": tokenizer})
@@ -184,7 +184,7 @@ def test_the_picture_is_small_and_shows_the_output(embedded):
     trace, outputs = Trace(), []
     prompt = encode(tokenizer, "Write a function <b>. " + TEXT)
     for method, names in ((speculative, ("target", "draft")), (autoregressive, ("target",))):
-        lms = {name: CachedLM(dict(target=target, draft=draft)[name]) for name in names}
+        lms = {name: TimedLM(dict(target=target, draft=draft)[name]) for name in names}
         run = Run(method, lms, {}, set())
         outputs.append(tokens_of(trace.watch(run, prompt, run.decode(prompt, 30, greedy)), 30))
     drawn = draw_picture(trace.runs, tokenizer)
@@ -212,11 +212,11 @@ def test_the_readmes_picture_is_one():
 def test_an_interrupted_run_has_a_page(tmp_path, monkeypatch):
     """And the models are themselves again."""
     [method] = [x for x in METHODS if x.__name__ == "speculative"]
-    monkeypatch.setattr(CachedLM, "commit", interrupting(CachedLM.commit, 7))
+    monkeypatch.setattr(TimedLM, "commit", interrupting(TimedLM.commit, 7))
     argv = ["--prompt", TEXT, "--trace", str(tmp_path / "x.html")]
     assert main([method], lambda run: "", argv) == 130
     [run] = data_of(tmp_path / "x.html")["runs"]
-    assert len(checked(run)) >= 2 and CachedLM.forward is FORWARD
+    assert len(checked(run)) >= 2 and TimedLM.forward is FORWARD
     page = (tmp_path / "x.html").read_text()
     assert main([method], lambda run: "", [*argv, "--gamma", "0"]) == 2  # nothing is decoded
     assert (tmp_path / "x.html").read_text() == page

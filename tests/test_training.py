@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import bita
 import cllm
 import train as recipe
-from common import CachedLM, InputError, autoregressive
+from common import InputError, autoregressive
 from families import FAMILIES, SCALED, deep, near, tiny
 from helpers import interrupting, tokens_of
 from models import training
@@ -28,6 +28,7 @@ from models.training import (LOSSES, Settings, Training, answer_all, collect_ans
                              sample_alike, sample_rows, score_answers, use_settings, warm_cosine,
                              warm_linear)
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, online
+from survey.taps import FeatureLM
 
 
 class WORDLESS:
@@ -232,7 +233,7 @@ def test_layers_keep_their_inputs_alone_until_the_end_of_the_with(family):
 def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
     monkeypatch.setattr(training, "TOKENS", 40)
     model, texts = tiny(family), [[5] * n + [7, 8] for n in (3, 17, 1, 9, 30, 2)]
-    lm, found = CachedLM(model), read_texts(model, texts)
+    lm, found = FeatureLM(model), read_texts(model, texts)
     for text, states in zip(texts, found, strict=True):
         lm.start(text)
         assert states.dtype == torch.bfloat16 and states.untyped_storage().nbytes() == 64 * len(
@@ -694,7 +695,7 @@ def test_digests_tell_weights_and_settings_apart():
 def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_path, monkeypatch):
     """Prompts of different lengths stand side by side; an answer ends with its EOS."""
     model, prompts = tiny(family), [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25], [7]]
-    lm = CachedLM(model)
+    lm = FeatureLM(model)
     free = [tokens_of(autoregressive(lm, p), 20) for p in prompts]
     eos = [free[0][7], free[2][12]]
     model.generation_config = before = GenerationConfig(
@@ -722,7 +723,7 @@ def test_sampled_answers_differ_and_end_with_an_eos_or_at_the_limit():
 def test_all_answers_come_in_the_prompts_order():
     """The longest prompts are answered first; here the last one is."""
     model, prompts = tiny("llama"), [[5, 6], [7, 8, 9], [4, 3, 2, 1]]
-    expected = [tokens_of(autoregressive(CachedLM(model), prompt), 6) for prompt in prompts]
+    expected = [tokens_of(autoregressive(FeatureLM(model), prompt), 6) for prompt in prompts]
     assert answer_all(model, set(), prompts, 6) == expected
 
 
@@ -774,7 +775,7 @@ def test_a_damaged_line_among_the_answers_is_refused(line, tmp_path):
 def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
     for seed, limit in ((0, 8), (1, 8), (0, 6), (0, 12)):
         model = tiny("llama", seed=seed)
-        expected = [tokens_of(autoregressive(CachedLM(model), [7]), limit, {1})]
+        expected = [tokens_of(autoregressive(FeatureLM(model), [7]), limit, {1})]
         assert collect_answers(model, WORDLESS, [[7]], limit, tmp_path) == expected
     collect_answers(tiny("llama").bfloat16(), WORDLESS, [[7]], 8, tmp_path)
     assert len(list(tmp_path.iterdir())) == 5

@@ -4,8 +4,9 @@ import random
 import pytest
 import torch
 
-from common import CachedLM, InputError
+from common import InputError
 from families import FAMILIES, MORE_FAMILIES, deep, tiny
+from survey.taps import FeatureLM
 from survey.views import depth_of, move_counts, split_layers, view
 
 PROMPT = [3, 14, 15]
@@ -17,7 +18,7 @@ WHOLE = [name for name in {**FAMILIES, **MORE_FAMILIES} if name not in ("gpt2", 
 def test_early_and_late_are_the_whole_on_any_tree(name):
     """After a committed path too; bit for bit where nothing is padded."""
     model, rng = deep(name), random.Random(0)
-    whole = CachedLM(model)
+    whole = FeatureLM(model)
     for E in (1, 3):
         early, late = split_layers(whole, E)
         whole.start([5, 6, 7])
@@ -54,18 +55,18 @@ def test_views_share_weights_and_leave_the_model_alone():
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_models_whose_positions_come_before_the_layers_are_refused(name):
     with pytest.raises(InputError, match="early and late layers make the whole, got .*: off by"):
-        split_layers(CachedLM(tiny(name)), 1)
+        split_layers(FeatureLM(tiny(name)), 1)
 
 
 def test_layers_that_there_are_not_are_refused():
     for E in (0, 2, 7):
         with pytest.raises(InputError, match=f"--E must be 1 to 1 for .* 2 layers, got {E}"):
-            split_layers(CachedLM(tiny("llama")), E)
+            split_layers(FeatureLM(tiny("llama")), E)
 
 
 def test_the_calls_of_a_part_become_those_of_the_whole():
     """Once: what was moved does not count again."""
-    whole, part = CachedLM(tiny("llama")), CachedLM(tiny("llama"))
+    whole, part = FeatureLM(tiny("llama")), FeatureLM(tiny("llama"))
     whole.calls, whole.rows, whole.seconds = 3, 40, 2.0
     part.start([3, 1])
     part.forward([4, 5])

@@ -1,0 +1,80 @@
+"""This file chooses how large a tree is: what makes the most tokens a second on this machine.
+
+A larger tree is right more often and costs more. The methods that plan trees know how often each
+guess is right; this file measures what calls take here, and compares.
+
+    rate      how often a guess is accepted whose parent was
+    chance    how often a node is accepted: the product of the rates along its path
+    tokens    to be expected of a call: the sum of the chances of all nodes, 1 of the root included
+    speed     tokens / (seconds of the call + seconds of the guessing)
+"""
+import heapq
+import timeit
+from typing import Callable, Iterable, NamedTuple
+
+from common import CachedLM
+
+import torch
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the calls that the clock measures
+
+
+class Node(NamedTuple):
+    """Describe a node of a tree that is planned before its tokens are known."""
+    chance: float  # that the node is accepted: the product of the rates along its path
+    parent: int
+    depth: int  # the root has depth 0
+    rank: int  # among the children of its parent; the likeliest has rank 0
+
+
+def best_tree(accept: list[list[float]], n: int) -> list[Node]:
+    """Plan the tree of the n nodes that are likeliest to be accepted.
+
+    A node's children are never likelier than the node itself, so the heap gives the nodes in the
+    order of their chances, and each after its parent.
+
+    accept    accept[depth][rank] is the rate at which the child of this rank is accepted, where its
+              parent, a node of this depth, was
+    n         how many nodes the tree has at most, the root among them
+    returns   the nodes, the root first. The first m of them are the best tree of m nodes. The sum
+              of all chances is the number of tokens to be expected of a call
+    """
+    tree, heap = [], [(-1.0, Node(1.0, -1, 0, 0))]
+    while heap and len(tree) < n:
+        _, node = heapq.heappop(heap)
+        tree.append(node)
+        for rank, rate in enumerate(accept[node.depth] if node.depth < len(accept) else []):
+            child = Node(node.chance * rate, len(tree) - 1, node.depth + 1, rank)
+            heapq.heappush(heap, (-child.chance, child))
+    return tree
+
+
+def row_costs(lm: CachedLM, most: int) -> list[float]:
+    """Measure what calls of 1 to `most` rows take at the present length of the context.
+
+    most      how many rows, 128 or fewer
+    returns   costs, where costs[n] is what the cheapest measured call took that has n rows or more,
+              in seconds
+    """
+    least = {width: torch.inf for width in WIDTHS if width < 2 * most}
+    # All widths take turns, four times each, so that a busy moment of the machine meets all alike.
+    for n in 4 * [*least]:
+        seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
+        least[n] = min(least[n], seconds)
+        lm.truncate(lm.length)
+    return [min(cost for width, cost in least.items() if width >= n) for n in range(1 + max(least))]
+
+
+def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
+    """Choose what makes the most tokens a second on this machine.
+
+    Calls cost more on longer contexts. So the choice is made again at each power of two that the
+    context reaches, from 256 on.
+
+    name      a name for the question, as for `CachedLM.once`
+    choices   a function that gives triples: a choice, the tokens to be expected of a round, and
+              the seconds that the round takes
+    returns   the choice with the most tokens a second
+    """
+    power = max(lm.length, 255).bit_length()
+    return lm.once((name, power), lambda: max(choices(), key=lambda x: x[1] / x[2])[0])
