@@ -605,6 +605,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([hybrid], report, commands=[fit], ranges={"guess": GUESSES},
                   shared={"successors": Successors}))

@@ -324,6 +324,6 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([online], report_acceptance, commands=[serve, boost],
                   folders=[boost], ranges={"gamma": (2, 4, 6, 8)}))
