@@ -289,15 +289,15 @@ def perform_command(command, argv: list[str], folders: Container) -> int:
     args = parse_command(command, argv)
     options = select_options(args, command, [])
     settings = select_settings(args)
-    made_by = name_command(command) if command in folders else ""
+    made_by, folder = name_command(command), command in folders
     if "out" in options:
-        check_result("out", options["out"], list_reads(args, command), made_by)
+        check_result("out", options["out"], list_reads(args, command), made_by, folder)
     model, tokenizer = load_model(args.target, args)
     if "prompts" in args:
         options["prompts"], settings = encode_data(model, tokenizer, args, settings)
     with use_settings(settings):
         status = command(model, tokenizer, **options) or 0
-    if made_by:
+    if folder:
         sign_folder(options["out"], made_by)
     return status
 

@@ -1488,7 +1488,7 @@ MUTANTS = {
          "a result takes the place of what was read, by another path"),
         ("if held and owner != made_by:", "if held and not owner:",
          "a folder of another command is written over"),
-        ("if begins and not own.match(begins):", "if False:", "a file of the user is lost"),
+        ("if begins and not re.match", "if False and re.match", "a file of the user is lost"),
         ("        write(fresh)\n", "        write(path)\n", "half a file takes the place"),
         ("if file.name not in names:", "if False:", "weights of the older model stay"),
     ],

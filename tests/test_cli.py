@@ -25,15 +25,17 @@ from cli.main import explain_slowdown
 from cli.graphs import GraphedLM
 from cli.run import Run
 from cli.trajectory import show_trajectory
-from common import CachedLM, autoregressive, encode, eos_ids, greedy, load
+from cli.options import name_command, read_options
+from common import CachedLM, InputError, autoregressive, encode, eos_ids, greedy, load
 from families import near, tiny
 from helpers import (ROOT, forget_project, fork, main, said_in_one_line, script,
                      tokens_of)
 from models import training
+from models.files import BEGINS, check_replaceable
 from models.tasks import read_prompts
 from speculative import report as acceptance
 from speculative import speculative
-from test_structure import FILES, METHODS, path_of
+from test_structure import FILES, METHODS, functions_of, path_of
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -451,6 +453,7 @@ def odd(tmp_path_factory):
     (top / "file").write_text("no directory")
     (top / "latin").write_bytes(b"caf\xe9")
     (top / "link").symlink_to(top / "unknown")
+    (top / "has/draft").mkdir(parents=True)
     (top / "p.jsonl").write_text('{"prompt": "Tom has 3 apples."}\n')
     return top
 
@@ -613,12 +616,17 @@ REFUSED = [
     ("survey.eagle3 export --adapter x --target {odd}/unknown --out {odd}/link/", "itself reads"),
     ("survey.online boost --draft {odd}/unknown --out {odd}/link", "itself reads or works in"),
     ("survey.medusa export --adapter x --out {odd}/broken",
-     "a new folder, or one that `medusa export` made, got '{odd}/broken' with config.json"),
+     "got '{odd}/broken' with config.json: it was not made by `medusa export`, and would be lost"),
+    ("survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft",
+     "--work must be no folder that the command itself reads or works in, got '{odd}/has/draft'"),
+    ("survey.online serve --out /no/x --work models --draft x",
+     "--work must be a folder that … 'models/draft' with config.json: it was not made by `online"),
     ("survey.layerskip export --tuning x --out {odd}/file", "--out must be a folder … is a file"),
     ("cllm train --data x --lr 1 --out {odd}/file", "--out must be a folder … it is a file"),
     ("survey.medusa train --out {odd}/empty", "--out must be a file … it is a folder"),
-    ("survey.medusa train --out {odd}/unknown/config.json", "it was not made here"),
-    ("survey.medusa train --out {odd}/p.jsonl", "it was not made here"),
+    ("survey.medusa train --out {odd}/unknown/config.json", "it was not made by `medusa train`"),
+    ("survey.medusa train --out {odd}/p.jsonl", "it was not made by `medusa train`, and would be"),
+    ("speculative --trace models/medusa.safetensors", "it was not made here, and would be lost"),
     ("survey.draft_verify search --out {odd}/new --max-new-tokens 0",
      "--max-new-tokens must be 1 or more, got 0"),
     ("bita train --out {odd}/file/x", "--out must be a file that can be … Not a directory"),
@@ -641,8 +649,38 @@ def test_a_command_may_make_its_own_folder_again(tmp_path, ask):
             f"{tmp_path}/head"]
     for _ in range(2):
         assert ask("export", *argv, file="survey.eagle3")[0] == 0
-    assert "`eagle export` made" in refusal(ask("export", *argv, file="survey.eagle"))
+    assert "made by `eagle export`" in refusal(ask("export", *argv, file="survey.eagle"))
     assert [file.name for file in tmp_path.iterdir()] == ["head"]
+
+
+def test_only_the_command_that_made_a_file_may_make_it_again():
+    """Each embedded part is taken by one command. So no part replaces that of another method."""
+    def takes(part: Path, made_by: str) -> bool:
+        try:
+            check_replaceable(part, "", made_by, False)
+        except InputError:
+            return False
+        return True
+    trainers = {"hydra": "medusa train", "layerskip": "layerskip tune", "space": "masks tune",
+                "rest": "rest build", "exit": "early_exit train", "pass": "masks train",
+                "blocks": "draft_verify search", "sequoia": "sequoia calibrate",
+                "hybrid": "hybrid fit", "evaluation": ""}
+    for part in [*ROOT.glob("models/*.safetensors"), *ROOT.glob("models/*.json")]:
+        expected = trainers.get(part.stem, f"{part.stem} train")
+        assert [by for by in BEGINS if takes(part, by)] == [expected], part
+    making = {name_command(command) for file in FILES for command in functions_of(file)[1]
+              if "out" in read_options(command)}
+    folders = {"eagle export", "eagle3 export", "medusa export", "layerskip export", "cllm train",
+               "online boost"}
+    assert making - folders == {*BEGINS} - {"", "train prompts"}
+
+
+def test_a_stream_that_ended_may_begin_again(small, quick, tmp_path):
+    """Its file of answers and its folder of the draft are the command's own."""
+    argv = ["--draft", str(small / "draft"), "--out", str(tmp_path / "a"), "--max-new-tokens", "3"]
+    for work in "one", "one", "other":
+        status, _, err = quick("survey.online", "serve", *argv, "--work", str(tmp_path / work))
+        assert status == (2 if work == "other" else 0), err
 
 
 def test_a_draft_for_a_method_that_takes_none(ask, monkeypatch):
