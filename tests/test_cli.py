@@ -1047,7 +1047,9 @@ TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 WHOLE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>{% if m.thinking %}"
          "({{ m.thinking }}){% endif %}{{ m.content }}{{ m.tool_calls }}<s>\n{% endfor %}"
          "{% if add_generation_prompt %}<assistant>{% else %}</s>{% endif %}")
-OPENS = TEMPLATE.replace("{% endif", "<think>{% endif")
+# This one opens a thought, and leaves the thoughts of answers out.
+OPENS = TEMPLATE.replace("{% endif", "<think>{% endif").replace(
+    "m.content", "m.content.split('</think>')[-1]")
 ASKED, SAID = TALK[1:]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"f": "x"}]}
 
@@ -1063,6 +1065,8 @@ def learn(model, tokenizer, prompts, *, steps: int = 1, lr: float = 0.1):
     ({"prompt": "Tom has 3", "answer": " apples"}, ["--chat"], "<user>Tom has 3<assistant>",
      " apples</s>"),
     ({"messages": TALK}, [], "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": "4", "template": OPENS}, ["--chat"],
+     "<user>Tom has 3<assistant>", "4</s>"),
     ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, ["--chat"], [5, 6], [8, 9]),
     ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "template": WHOLE}, [],
      "<user>Tom has 3<s>\n<assistant>", "(2 + 1) apples<s>"),
@@ -1093,8 +1097,9 @@ def test_answers_made_elsewhere_become_tokens(row, chat, prompt, answer, small_l
      "line 1: the chat template leaves out 'thoughts' of message 2"),
     ({"messages": [ASKED, CALL, *TALK[1:]]}, [], "leaves out 'tool_calls' of message 2"),
     ({"messages": TALK, "tools": [{"f": {}}]}, [], "leaves out 'tools'"),
-    ({"messages": TALK, "template": OPENS}, [],
+    ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS}, [],
      "line 1: the chat template begins answers with '<think>', but not this one"),
+    ({"messages": TALK, "template": OPENS.replace("<think>", "\n")}, [], "begins answers with '\\n'"),
     ({"messages": [ASKED, SAID | {"content": ""}]}, [], "line 1: the last message says nothing"),
     ({"prompt": "a"}, [], "line 1: it has no answer"),
     ({"prompt": "a", "answer": "b"}, ["--prompts", f"{ROOT}/models/examples.jsonl"],
