@@ -1099,7 +1099,7 @@ def test_answers_made_elsewhere_become_tokens(row, chat, prompt, answer, small_l
     ({"messages": TALK, "tools": [{"f": {}}]}, [], "leaves out 'tools'"),
     ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS}, [],
      "line 1: the chat template begins answers with '<think>', but not this one"),
-    ({"messages": TALK, "template": OPENS.replace("<think>", "\n")}, [], "begins answers with '\\n'"),
+    ({"messages": TALK, "template": OPENS.replace("<think>", "!")}, [], "begins answers with '!'"),
     ({"messages": [ASKED, SAID | {"content": ""}]}, [], "line 1: the last message says nothing"),
     ({"prompt": "a"}, [], "line 1: it has no answer"),
     ({"prompt": "a", "answer": "b"}, ["--prompts", f"{ROOT}/models/examples.jsonl"],
