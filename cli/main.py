@@ -13,6 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Callable, Container, Iterator
 
+from huggingface_hub.utils import logging as hub
 from safetensors import SafetensorError
 from transformers.utils import logging
 
@@ -341,6 +342,7 @@ def run_script(act: Callable[[], int | None]) -> int:
     """
     set_encodings()
     logging.set_verbosity_error()
+    hub.set_verbosity_error()  # offline it would print two lines for each of its attempts
     logging.disable_progress_bar()
     signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # for `| head`
     try:

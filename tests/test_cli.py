@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.utils import logging
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
@@ -681,6 +682,15 @@ def test_a_stream_that_ended_may_begin_again(small, quick, tmp_path):
     for work in "one", "one", "other":
         status, _, err = quick("survey.online", "serve", *argv, "--work", str(tmp_path / work))
         assert status == (2 if work == "other" else 0), err
+
+
+def test_a_head_that_cannot_be_reached_is_one_line(ask, monkeypatch, caplog):
+    """No attempt of the hub's client is told of, which makes several."""
+    monkeypatch.setattr("survey.released.cached_file", lambda *_, **__: hub.warning("Retrying in"))
+    hub = logging.get_logger("huggingface_hub.utils._http")
+    logging.set_verbosity_warning()
+    assert "got 'none'" in refusal(ask("--adapter", "none", file="survey.eagle"))
+    assert caplog.records == []
 
 
 def test_a_draft_for_a_method_that_takes_none(ask, monkeypatch):
