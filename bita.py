@@ -648,6 +648,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([bita], report, commands=[train],
                   ranges={"tree": TREES, "k": (1, 2, 3, 5)}))

@@ -852,6 +852,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([cllm], report, target="cllm", commands=[collect, train, profile],
                   folders=[train], ranges={"n": (4, 8, 16, 32, 64)}))

@@ -288,7 +288,7 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     from cli.trajectory import show_trajectory
     sys.exit(main([jacobi, lookahead], report, viewers={jacobi: show_trajectory}, ranges={
         "n": (2, 4, 8, 16, 32), "W": (0, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}))

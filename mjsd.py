@@ -364,6 +364,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([mjsd, mjgd], report, lossy=[mjsd, mjgd],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8), "beams": (1, 2, 4, 8)}))

@@ -262,5 +262,5 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([speculative], report, ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)}))

@@ -3,6 +3,7 @@
 `common.load` says what transformers says. The functions here look at a directory that could not be
 loaded, so that its user learns which file is wrong and what to do about it."""
 import json
+import re
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import replace
@@ -347,7 +348,8 @@ def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[st
 
     tools    what the assistant may call
     returns  the text up to the answer, and the answer with all that the template adds to it
-    raises   ValueError where the template leaves something out, or begins an answer in two ways
+    raises   ValueError where the template leaves something out, or begins an answer in two ways.
+             Only a thought that it opens is left out of the text for an answer without a thought
     """
     whole = render(tokenizer, messages, tools, speaks=False)
     lost = find_lost(tokenizer, messages, tools)
@@ -355,8 +357,15 @@ def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[st
         raise ValueError(f"the chat template leaves out {lost}")
     prompt = render(tokenizer, messages[:-1], tools)
     if not whole.startswith(prompt):
-        begin = prompt[len(commonprefix([prompt, whole])):]
-        raise ValueError(f"the chat template begins answers with {begin!r}, but not this one")
+        common = commonprefix([prompt, whole])
+        begin = prompt[len(common):]
+        # Some templates open a thought for the model, and render answers without a thought. An
+        # answer with its thought written in the content would lose the thought there.
+        content = messages[-1].get("content")
+        opens = re.fullmatch(r"<[^<>]*think[^<>]*>\s*", begin)
+        if not (opens and isinstance(content, str) and content.strip() in whole[len(common):]):
+            raise ValueError(f"the chat template begins answers with {begin!r}, but not this one")
+        prompt = common
     if not render(tokenizer, messages, tools).startswith(whole):
         # Some templates end a text with an EOS that does not end a turn within a text.
         whole = whole.removesuffix(tokenizer.eos_token or "")

@@ -13,6 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Callable, Container, Iterator
 
+from huggingface_hub.utils import logging as hub
 from safetensors import SafetensorError
 from transformers.utils import logging
 
@@ -289,15 +290,15 @@ def perform_command(command, argv: list[str], folders: Container) -> int:
     args = parse_command(command, argv)
     options = select_options(args, command, [])
     settings = select_settings(args)
-    made_by = name_command(command) if command in folders else ""
+    made_by, folder = name_command(command), command in folders
     if "out" in options:
-        check_result("out", options["out"], list_reads(args, command), made_by)
+        check_result("out", options["out"], list_reads(args, command), made_by, folder)
     model, tokenizer = load_model(args.target, args)
     if "prompts" in args:
         options["prompts"], settings = encode_data(model, tokenizer, args, settings)
     with use_settings(settings):
         status = command(model, tokenizer, **options) or 0
-    if made_by:
+    if folder:
         sign_folder(options["out"], made_by)
     return status
 
@@ -341,6 +342,7 @@ def run_script(act: Callable[[], int | None]) -> int:
     """
     set_encodings()
     logging.set_verbosity_error()
+    hub.set_verbosity_error()  # offline it would print two lines for each of its attempts
     logging.disable_progress_bar()
     signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # for `| head`
     try:

@@ -16,28 +16,40 @@ from common import InputError
 
 MADE_BY = "made_by.txt"  # the file of a folder that names the command which made the folder
 PREFIX = ".new-"  # how the folders begin in which results are written
-# How files begin that commands of this project make: trained parts, then JSON, then JSON of
-# scripts, then pages and pictures. Prompts may be a user's own.
-OWN = re.compile(rb'.{8}\{"__metadata__":\{"(part|bita)"|\{"(model|target)":|\{\n "'
-                 rb'|<!doctype html>|<svg ', re.DOTALL)
-PROMPTS = re.compile(rb'\{"prompt":')
+# How the files of each command begin, once backslashes are taken out. [^"]* stands for numbers.
+# Pages, pictures and figures have no command. PaSS's tokens are a tuning without prompt tokens. So
+# `bita train` replaces no such tuning, not even its own.
+PART = '.{8}{"__metadata__":{"part":"{"kind": "'
+BITA = '.{8}{"__metadata__":{"bita":"{[^}]*"design": '
+BEGINS = {
+    "": '<!doctype html>|<svg |{\n "', "train prompts": r'{"prompt": "[^\n]*"}\n',
+    "bita train": f'{BITA}"(deep|shallow)"', "masks train": f'{BITA}"none"',
+    "medusa train": f'{PART}(medusa|hydra) heads"', "masks tune": f'{PART}a SPACE tuning"',
+    "eagle train": f'{PART}an EAGLE layer"', "eagle3 train": f'{PART}an EAGLE-3 layer"',
+    "dflash train": f'{PART}a DFlash draft"', "early_exit train": f'{PART}an early exit"',
+    "layerskip tune": f'{PART}a LayerSkip tuning"', "rest build": f'{PART}a REST datastore"',
+    "hybrid fit": '{"model": [^"]*"trust": ', "draft_verify search": '{"model": [^"]*"attention": ',
+    "sequoia calibrate": r'{"target": \[', "cllm collect": '{"model": "[^"]*", "n": ',
+    "online serve": '{"prompt": [^"]*"answer": [^"]*"drafted": ',
+    **dict.fromkeys(("medusa measure", "eagle measure", "eagle3 measure"),
+                    '{"model": [^"]*"head": ')}
 
 
 # ------------------------------------------------------------------------ before any work
 
 def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "",
-                 own: re.Pattern = OWN) -> None:
+                 folder: bool = False) -> None:
     """Refuse a place for a result, before any work.
 
     option   the option that gave the place, as its keyword argument is written
     path     the place
     reads    paths and names of all that the same command reads. Those that are None do not count
-    made_by  the command, if it makes a folder. Empty: it makes a file
-    own      how an older file begins that the result may replace
+    made_by  the command, which may replace what it made before. Empty: a page or figures
+    folder   whether it makes a folder, and not a file
     raises   InputError for something that is read, for a file or folder of another origin, and for
              a place where nothing can be written
     """
-    wanted = "folder" if made_by else "file"
+    wanted = "folder" if folder else "file"
     expected = f"--{option} must be a {wanted} that can be written, got {str(path)!r}"
     try:
         for read in reads:
@@ -45,7 +57,7 @@ def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "
                 raise InputError(f"--{option} must be no {wanted} that the command itself reads or "
                                  f"works in, got {str(path)!r}")
         if path.exists():
-            check_replaceable(path, expected, made_by, own)
+            check_replaceable(path, expected, made_by, folder)
         try_to_make(path)
     except OSError as error:
         raise InputError(f"{expected}: {error.strerror}") from error
@@ -58,29 +70,30 @@ def is_same(path: Path, other: str | Path) -> bool:
     return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
-def check_replaceable(path: Path, expected: str, made_by: str, own: re.Pattern) -> None:
-    """Refuse what exists, unless a command of this kind has made it.
+def check_replaceable(path: Path, expected: str, made_by: str, folder: bool) -> None:
+    """Refuse what exists, unless the same command has made it.
 
-    path, made_by, own  as `check_result` takes them
-    expected            how the message begins
+    path, made_by, folder  as `check_result` takes them
+    expected               how the message begins
     """
-    if path.is_dir() != bool(made_by):
-        raise InputError(f"{expected}: it is a {'file' if made_by else 'folder'}")
+    if path.is_dir() != folder:
+        raise InputError(f"{expected}: it is a {'file' if folder else 'folder'}")
     if not os.access(path, os.W_OK):
         raise InputError(f"{expected}: Permission denied")
-    if made_by:
+    if folder:
         weights = [file for end in ("safetensors", "bin") for file in path.glob(f"*.{end}")]
         held = [file.name for file in (path / "config.json", *weights) if file.exists()]
         mark = path / MADE_BY
         owner = mark.read_text(encoding="utf-8").strip() if mark.exists() else ""
         if held and owner != made_by:
-            raise InputError(f"--out must be a new folder, or one that `{made_by}` made, got "
-                             f"{str(path)!r} with {held[0]}")
+            raise InputError(f"{expected} with {held[0]}: it was not made by `{made_by}`, and "
+                             "would be lost")
     elif path.is_file():
-        with open(path, "rb") as file:
-            begins = file.read(64)
-        if begins and not own.match(begins):
-            raise InputError(f"{expected}: it was not made here, and would be lost")
+        with open(path, encoding="latin-1", newline="") as file:
+            begins = file.read(1 << 20).replace("\\", "")
+        if begins and not re.match(BEGINS[made_by], begins, re.DOTALL):
+            by = f"by `{made_by}`" if made_by else "here"
+            raise InputError(f"{expected}: it was not made {by}, and would be lost")
 
 
 def try_to_make(path: Path) -> None:

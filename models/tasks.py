@@ -1120,11 +1120,14 @@ def tally(rng):
 
 def main(argv: list[str] | None = None) -> None:
     """Print training prompts as JSON lines, or without a number some examples to read."""
-    parser = argparse.ArgumentParser(description="Print some examples; with N, training prompts.")
+    from cli.text import Parser
+    parser = Parser(description="Print some examples; with N, training prompts.")
     parser.add_argument("n", type=int, nargs="?", help="training prompts of each task")
     parser.add_argument("seed", type=int, nargs="?", default=-2)
     parser.add_argument("tasks", nargs="*", metavar="task", help=f"of {', '.join(TASKS)}")
     args = parser.parse_args(argv)
+    if args.n is not None and args.n < 0:
+        parser.error(f"n must be 0 or more, got {args.n}")
     unknown = {*args.tasks} - {*TASKS}
     if unknown:
         parser.error(f"task must be one of {', '.join(TASKS)}, got {', '.join(sorted(unknown))}")
@@ -1139,4 +1142,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    from cli.main import run_script
+    sys.exit(run_script(main))

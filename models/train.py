@@ -51,7 +51,7 @@ from cli.options import (add_own_options, add_prompt_options, list_reads,  # noq
                          select_settings)
 from cli.main import run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
-from models.files import PROMPTS, check_result, save_model, sign_folder, write_text  # noqa: E402
+from models.files import check_result, save_model, sign_folder, write_text  # noqa: E402
 from models.training import (Settings, Training, answer_all, collect_examples,  # noqa: E402
                              compute_in_parts, digest, divergence, generate_answers,
                              low_precision, multiplies_bfloat16, require,
@@ -367,7 +367,7 @@ def make_prompts(argv: list[str]) -> None:
     for option in "count", "batch", "max_new_tokens":
         require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
     require(args.temperature > 0, "temperature", "above 0", args.temperature)
-    check_result("out", args.out, [args.target], own=PROMPTS)
+    check_result("out", args.out, [args.target], "train prompts")
     model, tokenizer = load_checked(args.target, args.device, args.dtype)
     before = open_chat(tokenizer)
     torch.manual_seed(args.seed)
@@ -435,7 +435,7 @@ def distil_layers(argv: list[str]) -> None:
     add_own_options(parser, Settings)
     args = parser.parse_args(argv)
     made_by = "train distil"
-    check_result("out", args.out, [*list_reads(args, distil_layers), args.work], made_by)
+    check_result("out", args.out, [*list_reads(args, distil_layers), args.work], made_by, True)
     require_training_options(args.lr, batch=args.batch, steps=args.steps,
                              max_new_tokens=args.max_new_tokens)
     settings = select_settings(args)

@@ -246,5 +246,5 @@ def another_tokenizer(target: CachedLM, draft: CachedLM, prompt: list[int], *, t
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([another_tokenizer], report, ranges={"gamma": (1, 2, 3, 4, 6, 8)}))

@@ -271,5 +271,5 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([cascade], report_acceptance, ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))

@@ -768,5 +768,5 @@ def load_draft(path: str | Path, model) -> Draft:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([dflash], report, commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

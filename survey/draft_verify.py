@@ -383,6 +383,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([draft_verify], report, commands=[search],
                   ranges={"gamma": (1, 2, 3, 4, 6, 8, 12)}))

@@ -892,6 +892,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([eagle], report, commands=[train, measure, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -629,6 +629,6 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([eagle3], report, commands=[train, measure, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -222,6 +222,6 @@ def load_exit(path: str | Path, model) -> Exit:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([early_exit], report, commands=[train],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

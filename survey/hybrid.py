@@ -82,6 +82,7 @@ from survey.ngrams import (SEEN, SOURCES, NGrams, fit_pool, fit_trust, mix_entri
                            pool_chances)
 from survey.parts import MODELS, load_facts, logits_of, save_facts
 from survey.recycling import Successors
+from survey.released import is_head, some_weights
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
 from survey.taps import FeatureLM, tap_target, tap_widths
 from survey.views import depth_of
@@ -252,6 +253,27 @@ class Trained:
         return self.rows[path][0]
 
 
+def load_guesser(target: CachedLM, guess: str, adapter: str, facts: dict,
+                 trust: str) -> Trained | None:
+    """Load the trained part that guesses. InputError unless the trust was fitted for this part.
+
+    facts    what `load_trust` read
+    trust    its file, for the message of the error
+    returns  the part, or None if only n-grams guess
+
+    The other arguments are those of `hybrid`.
+    """
+    if guess not in facts["pools"]:
+        raise InputError(f"--guess must be one that {trust!r} was fitted for, got {guess}")
+    if guess == "none":
+        return None
+    trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
+    if not is_head(facts["parts"][guess], trained.part):
+        raise InputError(f"--trust must be a file that was fitted for this part of {guess}, got "
+                         f"{trust!r}, for another one")
+    return trained
+
+
 # ---------------------------------------------------------------------------------- the tree
 
 def predict_children(ngrams: NGrams, path: str, chance: float, trained: Trained | None,
@@ -420,13 +442,9 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
         raise InputError(f"--nodes must be 1 to {MOST}, or 0, got {nodes}")
     store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
     facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
-    if guess not in facts["pools"]:
-        raise InputError(f"--guess must be one that {trust!r} was fitted for, got {guess}")
+    trained = load_guesser(target, guess, adapter, facts, trust)
     pool = facts["pools"][guess]
-    trained, taps = None, [depth_of(target.model)]
-    if guess != "none":
-        trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
-        taps = trained.taps
+    taps = trained.taps if trained else [depth_of(target.model)]
     with tap_target(target, taps):
         target.start(prompt[:-1])
         if trained:
@@ -499,7 +517,8 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     trust = fit_trust(chains)
     by_ngrams = [mix_entries(found, trust) for found in entries]
     pools = {kind: fit_pool(tokens, p, by_ngrams) for kind, p in guessed.items()}
-    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools)
+    fingerprints = {kind: some_weights(part.part) for kind, part in parts.items()}
+    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools, parts=fingerprints)
     print(f"{len(tokens):,} tokens; c, a, b and the share of the n-grams' errors that each part "
           f"mends: {pools}")
 
@@ -578,8 +597,9 @@ def load_trust(path: str, model) -> dict:
 
     path     the file
     model    the model that the file must be for
-    returns  a dictionary with "trust", as for `NGrams`, and "pools", {guess: what `fit_pool`
-             returned}. InputError if the file is damaged, or for another model
+    returns  a dictionary with "trust", as for `NGrams`, "pools", {guess: what `fit_pool` returned},
+             and "parts", {guess: the part's fingerprint}. InputError if the file is damaged, or for
+             another model
     """
     def parse(facts: dict) -> dict:
         numbers = torch.tensor(facts["trust"])
@@ -589,6 +609,9 @@ def load_trust(path: str, model) -> dict:
         if not right_shape or not ((0 <= numbers) & (numbers <= 1)).all() or not (
                 pools.isfinite().all()):
             raise ValueError("not 3 x 5 x 3 numbers of 0 to 1, and 4 finite numbers a part")
+        if facts["parts"].keys() != facts["pools"].keys() - {"none"}:
+            raise ValueError("not a fingerprint for each part")
+        torch.tensor([*chain(*facts["parts"].values())], dtype=torch.float32)
         return facts
     expected = "a file that `python -m survey.hybrid fit` made for this model"
     return load_facts(path, {"model": model}, expected, parse)
@@ -606,6 +629,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([hybrid], report, commands=[fit], ranges={"guess": GUESSES},
                   shared={"successors": Successors}))

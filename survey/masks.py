@@ -336,6 +336,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([pass_sampling, space], report, lossy=[space], commands=[train, tune],
                   ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)}))

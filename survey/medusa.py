@@ -81,7 +81,7 @@ Left out: the training of Medusa-2, which tunes the model as well. Hydra++ is le
 heads are four layers deep, and read features from one more decoder layer, which is EAGLE's idea.
 
 Older files load too. Their header names no residual, and f stands in place of R_k z + c_k. Both
-forms are compared in results/hydra.md.
+forms are compared in results/survey.md.
 """
 import random
 import sys
@@ -757,6 +757,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([medusa], report, commands=[train, measure, export],
                   folders=[export], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Iterator
 
 from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size
-from models.files import save_model
+from models.files import check_result, save_model, sign_folder
 from models.training import (Training, collect_examples, compute_in_parts, count_tokens, digest,
                              guess_answers, read_answers, require, require_training_options,
                              sample_alike, tokens_of_pass, warm_linear)
@@ -229,14 +229,16 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     temperature: 0 makes answers greedy. Above 0 they are sampled
     """
     require_training_options(lr, gamma=gamma, every=every, max_new_tokens=max_new_tokens)
+    if work is None:
+        work = Path(f"{out}.work")
+    reads = draft, model.name_or_path
+    check_result("work", work / "draft", reads, "online serve", folder=True)
     small = draft_for(model, tokenizer, draft)
     eos = eos_ids(model, tokenizer)
     longest = min(map(context_length, (model, small))) - max_new_tokens
     most = max(map(len, prompts))
     require(most <= longest, "prompts", f"texts of at most {longest} tokens", most)
     require(gamma <= longest, "gamma", f"at most {longest}", gamma)
-    if work is None:
-        work = Path(f"{out}.work")
     work.mkdir(parents=True, exist_ok=True)
     target = FeatureLM(model, vocab_size(model, tokenizer))
     first = CachedLM(small, vocab_size(small, tokenizer))
@@ -263,6 +265,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                 learner.learn()
                 learner.training.save()
     save_model(work / "draft", learner.lm.model, tokenizer)
+    sign_folder(work / "draft", "online serve")
 
 
 # --------------------------------------------------------------------- SpecInfer's second draft
@@ -327,6 +330,6 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([online], report_acceptance, commands=[serve, boost],
                   folders=[boost], ranges={"gamma": (2, 4, 6, 8)}))

@@ -313,10 +313,18 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
 
 # ------------------------------------------------------------------------- measured acceptance
 
-def some_weights(part: torch.nn.Module) -> torch.Tensor:
+def some_weights(part: torch.nn.Module) -> list[float]:
     """Take the fingerprint of a head: the first numbers of each tensor that can be trained."""
     trained = [p for p in part.parameters() if p.requires_grad]
-    return torch.cat([p.detach().flatten()[:8].float().cpu() for p in trained])
+    numbers = torch.cat([p.detach().flatten()[:8].float().cpu() for p in trained])
+    return [float(f"{x:.4g}") for x in numbers.tolist()]
+
+
+def is_head(fingerprint: list[float], part: torch.nn.Module) -> bool:
+    """Tell whether a fingerprint, which `some_weights` took of a head, is of this head."""
+    there, here = torch.tensor(fingerprint), torch.tensor(some_weights(part))
+    # A head may have been measured in another type, whose numbers are rounded.
+    return there.shape == here.shape and torch.allclose(there, here, rtol=0.02, atol=1e-6)
 
 
 def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[float]],
@@ -329,8 +337,7 @@ def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[floa
     tokens   what dynamic trees give, if the head is one of EAGLE's
     """
     print(f"right {[round(ranks[0], 3) for ranks in accept]}")
-    numbers = [float(f"{x:.4g}") for x in some_weights(part).tolist()]
-    save_facts(path, {"model": model}, head=numbers, accept=accept, tokens=tokens)
+    save_facts(path, {"model": model}, head=some_weights(part), accept=accept, tokens=tokens)
 
 
 def load_accept(path: str, model,
@@ -343,9 +350,7 @@ def load_accept(path: str, model,
     returns  the tables accept and tokens, as `save_accept` describes them
     """
     def parse(facts: dict) -> tuple:
-        there, here = torch.tensor(facts["head"]), some_weights(part)
-        # A head may have been measured in another type, whose numbers are rounded.
-        if there.shape != here.shape or not torch.allclose(there, here, rtol=0.02, atol=1e-6):
+        if not is_head(facts["head"], part):
             raise ValueError("another head's")
         accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
         right = all(ranks and all(0 <= p <= 1 for p in ranks) for ranks in accept)

@@ -438,5 +438,5 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([rest], report, commands=[build], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -451,5 +451,5 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main
+    from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([sequoia], report, commands=[calibrate], ranges=RANGES))

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.utils import logging
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
@@ -25,15 +26,17 @@ from cli.main import explain_slowdown
 from cli.graphs import GraphedLM
 from cli.run import Run
 from cli.trajectory import show_trajectory
-from common import CachedLM, autoregressive, encode, eos_ids, greedy, load
+from cli.options import name_command, read_options
+from common import CachedLM, InputError, autoregressive, encode, eos_ids, greedy, load
 from families import near, tiny
 from helpers import (ROOT, forget_project, fork, main, said_in_one_line, script,
                      tokens_of)
 from models import training
+from models.files import BEGINS, check_replaceable
 from models.tasks import read_prompts
 from speculative import report as acceptance
 from speculative import speculative
-from test_structure import FILES, METHODS, path_of
+from test_structure import FILES, METHODS, functions_of, path_of
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -417,7 +420,7 @@ def test_what_a_method_is_given(ask, monkeypatch):
     """The tokenizer's size, for embeddings are often padded beyond it; with --graphs models that
     run so and have been checked so."""
     seen, checked = [], []
-    monkeypatch.setattr("cli.main.check",
+    monkeypatch.setattr("cli.main.check_passes",
                         lambda model, run_as: checked.append((model, run_as)))
 
     def spying(target, draft, prompt, *, sample=None, log=None):
@@ -451,6 +454,7 @@ def odd(tmp_path_factory):
     (top / "file").write_text("no directory")
     (top / "latin").write_bytes(b"caf\xe9")
     (top / "link").symlink_to(top / "unknown")
+    (top / "has/draft").mkdir(parents=True)
     (top / "p.jsonl").write_text('{"prompt": "Tom has 3 apples."}\n')
     return top
 
@@ -613,12 +617,17 @@ REFUSED = [
     ("survey.eagle3 export --adapter x --target {odd}/unknown --out {odd}/link/", "itself reads"),
     ("survey.online boost --draft {odd}/unknown --out {odd}/link", "itself reads or works in"),
     ("survey.medusa export --adapter x --out {odd}/broken",
-     "a new folder, or one that `medusa export` made, got '{odd}/broken' with config.json"),
+     "got '{odd}/broken' with config.json: it was not made by `medusa export`, and would be lost"),
+    ("survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft",
+     "--work must be no folder that the command itself reads or works in, got '{odd}/has/draft'"),
+    ("survey.online serve --out /no/x --work models --draft x",
+     "--work must be a folder that … 'models/draft' with config.json: it was not made by `online"),
     ("survey.layerskip export --tuning x --out {odd}/file", "--out must be a folder … is a file"),
     ("cllm train --data x --lr 1 --out {odd}/file", "--out must be a folder … it is a file"),
     ("survey.medusa train --out {odd}/empty", "--out must be a file … it is a folder"),
-    ("survey.medusa train --out {odd}/unknown/config.json", "it was not made here"),
-    ("survey.medusa train --out {odd}/p.jsonl", "it was not made here"),
+    ("survey.medusa train --out {odd}/unknown/config.json", "it was not made by `medusa train`"),
+    ("survey.medusa train --out {odd}/p.jsonl", "it was not made by `medusa train`, and would be"),
+    ("speculative --trace models/medusa.safetensors", "it was not made here, and would be lost"),
     ("survey.draft_verify search --out {odd}/new --max-new-tokens 0",
      "--max-new-tokens must be 1 or more, got 0"),
     ("bita train --out {odd}/file/x", "--out must be a file that can be … Not a directory"),
@@ -641,8 +650,47 @@ def test_a_command_may_make_its_own_folder_again(tmp_path, ask):
             f"{tmp_path}/head"]
     for _ in range(2):
         assert ask("export", *argv, file="survey.eagle3")[0] == 0
-    assert "`eagle export` made" in refusal(ask("export", *argv, file="survey.eagle"))
+    assert "made by `eagle export`" in refusal(ask("export", *argv, file="survey.eagle"))
     assert [file.name for file in tmp_path.iterdir()] == ["head"]
+
+
+def test_only_the_command_that_made_a_file_may_make_it_again():
+    """Each embedded part is taken by one command. So no part replaces that of another method."""
+    def takes(part: Path, made_by: str) -> bool:
+        try:
+            check_replaceable(part, "", made_by, False)
+        except InputError:
+            return False
+        return True
+    trainers = {"hydra": "medusa train", "layerskip": "layerskip tune", "space": "masks tune",
+                "rest": "rest build", "exit": "early_exit train", "pass": "masks train",
+                "blocks": "draft_verify search", "sequoia": "sequoia calibrate",
+                "hybrid": "hybrid fit", "evaluation": ""}
+    for part in [*ROOT.glob("models/*.safetensors"), *ROOT.glob("models/*.json")]:
+        expected = trainers.get(part.stem, f"{part.stem} train")
+        assert [by for by in BEGINS if takes(part, by)] == [expected], part
+    making = {name_command(command) for file in FILES for command in functions_of(file)[1]
+              if "out" in read_options(command)}
+    folders = {"eagle export", "eagle3 export", "medusa export", "layerskip export", "cllm train",
+               "online boost"}
+    assert making - folders == {*BEGINS} - {"", "train prompts"}
+
+
+def test_a_stream_that_ended_may_begin_again(small, quick, tmp_path):
+    """Its file of answers and its folder of the draft are the command's own."""
+    argv = ["--draft", str(small / "draft"), "--out", str(tmp_path / "a"), "--max-new-tokens", "3"]
+    for work in "one", "one", "other":
+        status, _, err = quick("survey.online", "serve", *argv, "--work", str(tmp_path / work))
+        assert status == (2 if work == "other" else 0), err
+
+
+def test_a_head_that_cannot_be_reached_is_one_line(ask, monkeypatch, caplog):
+    """No attempt of the hub's client is told of, which makes several."""
+    monkeypatch.setattr("survey.released.cached_file", lambda *_, **__: hub.warning("Retrying in"))
+    hub = logging.get_logger("huggingface_hub.utils._http")
+    logging.set_verbosity_warning()
+    assert "got 'none'" in refusal(ask("--adapter", "none", file="survey.eagle"))
+    assert caplog.records == []
 
 
 def test_a_draft_for_a_method_that_takes_none(ask, monkeypatch):
@@ -1009,7 +1057,9 @@ TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 WHOLE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>{% if m.thinking %}"
          "({{ m.thinking }}){% endif %}{{ m.content }}{{ m.tool_calls }}<s>\n{% endfor %}"
          "{% if add_generation_prompt %}<assistant>{% else %}</s>{% endif %}")
-OPENS = TEMPLATE.replace("{% endif", "<think>{% endif")
+# This one opens a thought, and leaves the thoughts of answers out.
+OPENS = TEMPLATE.replace("{% endif", "<think>{% endif").replace(
+    "m.content", "m.content.split('</think>')[-1]")
 ASKED, SAID = TALK[1:]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"f": "x"}]}
 
@@ -1025,6 +1075,8 @@ def learn(model, tokenizer, prompts, *, steps: int = 1, lr: float = 0.1):
     ({"prompt": "Tom has 3", "answer": " apples"}, ["--chat"], "<user>Tom has 3<assistant>",
      " apples</s>"),
     ({"messages": TALK}, [], "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": "4", "template": OPENS}, ["--chat"],
+     "<user>Tom has 3<assistant>", "4</s>"),
     ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, ["--chat"], [5, 6], [8, 9]),
     ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "template": WHOLE}, [],
      "<user>Tom has 3<s>\n<assistant>", "(2 + 1) apples<s>"),
@@ -1055,8 +1107,9 @@ def test_answers_made_elsewhere_become_tokens(row, chat, prompt, answer, small_l
      "line 1: the chat template leaves out 'thoughts' of message 2"),
     ({"messages": [ASKED, CALL, *TALK[1:]]}, [], "leaves out 'tool_calls' of message 2"),
     ({"messages": TALK, "tools": [{"f": {}}]}, [], "leaves out 'tools'"),
-    ({"messages": TALK, "template": OPENS}, [],
+    ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS}, [],
      "line 1: the chat template begins answers with '<think>', but not this one"),
+    ({"messages": TALK, "template": OPENS.replace("<think>", "!")}, [], "begins answers with '!'"),
     ({"messages": [ASKED, SAID | {"content": ""}]}, [], "line 1: the last message says nothing"),
     ({"prompt": "a"}, [], "line 1: it has no answer"),
     ({"prompt": "a", "answer": "b"}, ["--prompts", f"{ROOT}/models/examples.jsonl"],

@@ -19,6 +19,7 @@ from survey.medusa import Heads
 from survey.ngrams import NGrams, fit_pool, fit_trust, pool_chances, split_chance
 from survey.parts import save_facts
 from survey.recycling import Successors
+from survey.released import some_weights
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 from survey.taps import FeatureLM
 
@@ -44,6 +45,8 @@ def prepared(model, texts=((3, 14, 15, 9, 2, 6),), eagle_reads="shifted") -> Fea
         target.memo[kind, "part"] = heads
     target.memo["dflash", "part"] = block_draft(model)
     target.memo["eagle3", "part"] = eagle3_draft(model)
+    target.memo["trust", "trust"]["parts"] = {
+        kind: some_weights(target.memo[kind, "part"]) for kind in KINDS}
     return target
 
 
@@ -598,6 +601,9 @@ def test_trust_is_measured_and_kept_for_its_model(fitted, monkeypatch, capsys):
         next(hybrid(FeatureLM(model), [1], guess="eagle", trust=file))
     with pytest.raises(InputError, match="another model's"):
         load_trust(file, tiny("llama", seed=1))
+    monkeypatch.setattr(module, "load_heads", lambda path, kind, model: Heads(model, kind, 2))
+    with pytest.raises(InputError, match="--trust must be a .* fitted for this part of hydra, got"):
+        next(hybrid(CachedLM(model), [1], guess="hydra", trust=file))
 
 
 def test_a_part_is_replayed_in_rounds():
@@ -625,7 +631,7 @@ def test_each_part_is_fitted_on_its_own_features(fitted, monkeypatch):
     model, widths = tiny("llama"), {}
 
     class Told:
-        depth = 1
+        depth, part = 1, torch.nn.Linear(1, 1)
 
         def __init__(self, lm, kind, path):
             self.taps = [0, 1] if kind == "dflash" else [2]
@@ -663,7 +669,8 @@ def test_what_the_target_said_is_measured_before_each_token(fitted, monkeypatch)
     dict(pools={}), dict(trust=HALF), dict(trust=[[1]], pools={"none": []}),
     dict(trust=HALF, pools={"none": [], "hydra": [2.0]}), dict(trust=HALF, pools=[1]),
     dict(trust=HALF, pools={"none": [], "hydra": [1, 1, 1, float("inf")]}),
-    dict(trust=[[[-1.0] * 3] * 5] * 3, pools={"none": []})])
+    dict(trust=HALF, pools={"none": []}), dict(trust=HALF, pools={"none": []}, parts={"eagle": []}),
+    dict(trust=[[[-1.0] * 3] * 5] * 3, pools={"none": []}, parts={})])
 def test_damaged_files_are_refused(tmp_path, wrong):
     model = tiny("llama")
     save_facts(tmp_path / "t.json", {"model": model}, **wrong)

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cli.loading import encode_chat, encode_prompts, load_checked
-from common import CachedLM, InputError, autoregressive, check, encode, load, vocab_size
+from common import CachedLM, InputError, autoregressive, encode, load, vocab_size
 from models.training import context_length
 from families import SHAPE, tiny
 from helpers import ROOT, fork, script, tokens_of
@@ -222,7 +222,7 @@ def agrees(model) -> bool | None:
     """Say whether a prepared model computes what its own pass does, beyond a window of 9. None: it
     is refused."""
     try:
-        lm = CachedLM(check(model))
+        lm = CachedLM(check_passes(model))
     except InputError:
         return None
     text = torch.randint(5, 60, (28,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -278,7 +278,7 @@ def test_longrope_nested_by_kind_of_layer():
         config = Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=9, rope_parameters=nested,
                                   layer_types=["sliding_attention", "full_attention"])
         torch.manual_seed(0)
-        model = check(AutoModelForCausalLM.from_config(config).eval())
+        model = check_passes(AutoModelForCausalLM.from_config(config).eval())
         assert context_length(model) == 40
     flat = LlamaConfig(**SHAPE, head_dim=8, rope_parameters=factors | {
         "original_max_position_embeddings": 30})

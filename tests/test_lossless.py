@@ -43,6 +43,7 @@ from laws import law, outcomes
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     hybrid, layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
                     several_drafts, triforce)
+from survey.released import some_weights
 from toy_tokenizers import TOKENIZERS
 
 ALL = FAMILIES | MORE_FAMILIES
@@ -99,7 +100,8 @@ def pool_of(texts: list[list[int]]) -> ouroboros.PhrasePool:
 
 def trusting(model, part=None, kind: str = "none") -> Callable:
     """Prepare what the hybrid reads: a datastore, trust, and a part's guesses."""
-    known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5, 0.9]}}
+    known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5, 0.9]},
+             "parts": {kind: some_weights(part.requires_grad_())} if part else {}}
     store = store_of(own_texts(model))
     return lambda target: {("rest", "store"): store, ("trust", "trust"): known,
                            (kind, "part"): part}

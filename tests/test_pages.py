@@ -131,14 +131,6 @@ def test_every_command_exists(name, capsys, monkeypatch):
         assert problems_of(command, capsys) == [], " ".join(command)
 
 
-def test_the_command_in_python_runs(capsys):
-    """What a call of more rows costs: the one command of the pages that is Python itself."""
-    page = (ROOT / "results/real_model.md").read_text()
-    [command] = re.findall(r'^python -c "(.*?)"$', page, re.M | re.S)
-    exec(command.replace("DIR", str(ROOT / "models/target")), {})
-    assert capsys.readouterr().out.startswith("{1: ")
-
-
 # --------------------------------------------------------------------------- the table of survey/
 
 def rows_of(path) -> dict[str, list[str]]:

@@ -346,7 +346,7 @@ def test_the_report():
 # ----------------------------------------------------------------------------- the committed one
 
 def test_the_committed_datastore_has_answers_to_training_prompts_alone(embedded):
-    """Its n-th text answers the n-th prompt of `make rest`, whose templates are never those of
+    """Its n-th text answers the n-th prompt of its command, whose templates are never those of
     held-out prompts: many are the very answer that the task has, and none would be by chance."""
     target, _, tokenizer = embedded
     assert (ROOT / "models/rest.safetensors").stat().st_size < 1_000_000

@@ -8,6 +8,8 @@ import inspect
 import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 
@@ -174,6 +176,27 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
     eos = eos_ids(target, tokenizer)
     expected = tokens_of(autoregressive(CachedLM(target), encode(tokenizer, text)), 24, eos)
     assert found == {method: expected for _, method in METHODS}
+
+
+def run_alone(folder: str) -> None:
+    """Run a method file as a script, in a process that forgets where the project is."""
+    forget_project()
+    sys.path.insert(0, folder)
+    runpy.run_path(f"{folder}/jacobi.py", run_name="__main__")
+
+
+def test_a_copied_file_says_where_the_command_line_is(tmp_path):
+    """Python prints the line of the import that fails, and with it the comment there."""
+    line = "from cli.main import main  # the command line is in cli/, a folder of this project"
+    for name in FILES:
+        assert f"\n    {line}\n" in path_of(name).read_text(), name
+    for name in "common", "jacobi":
+        shutil.copy(path_of(name), tmp_path)
+    process, _, _, err = fork(run_alone, str(tmp_path))
+    errors = [row.strip() for row in err if "^" not in row]
+    process.join()
+    assert process.exitcode == 1
+    assert errors[-2:] == [line, "ModuleNotFoundError: No module named 'cli'"]
 
 
 # -------------------------------------------------------------------------------- short, narrow

@@ -1,13 +1,14 @@
 """Graders accept what is right, held-out prompts are new, and files of prompts are read."""
 import argparse
 import json
+import runpy
 import subprocess
 import sys
 
 import pytest
 
 import tasks
-from helpers import ROOT
+from helpers import ROOT, said_in_one_line
 
 WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSELECT 1; SELECT 2;")
 
@@ -203,8 +204,19 @@ def test_the_command_prints_prompts_of_every_task_or_of_those_named(capsys):
     assert json.loads(row)["prompt"] == tasks.take("math", "train", 1, -5)[0].prompt
 
 
-@pytest.mark.parametrize("argv", [["x"], ["2", "y"], ["2", "1", "poems"]])
-def test_what_is_no_number_or_no_task_is_refused(argv):
+@pytest.mark.parametrize("argv", [["x"], ["2", "y"], ["-1"], ["2", "1", "poems"]])
+def test_what_is_no_number_or_no_task_is_refused(argv, capfd):
     with pytest.raises(SystemExit) as end:
         tasks.main(argv)
     assert end.value.code == 2
+    said_in_one_line(": error: ", capfd)
+
+
+def test_ctrl_c_ends_the_script_as_all_scripts(monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sys, "argv", ["tasks.py", "2"])
+    monkeypatch.setattr(json, "dumps", stop)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(tasks.__file__, run_name="__main__")
+    assert end.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
