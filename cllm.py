@@ -538,6 +538,7 @@ class SideBySide:
 
     def __init__(self, model, prompts: list[list[int]]):
         self.model = model
+        self.length = CachedLM(model).max_length
         self.cache = KVCache()
         self.width = max(map(len, prompts)) - 1
         # How many rows of padding stand before each prompt
@@ -566,7 +567,7 @@ class SideBySide:
         # A row of padding sees itself, since the softmax of a row that sees nothing is nan
         itself = slots == rows
         visible = (causal & real) | itself  # [B, m, slots]
-        positions = (slots - self.padding).clamp(0, self.max_length - 1)  # [B, slots]
+        positions = (slots - self.padding).clamp(0, self.length - 1)  # [B, slots]
         mask = attention_mask(windows_of(self.model), visible, positions[:, start:], positions,
                               like)
         self.cache.start = start

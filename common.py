@@ -520,7 +520,7 @@ def check(model, run_as: type[CachedLM] = CachedLM):
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation("grouped")
     lm = run_as(model.eval())
-    a, b, c, d, e = range(len(model.get_input_embeddings().weight) // 2 + 2)[-5:]
+    a, b, c, d, e = range((len(lm.weight) - 5) // 2, len(lm.weight))[:5]
     lm.start([d, b, c])
     tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2])[[0, 1, 3, 0, 2, 4]].float()
     paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)

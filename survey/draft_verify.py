@@ -238,7 +238,7 @@ def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
         mask = attention_mask(whole.windows, visible[None], rows[None], slots[None], whole.weight)
         whole.cache.start = T
         ids = torch.tensor([(prompt + answer)[T - n:T]], device=whole.weight.device)
-        logits, _ = draft.run_model(ids, rows[None].to(ids.device), mask, None)
+        logits = draft.run_model(ids, rows[None].to(ids.device), mask, ids.shape[1])
         correct += sum(guess == token for guess, token in zip(greedy(logits[0]), answer))
         total += n
     return correct / total

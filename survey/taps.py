@@ -98,9 +98,9 @@ class FeatureLM(CachedLM):
         self.parts = None  # the features of each part of a prompt, while there is one
 
     def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
-        self.parts = [self.model.get_input_embeddings().weight[:0]] if not ids else []
+        self.parts = []
         super().start(ids, prefix)
-        self.features = torch.cat(self.parts)
+        self.features = torch.cat(self.parts) if self.parts else self.weight[:0]
         self.parts = None
 
     def forward(self, *args, **options) -> torch.Tensor:

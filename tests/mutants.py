@@ -577,7 +577,7 @@ MUTANTS = {
          "biases that engines do not read are exported"),
     ],
     "survey/taps.py": [
-        ("self.features = torch.cat(self.parts)", "self.features = self.parts[-1]",
+        ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
          "features of a long prompt are those of its last part"),
         ("if taps is None or len(layers) in taps:", "if taps is None:",
          "what the LM head reads is not tapped"),

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 import bita
 from cli.main import explain_slowdown
 from cli.graphs import GraphedLM
-from cli.run import Run
+from cli.run import Run, TimedLM
 from cli.trajectory import show_trajectory
 from cli.options import name_command, read_options
 from common import CachedLM, InputError, autoregressive, encode, eos_ids, greedy, load
@@ -306,7 +306,7 @@ def test_compare_looks_at_every_prompt_and_at_the_end(ask):
     assert ask(*ONE, *few, method=second)[0] == 0
     status, _, err = ask(*TWO, *few, method=second)
     assert status == 1 and "differs at token 2" in err
-    ar = Run(autoregressive, {"target": CachedLM(loaded(TARGET, None, None)[0])}, {}, {})
+    ar = Run(autoregressive, {"target": TimedLM(loaded(TARGET, None, None)[0])}, {}, {})
     ours = Run(same, ar.models, {}, {})
     ours.prompts, ar.outputs = [[5, 6], [5, 6]], [[7, 8], [7, 8, 9]]
     for outputs, said in ([[7, 8], [7, 8, 9]], ""), ([[7, 8], [7, 8]], "differs at token 3"), (
@@ -431,7 +431,7 @@ def test_what_a_method_is_given(ask, monkeypatch):
         assert ask(*ONE, "--max-new-tokens", "1", *graphs, method=spying)[0] == 0
     models = [loaded(path, None, None)[0] for path in (TARGET, DRAFT)]
     assert checked == [(model, GraphedLM) for model in models]
-    assert seen == [(model, 1536, run_as) for run_as in (CachedLM, GraphedLM) for model in models]
+    assert seen == [(model, 1536, run_as) for run_as in (TimedLM, GraphedLM) for model in models]
 
 
 # --------------------------------------------------------------------------- wrong input
@@ -461,10 +461,8 @@ def odd(tmp_path_factory):
 
 # A command line, and for some of its options values that they must not have, and the rule.
 RULES = """
-speculative | --gamma 0 -3: 1 or more | --max-new-tokens 0: 1 or more | --top-k -1: 0 or more
+speculative | --gamma 0 -3: 1 or more | --max-new-tokens 0: 1 or more
 speculative | --confidence -0.1 1.0 nan: 0 or more and below 1
-speculative | --temperature -0.1 1e-09 nan inf: 0 or 1e-6 to 1e6
-speculative | --top-p 0.0 1.5: above 0 and at most 1
 jacobi | --n 1: 2 or more
 jacobi --method lookahead | --W -1: 0 or more | --N 1: 2 or more | --G 0: 1 or more
 ouroboros | --gamma 0: 1 or more | --W 0: 1 or more | --beta 1: 2 or more
@@ -544,6 +542,8 @@ REFUSED = [
     ("speculative --gamma many", "argument --gamma: invalid int value: 'many'"),
     ("speculative --gamma 1000000000000", "--gamma must be at most the context of 2048 tokens"),
     ("speculative --gam 3", "unrecognized arguments: --gam 3"),
+    ("speculative --temperature nan", "temperature 0 or 1e-6 to 1e6, … got nan, 0 and 1.0"),
+    ("speculative --top-k -1 --top-p 1.5", "top_k >= 0, 0 < top_p <= 1, got 0.0, -1 and 1.5"),
     ("speculative tune", "unrecognized arguments: tune (--help lists all options)"),
     ("speculative --trace {odd}/file/x", "--trace must be a file that can be … /file/x': Not a"),
     ("speculative --trace {odd}", "--trace must be a file that can be … '{odd}': it is a folder"),

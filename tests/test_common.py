@@ -17,7 +17,7 @@ from cli.loading import check_passes, load_checked
 from cli.run import Run, TimedLM
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
                     autoregressive, check, eos_ids, greedy, load, trie, until, walk)
-from models.training import context_length
+from survey.views import context_length
 from survey.clock import best_tree, fastest, row_costs
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, VOCAB, tiny

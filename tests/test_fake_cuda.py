@@ -18,7 +18,7 @@ import train
 from bench import Ours
 from cli.graphs import GraphedLM, StaticCache, capture
 from cli.run import TimedLM
-from common import InputError, Sampler, autoregressive
+from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
@@ -104,10 +104,10 @@ def decode(name: str, run_as=TimedLM):
 
 PLANTED = {
     "tokens stay on the CPU": (
-        TimedLM, "forward", ".to(self.weight.device, non_blocking=True)", "",
+        CachedLM, "forward", ".to(self.weight.device)", "",
         decode("speculative")),
     "positions and mask stay on the CPU": (
-        TimedLM, "layout", ".to(self.weight.device, non_blocking=True)", "", decode("jacobi")),
+        CachedLM, "layout", ".to(self.weight.device)", "", decode("jacobi")),
     "the mask of a training stays on the CPU": (
         bita, "attention_mask", ".to(like)", ".to(like.dtype)",
         lambda folder: run("bita train", folder)),
@@ -129,7 +129,7 @@ PLANTED = {
         StaticCache, "update", "if written is None:", "if int(written[0]) < 0:",
         decode("jacobi", GraphedLM)),
     "the paths that loading checks stay on the CPU": (
-        common, "tree_error", ", device=lm.weight.device", "", lambda folder: load_tiny(folder)),
+        common, "check", ", device=lm.weight.device", "", lambda folder: load_tiny(folder)),
     "labels stay on the CPU": (
         bita, "fit", "labels.to(model.device)", "labels", lambda folder: run("bita train", folder)),
     "the tokens behind features stay on the CPU": (

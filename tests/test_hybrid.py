@@ -603,7 +603,7 @@ def test_trust_is_measured_and_kept_for_its_model(fitted, monkeypatch, capsys):
         load_trust(file, tiny("llama", seed=1))
     monkeypatch.setattr(module, "load_heads", lambda path, kind, model: Heads(model, kind, 2))
     with pytest.raises(InputError, match="--trust must be a .* fitted for this part of hydra, got"):
-        next(hybrid(CachedLM(model), [1], guess="hydra", trust=file))
+        next(hybrid(FeatureLM(model), [1], guess="hydra", trust=file))
 
 
 def test_a_part_is_replayed_in_rounds():

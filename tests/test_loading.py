@@ -12,11 +12,11 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig,
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cli.loading import encode_chat, encode_prompts, load_checked
+from cli.loading import check_passes, encode_chat, encode_prompts, load_checked
 from common import CachedLM, InputError, autoregressive, encode, load, vocab_size
-from models.training import context_length
 from families import SHAPE, tiny
 from helpers import ROOT, fork, script, tokens_of
+from survey.views import context_length
 
 EMBEDDED = ROOT / "models/target"
 
@@ -259,7 +259,7 @@ def test_windows_of_all_sizes(model_type, keys):
 def test_a_stray_window_is_forgotten_where_a_directory_is_loaded(folder):
     """The model is then the one without the key, for `generate` with its cache too."""
     change_json(folder / "config.json", sliding_window=9)
-    model, _ = load(str(folder), "cpu", "float32")
+    model, _ = load_checked(str(folder), "cpu", "float32")
     prompt = [*range(30, 50)]
     text = tokens_of(autoregressive(CachedLM(model), prompt), 30)
     assert model.config.sliding_window is None
@@ -288,8 +288,10 @@ def test_longrope_nested_by_kind_of_layer():
 
 @pytest.mark.parametrize("keys", [{"output_router_logits": True}, {"return_dict": False},
                                   {"output_hidden_states": True}])
-def test_settings_of_outputs_do_not_count(keys):
-    assert agrees(make_tiny("mixtral", **keys)) is True
+def test_settings_of_outputs_do_not_count(keys, folder):
+    make_tiny("mixtral").save_pretrained(folder)
+    change_json(folder / "config.json", **keys)
+    assert agrees(load_checked(str(folder), "cpu", "float32")[0]) is True
 
 
 # ----------------------------------------------------------------------------- its tokenizer
