@@ -78,7 +78,7 @@ def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, m
         monkeypatch.setattr(module, name, lambda x, make=make: calls.append(x) or make(x))
     monkeypatch.setattr(module, "build_planned_tree", lambda plan, x: calls.append(x)
                         or build_planned_tree(plan, x))
-    monkeypatch.setattr(module, "fastest", lambda *_: (best_tree([[0.5, 0.3], [0.4]], 5), 2))
+    monkeypatch.setattr("survey.clock.fastest", lambda *_: (best_tree([[0.5, 0.3], [0.4]], 5), 2))
     M, k = {"chain": (3, 1), "best": (2, 5)}.get(tree, (3, 2))
     for family, design in (("llama", "deep"), ("mistral", "shallow")):
         model, calls, log, text = tiny(family, vocab_size=5), [], [], [3, 1, 4]
@@ -116,7 +116,7 @@ def test_the_tree_that_pays(monkeypatch):
     for costs, nodes, M in (([1] * 7, 7, 2), ([1, 1, 1, 1.2, 9, 9, 9], 2, 1),
                             ([1, 1.6, 2, 4, 9, 9, 9], 1, 0), ([1, 1, 1, 1, 1.1, 9, 9], 5, 2)):
         costs = [costs[max(n - 1, 0).bit_length()] for n in range(module.MOST + 1)]
-        monkeypatch.setattr(module, "row_costs", lambda *_: costs)
+        monkeypatch.setattr("survey.clock.row_costs", lambda *_: costs)
         tree, found = max(list_plans(None, accept), key=lambda plan: plan[1] / plan[2])[0]
         assert (len(tree), found) == (nodes, M) and tree == best_tree(accept[:M], nodes)
     costs = list(range(module.MOST + 1))  # a row a second
@@ -181,7 +181,7 @@ class Position(torch.nn.Module):
 def test_positions_and_labels_of_figure_4(monkeypatch):
     """A model that really looks ahead is recognised: all masks right in training batches, and all
     M drafts accepted in decoding."""
-    monkeypatch.setattr(module, "row_costs", lambda *_: [1.0] * 65)
+    monkeypatch.setattr("survey.clock.row_costs", lambda *_: [1.0] * 65)
     shape = dict(layers=1, heads=1, head_dim=1, width=8)
     tuning, text = Tuning(shape, "none", 1, 3), [p * 7 % 61 for p in range(60)]
     data = [(text[:4], text[4:30]), (text[:9], text[9:13]), (text[:2], text[2:40])]
@@ -205,7 +205,7 @@ def test_a_tree_is_planned_for_a_tuning_and_a_length(monkeypatch):
         assert most == 64
         cheap = lm.length < 256
         return [1.0 if cheap != late else float(n) for n in range(65)]
-    monkeypatch.setattr(module, "row_costs", costs_of)
+    monkeypatch.setattr("survey.clock.row_costs", costs_of)
     model, text = Position(), [p * 7 % 61 for p in range(400)]
     model.config.get_text_config().max_position_embeddings = 999
     shape, target = dict(layers=1, heads=1, head_dim=1, width=8), CachedLM(model)
