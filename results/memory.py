@@ -138,10 +138,13 @@ class Ledger(TorchDispatchMode):
 
 def convert(self, change, recurse: bool = True):
     """Stand in for Module._apply, which cannot change parameters without numbers."""
+    made = {}  # by what it was made of: tied weights stay tied
     for module in self.modules():
         for name, x in module._parameters.items():
-            if x is not None and (new := change(x)) is not x:
-                module._parameters[name] = torch.nn.Parameter(new, x.requires_grad)
+            if x is not None and x not in made:
+                new = change(x)
+                made[x] = x if new is x else torch.nn.Parameter(new, x.requires_grad)
+            module._parameters[name] = made.get(x)
     return self
 
 
