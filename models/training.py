@@ -243,22 +243,23 @@ def read_whole_lines(file) -> list[bytes]:
     return lines
 
 
-def read_kept(file) -> dict[tuple[int, ...], list[int]]:
-    """Read the answers that earlier runs kept, and cut off a last line that is not whole.
+def read_kept(file, parse: Callable) -> dict:
+    """Read what earlier runs kept, JSON lines, and cut off a last line that is not whole.
 
-    file     the file of `collect_answers`, opened with "a+b"
-    returns  token ids of each answer, by the token ids of its prompt
-    raises   InputError for a line that holds no answer
+    file     opened with "a+b"
+    parse    parse(line) returns a name and a value
+    returns  the values by their names
+    raises   InputError for a line that holds something else
     """
-    answer_of = {}
+    kept = {}
     for number, line in enumerate(read_whole_lines(file), 1):
         try:
-            row = json.loads(line)
-            answer_of[tuple(row["prompt"])] = [*row["answer"]]
+            name, value = parse(json.loads(line))
+            kept[name] = value
         except (LookupError, TypeError, ValueError) as error:
-            raise InputError(f"expected answers of an earlier run, got a damaged line {number} in "
-                             f"{file.name}; without the file the model answers anew") from error
-    return answer_of
+            raise InputError(f"expected what an earlier run kept, got a damaged line {number} in "
+                             f"{file.name}; without the file it is made anew") from error
+    return kept
 
 
 def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
@@ -274,7 +275,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
     work.mkdir(parents=True, exist_ok=True)
     path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
     with open(path, "a+b") as file:
-        answer_of = read_kept(file)
+        answer_of = read_kept(file, lambda row: (tuple(row["prompt"]), [*row["answer"]]))
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in answer_of]
         with tqdm(total=len(todo), desc="answers") as bar:
             for answers in generate_answers(model, eos, todo, limit):

@@ -16,6 +16,7 @@ the first counts, and with a "category".
 """
 import argparse
 import functools
+import importlib
 import inspect
 import json
 import shlex
@@ -33,42 +34,21 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
-from bita import bita  # noqa: E402  (the path is set above)
-from cli.graphs import GraphedLM  # noqa: E402
+from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.main import run_script  # noqa: E402
 from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
 from cli.run import Run, TimedLM  # noqa: E402
 from cli.text import Parser  # noqa: E402
-from cllm import cllm  # noqa: E402
-from common import (InputError, Sampler, autoregressive, check,  # noqa: E402
-                    eos_ids, vocab_size)
-from jacobi import jacobi, lookahead  # noqa: E402
-from mjsd import mjgd, mjsd  # noqa: E402
+from common import InputError, Sampler, check, eos_ids, vocab_size  # noqa: E402
 from models import tasks  # noqa: E402
 from models.files import check_result, write_text  # noqa: E402
-from models.training import collect_answers  # noqa: E402
-from ouroboros import PhrasePool, ouroboros  # noqa: E402
+from models.training import collect_answers, require  # noqa: E402
+from ouroboros import PhrasePool  # noqa: E402
 from results.tables import TABLES  # noqa: E402
-from speculative import speculative  # noqa: E402
+from survey.hybrid import GUESSES  # noqa: E402
+from survey.recycling import Successors  # noqa: E402
 from survey.views import context_length  # noqa: E402
-from survey.cascade import cascade  # noqa: E402
-from survey.dflash import dflash  # noqa: E402
-from survey.draft_verify import draft_verify  # noqa: E402
-from survey.eagle import eagle  # noqa: E402
-from survey.eagle3 import eagle3  # noqa: E402
-from survey.early_exit import early_exit  # noqa: E402
-from survey.hybrid import GUESSES, hybrid  # noqa: E402
-from survey.layerskip import layerskip  # noqa: E402
-from survey.lossy import bild, specdec  # noqa: E402
-from survey.masks import pass_sampling, space  # noqa: E402
-from survey.medusa import medusa  # noqa: E402
-from survey.online import online  # noqa: E402
-from survey.recycling import Successors, recycling  # noqa: E402
-from survey.rest import rest  # noqa: E402
-from survey.sequoia import sequoia  # noqa: E402
-from survey.several_drafts import specinfer, spectr  # noqa: E402
-from survey.triforce import triforce  # noqa: E402
 from survey.views import depth_of  # noqa: E402
 
 
@@ -85,8 +65,8 @@ class Count:
     output: list[int] = field(default_factory=list)
     log: list[dict] = field(default_factory=list)
     draft_calls: int = 0
-    rows: float = 0.0  # of a call of the target
-    draft_rows: float = 0.0  # of a call of the draft
+    rows: int = 0  # of all calls of the target
+    draft_rows: int = 0
 
 
 class Ours:
@@ -111,18 +91,22 @@ class Ours:
         made = {"pool": PhrasePool(), "successors": Successors(), "eos": self.eos}
         self.shared = {name: x for name, x in made.items() if name in takes}
 
+    def start_run(self) -> Run:
+        """Make a run of the method, which goes on with what the prompts of the round share."""
+        return Run(self.method, self.models, self.shared | self.options, self.eos)
+
     def __call__(self, prompt: list[int]) -> Count:
         for lm in self.models.values():
             lm.calls, lm.rows, lm.seconds, lm.prompt_seconds = 0, 0, 0.0, 0.0
-        run = Run(self.method, self.models, self.shared | self.options, self.eos)
+        run, target = self.start_run(), self.models["target"]
         for _ in run.decode(prompt, self.limit, self.sample):
             pass
-        spent = {name: lm.seconds + lm.prompt_seconds for name, lm in self.models.items()}
-        rows = {name: lm.rows / max(1, lm.calls) for name, lm in self.models.items()}
-        draft_calls = self.models["draft"].calls if "draft" in self.models else 0
-        return Count(run.tokens, self.models["target"].calls, run.seconds, spent["target"],
-                     spent.get("draft", 0.0), run.outputs[0], run.log, draft_calls,
-                     rows["target"], rows.get("draft", 0.0))
+        count = Count(run.tokens, target.calls, run.seconds, target.seconds + target.prompt_seconds,
+                      output=run.outputs[0], log=run.log, rows=target.rows)
+        if draft := self.models.get("draft"):
+            count.draft = draft.seconds + draft.prompt_seconds
+            count.draft_calls, count.draft_rows = draft.calls, draft.rows
+        return count
 
 
 class Theirs:
@@ -190,10 +174,20 @@ def by_category(path: str) -> dict[str, list[str]]:
     return groups
 
 
-METHODS = {f.__name__: f for f in (
-    autoregressive, speculative, ouroboros, jacobi, lookahead, bita, cllm, mjsd, mjgd, medusa,
-    eagle, eagle3, dflash, sequoia, early_exit, draft_verify, layerskip, pass_sampling, space,
-    recycling, rest, hybrid, cascade, triforce, specinfer, spectr, bild, specdec, online)}
+def find_methods() -> dict:
+    """Find the methods of all files: what keeps a log. The bench has no second tokenizer."""
+    found = {}
+    survey = {*ROOT.glob("survey/*.py")} - {ROOT / "survey/common.py"}  # it gives way to common.py
+    for file in sorted([*ROOT.glob("*.py"), *survey]):
+        module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            takes = inspect.signature(function).parameters
+            if "log" in inspect.getfullargspec(function).kwonlyargs and "tokenizers" not in takes:
+                found[name] = function
+    return found
+
+
+METHODS = find_methods()
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
        "lookahead --W 0", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
        "eagle", "eagle --no-dynamic", "eagle3", "dflash", "sequoia", "early_exit", "draft_verify",
@@ -210,9 +204,8 @@ class Bench:
     """
 
     def __init__(self, args: argparse.Namespace):
-        if min(args.n, args.rounds, args.max_new_tokens) < 1:
-            raise InputError("expected prompts, rounds and max-new-tokens of 1 or more, got "
-                             f"{args.n}, {args.rounds} and {args.max_new_tokens}")
+        for option in "n", "rounds", "max_new_tokens":
+            require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
         self.args, self.sample = args, Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         self.run_as = GraphedLM if args.graphs else TimedLM
         self.target, self.tokenizer = self.prepared(args.target)
@@ -254,6 +247,8 @@ class Bench:
     @functools.cache
     def load(self, path: str):
         """Load another model, which must have the target's tokenizer."""
+        if path is None:
+            raise InputError("expected a --draft")
         model, tokenizer = self.prepared(path)
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(f"expected a model with the target's tokenizer, got {path!r}, which "
@@ -266,20 +261,6 @@ class Bench:
     def encode(self, texts: list[str]) -> list[list[int]]:
         models = [model for model in (self.target, self.draft) if model]
         return encode_prompts(models, self.tokenizer, texts, self.args.chat)
-
-    def ours(self, method, sample: Sampler | None = None, limit: int | None = None, target=None,
-             drafts=(), **options) -> Ours:
-        """Build a method with caches of its own."""
-        models = {"target": target or self.target}
-        if "draft" in inspect.signature(method).parameters:
-            first, *more = [*drafts] or [self.draft]
-            if first is None:
-                raise InputError("expected a --draft")
-            models["draft"] = first
-            if more:
-                options["more_drafts"] = [self.cached(model) for model in more]
-        return Ours(method, {name: self.cached(model) for name, model in models.items()},
-                    limit or self.args.max_new_tokens, self.eos, sample or self.sample, **options)
 
     def row(self, line: str) -> Ours:
         """Build the method that a command line names, as a user's own command would run it.
@@ -294,26 +275,30 @@ class Bench:
         method = METHODS[name]
         args = parse_decoding([method], (), name if name == "cllm" else "target", words)
         given = {word.partition("=")[0] for word in words}
-        sample = limit = target = None
+        sample, limit, models = self.sample, self.args.max_new_tokens, {"target": self.target}
         if given & {"--temperature", "--top-k", "--top-p", "--seed"}:
             sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         if "--max-new-tokens" in given:
             limit = args.max_new_tokens
         if "--target" in given or name == "cllm":
-            target = self.load(args.target)
-        options = select_options(args, method, [])
+            models["target"] = self.load(args.target)
+        options = self.find_files(method, select_options(args, method, []))
         if "nodes" in read_options(method):
             options.setdefault("nodes", self.args.nodes)
-        return self.ours(method, sample, limit, target, map(self.load, args.draft or ()),
-                         **self.find_files(method, options))
+        if "draft" in inspect.signature(method).parameters:
+            models["draft"], *more = map(self.load, args.draft or [self.args.draft])
+            if more:
+                options["more_drafts"] = [self.cached(model) for model in more]
+        return Ours(method, {name: self.cached(model) for name, model in models.items()}, limit,
+                    self.eos, sample, **options)
 
     def find_files(self, method, options: dict) -> dict:
         """Let options that name files of models/ by default name those of --adapters."""
         files = {name: default for name, (_, default) in read_options(method).items()
                  if isinstance(default, str) and default.startswith(f"{MODELS}/")}
-        if method is medusa:
+        if method.__name__ == "medusa":
             files["adapter"] = f"{options.get('heads', 'medusa')}.safetensors"
-        if method is hybrid and options.get("guess", "eagle") != "none":
+        if method.__name__ == "hybrid" and options.get("guess", "eagle") != "none":
             files["adapter"] = f"{options.get('guess', 'eagle')}.safetensors"
         return {name: str(self.args.adapters / Path(file).name)
                 for name, file in files.items()} | options
@@ -342,12 +327,11 @@ class Bench:
         models = {name: self.plain(name) for name in ("target", *names)}
         return Theirs(models, self.args.max_new_tokens, self.sample, **options)
 
-    def graded(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[bool]:
-        """Grade the answers of those prompts that are tasks: return whether each is right."""
-        known = [(self.examples[tuple(prompt)], output) for prompt, output in zip(prompts, outputs)
-                 if tuple(prompt) in self.examples]
-        return [tasks.grade(example, self.tokenizer.decode(output, skip_special_tokens=True))
-                for example, output in known]
+    def graded(self, outputs: list[list[int]]) -> list[bool]:
+        """Grade the answers to all prompts, which are tasks: return whether each is right."""
+        texts = [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
+        return [tasks.grade(self.examples[tuple(prompt)], text)
+                for (_, prompt), text in zip(self.pairs(), texts)]
 
     def pairs(self) -> list[tuple[str, list[int]]]:
         """Return all (category, prompt), category after category."""
@@ -365,16 +349,15 @@ class Bench:
                 print(f"{method} left out: {error}\n")
         return fitting
 
-    def measure(self, runs: dict, pairs: list | None = None) -> "Results":
+    def measure(self, runs: dict) -> "Results":
         """Run every method on every prompt in each round, after a few prompts to warm up.
 
         runs     {name: method}
-        pairs    (category, prompt) of each prompt, all prompts of the benchmark by default
         returns  the counts of all runs
 
         With graphs all prompts warm up, so that no graph is captured while the clock runs.
         """
-        pairs = pairs or self.pairs()
+        pairs = self.pairs()
         runs = self.warm_up(runs, pairs if self.args.graphs else pairs[:3])
         counts = {method: [] for method in runs}
         for _ in tqdm(range(self.args.rounds), desc="rounds", leave=False):
@@ -403,7 +386,7 @@ class Results:
                 for some in self.counts[method]]
 
     def sums(self, method, what: str, category: str | None = None) -> list[float]:
-        """Sum `tokens`, `calls`, `total`, `target` or `draft` over each round's prompts."""
+        """Sum a field of Count, such as `tokens`, over each round's prompts."""
         return [sum(getattr(count, what) for count in some)
                 for some in self.rounds(method, category)]
 
@@ -412,21 +395,13 @@ class Results:
         return [tokens / seconds for tokens, seconds in zip(self.sums(method, "tokens", category),
                                                             self.sums(method, "total", category))]
 
-    def speed(self, method) -> float:
-        return median(self.speeds(method))
-
     def ratios(self, method, other, category: str | None = None) -> list[float]:
         """Return how many times as fast a method is as another in each round."""
         return [a / b for a, b in zip(self.speeds(method, category), self.speeds(other, category))]
 
-    def ratio(self, method, other, category: str | None = None) -> float:
-        """Return the median of `ratios`."""
-        return median(self.ratios(method, other, category))
-
-    def per_call(self, method, category: str | None = None) -> float:
+    def per_call(self, method) -> float:
         """Return the tokens per target call of all rounds together."""
-        return (sum(self.sums(method, "tokens", category))
-                / sum(self.sums(method, "calls", category)))
+        return sum(self.sums(method, "tokens")) / sum(self.sums(method, "calls"))
 
     def per_token(self, method, what: str) -> float:
         """Return the milliseconds a token in `total`, or in passes of `target` or `draft`."""
@@ -454,28 +429,15 @@ class Results:
         return f"{sum(a.output == b.output for a, b in zip(ours, theirs))} of {len(ours)}"
 
 
-def save(path: str, bench: Bench, results: Results, methods) -> None:
-    """Write what gpu.py reads: the counts of all methods, and the sizes of the models."""
+def save(path: str, results: Results, methods) -> None:
+    """Write what gpu.py reads: the counts of all methods."""
     counted = {}
     for method in methods:
-        counts = [count for some in results.rounds(method) for count in some]
-        sums = {x: sum(results.sums(method, x))
-                for x in ("tokens", "calls", "draft_calls", "total", "target", "draft")}
-        rows = sum(count.rows * count.calls for count in counts)
-        draft_rows = sum(count.draft_rows * count.draft_calls for count in counts)
-        counted[method] = sums | {"rows": rows / sums["calls"],
-                                  "draft_rows": draft_rows / max(1, sums["draft_calls"])}
-    models = {}
-    for name, model in (("target", bench.target), ("draft", bench.draft)):
-        if model:
-            tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-            unread = 0 if tied else model.get_input_embeddings().weight.numel()
-            models[name] = {"weights": sum(p.numel() for p in model.parameters()) - unread,
-                            "layers": depth_of(model), "bytes": model.dtype.itemsize}
-    lengths = [len(prompt) for _, prompt in bench.pairs()]
-    facts = {"prompts": len(lengths) * bench.args.rounds, "prompt_rows": mean(lengths),
-             "models": models, "methods": counted}
-    write_text(Path(path), json.dumps(facts, indent=1) + "\n")
+        sums = {x: sum(results.sums(method, x)) for x in (
+            "tokens", "calls", "draft_calls", "total", "target", "draft", "rows", "draft_rows")}
+        counted[method] = sums | {"rows": sums["rows"] / sums["calls"],
+                                  "draft_rows": sums["draft_rows"] / max(1, sums["draft_calls"])}
+    write_text(Path(path), json.dumps({"methods": counted}, indent=1) + "\n")
 
 
 def table(rows: list[list[str]]) -> str:
@@ -524,21 +486,19 @@ def make_line(bench: Bench, results: Results, method: str) -> list[str]:
     """Make the line of a method in the table."""
     per_call, ratios = results.per_call(method), results.ratios(method, AR)
     total, *parts = (results.per_token(method, x) for x in ("total", "target", "draft"))
-    calls = results.sums(method, "calls")
-    rows = sum(count.rows * count.calls for some in results.rounds(method) for count in some)
-    cells = [method, f"{per_call:.2f}", f"{rows / sum(calls):.1f}",
+    rows = sum(results.sums(method, "rows")) / sum(results.sums(method, "calls"))
+    cells = [method, f"{per_call:.2f}", f"{rows:.1f}",
              f"{results.guesses(method):.1f}",
              f"{results.layers(method, depth_of(bench.target)):.1f}",
-             f"{results.speed(method):.0f}", f"{median(ratios):.2f}",
+             f"{median(results.speeds(method)):.0f}", f"{median(ratios):.2f}",
              f"{min(ratios):.2f} to {max(ratios):.2f}"]
-    cells += [f"{results.ratio(method, AR, name):.2f}" for name in bench.prompts]
+    cells += [f"{median(results.ratios(method, AR, name)):.2f}" for name in bench.prompts]
     cells += [f"{median(ratios) / per_call:.0%}",
               *(f"{x:.2f}" for x in (*parts, total - sum(parts)))]
     if bench.args.temperature == 0:
         cells.append(results.same(method, AR))
     if bench.examples:
-        outputs = [count.output for count in results.rounds(method)[0]]
-        right = bench.graded([prompt for _, prompt in bench.pairs()], outputs)
+        right = bench.graded([count.output for count in results.rounds(method)[0]])
         cells.append(f"{sum(right)} of {len(right)}")
     return cells
 
@@ -549,7 +509,7 @@ def print_tables(bench: Bench) -> None:
     both = runs if bench.args.table else runs | dict(peers.values())
     results, names = bench.measure(both), list(bench.prompts)
     if bench.args.save:
-        save(bench.args.save, bench, results, [x for x in runs if x in results.counts])
+        save(bench.args.save, results, [x for x in runs if x in results.counts])
     head = ["method", "tokens per target call", "rows a call", "guesses a call",
             "target layers a token", "tokens/s", "x AR", "range", *(f"x AR, {x}" for x in names),
             "realised share", "ms a token: target", "draft", "rest"]
@@ -559,8 +519,8 @@ def print_tables(bench: Bench) -> None:
     rows = [["ratio of tokens/s", "all", *names]]
     for ours, (theirs, _) in peers.items():
         if {ours, theirs} <= results.counts.keys():
-            ratios = [results.ratio(ours, theirs, name) for name in (None, *names)]
-            rows.append([f"{ours} / {theirs}", *(f"{x:.2f}" for x in ratios)])
+            ratios = [results.ratios(ours, theirs, name) for name in (None, *names)]
+            rows.append([f"{ours} / {theirs}", *(f"{median(x):.2f}" for x in ratios)])
     print(table(rows) if rows[1:] else "")
 
 

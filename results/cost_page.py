@@ -20,11 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cli.costs import describe, expected_speed, write_panel  # noqa: E402  (the path is set above)
 from cli.main import run_script  # noqa: E402
-from cli.run import Run  # noqa: E402
 from cli.trace import PAGE, Trace  # noqa: E402
-from common import autoregressive  # noqa: E402
 from models.files import write_text  # noqa: E402
-from results.bench import Bench, Ours, build_rows, options, perform, table  # noqa: E402
+from results.bench import AR, Bench, Ours, build_rows, options, perform, table  # noqa: E402
 
 OFF = 0.15  # of the measured speed: how far the expected one may be from it
 WIDEST = 64  # rows of the largest trees, which the second runs have
@@ -52,7 +50,7 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
     ours.new_round()
     trace = Trace()
     for prompt in prompts:
-        run = Run(ours.method, ours.models, ours.shared | ours.options, ours.eos)
+        run = ours.start_run()
         for _ in trace.watch(run, prompt, run.decode(prompt, ours.limit, ours.sample)):
             pass
     trace.time_calls()
@@ -62,7 +60,7 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
 def collect(bench: Bench) -> list[dict]:
     """Record all methods, and return what the panel shows of each."""
     prompts = [prompt for _, prompt in bench.pairs()]
-    ar, wide = record(bench.ours(autoregressive), prompts).runs, list_methods(bench, wide=True)
+    ar, wide = record(bench.row(AR), prompts).runs, list_methods(bench, wide=True)
     entries = []
     for name, run in list_methods(bench).items():
         own, tried = record(run, prompts), record(wide[name], prompts)

@@ -11,14 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cli.main import run_script  # noqa: E402  (the path is set above)
-from cli.run import Run, TimedLM  # noqa: E402
 from cli.text import split_text  # noqa: E402
 from cli.trace import Trace  # noqa: E402
-from common import (autoregressive, encode, eos_ids, greedy, load,  # noqa: E402
-                    vocab_size)
 from models.files import write_text  # noqa: E402
-from models.tasks import read_prompts  # noqa: E402
-from ouroboros import PhrasePool, ouroboros  # noqa: E402
+from results.bench import AR, Bench, options  # noqa: E402
+from results.who_picture import write_svg  # noqa: E402
 
 SLOWER = 30
 STYLE = """
@@ -105,29 +102,23 @@ def draw_picture(runs: list[dict], tokenizer, width: int = 860) -> str:
                  "</tspan>, <tspan class='own'>the target's own choice</tspan>; bars: calls of "
                  "target and draft, in real proportion</text>")
     title = f"{runs[0]['method']} beside token by token: {ends[1] / ends[0]:.1f} times as fast"
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" role="img">\n<title>{title}</title>\n'
-            f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n")
+    return write_svg(width, height, title, STYLE, parts)
 
 
 def main() -> None:
     """Trace Ouroboros and token by token on the last example, after a run of each."""
-    (target, tokenizer), (draft, _) = (load(f"{ROOT}/models/{x}", "cpu", "float32")
-                                       for x in ("target", "draft"))
-    prompt = encode(tokenizer, read_prompts(ROOT / "models/examples.jsonl")[-1])
+    examples = ["--prompts", str(ROOT / "models/examples.jsonl"), "--max-new-tokens", "120"]
+    bench = Bench(options(__doc__).parse_args([*examples, "--device", "cpu"]))
+    _, prompt = bench.pairs()[-1]
     for _ in range(2):
         trace = Trace()
-        for method in (ouroboros, autoregressive):
-            models = {"target": TimedLM(target, vocab_size(target, tokenizer))}
-            options = {}
-            if method is ouroboros:
-                models["draft"] = TimedLM(draft, vocab_size(draft, tokenizer))
-                options["pool"] = PhrasePool()
-            run = Run(method, models, options, eos_ids(target, tokenizer))
-            for _ in trace.watch(run, prompt, run.decode(prompt, 120, greedy)):
+        for line in "ouroboros", AR:
+            ours = bench.row(line)
+            run = ours.start_run()
+            for _ in trace.watch(run, prompt, run.decode(prompt, ours.limit, ours.sample)):
                 pass
     out = ROOT / ".github/decode.svg"
-    write_text(out, draw_picture(trace.runs, tokenizer))
+    write_text(out, draw_picture(trace.runs, bench.tokenizer))
     print(f"{out}: {out.stat().st_size:,} bytes", file=sys.stderr)
 
 

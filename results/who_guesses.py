@@ -27,45 +27,52 @@ The weights that a guess reads are those of all modules that run in a round beyo
 call of the target.
 """
 import contextlib
-import copy
 import functools
-import hashlib
 import itertools
 import json
 import shlex
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator
 from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
 
-from bench import Bench, Ours, ROOT, check_results, clock, options, run_script, table
-from who_picture import Curve, draw_figure
+from bench import AR, ROOT, Bench, Ours, options, perform, run_script, table
+from who_picture import draw_figure, read_curves
 
 sys.path.insert(0, str(ROOT))
-from bita import bita, load_tuning  # noqa: E402  (the path is set above)
-from cli.run import Run  # noqa: E402
-from common import CachedLM, InputError, autoregressive, greedy  # noqa: E402
-from survey.clock import Node, best_tree  # noqa: E402
-from jacobi import lookahead  # noqa: E402
+from bita import load_tuning  # noqa: E402  (the path is set above)
+from cli.costs import expected_tokens, read_table, time_calls  # noqa: E402
+from common import InputError  # noqa: E402
 from models.files import write_text  # noqa: E402
-from models.training import digest, read_whole_lines  # noqa: E402
-from speculative import speculative  # noqa: E402
-from survey import dflash as dflash_file, eagle as eagle_file, eagle3 as eagle3_file  # noqa: E402
-from survey import hybrid as hybrid_file, recycling as recycling_file  # noqa: E402
+from models.training import digest, read_kept, require  # noqa: E402
+from survey import dflash as dflash_file, eagle as eagle_file, hybrid as hybrid_file  # noqa: E402
+from survey import medusa as medusa_file, recycling as recycling_file  # noqa: E402
 from survey import rest as rest_file  # noqa: E402
-from survey.draft_verify import draft_verify, load_blocks  # noqa: E402
-from survey.early_exit import early_exit, load_exit  # noqa: E402
-from survey.masks import pass_sampling  # noqa: E402
-from survey.medusa import load_heads, medusa  # noqa: E402
+from survey.clock import Node, best_tree  # noqa: E402
 
 LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown
 NEAR = 0.05  # how far a prediction may be off
 TIMED = 64  # tokens that a drafter decodes of each prompt while the clock runs
+# The row of the bench that lets a drafter guess chains of k tokens, which are n = k + 1 nodes
+DRAFTERS = {
+    "small model": "speculative --gamma {k}", "early exit": "early_exit --gamma {k}",
+    "distilled": "speculative --gamma {k} --draft {draft}",
+    "Draft & Verify": "draft_verify --gamma {k} --threshold 0 --no-adaptive",
+    "EAGLE": "eagle --nodes {n}", "EAGLE-3": "eagle3 --nodes {n}",
+    "MTP": "eagle3 --nodes {n} --adapter {folder}/mtp.safetensors",
+    "Hydra": "medusa --heads hydra --nodes {n}", "Medusa": "medusa --nodes {n}",
+    "DFlash": "dflash --nodes {n}", "BiTA": "bita --tree efficient --k 1",
+    "PaSS": "pass_sampling --L {L}", "n-grams": "lookahead --W 0 --G 1 --N {n}",
+    "REST": "rest --nodes {n}", "recycling": "recycling --nodes {n}",
+    "hybrid": "hybrid --guess hydra --nodes {n}"}
+# Tokens of a round that are no guesses. A call of PaSS drafts, and its first token is the target's
+# own. So it is final as well.
+OWN = dict.fromkeys(DRAFTERS, 1) | {"PaSS": 2}
 
 
 class Kept:
@@ -82,7 +89,7 @@ class Kept:
         args.work.mkdir(parents=True, exist_ok=True)
         self.path = args.work / f"{digest({}, *settings)}.jsonl"
         with open(self.path, "a+b") as file:
-            self.known = dict(map(json.loads, read_whole_lines(file)))
+            self.known = read_kept(file, lambda row: (row[0], dict(row[1])))
 
     def __call__(self, name: str, make: Callable):
         if name not in self.known:
@@ -90,33 +97,6 @@ class Kept:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps([name, self.known[name]]) + "\n")
         return self.known[name]
-
-
-class Drafter(NamedTuple):
-    """Describe who guesses.
-
-    name    what it is called in tables, one of those in GROUPS of who_picture.py
-    most    guesses of its longest chain
-    make    a function of a number of guesses that builds the method with chains of as many
-    files   what was trained or collected for it
-    own     tokens of a round that are no guesses
-    draft   the small model, where there is one
-    """
-    name: str
-    most: int
-    make: Callable[[int], Ours]
-    files: tuple[Path, ...] = ()
-    own: int = 1
-    draft: torch.nn.Module | None = None
-
-    def lengths(self) -> list[int]:
-        """Return the lengths of the chains that the clock measures."""
-        return sorted({1, self.half, self.most})
-
-    @property
-    def half(self) -> int:
-        """Return half of the guesses of the longest chain, which the check decodes with."""
-        return max(1, self.most // 2)
 
 
 # ------------------------------------------------------------------------------------- chains
@@ -154,161 +134,48 @@ def only_chains() -> Iterator[None]:
     """Let methods that have no option for it give every node one child, while this lasts."""
     one = functools.partial(keep_likeliest, hybrid_file.predict_children)
     changes = ((rest_file, "retrieve", retrieve_chain), (hybrid_file, "predict_children", one),
-               (dflash_file, "RANKS", 1), (recycling_file, "best_tree", plan_likeliest),
-               (recycling_file, "DEPTH", LONGEST))
+               (eagle_file, "RANKS", 1), (dflash_file, "RANKS", 1),
+               (medusa_file, "best_tree", plan_likeliest),
+               (recycling_file, "best_tree", plan_likeliest), (recycling_file, "DEPTH", LONGEST))
     with contextlib.ExitStack() as stack:
         for file, name, value in changes:
             stack.enter_context(patch.object(file, name, value))
         yield
 
 
-def plan_chain(part, k: int):
-    """Copy heads or a draft so that their tree is a chain of k guesses, whatever was measured."""
-    new = copy.copy(part)
-    new.accept = [[0.5]] * k
-    return new
+def make_chain(bench: Bench, name: str, k: int = LONGEST) -> Ours:
+    """Build a drafter with chains of k guesses, or of as many as it can make, if they are fewer."""
+    args = bench.args
+    all_of_them = 0 if k == LONGEST else k
+    run = bench.row(DRAFTERS[name].format(
+        k=k, n=k + 1, L=all_of_them, draft=shlex.quote(args.distilled or ""),
+        folder=shlex.quote(str(args.adapters))))
+    if name == "BiTA":  # which has no option for it
+        tuning = load_tuning(run.options["adapter"], bench.target)
+        tuning.masks = torch.nn.Parameter(tuning.masks[:k].detach())
+        run.options["tuning"] = tuning
+    return run
 
 
-def take_masks(tuning, k: int):
-    """Copy BiTA's tuning with its first k mask tokens."""
-    new = copy.deepcopy(tuning)
-    new.masks = torch.nn.Parameter(new.masks[:k].detach())
-    return new
+def find_drafters(bench: Bench) -> dict[str, str]:
+    """Find the drafters whose models and files are there.
 
-
-# ----------------------------------------------------------------------------------- drafters
-
-class Drafters:
-    """Build the drafters, each if what it needs is there.
-
-    bench   the loaded models and prompts
+    returns  for each a name and a hash of what was trained or collected for it
     """
-
-    def __init__(self, bench: Bench):
-        self.bench, self.found = bench, {}
-        self.add_models()
-        self.add_layers()
-        self.add_parallel()
-        self.add_lookups()
-
-    def run(self, method, draft=None, **settings) -> Ours:
-        """Build a method with caches of its own."""
-        bench = self.bench
-        models = {"target": bench.cached(bench.target)}
-        if draft is not None:
-            models["draft"] = bench.cached(draft)
-        return Ours(method, models, bench.args.max_new_tokens, bench.eos, greedy, **settings)
-
-    def add(self, name: str, make: Callable[[], tuple], *names: str, own: int = 1,
-            draft=None) -> None:
-        """Add a drafter, or say what is missing.
-
-        make    a function that returns the drafter's `most` and its `make`
-        names   files of --adapters. All must be there
-
-        The other arguments are those of `Drafter`.
-        """
-        files = tuple(self.bench.args.adapters / file for file in names)
-
-        def build() -> Drafter:
-            if lacking := [path for path in files if not path.exists()]:
-                raise InputError(f"--adapters must hold {lacking[0].name}")
-            return Drafter(name, *make(*files), files, own, draft)
+    found = {}
+    for name in DRAFTERS:
+        if name == "distilled" and not bench.args.distilled:
+            continue
         try:
-            self.found[name] = build()
+            found[name] = make_chain(bench, name)
         except InputError as error:
             print(f"{name} left out: {error}\n")
-
-    def add_draft(self, name: str, draft) -> None:
-        """Add a small model that guesses."""
-        self.add(name, lambda: (LONGEST, lambda k: self.run(speculative, draft, gamma=k)),
-                 draft=draft)
-
-    def add_models(self) -> None:
-        """Add what runs layers of a model for each guess."""
-        bench = self.bench
-        if bench.draft:
-            self.add_draft("small model", bench.draft)
-        if bench.args.distilled:
-            self.add_draft("distilled", bench.load(bench.args.distilled))
-
-        def load(path: Path):
-            trained = load_exit(path, bench.target)
-            return LONGEST, lambda k: self.run(early_exit, trained=trained, gamma=k)
-
-        def skip(path: Path):
-            skipped = load_blocks(str(path), bench.target)
-            return LONGEST, lambda k: self.run(draft_verify, skipped=skipped, gamma=k,
-                                               threshold=0.0, adaptive=False)
-        self.add("early exit", load, "exit.safetensors")
-        self.add("Draft & Verify", skip, "blocks.json")
-
-    def add_layers(self) -> None:
-        """Add what runs a layer or a head on the target's features for each guess."""
-        model = self.bench.target
-
-        def features(method, load: Callable, path: Path):
-            draft = load(path, model)
-            return LONGEST, lambda k: self.run(method, trained=plan_chain(draft, k), nodes=1 + k,
-                                               dynamic=False)
-        one, three = (functools.partial(features, method, load) for method, load in (
-            (eagle_file.eagle, eagle_file.load_draft),
-            (eagle3_file.eagle3, eagle3_file.load_draft)))
-        self.add("EAGLE", one, "eagle.safetensors")
-        self.add("EAGLE-3", three, "eagle3.safetensors")
-        self.add("MTP", three, "mtp.safetensors")
-        self.add("Hydra", functools.partial(self.load_heads, "hydra"), "hydra.safetensors")
-
-    def load_heads(self, kind: str, path: Path):
-        """Load heads of Medusa or Hydra."""
-        heads = load_heads(path, kind, self.bench.target)
-        return heads.K, lambda k: self.run(medusa, heads=kind, trained=plan_chain(heads, k),
-                                           nodes=1 + k)
-
-    def add_parallel(self) -> None:
-        """Add what makes all guesses of a round in one pass."""
-        model = self.bench.target
-
-        def block(path: Path):
-            draft = dflash_file.load_draft(path, model)
-            return min(draft.B, LONGEST), lambda k: self.run(dflash_file.dflash, trained=draft,
-                                                             nodes=1 + k)
-
-        def masks(path: Path):
-            tuning = load_tuning(path, model)
-            return len(tuning.masks), lambda k: self.run(
-                bita, tuning=take_masks(tuning, k), tree="efficient", k=1)
-
-        def lookahead_tokens(path: Path):
-            trained = load_tuning(path, model)
-            return len(trained.masks), lambda k: self.run(pass_sampling, trained=trained, L=k)
-        self.add("Medusa", functools.partial(self.load_heads, "medusa"),
-                 "medusa.safetensors")
-        self.add("DFlash", block, "dflash.safetensors")
-        self.add("BiTA", masks, "bita.safetensors")
-        # A call of PaSS drafts, and its first token is the target's own. So it is final as well.
-        self.add("PaSS", lookahead_tokens, "pass.safetensors", own=2)
-
-    def add_lookups(self) -> None:
-        """Add what looks its guesses up, and the hybrid."""
-        model = self.bench.target
-
-        def store(path: Path):
-            texts = rest_file.load_datastore(path, model)
-            return LONGEST, lambda k: self.run(rest_file.rest, store=texts, nodes=1 + k)
-
-        def both(datastore: Path, trust: Path, heads: Path):
-            if "hydra" not in hybrid_file.load_trust(str(trust), model)["pools"]:
-                raise InputError(f"--adapters must hold a {trust.name} with a weight for hydra")
-            return LONGEST, lambda k: self.run(
-                hybrid_file.hybrid, guess="hydra", nodes=1 + k, datastore=str(datastore),
-                trust=str(trust), adapter=str(heads))
-        self.add("n-grams", lambda: (LONGEST, lambda k: self.run(
-            lookahead, W=0, N=1 + k, G=1)))
-        self.add("REST", store, "rest.safetensors")
-        self.add("recycling", lambda: (LONGEST, lambda k: self.run(
-            recycling_file.recycling, nodes=1 + k)))
-        self.add("hybrid", both, "rest.safetensors", "hybrid.json", "hydra.safetensors")
+    hashes = {}
+    for name, run in bench.warm_up(found, bench.pairs()[:1]).items():
+        files = [Path(x) for x in run.options.values() if isinstance(x, str) and Path(x).is_file()]
+        draft = run.models["draft"].model.state_dict() if "draft" in run.models else {}
+        hashes[name] = f"{name} {digest(draft, *(file.read_bytes() for file in files))}"
+    return hashes
 
 
 # --------------------------------------------------------------------------------- acceptance
@@ -316,16 +183,28 @@ class Drafters:
 def decode_all(run: Ours, prompts: list[list[int]]) -> list[dict]:
     """Decode prompts, and return for each its tokens and what its rounds accepted.
 
-    returns  {"tokens": of the answer, "accepted": [guesses of each round], "cut": whether the
-             answer's end cut the last round}
+    returns  {"tokens": of the answer, "accepted": [guesses of each round], "most": guesses that a
+             round had at most, "cut": whether the answer's end cut the last round}
     """
     run.new_round()
     answers = []
     for prompt in prompts:
         count = run(prompt)
         answers.append({"tokens": count.tokens, "accepted": [x["accepted"] for x in count.log],
-                        "cut": "cut" in count.log[-1]})
+                        "most": max(map(guesses_of, count.log)), "cut": "cut" in count.log[-1]})
     return answers
+
+
+def decode_twice(bench: Bench, name: str) -> dict:
+    """Decode all prompts with a drafter's longest chains, and with chains of half as many guesses.
+
+    returns  {"most": guesses of the longest chain, "long", "short": what `decode_all` returned}
+    """
+    prompts = [prompt for _, prompt in bench.pairs()]
+    long = decode_all(make_chain(bench, name), prompts)
+    most = max(1, *(answer["most"] for answer in long))
+    return {"most": most, "long": long,
+            "short": decode_all(make_chain(bench, name, max(1, most // 2)), prompts)}
 
 
 def measure_acceptance(answers: list[dict], most: int) -> list[tuple[int, int]]:
@@ -354,15 +233,6 @@ def rates_of(counts: list[tuple[int, int]]) -> list[float]:
     return [right / max(1, tried) for tried, right in counts]
 
 
-def expect_tokens(rates: list[float], own: int) -> float:
-    """Compute the tokens that a round of a long text is expected to give.
-
-    rates   the acceptance of each guess of the chain
-    own     tokens of a round that are no guesses
-    """
-    return own + sum(itertools.accumulate(rates, lambda chance, rate: chance * rate))
-
-
 def predict_tokens_per_round(rates: list[float], own: int, lengths: list[int]) -> float:
     """Predict the tokens per round of answers whose last round is cut at their end.
 
@@ -385,26 +255,20 @@ def count_tokens_per_round(answers: list[dict]) -> float:
     return tokens / sum(len(answer["accepted"]) for answer in answers)
 
 
-class Check(NamedTuple):
-    """Hold a prediction of tokens per round beside what was measured."""
-    predicted: float
-    measured: float
-
-    @property
-    def off(self) -> float:
-        """Return how far the prediction is off, as a share of what was measured."""
-        return self.predicted / self.measured - 1
-
-
-def check_prediction(drafter: Drafter, long: list[dict], short: list[dict]) -> Check:
+def check_prediction(name: str, long: list[dict], short: list[dict],
+                     most: int) -> tuple[float, float, float]:
     """Compare the tokens per round of short chains with what the long ones' acceptance predicts.
 
-    long, short   what `decode_all` returned, for the longest chain and for half of it
+    name          of the drafter
+    long, short   what `decode_all` returned, for chains of `most` guesses and for half of it
+    returns       the prediction, what was measured, and how far the prediction is off, as a share
+                  of what was measured
     """
-    rates = rates_of(measure_acceptance(long, drafter.most))[:drafter.half]
+    rates = rates_of(measure_acceptance(long, max(1, most // 2)))
     lengths = [answer["tokens"] for answer in short]
-    return Check(predict_tokens_per_round(rates, drafter.own, lengths),
-                 count_tokens_per_round(short))
+    predicted = predict_tokens_per_round(rates, OWN[name], lengths)
+    measured = count_tokens_per_round(short)
+    return predicted, measured, predicted / measured - 1
 
 
 # -------------------------------------------------------------------------------------- costs
@@ -416,24 +280,12 @@ def time_rounds(run: Ours, prompt: list[int], limit: int) -> tuple[float, float]
 
     returns   (seconds, guesses), or None if the answer has too few rounds
     """
-    job = Run(run.method, run.models, run.shared | run.options, run.eos)
+    job = run.start_run()
     marks = [job.seconds for _ in job.decode(prompt, limit, run.sample)]
     if len(marks) < 3:
         return None
     guesses = sum(map(guesses_of, job.log[1:]))
     return (marks[-1] - marks[0]) / (len(marks) - 1), guesses / (len(marks) - 1)
-
-
-def time_calls(lm: CachedLM, prompt: list[int], widths: range) -> list[float]:
-    """Measure the seconds of calls of these many rows behind a prompt, medians of five each."""
-    lm.start(prompt[:-1])
-    seconds = {n: [] for n in widths}
-    for n in 5 * [*widths]:
-        began = clock(lm.model.device)
-        lm.forward([prompt[-1]] * n)
-        seconds[n].append(clock(lm.model.device) - began)
-        lm.truncate(lm.length)
-    return [median(some) for some in seconds.values()]
 
 
 def count_read(run: Ours, prompt: list[int], limit: int) -> tuple[int, int, int]:
@@ -449,7 +301,8 @@ def count_read(run: Ours, prompt: list[int], limit: int) -> tuple[int, int, int]
         empty = bool(args) and torch.is_tensor(args[0]) and args[0].numel() == 0
         if not isinstance(module, torch.nn.Embedding) and not empty:
             read.extend(p.nbytes for p in module.parameters(recurse=False))
-    job = Run(run.method, run.models, run.shared | run.options, set())
+    job = run.start_run()
+    job.eos = set()  # a round more than the answer has is as good as any
     chunks = job.decode(prompt, limit, run.sample)
     next(chunks)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
@@ -465,177 +318,132 @@ def guesses_of(record: dict) -> int:
     return record.get("guessed", record.get("drafted"))
 
 
-def measure_costs(bench: Bench, drafters: dict[str, Drafter]) -> dict:
+def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     """Measure what rounds cost by the length of the chain, and what a guess reads.
 
-    returns  {"AR": seconds of a round of AR, "calls": seconds of calls of 1, 2, … rows, "rounds":
+    mosts    for each drafter the guesses of its longest chain
+    returns  {"AR": seconds of a round of AR, "calls": what cli.costs.time_calls returned, "rounds":
              {name: [[guesses of a chain, seconds of a round, guesses that it really has]]}, "read":
              {name: bytes of weights for each guess}, "weights": bytes that a call reads}
     """
     prompts = sorted((prompt for _, prompt in bench.pairs()), key=len)[:bench.args.timed]
     limit = min(TIMED, bench.args.max_new_tokens)
-    ar, lm = bench.ours(autoregressive), bench.cached(bench.target)
-    runs = {(name, k): x.make(k) for name, x in drafters.items() for k in x.lengths()}
+    ar, lm = bench.row(AR), bench.cached(bench.target)
+    runs = {(name, k): make_chain(bench, name, k) for name, most in mosts.items()
+            for k in sorted({1, max(1, most // 2), most})}
     for run in (ar, *runs.values()):  # to warm up
         run.new_round()
         time_rounds(run, prompts[0], 8)
     spent, alone, calls = {key: [] for key in runs}, [], []
     for prompt in tqdm(prompts, desc="prompts on the clock", leave=False):
         alone.append(time_rounds(ar, prompt, limit))
-        calls.append(time_calls(lm, prompt, range(1, 2 + LONGEST)))
+        lm.start(prompt[:-1])
+        calls.append(time_calls(lm, 1 + LONGEST))
         for key, run in runs.items():
             spent[key].append(time_rounds(run, prompt, limit))
     if not any(alone):
         raise InputError("--max-new-tokens must be 3 or more, and prompts have answers of as many, "
                          f"got {bench.args.max_new_tokens}")
-    rounds, read = {name: [] for name in drafters}, {}
+    rounds, read = {name: [] for name in mosts}, {}
     for (name, k), measured in spent.items():
         if whole := [x for x in measured if x is not None]:
             rounds[name].append([k, *map(median, zip(*whole))])
     both, alone_rounds, _ = count_read(ar, prompts[-1], limit)
     weights = both // alone_rounds
-    for name, x in drafters.items():
-        both, n, guesses = count_read(runs[name, x.most], prompts[-1], limit)
+    for name, most in mosts.items():
+        both, n, guesses = count_read(runs[name, most], prompts[-1], limit)
         read[name] = (both - n * weights) / max(1, guesses)
     seconds = median(x[0] for x in alone if x is not None)
-    return {"AR": seconds, "calls": [*map(median, zip(*calls))], "rounds": rounds, "read": read,
-            "weights": weights}
+    return {"AR": seconds, "calls": [[*map(median, zip(*width))] for width in zip(*calls)],
+            "rounds": rounds, "read": read, "weights": weights}
 
 
-def interpolate(points: list[tuple[float, float]], x: float) -> float:
-    """Return the value at x of a line through points, which are in order.
-
-    Before the first point and behind the last one the line is level.
-    """
-    for (left, low), (right, high) in itertools.pairwise(points):
-        if left <= x <= right:
-            return low + (high - low) * (x - left) / (right - left)
-    return points[0][1] if x < points[0][0] else points[-1][1]
-
-
-class Best(NamedTuple):
-    """Hold what is known of the fastest chain of a drafter. Costs are in rounds of AR."""
-    length: int
-    tokens: float  # of a round
-    cost: float  # of a round
-    guess: float  # of a guess
-
-    @property
-    def speed(self) -> float:
-        """Return the speed in times AR's."""
-        return self.tokens / self.cost
-
-
-def find_best(drafter: Drafter, rates: list[float], costs: dict) -> Best:
+def find_best(name: str, rates: list[float], costs: dict) -> dict:
     """Find the length of a chain with which a drafter makes most tokens a second.
 
-    rates   its acceptance
-    costs   what `measure_costs` returned
+    name     of the drafter
+    rates    its acceptance
+    costs    what `measure_costs` returned
+    returns  of the fastest chain the "length", the "tokens" of a round, its "cost" and that of a
+             "guess" in rounds of AR, and the "speed" in times AR's
     """
-    measured, unit = costs["rounds"][drafter.name], costs["AR"]
-    calls = list(enumerate(costs["calls"], 1))
+    measured, unit = costs["rounds"][name], costs["AR"]
     found = []
-    for k in range(1, 1 + drafter.most):
-        seconds = interpolate([(x[0], x[1]) for x in measured], k)
-        guesses = interpolate([(x[0], x[2]) for x in measured], k)
-        rows = interpolate(calls, 1 + guesses) - calls[0][1]
+    for k in range(1, 1 + len(rates)):
+        seconds = read_table([(x[0], x[1]) for x in measured], k)
+        guesses = read_table([(x[0], x[2]) for x in measured], k)
+        rows = read_table(costs["calls"], 1 + guesses) - costs["calls"][0][1]
         guess = max(0.0, seconds - unit - rows) / guesses if guesses else 0.0
-        found.append(Best(k, expect_tokens(rates[:k], drafter.own), seconds / unit, guess / unit))
-    return max(found, key=lambda best: best.speed)
+        tokens = OWN[name] - 1 + expected_tokens(rates[:k])
+        found.append({"length": k, "tokens": tokens, "cost": seconds / unit, "guess": guess / unit,
+                      "speed": tokens * unit / seconds})
+    return max(found, key=lambda best: best["speed"])
 
 
 # ------------------------------------------------------------------------------------- tables
 
-def table_acceptance(drafters: dict[str, Drafter], answers: dict[str, dict]) -> list[str]:
-    """Print the acceptance of each guess and the check of the prediction.
+def table_acceptance(answers: dict[str, dict]) -> tuple[str, list[str]]:
+    """Make the table of the acceptance of each guess and of the check of the prediction.
 
-    answers   for each drafter what `decode_all` returned, for the "long" and the "short" chains
-    returns   the names of the drafters whose prediction is off by more than NEAR
+    answers   for each drafter what `decode_twice` returned
+    returns   the table, and the drafters whose prediction is off by more than NEAR
     """
     rows = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds",
              "tokens a round, half the chain", "predicted", "off", "off, other prompts"]]
     misses = []
-    for name, x in drafters.items():
-        long, short = answers[name]["long"], answers[name]["short"]
-        counts = measure_acceptance(long, x.most)
+    for name, found in answers.items():
+        long, short, most = found["long"], found["short"], found["most"]
+        counts = measure_acceptance(long, most)
         cells = [f"{right / tried:.2f}" if tried >= FEWEST else "" for tried, right in counts]
-        check = check_prediction(x, long, short)
+        predicted, measured, off = check_prediction(name, long, short, most)
         other = ""
         if len(long) > 1:
-            other = f"{check_prediction(x, long[::2], short[1::2]).off:+.1%}"
-        if abs(check.off) > NEAR:
+            other = f"{check_prediction(name, long[::2], short[1::2], most)[-1]:+.1%}"
+        if abs(off) > NEAR:
             misses.append(name)
-        rows.append([name, *cells, *[""] * (LONGEST - x.most), str(counts[0][0]),
-                     f"{check.measured:.2f}", f"{check.predicted:.2f}", f"{check.off:+.1%}",
-                     other])
-    print(table(rows))
-    return misses
+        rows.append([name, *cells, *[""] * (LONGEST - most), str(counts[0][0]), f"{measured:.2f}",
+                     f"{predicted:.2f}", f"{off:+.1%}", other])
+    return table(rows), misses
 
 
-def table_costs(drafters: dict[str, Drafter], rates: dict, costs: dict) -> dict[str, Best]:
-    """Print what a guess costs, and what the fastest chain makes of it.
+def table_costs(rates: dict[str, list[float]], costs: dict) -> str:
+    """Make the table of what a guess costs, and of what the fastest chain makes of it.
 
     rates     the acceptance of each drafter
     costs     what `measure_costs` returned
-    returns   for each drafter its fastest chain
     """
     rows = [["drafter", "a guess costs", "weights a guess reads, MB", "of the target's",
              "best chain", "tokens a round", "a round costs", "x AR"]]
-    found = {}
-    for name, x in drafters.items():
-        if not costs["rounds"].get(name):
-            continue
-        best = found[name] = find_best(x, rates[name], costs)
-        read = costs["read"][name]
-        rows.append([name, f"{best.guess:.3f}", f"{read / 1e6:.1f}",
-                     f"{read / costs['weights']:.1%}", str(best.length), f"{best.tokens:.2f}",
-                     f"{best.cost:.2f}", f"{best.speed:.2f}"])
-    print(table(rows))
-    return found
+    for name in rates:
+        if costs["rounds"][name]:
+            best, read = find_best(name, rates[name], costs), costs["read"][name]
+            rows.append([name, f"{best['guess']:.3f}", f"{read / 1e6:.1f}",
+                         f"{read / costs['weights']:.1%}", str(best["length"]),
+                         f"{best['tokens']:.2f}", f"{best['cost']:.2f}", f"{best['speed']:.2f}"])
+    return table(rows)
 
 
-def digest_parts(drafter: Drafter) -> str:
-    """Return a hash of what was trained or collected for a drafter."""
-    hashed = hashlib.sha256()
-    for path in drafter.files:
-        hashed.update(path.read_bytes())
-    if drafter.draft is not None:
-        hashed.update(digest(drafter.draft.state_dict()).encode())
-    return hashed.hexdigest()[:16]
-
-
-def compare(bench: Bench, kept: Kept) -> None:
+def compare(bench: Bench) -> None:
     """Measure all drafters, or take what is kept, and print the tables and draw the picture."""
-    drafters, args = Drafters(bench).found, bench.args
-    prompts = [prompt for _, prompt in bench.pairs()]
-    names = {name: f"{name} {digest_parts(x)}" for name, x in drafters.items()}
-    answers = {}
-    for name, x in tqdm(drafters.items(), desc="drafters", leave=False):
-        answers[name] = kept(names[name], lambda: {
-            "long": decode_all(x.make(x.most), prompts), "short": decode_all(x.make(x.half),
-                                                                             prompts)})
+    args = bench.args
+    require(args.temperature == 0, "temperature", "0", args.temperature)
+    require(args.timed >= 1, "timed", "1 or more", args.timed)
+    kept = Kept(bench)
+    names, answers = find_drafters(bench), {}
+    for name in tqdm(names, desc="drafters", leave=False):
+        answers[name] = kept(names[name], lambda: decode_twice(bench, name))
+    mosts = {name: found["most"] for name, found in answers.items()}
     timed = f"costs {torch.get_num_threads()} {args.timed} {sorted(names.values())}"
     if args.time_again:
         kept.known.pop(timed, None)
-    costs = kept(timed, lambda: measure_costs(bench, drafters))
-    misses = table_acceptance(drafters, answers)
-    counts = {name: measure_acceptance(answers[name]["long"], x.most)
-              for name, x in drafters.items()}
-    found = table_costs(drafters, {name: rates_of(some) for name, some in counts.items()}, costs)
-    print(f"A round of AR took {1000 * costs['AR']:.1f} ms. The prediction is off by more than "
-          f"{NEAR:.0%} for: {', '.join(misses) or 'none'}.\n")
+    costs = kept(timed, lambda: measure_costs(bench, mosts))
+    acceptance, misses = table_acceptance(answers)
+    prices = table_costs({name: rates_of(measure_acceptance(found["long"], found["most"]))
+                          for name, found in answers.items()}, costs)
+    print(f"{acceptance}\n{prices}\nA round of AR took {1000 * costs['AR']:.1f} ms. The prediction "
+          f"is off by more than {NEAR:.0%} for: {', '.join(misses) or 'none'}.\n")
     if args.picture:
-        write_text(args.picture, draw_figure([
-            make_curve(name, counts[name], best) for name, best in found.items()]))
-
-
-def make_curve(name: str, counts: list[tuple[int, int]], best: Best) -> Curve:
-    """Collect what the figure shows of a drafter, with the digits that the tables have.
-
-    counts   what `measure_acceptance` returned
-    """
-    rates = [round(right / tried, 2) for tried, right in counts if tried >= FEWEST]
-    return Curve(name, rates, *(round(x, 2) for x in (best.cost, best.tokens, best.speed)))
+        write_text(args.picture, draw_figure(read_curves(f"{acceptance}\n{prices}")))
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -649,19 +457,8 @@ def main() -> None:
     add("--timed", type=int, default=6, help="prompts that are decoded while the clock runs")
     add("--time-again", action="store_true", help="measure the costs anew, though they are kept")
     parser.set_defaults(rounds=1)
-    args = parser.parse_args()
-    check_results(args)
-    if args.temperature != 0:
-        raise InputError(f"--temperature must be 0, got {args.temperature}")
-    if args.timed < 1:
-        raise InputError(f"--timed must be 1 or more, got {args.timed}")
-    bench = Bench(args)
-    print(f"`{shlex.join(['python', *sys.argv])}`\n\n{bench.target.device.type}, "
-          f"{bench.target.dtype}, {torch.get_num_threads()} threads, torch "
-          f"{torch.__version__}; {len(bench.pairs())} prompts ({bench.dropped} left out for "
-          "loops)\n")
     with only_chains():
-        compare(bench, Kept(bench))
+        perform(parser, compare)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Callable, Iterator, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 from cli.main import run_script  # noqa: E402  (the path is set above)
+from common import InputError  # noqa: E402
 from models.files import write_text as write_file  # noqa: E402
 
 STYLE = """
@@ -100,6 +101,12 @@ def read_curves(text: str) -> list[Curve]:
 
 
 # ------------------------------------------------------------------------------- lines and letters
+
+def write_svg(width: int, height: int, title: str, style: str, parts: list[str]) -> str:
+    """Write a picture as SVG: its size, what a screen reader says of it, its CSS and its parts."""
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img">\n<title>{title}</title>\n'
+            f"<style>{style}</style>\n" + "\n".join(parts) + "\n</svg>\n")
 
 
 def write_text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
@@ -319,15 +326,14 @@ def draw_figure(curves: list[Curve]) -> str:
     A drafter whose acceptance is not known is left out.
     """
     known = [curve for curve in curves if curve.acceptance]
+    if not known:
+        raise InputError("expected drafters with enough rounds for a picture, got none")
     parts = [write_text(60, 28, "How often a guess is right, if those before it were",
                         kind="head")]
     for (title, names), (left, top) in zip(GROUPS.items(), PANELS):
         parts += draw_panel([curve for curve in known if curve.name in names], left, top, title)
     parts += draw_plane(known)
-    words = "Who guesses best, and what a guess costs"
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'width="{WIDTH}" height="{HEIGHT}" role="img">\n<title>{words}</title>\n'
-            f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n")
+    return write_svg(WIDTH, HEIGHT, "Who guesses best, and what a guess costs", STYLE, parts)
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
 """Every link of the pages leads somewhere, every command exists, the tables of files are true."""
+import argparse
 import ast
 import re
 import runpy
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from bench import METHODS
 from helpers import ROOT
 from test_structure import FILES, copied_with, functions_of, path_of, written
 
@@ -65,8 +67,8 @@ def test_every_link_leads_somewhere(name):
 
 # -------------------------------------------------------------------------------------- commands
 
-def commands_of(text: str) -> list[list[str]]:
-    """Return the commands of a page, each as its words.
+def commands_of(text: str, whole: bool = False) -> list[list[str]]:
+    """Return the commands of a page, each as its words; `whole`: those of fenced blocks alone.
 
     They stand in its fenced blocks of sh or without a language, and between backticks. A line that
     ends with a backslash goes on, and a comment ends a command. A block that begins with
@@ -77,22 +79,22 @@ def commands_of(text: str) -> list[list[str]]:
     lines = "\n".join(today).replace("\\\n", " ").splitlines()
     inline = re.findall(r"`((?:python|make)\s[^`]+)`", without_code(text))
     found = []
-    for line in [*lines, *(" ".join(x.split()) for x in inline)]:
+    for line in [*lines, *(" ".join(x.split()) for x in inline if not whole)]:
         for part in re.split(r"; do |; ?| \|\|? | && ", line):
             if re.match(r"(python|make) ", part) and not part.startswith("python -c"):
                 found.append(shlex.split(part, comments=True))
     return found
 
 
-def print_help(script: str, command: list[str]) -> None:
-    """Run a script of the repository, or a command of it, with --help."""
+def run(script: str, words: list[str]) -> int | str | None:
+    """Run a script of the repository with these words; return its exit status."""
     before = sys.argv, [*sys.path]
-    sys.argv = [script, *command, "--help"]
+    sys.argv = [script, *words]
     sys.path.insert(0, str((ROOT / script).parent))  # as Python itself does it
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    except SystemExit:
-        pass
+    except SystemExit as end:
+        return end.code
     finally:
         sys.argv, sys.path[:] = before
 
@@ -112,7 +114,7 @@ def problems_of(command: list[str], capsys) -> list[str]:
     rest = words[2 if module else 1:]
     first = rest[:1] if rest and re.fullmatch(r"[a-z]+", rest[0]) else []
     capsys.readouterr()
-    print_help(script, first)
+    run(script, [*first, "--help"])
     text = capsys.readouterr().out
     options = [x.partition("=")[0] for x in rest if re.match(r"--?[a-zA-Z]", x)]
     wrong = [x for x in options if not re.search(rf"(?<![\w-]){re.escape(x)}(?![\w-])", text)]
@@ -129,6 +131,35 @@ def test_every_command_exists(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     for command in commands_of((ROOT / name).read_text()):
         assert problems_of(command, capsys) == [], " ".join(command)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_command_of_a_block_can_be_parsed(name, monkeypatch):
+    """By its script's own parser, which then stops it, and the files that it names are there.
+
+    FILE and $asked stand for what the reader has. Here that is a file of prompts.
+    """
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(*given) -> None:
+        parse(*given)
+        raise SystemExit(0)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    prompts = str(ROOT / "models/examples.jsonl")
+    for program, *words in commands_of((ROOT / name).read_text(), whole=True):
+        script = words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0]
+        if program != "python" or script in WITHOUT_HELP or "--help" in words:
+            continue
+        words = words[2 if words[0] == "-m" else 1:]
+        for i in [i for i, word in enumerate(words) if word == "--prompts"]:
+            words[i + 1] = prompts
+        given = ["--prompts", prompts] if {"$asked", "$short"} & {*words} else []
+        words = [word for word in words if word[0] != "$"] + given
+        assert run(script, words) == 0, words
+        read = [word for word in words if word.startswith("models/") and "--out" not in words]
+        assert all((ROOT / path).exists() for path in read), read
+        rows = [words[i + 1] for i, word in enumerate(words) if word == "--row"]
+        assert all(row.split()[0] in METHODS for row in rows), rows
 
 
 # --------------------------------------------------------------------------- the table of survey/
