@@ -9,7 +9,8 @@ import torch
 import bench as module
 from bench import Bench, Count, Ours, Results, by_category, options
 from bita import Tuning, save_tuning, shape_of
-from common import CachedLM, InputError, Sampler
+from cli.run import TimedLM
+from common import InputError, Sampler
 from families import near, tiny
 from ouroboros import ouroboros
 
@@ -52,7 +53,7 @@ def made(*argv) -> Bench:
 
 def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
     model = tiny("llama")
-    lms = {"target": CachedLM(model), "draft": CachedLM(near(model, 0.05))}
+    lms = {"target": TimedLM(model), "draft": TimedLM(near(model, 0.05))}
     run, pools = Ours(ouroboros, lms, 12, set(), Sampler(0)), set()
     for prompt in (PROMPT * 20, PROMPT):
         run.new_round()

@@ -9,9 +9,9 @@ import pytest
 
 from cli.costs import (describe, expected_speed, expected_tokens, find_reason, know_ahead,
                        list_sizes, measure_size, read_table, say_why, time_calls, write_panel)
-from cli.run import Run
+from cli.run import Run, TimedLM
 from cli.trace import Trace
-from common import CachedLM, encode, greedy
+from common import encode, greedy
 from families import tiny
 from helpers import ROOT
 from results.cost_page import write_page
@@ -108,14 +108,14 @@ def test_the_sentence_is_of_what_was_measured():
 
 def test_calls_are_timed_and_leave_no_trace(monkeypatch):
     """A row that waits is not a part of any call that is timed."""
-    lm, pending, forward = CachedLM(tiny("llama")), [], CachedLM.forward
+    lm, pending, forward = TimedLM(tiny("llama")), [], TimedLM.forward
     lm.start([3, 5, 7])
     lm.forward([4])
 
     def spy(lm, *args, **options):
         pending.append(len(lm.parents))
         return forward(lm, *args, **options)
-    monkeypatch.setattr(CachedLM, "forward", spy)
+    monkeypatch.setattr(TimedLM, "forward", spy)
     table = time_calls(lm, 5)
     assert pending == [0] * 4 * 5
     assert [rows for rows, _ in table] == [1, 2, 4, 8] and all(x > 0 for _, x in table)
@@ -126,7 +126,7 @@ def test_a_chain_is_described_as_it_was(embedded):
     """Recorded rounds: the whole size has the run's tokens, and no round has a prompt's seconds."""
     target, draft, tokenizer = embedded
     trace = Trace()
-    lms = {"target": CachedLM(target), "draft": CachedLM(draft)}
+    lms = {"target": TimedLM(target), "draft": TimedLM(draft)}
     run = Run(speculative, lms, {"gamma": 4}, set())
     prompt = encode(tokenizer, "Tom has 3 apples. He buys 4 apples. How many apples does he have?")
     chunks = trace.watch(run, prompt, run.decode(prompt, 40, greedy))

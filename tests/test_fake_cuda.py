@@ -18,7 +18,7 @@ import train
 from bench import Ours
 from cli.graphs import GraphedLM, StaticCache, capture
 from cli.run import TimedLM
-from common import CachedLM, InputError, Sampler, autoregressive
+from common import InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
@@ -104,10 +104,10 @@ def decode(name: str, run_as=TimedLM):
 
 PLANTED = {
     "tokens stay on the CPU": (
-        CachedLM, "forward", ".to(self.weight.device)", "",
+        TimedLM, "forward", ".to(self.weight.device)", "",
         decode("speculative")),
     "positions and mask stay on the CPU": (
-        CachedLM, "layout", ".to(self.weight.device)", "", decode("jacobi")),
+        TimedLM, "layout", ".to(self.weight.device)", "", decode("jacobi")),
     "the mask of a training stays on the CPU": (
         bita, "attention_mask", ".to(like)", ".to(like.dtype)",
         lambda folder: run("bita train", folder)),

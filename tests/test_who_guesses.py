@@ -12,7 +12,8 @@ import torch
 import who_guesses as module
 import who_picture as picture
 from bench import AR, Bench, Ours, options
-from common import CachedLM, InputError, autoregressive, greedy
+from cli.run import TimedLM
+from common import InputError, autoregressive, greedy
 from families import tiny
 from helpers import script
 from speculative import speculative
@@ -50,7 +51,7 @@ def test_acceptance_and_its_prediction_by_hand():
 
 
 def run_of(draft, gamma: int, limit: int = 40) -> Ours:
-    lms = {"target": CachedLM(MODEL), "draft": CachedLM(draft)}
+    lms = {"target": TimedLM(MODEL), "draft": TimedLM(draft)}
     return Ours(speculative, lms, limit, set(), greedy, gamma=gamma)
 
 
@@ -90,7 +91,7 @@ def test_weights_that_are_read():
     one = sum(p.nbytes for name, p in MODEL.named_parameters() if "embed" not in name)
     tied = MODEL.get_input_embeddings().weight is MODEL.get_output_embeddings().weight
     one += tied * MODEL.get_output_embeddings().weight.nbytes
-    ar = Ours(autoregressive, {"target": CachedLM(MODEL)}, 40, set(), greedy)
+    ar = Ours(autoregressive, {"target": TimedLM(MODEL)}, 40, set(), greedy)
     assert module.count_read(ar, PROMPT, 4) == (3 * one, 3, 0)
     assert module.count_read(run_of(MODEL, 4), PROMPT, 15) == (2 * 5 * one, 2, 2 * 4)
 
@@ -164,7 +165,7 @@ def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes():
     args.distilled = None
     bench = Bench(args)
     [_, (_, prompt), _] = bench.pairs()
-    expected, forward = bench.row(AR)(prompt).output, CachedLM.forward
+    expected, forward = bench.row(AR)(prompt).output, TimedLM.forward
     with module.only_chains():
         drafters = module.find_drafters(bench)
         assert {*module.DRAFTERS} - {*drafters} == {"distilled", "MTP"}
@@ -176,7 +177,7 @@ def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes():
                     trees.append(parents)
                 return forward(lm, ids, parents, **given)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(CachedLM, "forward", spy)
+                patch.setattr(TimedLM, "forward", spy)
                 count = run(prompt)
             assert count.output == expected, name
             most = max(map(module.guesses_of, count.log))
