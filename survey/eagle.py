@@ -90,7 +90,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
-INPUTS = ("shifted", "unshifted", "feature", "token")
 DEPTH = 8  # the most levels of guesses that a tree has
 MOST = 64  # the most nodes that a tree has
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
@@ -108,13 +107,12 @@ class Pairs(NamedTuple):
 
     Tokens are lists or tensors [n].
     """
-    before: list[int]  # t_i, which only a draft with `unshifted` inputs reads (the ablation)
     features: torch.Tensor  # f_i, [n, f]
     tokens: list[int]  # t_{i+1}
 
     def part(self, span: slice) -> "Pairs":
         """Return the pairs of a slice."""
-        return Pairs(self.before[span], self.features[span], self.tokens[span])
+        return Pairs(self.features[span], self.tokens[span])
 
 
 def make_layer(model, mlp: int, n: int = 1) -> tuple:
@@ -172,7 +170,6 @@ class Draft(torch.nn.Module):
     the target's embeddings and LM head.
 
     model    the target
-    inputs   what a row reads: shifted, unshifted, feature or token (see `train`)
     begin    how the layer begins: random, or last (as the target's last layer)
     mlp      the width of the layer's MLP. 0: as wide as the target's
     seed     a seed for the random weights
@@ -188,22 +185,15 @@ class Draft(torch.nn.Module):
     vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
 
-    def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
-                 seed: int = 0, config: PreTrainedConfig | None = None, bias: bool = True):
+    def __init__(self, model, begin: str = "random", mlp: int = 0, seed: int = 0,
+                 config: PreTrainedConfig | None = None, bias: bool = True):
         super().__init__()
-        if inputs not in INPUTS:
-            raise InputError(f"--inputs must be {', '.join(INPUTS[:-1])} or {INPUTS[-1]}, got "
-                             f"{inputs}")
         if begin not in ("random", "last"):
             raise InputError(f"--begin must be random or last, got {begin}")
         if begin == "last" and config is not None:
             raise InputError(f"--begin must be random with --released, got {begin}")
-        if inputs != "shifted" and config is not None:
-            raise InputError(f"--inputs must be shifted with --released, got {inputs}")
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e, f = table.weight.shape[1], head.weight.shape[1]
-        widths = {"shifted": e + f, "unshifted": e + f, "feature": f, "token": e}
-        self.inputs = inputs
         self.begin = begin
         self.mlp = mlp
         self.config = config
@@ -216,7 +206,7 @@ class Draft(torch.nn.Module):
                 lm, last = make_layer(model, mlp)
             else:
                 lm = make_released_layer(config)
-            self.fc = torch.nn.Linear(widths[inputs], e, bias)
+            self.fc = torch.nn.Linear(e + f, e, bias)
         if begin == "last":
             copy_layer(last, lm)
         for name, part in list(lm.get_decoder().named_children()):
@@ -247,15 +237,9 @@ class Draft(torch.nn.Module):
 
         pairs   tokens [...] and features [..., f], of any leading shape
         """
-        ids = pairs.before if self.inputs == "unshifted" else pairs.tokens
-        ids = torch.as_tensor(ids, dtype=torch.long, device=pairs.features.device)
+        ids = torch.as_tensor(pairs.tokens, dtype=torch.long, device=pairs.features.device)
         e = self.lm.get_input_embeddings()(ids)
-        reads = [e, pairs.features]
-        if self.inputs == "feature":
-            reads = [pairs.features]
-        elif self.inputs == "token":
-            reads = [e]
-        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in reads], -1))
+        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, pairs.features)], -1))
 
 
 def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text], rng: torch.Generator,
@@ -280,7 +264,7 @@ def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text], rng: torch.
     learns = torch.stack(learns).to(device)
     # The layer reads noisy features, as it will have to read its own guesses, and learns true ones.
     noise = NOISE * (2 * torch.rand(f.shape, generator=rng, device=device) - 1)
-    inputs = draft.join(Pairs(ids[:, :-2], (f + noise)[:, :-2], ids[:, 1:-1]))  # [B, T - 2, e]
+    inputs = draft.join(Pairs((f + noise)[:, :-2], ids[:, 1:-1]))  # [B, T - 2, e]
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns].float()  # [N, f]
     features = f[:, 1:-1][learns].float()
@@ -367,7 +351,7 @@ def feed(draft: Draft, lm: CachedLM, chunks: list[Pairs]) -> torch.Tensor | None
     """
     logits = None
     for pairs in chunks:
-        for i in range(0, len(pairs.before), WIDTHS[-1]):
+        for i in range(0, len(pairs.tokens), WIDTHS[-1]):
             part = pairs.part(slice(i, i + WIDTHS[-1]))
             logits = lm.forward(draft.join(part), keep=1)
             lm.commit(range(len(lm.parents)))
@@ -419,8 +403,7 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
             # The row of a node reads its token, and what the row of its parent made. It hangs below
             # the row of the parent, so that it sees the rows of its path alone.
             above = [parents[x] for x in expanded]
-            pairs = Pairs([ids[x] for x in above], torch.stack([feature_of[x] for x in above]),
-                          [ids[x] for x in expanded])
+            pairs = Pairs(torch.stack([feature_of[x] for x in above]), [ids[x] for x in expanded])
             rows = len(lm.parents)  # the number that the first of the new rows gets
             logits = lm.forward(draft.join(pairs), [row_of[x] for x in above])
             row_of |= zip(expanded, range(rows, len(lm.parents)))
@@ -489,7 +472,7 @@ def decode(target: CachedLM, draft: Draft, prompt: list[int], nodes: int, dynami
     root = prompt[-1]
     # Each token of the prompt but the root has a feature, and a token after it. The pair with the
     # root waits for the first tree, since its pass also guesses the root's children.
-    pairs = Pairs(prompt[:-1], target.features, prompt[1:])
+    pairs = Pairs(target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
     tree = plan_tree(draft, nodes, dynamic)
@@ -508,7 +491,7 @@ def decode(target: CachedLM, draft: Draft, prompt: list[int], nodes: int, dynami
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
         # the token chosen after it. These replace the features that the draft guessed.
-        unfed.append(Pairs([ids[x] for x in path], target.features[path], chunk))
+        unfed.append(Pairs(target.features[path], chunk))
         root = chunk[-1]
         target.commit(path)
         if log is not None:
@@ -559,7 +542,7 @@ def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.T
     first = max(0, length - 2)  # the first row that guesses a token of the answer
     lm = CachedLM(draft.lm)
     lm.start([])
-    pairs = Pairs(ids[:-2], features[:-2].to(draft.lm.device), ids[1:-1])
+    pairs = Pairs(features[:-2].to(draft.lm.device), ids[1:-1])
     above = None  # the rows of step 0 are a chain
     for n in range(min(DEPTH, len(ids) - 2 - first)):
         logits = lm.forward(draft.join(pairs), above)
@@ -568,8 +551,7 @@ def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.T
         # The next step's rows hang below all rows of this step but its last, which guesses the
         # text's last token: no token of the text is left to read beside its feature.
         above = range(len(lm.parents) - len(labels), len(lm.parents) - 1)
-        guessed = lm.features[-len(labels):-1]
-        pairs = Pairs(ids[first + n + 1:-2], guessed, ids[first + n + 2:-1])
+        pairs = Pairs(lm.features[-len(labels):-1], ids[first + n + 2:-1])
 
 
 def measure_acceptance(draft: Draft, held_out: list[Text],
@@ -631,7 +613,7 @@ def measure_draft(draft: Draft, held_out: list[Text]) -> None:
     for found, (ids, features, length) in zip(roots, held_out):
         lm.start([])
         ids = ids.tolist()
-        pairs = Pairs(ids[:-1], features[:-1].to(lm.weight.device), ids[1:])
+        pairs = Pairs(features[:-1].to(lm.weight.device), ids[1:])
         fed, root = 0, max(1, length - 1)  # a root needs a pair that guesses its children
         while root < len(ids) - 1:
             unfed = [pairs.part(slice(fed, root))]
@@ -688,7 +670,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                               model.get_output_embeddings().weight.shape[1])
     held_texts = compute_features(model, held_out)
-    if draft.begin == "random" and draft.inputs in ("shifted", "unshifted"):
+    if draft.begin == "random":
         # Embeddings and features differ in size. The weights of the embeddings are scaled so that
         # at first both weigh the same.
         [(ids, features, _)] = texts_of([0])
@@ -700,7 +682,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
         return eagle_loss(draft, to_logits, texts_of(numbers), noise, loss)
 
-    fingerprint = (digest(model.state_dict()), draft.inputs, draft.mlp, draft.vocab.tolist(), data,
+    fingerprint = (digest(model.state_dict()), draft.mlp, draft.vocab.tolist(), data,
                    held_out, batch, loss)
     if draft.config is not None:
         fingerprint += (draft.config.to_dict(),)
@@ -715,16 +697,13 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          inputs: str = "shifted", begin: str = "random", released: bool = False, mlp: int = 0,
-          vocab: int = 0, loss: str = "ce", max_new_tokens: int = 200, steps: int = 1000,
-          batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
+          begin: str = "random", released: bool = False, mlp: int = 0, vocab: int = 0,
+          loss: str = "ce", max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
+          lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
     work:    folder of answers and checkpoints, OUT.work by default
-    inputs:  what a row reads, as in the paper's ablation. This is shifted (a feature and the token
-             after it), unshifted (a feature and its own token), feature (no token), or token (no
-             feature)
     begin:   how the layer begins, at random as in the paper, or as the target's last layer. That
              learns faster only where the layer adds no more than about a feature's size
     released: train a layer of the released form, which `export` can write. It is Llama's without
@@ -747,7 +726,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
     config = make_config(model, mlp) if released else None
-    draft = Draft(model, inputs, begin, mlp, seed, config, bias=not released)
+    draft = Draft(model, begin, mlp, seed, config, bias=not released)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                       most=50)
     if vocab:
@@ -767,8 +746,7 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     draft   the draft
     model   the target
     """
-    header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept,
-              "tokens": draft.tokens}
+    header = {"mlp": draft.mlp, "accept": draft.accept, "tokens": draft.tokens}
     if draft.config is not None:
         header |= {"config": draft.config.to_dict(), "bias": draft.fc.bias is not None}
     if len(draft.vocab) < len(model.get_output_embeddings().weight):
@@ -787,8 +765,7 @@ def load_draft(path: str | Path, model) -> Draft:
         return load_released(str(path), model)
     header, tensors = load_part(path, "an EAGLE layer", model)
     config = LlamaConfig(**header["config"]) if "config" in header else None
-    draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0), config=config,
-                  bias=header.get("bias", True))
+    draft = Draft(model, mlp=header.get("mlp", 0), config=config, bias=header.get("bias", True))
     fill(draft.trainable(), tensors, path)
     for p in draft.trainable().values():
         p.data = p.data.to(model.dtype)

@@ -286,7 +286,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
     for n in range(min(passes, R)):
         # Row j reads t_{j+1+n}. The last n rows have none: they read any token, and learn nothing.
         tokens = F.pad(ids[:, 1 + n:-1], (0, n))
-        inputs = draft.join(Pairs(None, g, tokens))
+        inputs = draft.join(Pairs(g, tokens))
         mask = torch.where(torch.cat(sees, 1), 0.0, -torch.inf).to(inputs)
         mask = mask.expand(len(ids), 1, -1, -1)  # [B, 1, R, (n + 1) R]
         places = torch.arange(n, R + n, device=ids.device)[None]

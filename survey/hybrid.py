@@ -205,9 +205,9 @@ class Trained:
 
     def join_waiting(self) -> Pairs:
         """Return the pairs that wait as one. They do not wait any more."""
-        before, features, tokens = zip(*self.waiting)
+        features, tokens = zip(*self.waiting)
         self.waiting = []
-        return Pairs(sum(before, []), torch.cat(features), sum(tokens, []))
+        return Pairs(torch.cat(features), sum(tokens, []))
 
     @torch.inference_mode()
     def compute_logits(self, path: str) -> torch.Tensor:
@@ -236,8 +236,7 @@ class Trained:
             if path[:-1] not in self.rows:
                 self.compute_row(path[:-1])
             row, feature = self.rows[path[:-1]]
-            tokens = [self.root, *as_tokens(path)]
-            pairs = Pairs(tokens[-2:-1], feature[None], tokens[-1:])
+            pairs = Pairs(feature[None], as_tokens(path[-1]))
             logits = self.layer.forward(self.part.join(pairs), [row])
         # The root's row has joined the context. So its number is that of the context's end, -1.
         self.rows[path] = len(self.layer.parents) - 1, self.layer.features[-1]
@@ -429,7 +428,7 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
     with tap_target(target, taps):
         target.start(prompt[:-1])
         if trained:
-            trained.start(Pairs(prompt[:-1], target.features, prompt[1:]))
+            trained.start(Pairs(target.features, prompt[1:]))
         ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)
         recent = deque(maxlen=RECENT)  # calls
         while True:
@@ -450,7 +449,7 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
             passes = 0
             if trained:
                 passes = len(trained.rows)
-                trained.add(Pairs([ids[x] for x in path], target.features[path], chunk))
+                trained.add(Pairs(target.features[path], chunk))
             recent.append((len(ids), time.perf_counter() - began, passes * a_pass, len(chunk)))
             if log is not None:
                 log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
@@ -551,7 +550,7 @@ def replay_part(part: Trained, prompt: list[int], answer: list[int],
     returns   for each token of the answer what `predict` returned before it
     """
     text = prompt + answer
-    part.start(Pairs(prompt[:-1], features[:len(prompt) - 1], prompt[1:]))
+    part.start(Pairs(features[:len(prompt) - 1], prompt[1:]))
     root = len(prompt) - 1  # its place in the text
     guessed = []
     for i in range(len(prompt), len(text)):
@@ -560,7 +559,7 @@ def replay_part(part: Trained, prompt: list[int], answer: list[int],
         likely = guessed[-1].get(as_text(text[i:i + 1]), 0.0) >= LIKELY
         if not likely or len(path) + 1 == part.depth:
             # Row j of the features led to token j + 1.
-            part.add(Pairs(text[root:i], features[root:i], text[root + 1:i + 1]))
+            part.add(Pairs(features[root:i], text[root + 1:i + 1]))
             root = i
     return guessed
 

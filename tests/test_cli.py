@@ -587,7 +587,6 @@ REFUSED = [
     ("survey.medusa --adapter models/hydra.safetensors", "one of hydra heads"),
     ("survey.eagle --adapter {odd}/none", "expected a trained file, or … got '{odd}/none'"),
     ("survey.dflash --adapter {odd}/none", "expected a file of a DFlash draft, got '{odd}/none'"),
-    ("survey.eagle train --out /no/such/x --inputs x", "--inputs must be shifted, … token, got x"),
     ("survey.rest --datastore {odd}/none", "expected a file of a REST datastore, got '{odd}/none'"),
     ("survey.hybrid --trust {odd}/none", "expected a file … made for this model"),
     ("survey.hybrid --datastore {odd}/none", "expected a file of a REST datastore, got"),

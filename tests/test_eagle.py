@@ -27,8 +27,8 @@ ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.2
 llama = functools.cache(lambda: tiny("llama"))
 
 
-def random_draft(model, inputs="shifted", mlp=0) -> Draft:
-    draft = Draft(model, inputs, "last", mlp)  # of a random model, and sometimes right
+def random_draft(model, mlp=0) -> Draft:
+    draft = Draft(model, "last", mlp)  # of a random model, and sometimes right
     draft.accept, draft.tokens = ACCEPT, [[1.0]]
     return draft
 
@@ -74,9 +74,9 @@ def perfect(vocab) -> Draft:
     """The model itself in place of the draft layer, which reads tokens alone: of a text whose
     first tokens no window reaches any more, all guesses are right."""
     model = copy.deepcopy(windowed()[0])
-    draft, e = Draft(model, "token"), 32
+    draft, e = Draft(model), 32
     draft.lm = model
-    draft.fc.weight.data, draft.fc.bias.data = torch.eye(e), torch.zeros(e)
+    draft.fc.weight.data, draft.fc.bias.data = torch.eye(e, 2 * e), torch.zeros(e)
     draft.keep([*vocab])
     draft.lm.get_output_embeddings().weight.data *= 100  # it is sure, so that its tree is a chain
     draft.accept = [[1.0]] * 4
@@ -117,11 +117,8 @@ def guesses(model, draft, text, path, ranks=3) -> tuple[list[float], list[int]]:
     f = features(model, *text[:-1])  # [1, n, f]
     embed, tokens = model.get_input_embeddings(), text + path
     for n in range(len(text), len(tokens) + 1):  # the last row's feature is guessed
-        known, after = embed(torch.tensor([tokens[:n - 1]])), embed(torch.tensor([tokens[1:n]]))
-        reads = {"shifted": [after, f], "unshifted": [known, f], "feature": [f],
-                 "token": [after]}[draft.inputs]
-        out = draft.lm.get_decoder()(inputs_embeds=draft.fc(torch.cat(reads, -1)),
-                                     use_cache=False)[0]
+        reads = torch.cat([embed(torch.tensor([tokens[1:n]])), f], -1)
+        out = draft.lm.get_decoder()(inputs_embeds=draft.fc(reads), use_cache=False)[0]
         f = torch.cat([f, out[:, -1:]], 1)
     best = draft.lm.get_output_embeddings()(out[0, -1]).softmax(-1).topk(ranks)
     return best.values.tolist(), draft.vocab[best.indices].tolist()
@@ -148,15 +145,14 @@ def dynamic(model, draft, text, n, expanded=None) -> list[list[int]]:
     return [path for path, _ in sorted(paths, key=lambda x: -x[1])[:n]]
 
 
-@pytest.mark.parametrize("family, inputs, reference, n", [
-    ("llama", "shifted", static, 40), ("gpt2", "shifted", dynamic, 24),
-    ("gemma3", "unshifted", static, 20), ("mistral", "feature", dynamic, 20),
-    ("opt", "token", static, 20), ("neox", "shifted", dynamic, 20)])
-def test_trees_are_those_without_caches(family, inputs, reference, n, monkeypatch):
+@pytest.mark.parametrize("family, reference, n", [
+    ("llama", static, 40), ("gpt2", dynamic, 24), ("gemma3", static, 20), ("mistral", dynamic, 20),
+    ("opt", static, 20), ("neox", dynamic, 20)])
+def test_trees_are_those_without_caches(family, reference, n, monkeypatch):
     """Round by round: a stale row, one of a guess that was kept, or a shifted pair shows here."""
     model, trees, text, log = tiny(family, vocab_size=5), [], [3, 1, 4], []
-    draft, target = random_draft(model, inputs), CachedLM(model)
-    if inputs == "token":
+    draft, target = random_draft(model), CachedLM(model)
+    if family == "opt":
         draft.keep([4, 0, 3])
     nodes = 20 if reference is dynamic else 9  # of each level three nodes get children, or any
     forward = target.forward
@@ -177,7 +173,7 @@ def test_a_prompt_comes_in_parts():
     """The pairs of a long prompt, and of many chunks at once: as one pass over all of them."""
     model, n = windowed()[0], 300
     draft, ids = random_draft(model), [3 + i * 7 % 50 for i in range(n + 1)]
-    pairs = Pairs(ids[:-1], torch.randn(n, 32, generator=torch.Generator().manual_seed(0)), ids[1:])
+    pairs = Pairs(torch.randn(n, 32, generator=torch.Generator().manual_seed(0)), ids[1:])
     lm = CachedLM(draft.lm)
     logits = feed(draft, lm, [pairs.part(slice(130)), pairs.part(slice(130, None))])
     with torch.inference_mode():
@@ -339,15 +335,14 @@ def test_noise_on_input_features_alone(monkeypatch):
     assert torch.equal(learnt[0], text[1][1:-1].float())
 
 
-@pytest.mark.parametrize("inputs, vocab", [("shifted", range(11)),
-                                           ("unshifted", [10, 3, 0, 5, 4, 8, 2])])
-def test_acceptance_by_hand(inputs, vocab):
+@pytest.mark.parametrize("vocab", [range(11), [10, 3, 0, 5, 4, 8, 2]], ids=len)
+def test_acceptance_by_hand(vocab):
     """True rows up to a place, then n rows of guessed features and true tokens, all computed anew.
     A guess counts where the likeliest guesses above it are right."""
     model, rng = tiny("llama", vocab_size=11), random.Random(0)
     data = [([rng.randrange(11) for _ in range(n)], [rng.randrange(11) for _ in range(m)])
             for n, m in ((4, 9), (1, 3), (3, 5))]
-    draft, right, total = Draft(model, inputs), torch.zeros(DEPTH, 11), torch.zeros(DEPTH, 1)
+    draft, right, total = Draft(model), torch.zeros(DEPTH, 11), torch.zeros(DEPTH, 1)
     draft.keep([*vocab])
     for prompt, answer in data:
         text = prompt + answer
@@ -431,15 +426,13 @@ def test_targets_in_half_precision_can_be_learned_from(family, dtype):
     assert all(p.isfinite().all() for p in draft.trainable().values())
 
 
-@pytest.mark.parametrize("family, inputs, begin, scaled", [
-    ("llama", "shifted", "random", True), ("llama", "unshifted", "random", True),
-    ("llama", "token", "random", False), ("llama", "feature", "random", False),
-    ("llama", "shifted", "last", False),
-    ("gemma3", "shifted", "random", True)])  # its embedding is √d times its weights
-def test_tokens_and_features_are_as_large_at_first(family, inputs, begin, scaled):
-    """Random weights of the embedding are scaled, where there is a feature too."""
+@pytest.mark.parametrize("family, begin, scaled", [
+    ("llama", "random", True), ("llama", "last", False),
+    ("gemma3", "random", True)])  # its embedding is √d times its weights
+def test_tokens_and_features_are_as_large_at_first(family, begin, scaled):
+    """Random weights of the embedding are scaled."""
     model, ids = tiny(family), sum(DATA[0], [])
-    draft = Draft(model, inputs, begin)
+    draft = Draft(model, begin)
     expected = draft.fc.weight.detach().clone()
     if scaled:
         read = model.get_input_embeddings()(torch.tensor(ids)).std()
@@ -500,11 +493,11 @@ def test_train_makes_the_draft_that_was_asked_for(tmp_path, monkeypatch):
         data, held_out))
     monkeypatch.setattr(module, "fit", lambda model, draft, *given, **named: seen.append(
         (draft, given, named)))
-    train(model, None, [[3], [4]], out=tmp_path / "o", inputs="token", begin="last", mlp=24,
-          vocab=2, work=tmp_path, **options)
+    train(model, None, [[3], [4]], out=tmp_path / "o", begin="last", mlp=24, vocab=2,
+          work=tmp_path, **options)
     [(draft, given, named)] = seen
-    assert (draft.inputs, draft.begin, draft.mlp) == ("token", "last", 24)
-    assert torch.equal(draft.fc.weight, Draft(model, "token", mlp=24, seed=9).fc.weight)
+    assert (draft.begin, draft.mlp) == ("last", 24)
+    assert torch.equal(draft.fc.weight, Draft(model, mlp=24, seed=9).fc.weight)
     assert draft.vocab.tolist() == [7, 9]
     assert given == (data, held_out) and named == options | {"work": tmp_path}
     assert asked == [{"seed": 9, "most": 50}]
@@ -517,12 +510,11 @@ def test_train_makes_the_draft_that_was_asked_for(tmp_path, monkeypatch):
 def test_a_file_belongs_to_its_model(dtype, later, mlp, vocab, tmp_path):
     """Whatever types the model is loaded in, when the layer is trained and later."""
     path, model = tmp_path / "d.safetensors", tiny("llama").to(dtype)
-    draft = random_draft(model, "unshifted", mlp=mlp)
+    draft = random_draft(model, mlp)
     draft.keep([*vocab])
     save_draft(path, draft, model)
     loaded = load_draft(str(path), model.to(later))
-    assert (loaded.inputs, loaded.mlp, loaded.accept) == ("unshifted", mlp, ACCEPT)
-    assert loaded.tokens == [[1.0]]
+    assert (loaded.mlp, loaded.accept, loaded.tokens) == (mlp, ACCEPT, [[1.0]])
     assert torch.equal(loaded.vocab, draft.vocab)
     heads = [x.lm.get_output_embeddings().weight.float() for x in (loaded, draft)]
     torch.testing.assert_close(*heads, atol=1e-3, rtol=1e-2)
@@ -548,7 +540,7 @@ def test_another_layer_on_the_same_embeddings_is_refused(family, changes, tmp_pa
 
 @pytest.mark.parametrize("options, decoding, said", [
     ([], ["--nodes", "6", "--compare"], "output equals autoregressive output"),
-    (["--dtype", "bfloat16", "--inputs", "token", "--vocab", "12"],
+    (["--dtype", "bfloat16", "--vocab", "12"],
      ["--nodes", "6", "--no-dynamic", "--dtype", "bfloat16"], "tokens per call")], ids=len)
 def test_train_and_decode_from_the_command_line(options, decoding, said, small_llama, tmp_path,
                                                 capfd):

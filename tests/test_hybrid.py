@@ -27,11 +27,11 @@ POOL = [3.0, 0.5, 0.5, 0.9]
 FILES = dict(datastore="store", trust="trust", adapter="part")
 
 
-def prepared(model, texts=((3, 14, 15, 9, 2, 6),), eagle_reads="shifted") -> CachedLM:
+def prepared(model, texts=((3, 14, 15, 9, 2, 6),)) -> CachedLM:
     """Make a target with a datastore of texts, trust of one half, and random parts at hand."""
     target = CachedLM(model)
     pools = {"none": []} | dict.fromkeys(KINDS, POOL)
-    draft = Draft(model, inputs=eagle_reads, seed=3)
+    draft = Draft(model, seed=3)
     draft.accept = [[0.5]]
     target.memo |= {("rest", "store"): Datastore(BOUNDARY.join(as_text(x) for x in texts)),
                     ("trust", "trust"): {"trust": HALF, "pools": pools}, ("eagle", "part"): draft}
@@ -265,7 +265,7 @@ def test_a_head_by_hand():
     target = prepared(model)
     target.start(text)
     heads, part = target.memo["hydra", "part"], Trained(target, "hydra", "part")
-    part.start(Pairs(text[:3], target.features[:3], text[1:]))
+    part.start(Pairs(target.features[:3], text[1:]))
     embedding = model.get_input_embeddings()(torch.tensor([9]))
     read = torch.cat([target.features[2:3], embedding], 1)
     logits = model.lm_head(heads.R[0](read) + torch.nn.functional.silu(heads.W[0](read)))[0]
@@ -290,11 +290,11 @@ def test_a_part_guesses_the_tokens_that_it_has(kind):
         for p in part.part.parameters():
             if p.requires_grad:
                 p.data.fill_(weight)
-        part.start(Pairs(text[:3], target.features[:3], text[1:]))
+        part.start(Pairs(target.features[:3], text[1:]))
         chances = part.predict()
         assert {*as_tokens("".join(chances))} == {2, 3, 5, 7, 11, 13}
         assert any(chances.values()) == (weight == 0.1)
-    part.start(Pairs([], target.features[:0], []))
+    part.start(Pairs(target.features[:0], []))
     assert part.predict() == {}
 
 
@@ -305,7 +305,7 @@ def test_a_block_guesses_for_all_depths_by_hand():
     target = prepared(model)
     target.start(text)
     draft, part = target.memo["dflash", "part"], Trained(target, "dflash", "part")
-    part.start(Pairs(text[:3], target.features[:3], text[1:]))
+    part.start(Pairs(target.features[:3], text[1:]))
     lm = dflash.BlockLM(draft.lm)
     lm.start([])
     with torch.inference_mode():
@@ -329,24 +329,24 @@ def test_a_layer_guesses_after_a_path_by_hand(kind):
     target = prepared(model)
     target.start(text)
     draft, part = target.memo[kind, "part"], Trained(target, kind, "part")
-    pairs = Pairs(text[:3], target.features[:3], text[1:])
+    pairs = Pairs(target.features[:3], text[1:])
     part.start(pairs)
     assert part.layer.length == 2  # the prompt is read, up to the pair with the root
     lm = CachedLM(draft.lm)
     lm.start([])
     with torch.inference_mode():
         feed(draft, lm, [pairs])
-        lm.forward(draft.join(Pairs([9], lm.features[-1:], [7])), [-1])
+        lm.forward(draft.join(Pairs(lm.features[-1:], [7])), [-1])
         first = lm.features[-1:]
-        logits = {"75": lm.forward(draft.join(Pairs([7], first, [5])), [0])[0]}
-        logits["76"] = lm.forward(draft.join(Pairs([7], first, [6])), [0])[0]
+        logits = {"75": lm.forward(draft.join(Pairs(first, [5])), [0])[0]}
+        logits["76"] = lm.forward(draft.join(Pairs(first, [6])), [0])[0]
     paths = {"75": as_text([7, 5]), "76": as_text([7, 6])}
     for name, passes in (("75", 3), ("76", 1)):
         assert part.count_passes(paths[name]) == passes
         expected = guesses_of(logits[name])
         assert part.predict(paths[name]) == pytest.approx(expected, rel=1e-4)
     assert len(part.rows) == 4 and part.count_passes("") == 0
-    part.add(Pairs([9], target.features[3:], [7]))
+    part.add(Pairs(target.features[3:], [7]))
     assert part.layer.length == 3 and part.layer.parents == [] and part.count_passes("") == 1
 
 
@@ -380,7 +380,7 @@ def test_heads_of_models_that_scale_or_cap_their_logits(name, config, monkeypatc
         p.data.zero_()
     target.start([3, 14])
     part = Trained(target, "medusa", "part")
-    part.start(Pairs([3, 14], target.features, [14, 15]))
+    part.start(Pairs(target.features, [14, 15]))
     logits = model(torch.tensor([[3, 14]])).logits[0, -1]
     assert part.predict() == pytest.approx(guesses_of(logits), rel=0.01)
 
@@ -393,9 +393,9 @@ def test_a_part_reads_all_pairs_that_wait(kind):
     target.start(text)
     for ends in (range(1, 9), [1, 3, 4, 8], [7, 8]):
         part, first = Trained(target, kind, "part"), 0
-        part.start(Pairs([], target.features[:0], []))
+        part.start(Pairs(target.features[:0], []))
         for end in ends:
-            part.add(Pairs(text[first:end], target.features[first:end], text[first + 1:end + 1]))
+            part.add(Pairs(target.features[first:end], text[first + 1:end + 1]))
             first = end
             if end != 3:
                 chances = part.predict()
@@ -404,9 +404,8 @@ def test_a_part_reads_all_pairs_that_wait(kind):
         assert found[0] == pytest.approx(chances, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind, reads", [(kind, "shifted") for kind in KINDS]
-                         + [("eagle", "unshifted")])
-def test_a_part_knows_the_text_in_a_run(kind, reads, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_knows_the_text_in_a_run(kind, monkeypatch):
     """What it says in a run, over two prompts and accepted branches, is what a fresh one says that
     is told the whole text."""
     model, log, asked, texts = tiny("llama"), [], [], []
@@ -415,14 +414,14 @@ def test_a_part_knows_the_text_in_a_run(kind, reads, monkeypatch):
         whole = [*p, *answer]
         wrong = [[whole[i], (whole[i + 1] + 1) % 50 + 2] for i in range(1, 41, 3)]
         texts += [whole, *(3 * wrong)]
-    target, other = (prepared(model, texts, eagle_reads=reads) for _ in range(2))
+    target, other = (prepared(model, texts) for _ in range(2))
     predict = Trained.predict
 
     def checked(self, path=""):
         text = [*prompt, *answers[prompt]][:target.length + 1]
         other.start(text[:-1])
         part = Trained(other, kind, "part")
-        part.start(Pairs(text[:-1], other.features, text[1:]))
+        part.start(Pairs(other.features, text[1:]))
         asked.append(predict(self, path))
         assert asked[-1] == pytest.approx(predict(part, path), rel=1e-3, abs=1e-5)
         return asked[-1]
@@ -614,8 +613,7 @@ def test_a_part_is_replayed_in_rounds():
     features = torch.arange(8.0)[:, None]
     found = replay_part(part, [1, 2], [3, 4, 5, 6, 7, 8], features)
     assert asked == [[], [3], [], [5], [5, 6], []] and [*found[1].values()] == [0.05]
-    assert [(pairs.before, pairs.tokens) for pairs in told] == [
-        ([1], [2]), ([2, 3], [3, 4]), ([4, 5, 6], [5, 6, 7])]
+    assert [pairs.tokens for pairs in told] == [[2], [3, 4], [5, 6, 7]]
     assert torch.cat([pairs.features for pairs in told]).flatten().tolist() == [*range(6)]
 
 

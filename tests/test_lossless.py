@@ -160,7 +160,7 @@ METHODS = {
         few=dict(nodes=3)),
     "eagle, dynamic": lambda model: Line(
         eagle.eagle, dict(nodes=9, dynamic=True, trained=rand(eagle.Draft(
-            model, "unshifted", "last"), RATES)), few=dict(nodes=3)),
+            model, "last"), RATES)), few=dict(nodes=3)),
     "eagle, released": lambda model: Line(
         eagle.eagle, dict(nodes=9, trained=rand(eagle.Draft(
             model, config=eagle.make_config(model), bias=False))), few=dict(nodes=3)),

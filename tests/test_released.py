@@ -179,7 +179,7 @@ def check_layer(draft, model, features: torch.Tensor, g: torch.Tensor, step) -> 
     e = table[TEXT[1:]]
     a, expected = step(e, g)
     lm.start([])
-    found = lm.forward(draft.join(Pairs(TEXT[:-1], features, TEXT[1:])))
+    found = lm.forward(draft.join(Pairs(features, TEXT[1:])))
     close(found, expected)
     close(lm.features, a)
     lm.commit(range(len(e)))
@@ -187,7 +187,7 @@ def check_layer(draft, model, features: torch.Tensor, g: torch.Tensor, step) -> 
     for level in LEVELS:
         tokens, above = zip(*level)
         read = torch.stack([feature_of[row] for row in above])
-        found, first = lm.forward(draft.join(Pairs([*tokens], read, [*tokens])), above), len(paths)
+        found, first = lm.forward(draft.join(Pairs(read, [*tokens])), above), len(paths)
         for i, (token, row) in enumerate(level):
             old_e, old_g, old_a = paths[row]
             chain = torch.cat([old_e, table[[token]]]), torch.cat([old_g, old_a[-1:]])
@@ -300,7 +300,7 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
         p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p))) / 4
     target, lm = CachedLM(model), CachedLM(draft.lm)
     target.start(TEXT[1:2] * 3)
-    pairs = Pairs([4] * 3, target.features, [4, 4, 9])
+    pairs = Pairs(target.features, [4, 4, 9])
     rows = []
     forward = lm.forward
     lm.forward = lambda ids, *args, **how: rows.append(len(ids)) or forward(ids, *args, **how)
@@ -315,7 +315,7 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
         lm.start([])
         lm.forward(draft.join(pairs))
         for token in path:
-            lm.forward(draft.join(Pairs([0], lm.features[-1:], [token])))
+            lm.forward(draft.join(Pairs(lm.features[-1:], [token])))
         logits = draft.lm.get_output_embeddings()(lm.features[-1])
         values, tokens = logits.softmax(-1).topk(10)
         return [(chance * p, path + [x]) for p, x in zip(values.tolist(), tokens.tolist())]
@@ -412,7 +412,7 @@ def guess_with(draft) -> torch.Tensor:
     target, lm = CachedLM(MODEL), CachedLM(draft.lm)
     target.start(HALF[:-1])
     lm.start([])
-    return lm.forward(draft.join(Pairs(HALF[:-1], target.features, HALF[1:])))
+    return lm.forward(draft.join(Pairs(target.features, HALF[1:])))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -474,10 +474,9 @@ def test_what_no_engine_would_read_is_not_exported(tmp_path):
         medusa.export(MODEL, None, adapter=tmp_path / "heads", out=tmp_path / "b")
 
 
-@pytest.mark.parametrize("name, value", [("begin", "last"), ("inputs", "token")])
-def test_the_released_form_has_no_other_options(name, value):
-    with pytest.raises(InputError, match=f"--{name} must be .* with --released, got {value}"):
-        eagle.Draft(MODEL, config=make_config(MODEL), **{name: value})
+def test_the_released_form_begins_at_random():
+    with pytest.raises(InputError, match="--begin must be random with --released, got last"):
+        eagle.Draft(MODEL, "last", config=make_config(MODEL))
 
 
 def test_a_scaled_head_is_exported_with_its_scaling(tmp_path):

@@ -484,11 +484,11 @@ def train_heads(work, kind="hydra", noise=0.0, data=PAIRS, held_out=HELD_OUT, K=
     medusa.fit(model, heads, data, held_out, work=work, **FIT | options)
 
 
-def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, inputs="shifted", begin="random",
-                mlp=0, vocab=range(61), released=False, **options):
+def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, begin="random", mlp=0,
+                vocab=range(61), released=False, **options):
     model = make_llama(noise)
     config = eagle.make_config(model, mlp) if released else None
-    draft = eagle.Draft(model, inputs, begin, mlp, config=config, bias=not released)
+    draft = eagle.Draft(model, begin, mlp, config=config, bias=not released)
     draft.keep([*vocab])
     eagle.fit(model, draft, data, held_out, work=work, **FIT | options)
 
@@ -581,8 +581,7 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
         divergence="jsd", local=True)),
     "medusa": (lambda work, **change: train_heads(work, "medusa", **change), SPLIT + changes(K=1)),
     "hydra": (train_heads, SPLIT + changes(kind="medusa", K=1, vocab=range(60))),
-    "eagle": (train_eagle, SPLIT + changes(inputs="unshifted", begin="last", mlp=24,
-                                           vocab=range(60), released=True)),
+    "eagle": (train_eagle, SPLIT + changes(begin="last", mlp=24, vocab=range(60), released=True)),
     "eagle, released": (lambda work, **change: train_eagle(work, released=True, **change),
                         SPLIT + changes(mlp=24)),
     "eagle3": (train_eagle3, SPLIT + changes(passes=3, taps=([0, 2],), vocab=range(60), mlp=24,
