@@ -60,8 +60,7 @@ Departures (paper / here / why):
         ordinary model with an ordinary cache
     what a block row reads: a token or the mask / a linear map of it, and H of the last token before
         the root, through a linear map for the root and one for the masks, and a vector for each
-        place. With --gains there are no such maps, and each place has a factor for each number of
-        that H / the newest H says most about the next tokens, and so no layer has to find it by
+        place / the newest H says most about the next tokens, and so no layer has to find it by
         attention
     guesses: DFlash's root row guesses nothing / it guesses the next token, as in DSpark / a block
         of B rows then has B guesses
@@ -117,8 +116,6 @@ class Draft(torch.nn.Module):
     markov   the rank of the Markov head. 0: there is none
     causal   whether a row of the block sees only the earlier rows of its block
     mlp      the width of the layers' MLPs. 0: as wide as the target's
-    gains    whether a row of the block reads H of the token before the root through a factor for
-             each number of it. Otherwise matrices read it and the row's token
     vocab    the tokens that the draft can guess, V' of them. None: all. Row i of the LM head stands
              for vocab[i]
     begin    how the layers begin: last (as the target's last ones), or random
@@ -131,10 +128,10 @@ class Draft(torch.nn.Module):
     """
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
-                 causal: bool = False, mlp: int = 0, gains: bool = False,
-                 vocab: list[int] | None = None, begin: str = "last", seed: int = 0):
+                 causal: bool = False, mlp: int = 0, vocab: list[int] | None = None,
+                 begin: str = "last", seed: int = 0):
         super().__init__()
-        self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp, gains=gains)
+        self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp)
         self.taps, self.B, self.causal, self.begin = taps, B, causal, begin
         self.accept, self.temperatures, self.tokens = [], [1.0] * B, [1.0]
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -158,13 +155,10 @@ class Draft(torch.nn.Module):
                 self.begin_with_last_tap()
         self.norm = LlamaRMSNorm(e)
         self.mask = torch.nn.Parameter(table.weight.detach().float().mean(0))
-        if gains:
-            self.gains = torch.nn.Parameter(torch.zeros(B, e))  # they multiply the H before it
-        else:
-            self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding or the mask
-            self.before = torch.nn.Linear(e, 2 * e, bias=False)  # reads the H before the root
-            torch.nn.init.eye_(self.token.weight)
-            torch.nn.init.zeros_(self.before.weight)
+        self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding or the mask
+        self.before = torch.nn.Linear(e, 2 * e, bias=False)  # reads the H before the root
+        torch.nn.init.eye_(self.token.weight)
+        torch.nn.init.zeros_(self.before.weight)
         self.place = torch.nn.Parameter(torch.zeros(B, e))
         # At first the Markov head adds nothing, and neither does the H before the root.
         if markov:
@@ -204,10 +198,7 @@ class Draft(torch.nn.Module):
         """
         root = self.lm.get_input_embeddings()(roots).to(self.mask.dtype)
         masks = self.mask.expand(*root.shape[:-1], self.B - 1, -1)
-        rows = torch.cat([root[..., None, :], masks], -2)
-        if self.form["gains"]:
-            return rows + self.gains * before[..., None, :] + self.place
-        rows = self.token(rows)
+        rows = self.token(torch.cat([root[..., None, :], masks], -2))
         of_root, of_masks = self.before(before)[..., None, :].chunk(2, -1)
         of_masks = of_masks.expand(*root.shape[:-1], self.B - 1, -1)
         return rows + torch.cat([of_root, of_masks], -2) + self.place
@@ -686,9 +677,9 @@ def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           layers: int = 2, B: int = 8, markov: int = 64, causal: bool = False, loss: str = "ce",
-          taps: str = "", begin: str = "last", mlp: int = 0, gains: bool = False, vocab: int = 0,
-          anchors: int = 24, max_new_tokens: int = 200, steps: int = 1500, batch: int = 16,
-          lr: float = 3e-3, seed: int = 0) -> None:
+          taps: str = "", begin: str = "last", mlp: int = 0, vocab: int = 0, anchors: int = 24,
+          max_new_tokens: int = 200, steps: int = 1500, batch: int = 16, lr: float = 3e-3,
+          seed: int = 0) -> None:
     """Train a block draft for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
@@ -703,9 +694,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              for what the LM head reads. The default is layers 2, L/2 and L - 1
     begin:   how the layers begin, as the target's last ones (last), or at random (random)
     mlp:     width of the layers' MLPs, with 0 for the target's
-    gains:   let a row of the block read the H before the root through one factor for each number of
-             it. Without this option matrices read it and the root's embedding, which are half of a
-             small draft
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
     anchors: how many blocks each answer of a step has
@@ -728,7 +716,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                       most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
     draft = Draft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
-                  gains=gains, vocab=known, begin=begin, seed=seed)
+                  vocab=known, begin=begin, seed=seed)
     print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)

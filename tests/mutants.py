@@ -712,8 +712,6 @@ MUTANTS = {
         ("len(draft.temperatures) != draft.B or", "", "a file without temperatures passes"),
         ("            torch.manual_seed(seed)\n", "",
          "a run that was stopped begins anew, from other weights"),
-        ("rows + self.gains * before[..., None, :]", "rows + self.gains[0] * before[..., None, :]",
-         "all places have the root's factors"),
         ("of_masks = of_masks.expand", "of_masks = of_root.expand",
          "masks read the H before the root as the root does"),
         ("hits = hits & inside", "pass",

@@ -46,8 +46,7 @@ def z_by_decoding(draft: Draft, text: Text, anchor: int) -> torch.Tensor:
 # ---------------------------------------------------------------------------------- the network
 
 KINDS = {"both ways": {}, "causal": dict(causal=True), "no Markov head": dict(markov=0),
-         "one layer": dict(layers=1), "gains": dict(gains=True),
-         "random": dict(begin="random", mlp=24)}
+         "one layer": dict(layers=1), "random": dict(begin="random", mlp=24)}
 
 
 @pytest.mark.parametrize("form", KINDS.values(), ids=KINDS)
@@ -96,9 +95,8 @@ def test_other_anchors_change_nothing():
         assert torch.allclose(packed[:, i], alone[:, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("gains", [False, True])
-def test_a_draft_begins_as_the_targets_last_layers(gains):
-    draft = Draft(MODEL, [0, 2], layers=2, gains=gains)
+def test_a_draft_begins_as_the_targets_last_layers():
+    draft = Draft(MODEL, [0, 2], layers=2)
     for i in range(2):
         for mine, theirs in zip(draft.lm.model.layers[i].parameters(),
                                 MODEL.model.layers[1 + i].parameters(), strict=True):
@@ -115,16 +113,12 @@ def test_a_draft_begins_as_the_targets_last_layers(gains):
     assert torch.equal(draft.add_markov(z, torch.tensor([3, 4])), z)
 
 
-@pytest.mark.parametrize("gains", [False, True])
-def test_what_the_rows_of_a_block_read(gains):
+def test_what_the_rows_of_a_block_read():
     """Each a token or the mask, its place, and the H before the root."""
-    draft, H = make_draft(gains=gains), torch.randn(32)
+    draft, H = make_draft(), torch.randn(32)
     e = torch.stack([MODEL.get_input_embeddings().weight[7], *[draft.mask] * 3])
-    if gains:
-        expected = e + draft.gains * H
-    else:
-        of_root, of_masks = (draft.before.weight @ H).split(32)
-        expected = e @ draft.token.weight.T + torch.stack([of_root, *[of_masks] * 3])
+    of_root, of_masks = (draft.before.weight @ H).split(32)
+    expected = e @ draft.token.weight.T + torch.stack([of_root, *[of_masks] * 3])
     found = draft.embed_blocks(torch.tensor([7, 7]), H.expand(2, 32))
     assert torch.allclose(found, (expected + draft.place).expand(2, 4, 32), atol=1e-4)
 
@@ -425,8 +419,7 @@ def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
 # ------------------------------------------------------------------------------------- the file
 
 def test_a_file_gives_the_same_draft(tmp_path):
-    draft = Draft(MODEL, [0, 2], vocab=[*range(0, 61, 2)], causal=True, layers=1, mlp=24, B=3,
-                  gains=True)
+    draft = Draft(MODEL, [0, 2], vocab=[*range(0, 61, 2)], causal=True, layers=1, mlp=24, B=3)
     draft.tokens, draft.accept, draft.temperatures = [1.0, 1.5], [0.5] * 3, [0.8, 1.0, 1.2]
     for p in draft.trainable().values():
         p.data = torch.randn_like(p).bfloat16().float()
