@@ -51,8 +51,8 @@ this table of two blocks with B = 2, a row on the left sees what has an x:
     w_k  = exp(-(k - 1) / 4)                                           Eq. 4 of DFlash, with γ = 4
 
 The sums run over the rows of all blocks. All T_k are 1 here, and g_{k-1} is the token of the text.
-With `--loss tv` each term is 0.1 CrossEntropy + 0.9 · ½‖target's distribution - p‖₁, as in DSpark.
-Half the distance is the chance that speculative sampling rejects a guess drawn from p.
+With `--loss tv` each term is 0.1 CrossEntropy + 0.9 ‖target's distribution - p‖₁, with DSpark's
+weights. Half of this distance is the chance that speculative sampling rejects a guess drawn from p.
 
 Departures (paper / here / why):
     context rows: the keys and values of every layer come from H itself / H are rows of the draft,
@@ -535,7 +535,6 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
     anchors     for each text equally many places of roots
     loss        ce or tv
     """
-    from models.training import compare_guesses
     blocks = make_blocks(draft, texts, anchors)
     # Where the draft cannot guess the right token, no guess can be accepted. So these places do not
     # count. The target's distribution is that over the tokens that the draft can guess.
@@ -547,7 +546,11 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
     read = last[text, blocks.at[known].cpu()]
     with torch.no_grad():
         target_probs = score_rows(draft, to_logits, read).softmax(-1)  # [guesses, V']
-    each = compare_guesses(loss, target_probs, logits)
+    each = F.cross_entropy(logits, target_probs, reduction="none")
+    if loss == "tv":
+        # The distance alone teaches little where p is sure of a wrong token: its gradient at each
+        # logit is at most twice p of that token.
+        each = 0.1 * each + 0.9 * (target_probs - logits.softmax(-1)).abs().sum(-1)
     k = torch.arange(draft.B, device=known.device).expand(known.shape)[known]
     weights = torch.exp(-k / GAMMA)
     return (weights * each).sum() / weights.sum().clamp(min=1e-9)
@@ -689,7 +692,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     markov:  the rank of the Markov head, with 0 for none, so that guesses ignore each other
     causal:  let a row of the block see only the earlier rows of its block
     loss:    ce (cross-entropy with the target's distribution), or tv (mostly the distance of the
-             two distributions, which is the chance of a rejection)
+             two distributions, which is twice the chance of a rejection)
     taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 1
     begin:   how the layers begin, as the target's last ones (last), or at random (random)
@@ -703,8 +706,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, loss, layers=layers, B=B, anchors=anchors, steps=steps,
-                             batch=batch, max_new_tokens=max_new_tokens)
+    require_training_options(lr, layers=layers, B=B, anchors=anchors, steps=steps, batch=batch,
+                             max_new_tokens=max_new_tokens)
+    require(loss in ("ce", "tv"), "loss", "ce or tv", loss)
     for option, number in (("markov", markov), ("mlp", mlp), ("vocab", vocab)):
         require(number >= 0, option, "0 or more", number)
     require(begin in ("last", "random"), "begin", "last or random", begin)

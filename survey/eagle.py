@@ -57,8 +57,6 @@ Departures (paper / here / why):
         length / that is the paper's number
     cross-entropy: over all rows / over a sample of 512 rows of a step / a large vocabulary's logits
         for all rows do not fit in memory
-    --loss tv: cross-entropy / mostly ½‖p - q‖₁ in its place, with the same weight (arXiv
-        2602.23881) / that is the chance of a rejection where guesses are sampled
     --vocab: FR-Spec counts tokens in a large corpus, and drops the others after training / counts
         them in prompts and answers, and trains the layer with the few tokens / training then sees
         what decoding will use
@@ -242,8 +240,8 @@ class Draft(torch.nn.Module):
         return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, pairs.features)], -1))
 
 
-def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text], rng: torch.Generator,
-               loss: str = "ce") -> torch.Tensor:
+def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text],
+               rng: torch.Generator) -> torch.Tensor:
     """Compute the loss of Section 3.2 in nats, the mean over rows that guess a token of an answer.
 
     draft       the draft
@@ -252,9 +250,8 @@ def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text], rng: torch.
     batch       texts with their features
     rng         a generator of the draft's device, which draws the noise, and the rows whose
                 guesses are compared
-    loss        ce or tv, by which guesses are compared (`compare_guesses` of models/training.py)
     """
-    from models.training import compare_guesses, compute_in_parts
+    from models.training import compute_in_parts
     head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids = pad([ids for ids, _, _ in batch]).to(device)  # [B, T]
@@ -270,9 +267,9 @@ def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text], rng: torch.
     features = f[:, 1:-1][learns].float()
 
     def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Compare the target's distributions p and the draft's q."""
+        """Compute the cross-entropy of the target's distributions p and the draft's q."""
         q, p = (to_logits(head(z.to(head.weight.dtype)).float()) for z in (x, y))  # [n, V']
-        return compare_guesses(loss, p.softmax(-1), q)
+        return F.cross_entropy(q, p.softmax(-1), reduction="none")
     # The guesses of a sample of the rows are compared.
     few = torch.randperm(len(features), generator=rng, device=device)[:SAMPLED]
     each = compute_in_parts(losses_of, len(head.weight), guessed[few], features[few])
@@ -646,7 +643,7 @@ def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
 
 
 def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        loss: str = "ce", seed: int = 0, work: Path | None = None) -> dict:
+        seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and its answer, and set its `accept`.
 
     AdamW's learning rate is a cosine after a warm-up of a twentieth of the steps, and each value of
@@ -659,7 +656,6 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     steps     how many steps are trained
     batch     how many answers a step learns from
     lr        the highest learning rate
-    loss      ce or tv
     seed      chooses the answers, the noise and the sampled rows
     work      folder of checkpoints, or None to keep none.
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
@@ -680,10 +676,10 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     def loss_of(rng: random.Random) -> torch.Tensor:
         numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
-        return eagle_loss(draft, to_logits, texts_of(numbers), noise, loss)
+        return eagle_loss(draft, to_logits, texts_of(numbers), noise)
 
     fingerprint = (digest(model.state_dict()), draft.mlp, draft.vocab.tolist(), data,
-                   held_out, batch, loss)
+                   held_out, batch)
     if draft.config is not None:
         fingerprint += (draft.config.to_dict(),)
     curve = Training(draft.trainable(), fingerprint, name="eagle", steps=steps, lr=lr,
@@ -698,8 +694,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           begin: str = "random", released: bool = False, mlp: int = 0, vocab: int = 0,
-          loss: str = "ce", max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
-          lr: float = 1e-3, seed: int = 0) -> None:
+          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
+          seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
@@ -711,9 +707,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, with 0 for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
-    loss:    by what a guess is compared with the target's distribution. This is ce
-             (cross-entropy), or tv (mostly the distance of the two distributions, which is the
-             chance of a rejection)
     max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
     lr:      the highest learning rate, after a warm-up. 1e-3 suited targets of 10M to 135M
@@ -721,7 +714,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, loss, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
+    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
@@ -732,8 +725,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     if vocab:
         draft.keep(find_frequent(data, vocab))
     print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
-    fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, loss=loss, seed=seed,
-        work=work)
+    fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_draft(out, draft, model)
 
 

@@ -263,7 +263,7 @@ class Passes:
 
 
 def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
-                probs: torch.Tensor, passes: int, loss: str = "ce") -> torch.Tensor:
+                probs: torch.Tensor, passes: int) -> torch.Tensor:
     """Compute the loss of the training-time test (Section 3.2, and the released code).
 
     draft     the draft
@@ -272,10 +272,8 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
     learns    bool [B, T], which tokens are learned
     probs     [N, D], for each learned token the target's distribution over the draft's vocabulary
     passes    how often the layer runs
-    loss      ce or tv, by which guesses are compared (`compare_guesses` of models/training.py)
     returns   Σ_n decay^n times the mean loss of the guesses of pass n that are learned
     """
-    from models.training import compare_guesses
     R = ids.shape[1] - 2
     decay = MTP_DECAY if draft.form.mtp else DECAY
     number = learns.flatten().cumsum(0).view(learns.shape) - 1  # the row of `probs` of each token
@@ -295,7 +293,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
         # Row j guesses t_{j+2+n}.
         learned = learns[:, 2 + n:]
         logits = draft.lm.lm_head(g[:, :R - n][learned]).float()
-        each = compare_guesses(loss, probs[number[:, 2 + n:][learned]], logits)
+        each = F.cross_entropy(logits, probs[number[:, 2 + n:][learned]], reduction="none")
         # The draft's vocabulary may lack all tokens of a pass. The mean of none would be NaN.
         total = total + decay ** n * (each.mean() if len(each) else each.sum())
         sees.append(own)
@@ -378,7 +376,7 @@ def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
 
 
 def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: int, batch: int,
-        lr: float, loss: str = "ce", seed: int = 0, work: Path | None = None) -> dict:
+        lr: float, seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
 
     model     the frozen target
@@ -389,7 +387,6 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
     steps     how many steps are trained
     batch     how many answers a step learns from
     lr        the highest learning rate
-    loss      ce or tv
     seed      chooses the answers of each step
     work      folder of checkpoints, or None to keep none
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
@@ -405,10 +402,10 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
         ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
         features, hidden = read_target(model, draft.taps, ids)
         learns, probs = choose_lessons(draft, ids, answers, hidden, lambda x: scale(head(x)))
-        return unroll_loss(draft, ids, features, learns, probs, passes, loss)
+        return unroll_loss(draft, ids, features, learns, probs, passes)
 
     fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.config.to_dict(),
-                   draft.vocab.tolist(), draft.own_head, data, held_out, batch, passes, loss)
+                   draft.vocab.tolist(), draft.own_head, data, held_out, batch, passes)
     curve = Training(draft.trained(), fingerprint, name="eagle3", steps=steps, lr=lr,
                      rate=warm_linear, max_norm=math.inf, max_value=0.5, seed=seed,
                      folder=work, models=(model,),
@@ -421,9 +418,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           taps: str = "", passes: int = 5, norms: bool = False, mtp: bool = False,
-          head: str = "own", mlp: int = 0, vocab: int = 0, loss: str = "ce",
-          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
-          seed: int = 0) -> None:
+          head: str = "own", mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200,
+          steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
@@ -441,16 +437,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, with 0 for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
-    loss:    by what a guess is compared with the target's distribution. This is ce
-             (cross-entropy), or tv (mostly the distance of the two distributions, which is the
-             chance of a rejection)
     max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
     lr:      the learning rate after the warm-up of a twentieth of the steps
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, loss, steps=steps, batch=batch, max_new_tokens=max_new_tokens,
+    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens,
                              passes=passes)
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
@@ -466,8 +459,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Draft(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
     print(f"{sum(x.numel() for x in draft.trained().values()):,} parameters")
-    fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, loss=loss,
-        seed=seed, work=work)
+    fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
+        work=work)
     save_draft(out, draft, model)
 
 

@@ -69,9 +69,6 @@ Departures (paper / here / why):
     equally long paths with --typical: not told / the likeliest one / as in the released code
     Hydra's R_k before training: the released one is random / R_k z = f / an untrained head then
         says what the frozen LM head says
-    --loss tv: each head learns the text's tokens / with it each head learns the target's
-        distribution, mostly by ½‖p - q‖₁ (arXiv 2602.23881) / that is the chance of a rejection
-        where guesses are sampled
     Hydra's labels: tokens, or the model's distribution (Hydra++) / tokens / one loss for both kinds
     --vocab: FR-Spec counts tokens in a large corpus, and drops the others after training / counts
         them in prompts and answers, and trains heads with the few tokens / training then sees what
@@ -238,42 +235,29 @@ def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
         yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
 
 
-def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens: torch.Tensor,
-               ahead: torch.Tensor | None = None) -> torch.Tensor:
+def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
+               tokens: torch.Tensor) -> torch.Tensor:
     """Compute the loss of all heads: the sum over k of DECAY^k times the mean loss of head k.
 
-    The loss of a head is -log p_k of the text's token, in nats. With `ahead` it is the loss tv of
-    `compare_guesses` (models/training.py). Medusa weighs heads so in Section 2.2.1. Hydra's
-    released train.py adds the losses of the heads as they are. A mean is over positions with a
-    label.
+    The loss of a head is -log p_k of the text's token, in nats. Medusa weighs heads so in Section
+    2.2.1. Hydra's released train.py adds the losses of the heads as they are. A mean is over
+    positions with a label.
 
     to_logits   a function that scales or caps the LM head's output where the model does so, as
                 `logits_of` of survey/parts.py finds out
-    ahead       [N, K, d], the features f_{t+1} … f_{t+K}, where the target itself says what comes
-                after the tokens that each head knows
 
     The other arguments are those of `head_states`.
     """
-    from models.training import compare_guesses, compute_in_parts
+    from models.training import compute_in_parts
 
-    def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor, *read: torch.Tensor):
-        """Return the losses [n] of a head, 0 without a label.
-
-        x        [n, d], what the head's LM head reads
-        labels   [n]
-        read     nothing, or what the target's LM head reads before the same tokens, [n, d]
-        """
+    def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the losses [n] of a head that read x [n, d]. They are 0 without a label."""
         logits = to_logits(lm_head(x).float())
-        if not read:
-            return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-        with torch.no_grad():
-            target_probs = to_logits(trained.lm_head(*read).float()).softmax(-1)
-        return compare_guesses("tv", target_probs, logits) * (labels >= 0)
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     loss = 0.0
     for k, x, labels in head_states(trained, model, f, tokens):
-        read = () if ahead is None else (ahead[:, k - 1].to(x.dtype),)
         each = compute_in_parts(partial(losses_of, trained.lm_head_of(k)), len(trained.vocab), x,
-                                labels, *read)
+                                labels)
         mean = each.sum() / (labels >= 0).sum().clamp(min=1)
         loss = loss + DECAY[trained.kind] ** k * mean
     return loss
@@ -493,17 +477,15 @@ def count_positions(pair: tuple[list[int], list[int]]) -> int:
     return len(prompt) + len(answer) - 2 - max(0, len(prompt) - 2)
 
 
-def collect_features(model, data: list[tuple[list[int], list[int]]], K: int,
-                     loss: str = "ce") -> list[tuple[torch.Tensor, ...]]:
+def collect_features(model, data: list[tuple[list[int], list[int]]],
+                     K: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Compute what K heads learn from: features, and the tokens after each feature.
 
     model     the target
     data      pairs of a prompt and its answer
     K         how many heads there are
-    loss      ce or tv
     returns   for each pair the features [n, d] of its n positions in bfloat16, and tokens
-              [n, K + 1]: x_{t+1} … x_{t+K+1}, with -100 beyond the end of the text. For the loss tv
-              also the next K features [n, K, d], with zeros beyond the end
+              [n, K + 1]: x_{t+1} … x_{t+K+1}, with -100 beyond the end of the text
     """
     from models.training import read_texts
     texts = [prompt + answer for prompt, answer in data]
@@ -513,11 +495,7 @@ def collect_features(model, data: list[tuple[list[int], list[int]]], K: int,
         after = torch.tensor(text + [-100] * K, device=f.device).unfold(0, K + 1, 1)
         first = len(text) - 2 - n
         # Row i of `after` has the tokens i … i + K. The first of them follows position i - 1.
-        states = (f[first:-1], after[first + 1:first + 1 + n])
-        if loss == "tv":
-            ahead = F.pad(f[first + 1:], (0, 0, 0, K - 1)).unfold(0, K, 1)  # [n, d, K]
-            states += (ahead.movedim(-1, 1),)
-        found.append(states)
+        found.append((f[first:-1], after[first + 1:first + 1 + n]))
     return found
 
 
@@ -559,7 +537,7 @@ def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens
 
 
 def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        loss: str = "ce", seed: int = 0, work: Path | None = None) -> dict:
+        seed: int = 0, work: Path | None = None) -> dict:
     """Train heads on pairs of a prompt and its answer, and set their `accept`.
 
     AdamW's learning rate is a cosine after a warm-up of a twentieth of the steps. The model is
@@ -572,7 +550,6 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
     steps      how many steps are trained
     batch      how many positions a step learns from
     lr         the highest learning rate
-    loss       ce or tv
     seed       chooses the positions
     work       folder of checkpoints, or None to keep none.
     returns    {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
@@ -580,17 +557,14 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
     from models.training import (Training, compute_frozen, digest, sample_rows,
                                  tokens_of_pass, warm_cosine)
     to_logits = logits_of(model)
-    # A position has its own feature, and for the loss tv those of the K next positions.
-    features = 1 + trained.K if loss == "tv" else 1
-    states_of, texts = compute_frozen(
-        lambda pairs: collect_features(model, pairs, trained.K, loss), data,
-        features * trained.lm_head.weight.shape[1])
+    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
+                                      data, trained.lm_head.weight.shape[1])
     lengths = [*map(count_positions, data)]
     held_features, held_tokens = map(torch.cat, zip(*collect_features(model, held_out, trained.K)))
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        f, *others = sample_rows(states_of, texts, lengths, batch, rng)
-        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), *others)
+        f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
+        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
 
     def evaluate() -> tuple[dict, str]:
         losses, accept = accuracy(trained, model, to_logits, held_features, held_tokens)
@@ -599,7 +573,7 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
                 f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")
     # A checkpoint is of the same training only if all of these are the same.
     fingerprint = (digest(model.state_dict()), trained.kind, trained.K, trained.vocab.tolist(),
-                   data, held_out, batch, texts, loss)
+                   data, held_out, batch, texts)
     curve = Training(trained.trainable(), fingerprint, name=trained.kind, steps=steps, lr=lr,
                      rate=warm_cosine, seed=seed, folder=work, models=(model,),
                      tokens=tokens_of_pass(data, texts)).train(loss_of, evaluate)
@@ -608,9 +582,8 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          heads: str = "medusa", K: int = 4, vocab: int = 0, loss: str = "ce",
-          max_new_tokens: int = 200, steps: int = 1000, batch: int = 512, lr: float = 1e-3,
-          seed: int = 0) -> None:
+          heads: str = "medusa", K: int = 4, vocab: int = 0, max_new_tokens: int = 200,
+          steps: int = 1000, batch: int = 512, lr: float = 1e-3, seed: int = 0) -> None:
     """Train heads for a frozen model on its own answers. A stopped run goes on.
 
     out:    the safetensors file to make
@@ -619,8 +592,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     K:      how many heads are trained
     vocab:  how many tokens heads can guess, the most frequent of prompts and answers, with 0 for
             all
-    loss:   ce (cross-entropy with the text's token), or tv (mostly the distance to the target's
-            distribution, which is the chance that a sampled guess is rejected)
     max_new_tokens: the longest answer that is collected
     batch:  how many positions a step learns from
     lr:     the highest learning rate, after a warm-up. 1e-3 suited models of 10M to 135M
@@ -628,7 +599,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, loss, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
+    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
     trained = Heads(model, heads, K)
@@ -636,8 +607,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     if vocab:
         trained.keep(find_frequent(data, vocab))
     print(f"{sum(x.numel() for x in trained.trainable().values()):,} parameters")
-    fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, loss=loss, seed=seed,
-        work=work)
+    fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_heads(out, trained, model)
 
 

@@ -485,11 +485,8 @@ survey.medusa | --epsilon 0.0 nan: above 0 | --delta -1.0: above 0
 survey.medusa train --out /no/x | --heads x: medusa or hydra | --K 0: 1 or more
 survey.medusa train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
 survey.medusa train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
-survey.medusa train --out /no/x | --loss x: ce or tv
 survey.eagle | --nodes -1 65: 0 to 64
 survey.eagle train --out /no/x | --begin x: random or last | --mlp -1: 0 or more
-survey.eagle train --out /no/x | --loss x: ce or tv
-survey.eagle3 train --out /no/x | --loss x: ce or tv
 survey.eagle train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
 survey.eagle train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
 survey.dflash | --nodes -1 65: 0 to 64

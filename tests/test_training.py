@@ -5,7 +5,6 @@ import math
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +20,8 @@ from families import FAMILIES, SCALED, deep, near, tiny
 from helpers import interrupting, tokens_of
 from models import training
 from models.files import write_text, write_whole
-from models.training import (LOSSES, Settings, Training, answer_all, collect_answers,
-                             collect_examples, compare_guesses, compute_frozen, compute_in_parts,
+from models.training import (Settings, Training, answer_all, collect_answers,
+                             collect_examples, compute_frozen, compute_in_parts,
                              cosine, digest, divergence, find_frequent, generate_answers,
                              low_precision, read_answers, read_texts, recompute_layers,
                              sample_alike, sample_rows, score_answers, use_settings, warm_cosine,
@@ -935,38 +934,3 @@ def test_divergences_by_hand(kind, expected):
         divergence("hellinger", p, q)
 
 
-def test_guesses_are_compared_by_hand():
-    """Also in half precision, as in float32. A target that is sure has a p of 0 and 1."""
-    p = torch.tensor([[0.5, 0.3, 0.2], [0.0, 1.0, 0.0]])
-    q = torch.tensor([[0.1, 0.6, 0.3], [0.25, 0.5, 0.25]])
-    ce, distance = -(p * q.log()).sum(-1), torch.tensor([0.4, 0.5])
-    logits = q.log() + 3
-    torch.testing.assert_close(compare_guesses("ce", p, logits), ce)
-    torch.testing.assert_close(compare_guesses("tv", p, logits), 0.1 * ce + 0.9 * distance)
-    for half in logits.half(), logits.bfloat16():
-        expected = compare_guesses("tv", p, half.float())
-        torch.testing.assert_close(compare_guesses("tv", p, half), expected)
-
-
-@pytest.mark.parametrize("fit, make", [
-    (medusa.fit, lambda model: medusa.Heads(model, "medusa", 1)),
-    (eagle.fit, lambda model: eagle.Draft(model)),
-    (partial(eagle3.fit, passes=1), lambda model: eagle3.Draft(
-        model, eagle3.make_config(model, 0), [0], range(61), eagle3.Form(mtp=True)))],
-    ids=["medusa", "eagle", "eagle3"])
-def test_a_run_with_another_loss_is_another_run(fit, make, tmp_path):
-    """It does not go on from the other's checkpoint."""
-    data, model = [([3, 4], [5, 6, 7])] * 2, tiny("llama")
-    for loss in LOSSES:
-        fit(model, make(model), data, data, steps=1, batch=2, lr=1e-2, loss=loss, work=tmp_path)
-    assert len([*tmp_path.glob("*.pt")]) == 2
-
-
-def test_both_losses_are_least_where_a_draft_says_what_the_target_says():
-    p = torch.tensor([[0.5, 0.3, 0.2]])
-    for loss in LOSSES:
-        logits = torch.zeros(1, 3, requires_grad=True)
-        for _ in range(400):
-            gradient, = torch.autograd.grad(compare_guesses(loss, p, logits).sum(), logits)
-            logits = (logits - 0.1 * gradient).detach().requires_grad_()
-        torch.testing.assert_close(logits.softmax(-1), p, atol=0.05, rtol=0)
