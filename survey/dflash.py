@@ -87,7 +87,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import (WIDTHS, CachedLM, InputError, Sampler, attention_mask, context_length,
                     fastest, greedy, row_costs, shorten, walk, windows_of)
-from survey.eagle import MOST, RANKS, copy_layer, follow, make_layer, report
+from survey.eagle import MOST, RANKS, copy_layer, follow, make_layer
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.taps import read_taps, tap_target, tap_widths
@@ -761,4 +761,4 @@ def load_draft(path: str | Path, model) -> Draft:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([dflash], report, commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main([dflash], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

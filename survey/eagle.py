@@ -847,19 +847,7 @@ def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") 
     write_head(out, config | {"architectures": [ARCHITECTURES[engine]]}, tensors)
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Return a line that says how many guesses a call of the target verified and accepted.
-
-    run   what was decoded; run.log holds the records that `eagle` logged
-    """
-    guessed = sum(record["guessed"] for record in run.log) / len(run.log)
-    accepted = sum(record["accepted"] for record in run.log) / len(run.log)
-    return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
-
-
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([eagle], report, commands=[train, measure, export],
+    sys.exit(main([eagle], commands=[train, measure, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -67,7 +67,7 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, prepare
-from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_draft, report
+from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_draft
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
@@ -623,5 +623,5 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([eagle3], report, commands=[train, measure, export],
+    sys.exit(main([eagle3], commands=[train, measure, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

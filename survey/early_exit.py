@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import CachedLM, InputError, Sampler, greedy
-from survey.layerskip import collect_states, report, self_speculate
+from survey.layerskip import collect_states, self_speculate
 from survey.parts import MODELS, fill, load_part, save_part, score_with
 from survey.views import depth_of, open_model, split_layers
 
@@ -222,5 +222,5 @@ def load_exit(path: str | Path, model) -> Exit:
 
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([early_exit], report, commands=[train],
+    sys.exit(main([early_exit], commands=[train],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

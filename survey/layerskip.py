@@ -346,19 +346,7 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
     print(f"python -m survey.layerskip --target {out} --tuning \"\" --E {E}")
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say how many guesses a round had, how many were accepted, and how many layers ran a token."""
-    drafted = sum(record["drafted"] for record in run.log)
-    accepted = sum(record["accepted"] for record in run.log)
-    layers = sum(record["layers"] for record in run.log)
-    n = len(run.log)
-    return (f"a round: {drafted / n:.1f} guesses, {accepted / n:.2f} accepted; "
-            f"{layers / run.tokens:.1f} layers run a token")
-
-
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([layerskip], report, lossy=[layerskip], commands=[tune, export],
+    sys.exit(main([layerskip], lossy=[layerskip], commands=[tune, export],
                   folders=[export], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

@@ -325,16 +325,7 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
     return lm, mask.requires_grad_(False), header["right"]
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say what a run's rounds were like, on average."""
-    n = len(run.log)
-    drafted, accepted = (sum(r[name] for r in run.log) / n for name in ("drafted", "accepted"))
-    return f"a round: {drafted:.1f} guesses, {accepted:.2f} accepted; {run.tokens / n:.2f} tokens"
-
-
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([pass_sampling, space], report, lossy=[space], commands=[train, tune],
+    sys.exit(main([pass_sampling, space], lossy=[space], commands=[train, tune],
                   ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)}))

@@ -162,16 +162,7 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
         yield chunk
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Return a line that counts the guesses and the accepted ones."""
-    guessed = sum(r["guessed"] for r in run.log)
-    accepted = sum(r["accepted"] for r in run.log)
-    return f"accepted {accepted} of {guessed} guesses, {accepted / len(run.log):.2f} a call"
-
-
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([recycling], report, shared={"successors": Successors},
+    sys.exit(main([recycling], shared={"successors": Successors},
                   ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

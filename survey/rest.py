@@ -425,17 +425,6 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     save_part(out, "a REST datastore", model, {"tokens": tokens.to(kind)}, tokens_per_call=measured)
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say what a run's calls were like, on average."""
-    guessed = sum(r["guessed"] for r in run.log) / len(run.log)
-    accepted = sum(r["accepted"] for r in run.log) / len(run.log)
-    none = sum(r["guessed"] == 0 for r in run.log)
-    return (f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted; no guess in {none} of "
-            f"{len(run.log)} calls")
-
-
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([rest], report, commands=[build], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
+    sys.exit(main([rest], commands=[build], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

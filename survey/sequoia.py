@@ -441,14 +441,6 @@ def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
     return load_facts(path, {"target": target, "draft": draft}, expected, parse)
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say what a run's rounds were like, on average."""
-    drafted, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("drafted", "accepted"))
-    return f"accepted {accepted:.2f} of {drafted:.0f} drafted tokens a round"
-
-
 if __name__ == "__main__":
     from cli.main import main
-    sys.exit(main([sequoia], report, commands=[calibrate], ranges=RANGES))
+    sys.exit(main([sequoia], commands=[calibrate], ranges=RANGES))

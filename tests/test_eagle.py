@@ -551,7 +551,7 @@ def test_train_and_decode_from_the_command_line(options, decoding, said, small_l
     assert "step 2: held-out acceptance" in text and "parameters" in text and "1 answers of" in text
     assert script("survey.eagle", *argv, "--adapter", out, *decoding) == 0
     err = capfd.readouterr().err
-    assert said in err and "a call: 5.0 guesses" in err
+    assert said in err and "a round: 5.0 guesses" in err
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

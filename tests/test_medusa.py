@@ -419,7 +419,7 @@ def test_train_and_decode_from_the_command_line(small_llama, tmp_path, capfd):
     assert "step 2: held-out loss" in capfd.readouterr().out
     assert script("survey.medusa", *argv, "--adapter", out, "--nodes", "5", "--compare") == 0
     err = capfd.readouterr().err
-    assert "output equals autoregressive output" in err and "a call: 4.0 guesses" in err
+    assert "output equals autoregressive output" in err and "a round: 4.0 guesses" in err
 
 
 @pytest.mark.parametrize("kind, least", [("medusa", 2.5), ("hydra", 2.8)])

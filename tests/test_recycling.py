@@ -8,7 +8,7 @@ from families import tiny
 from fake_models import counting
 from helpers import tokens_of
 from survey import recycling as module
-from survey.recycling import WIDTH, Successors, recycling, report
+from survey.recycling import WIDTH, Successors, recycling
 
 PROMPT = [3, 14, 15]
 
@@ -105,12 +105,6 @@ def test_a_tree_has_at_most_so_many_nodes(nodes, accepted):
 def test_a_tree_of_no_size_is_refused(nodes):
     with pytest.raises(InputError, match=f"--nodes must be 0 to 64, got {nodes}"):
         next(recycling(CachedLM(tiny("llama")), PROMPT, nodes=nodes))
-
-
-def test_the_report():
-    class Run:
-        log = [{"guessed": 7, "accepted": 3}, {"guessed": 3, "accepted": 0}]
-    assert report(Run) == "accepted 3 of 10 guesses, 1.50 a call"
 
 
 def test_the_clock_plans_the_likeliest_tree(monkeypatch):

@@ -15,7 +15,7 @@ from laws import chi_square_ok, law, outcomes
 from survey import parts
 from survey.parts import save_facts
 from survey.sequoia import (calibrate, decode, draw_children, list_plans, load_rates, parents_of,
-                            report, sequoia, shape_of, tabulate, verify)
+                            sequoia, shape_of, tabulate, verify)
 from test_lossless import Choosing, draw_by_choices
 
 PROMPT = [3, 14, 15]
@@ -436,8 +436,3 @@ def test_the_rates_of_the_embedded_pair(embedded):
     for P in measured.values():
         assert len(P) == module.B and 0.8 < P[0] < 0.95 and 0.98 < sum(P) <= 1.001
         assert P[0] > P[1] > P[2] > max(P[6:])
-
-
-def test_the_report():
-    log = [{"drafted": 15, "accepted": n, "ranks": [0] * n} for n in (4, 0, 1)]
-    assert report(SimpleNamespace(log=log)) == "accepted 1.67 of 15 drafted tokens a round"
