@@ -402,12 +402,9 @@ def run_training(line: str, shape: dict, texts: Texts) -> int:
         for module in (training, online, train):
             replace(module, "collect_examples", lambda *_, **__: data)
         replace(online, "draft_for", make_draft)
-        # Acceptance is measured text by text. Without numbers a text would have a round a token.
+        # Acceptance is measured text by text, so two texts say what it needs.
         replace(eagle, "measure_acceptance", lambda draft, held_out: acceptance(
             draft, held_out[:2]))
-        for module in (eagle, eagle3):
-            replace(module, "measure_draft", lambda draft, held_out: setattr(
-                draft, "accept", acceptance(draft, held_out[:2])))
         replace(training.Training, "update", count_trained)
         replace(training, "KEPT", 0)  # the states of this little data would be kept
         replace(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # bfloat16, as on a GPU

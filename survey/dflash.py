@@ -85,9 +85,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, attention_mask, context_length,
-                    fastest, greedy, row_costs, shorten, walk, windows_of)
-from survey.eagle import MOST, RANKS, copy_layer, follow, make_layer
+from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
+                    context_length, fastest, greedy, row_costs, shorten, walk, windows_of)
+from survey.eagle import MOST, RANKS, copy_layer, make_layer
 from survey.layers import list_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.taps import read_taps, tap_target, tap_widths
@@ -587,6 +587,19 @@ def rate_guesses(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[flo
     return (right / reached.clamp(min=1)).tolist()
 
 
+def follow(ids: list[int], parents: list[int], text: list[int]) -> list[int]:
+    """Walk a tree along a text.
+
+    ids, parents   the tree
+    text           the tokens after the root
+    returns        the nodes of the path, the root first
+    """
+    depths = ancestor_mask(parents).sum(-1) - 1
+    # None comes after the text's last token.
+    after = [*text[:len(ids)], *[-1] * len(ids)]
+    return walk(ids, parents, [after[depth] for depth in depths.tolist()])[0]
+
+
 @torch.inference_mode()
 def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
     """Set a draft's temperatures and `tokens` by held-out texts.
@@ -609,8 +622,7 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
         for anchor, hidden in zip(text.anchors()[::EVERY], blocks.hidden[0]):
             z = score_rows(draft, to_logits, hidden)
             tree, parents, _ = grow(draft, z, ids[anchor], MOST)
-            path, _ = follow(tree, parents, ids[anchor + 1:])
-            counts[path] += 1
+            counts[follow(tree, parents, ids[anchor + 1:])] += 1
             trees += 1
     # The first n nodes are the tree of n nodes. It would have kept those nodes of the path that are
     # among them. The root stands for the token that the target chooses itself.

@@ -74,8 +74,8 @@ import timeit
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Node, Sampler, ancestor_mask, best_tree, fastest,
-                    greedy, prepare, row_costs, walk)
+from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
+                    prepare, row_costs, walk)
 from survey.layers import take_layers
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (RANKS, describe_layer, is_released, load_measured, make_config,
@@ -177,8 +177,6 @@ class Draft(torch.nn.Module):
 
     accept   accept[n][r], how often the guess of rank r is right on held-out answers, below a path
              of n right guesses. It is empty if nobody has measured that.
-    tokens   tokens[d][n - 1], how many tokens a call gives on them with a dynamic tree of d levels
-             and n nodes. It is empty if nobody has measured that.
     levels   the most levels that `accept` can have
     vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
@@ -195,7 +193,7 @@ class Draft(torch.nn.Module):
         self.begin = begin
         self.mlp = mlp
         self.config = config
-        self.accept, self.tokens = [], []
+        self.accept = []
         self.levels = DEPTH
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         with torch.random.fork_rng():
@@ -310,10 +308,11 @@ def rank_tokens(draft: Draft, logits: torch.Tensor,
 def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
     """Yield trees of all sizes and depths, for `fastest` to choose from.
 
-    What a tree gives was measured on held-out answers. Costs are measured on this machine.
+    What a static tree gives was measured on held-out answers. A dynamic tree of as many nodes and
+    levels gives a little more. Costs are measured on this machine.
 
     lm       the draft's layer with its cache
-    dynamic  whether dynamic trees are among them
+    dynamic  whether the trees are dynamic
     yields   nodes and levels of a tree and whether it is dynamic, the tokens to be expected, and
              the seconds that growing the tree and the target's call take together
     """
@@ -321,21 +320,16 @@ def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM, dynamic: bool) -> I
     some = torch.zeros(4, len(draft.vocab), device=draft.vocab.device)
     ranking = min(timeit.repeat(lambda: rank_tokens(draft, some, RANKS), number=1, repeat=4))
 
-    def time_round(n: int, tokens: float, levels: list[int]) -> float:
-        """Add up the seconds of a round. A pass has a row for each node that gets children."""
-        # The first pass feeds a pair for each token of the last chunk.
-        passes = [math.ceil(tokens), *levels[1:]][:len(levels)]
-        return costs[n] + sum(draft_costs[rows] + ranking for rows in passes)
-
     for depth in range(len(draft.accept) + 1):
         tree = best_tree(draft.accept[:depth], MOST)
         for n in range(1, len(tree) + 1):
-            levels, tokens = count_levels(tree[:n]), sum(node.chance for node in tree[:n])
-            yield (n, levels, False), tokens, time_round(n, tokens, levels)
-    for depth, row in enumerate(draft.tokens if dynamic else []):
-        for n, tokens in enumerate(row, 1):
-            levels = spread_levels(n, depth)
-            yield (n, levels, True), tokens, time_round(n, tokens, levels)
+            levels = spread_levels(n, depth) if dynamic else count_levels(tree[:n])
+            tokens = sum(node.chance for node in tree[:n])
+            # A pass has a row for each node that gets children. But the first one feeds a pair for
+            # each token of the last chunk.
+            passes = [math.ceil(tokens), *levels[1:]][:len(levels)]
+            growing = sum(draft_costs[rows] + ranking for rows in passes)
+            yield (n, levels, dynamic), tokens, costs[n] + growing
 
 
 @torch.inference_mode()
@@ -442,7 +436,7 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often. Without --nodes the clock may choose either
+             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle train`, or the directory or hub
              id of a released head
     accept:  file that `python -m survey.eagle measure` made for a released head. Without it the
@@ -512,16 +506,17 @@ def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Tex
 
 
 @torch.inference_mode()
-def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Guess the tokens of an answer again, step by step. The draft reads features of its own.
+def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
+    """Measure how often guesses are right on the path that a static tree reaches most often.
 
-    draft   the draft
-    text    a text with its features
-    yields  for step n the likeliest guesses [m, ranks] and the right tokens [m]. Before each guess
-            the last n features are guessed, and all tokens are the text's. Row i of all steps has
-            the same first feature
+    draft     the draft
+    held_out  texts with their features
+    returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
+              are guessed, and the likeliest guess was right at each of them. Elsewhere the tree of
+              a call ends earlier
 
-    All steps of a text are one pending tree of the draft, here of a text t_0 … t_5:
+    The tokens of an answer are guessed again, step by step. All steps of a text are one pending
+    tree of the draft, here of a text t_0 … t_5:
 
         guesses      t_2  t_3  t_4  t_5
         step 0 rows   0 ── 1 ── 2 ── 3    row i reads the text's f_i
@@ -534,99 +529,30 @@ def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.T
     token t_{i+1}. So row 3" sees the rows 0, 1, 2' and itself, which read two features of the text
     and then two guessed ones.
     """
-    ids, features, length = text
-    ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
-    first = max(0, length - 2)  # the first row that guesses a token of the answer
-    lm = CachedLM(draft.lm)
-    lm.start([])
-    pairs = Pairs(features[:-2].to(draft.lm.device), ids[1:-1])
-    above = None  # the rows of step 0 are a chain
-    for n in range(min(DEPTH, len(ids) - 2 - first)):
-        logits = lm.forward(draft.join(pairs), above)
-        labels = ids[first + n + 2:].to(logits.device)
-        yield draft.vocab[logits[-len(labels):].topk(ranks).indices], labels
-        # The next step's rows hang below all rows of this step but its last, which guesses the
-        # text's last token: no token of the text is left to read beside its feature.
-        above = range(len(lm.parents) - len(labels), len(lm.parents) - 1)
-        pairs = Pairs(lm.features[-len(labels):-1], ids[first + n + 2:-1])
-
-
-def measure_acceptance(draft: Draft, held_out: list[Text],
-                       roots: list[list[int]] | None = None) -> list[list[float]]:
-    """Measure how often guesses are right on the path that a static tree reaches most often.
-
-    draft     the draft
-    held_out  texts with their features
-    roots     for each text the places of roots that count. None: every token of an answer follows
-              a root
-    returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
-              are guessed, and the likeliest guess was right at each of them. Elsewhere the tree of
-              a call ends earlier
-    """
-    ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
+    ranks = min(RANKS, len(draft.vocab))
     hits, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
-    for i, text in enumerate(held_out):
-        reached = torch.ones(len(text[0]), 1, dtype=torch.bool, device=draft.vocab.device)
-        if roots is not None:
-            reached[:] = False
-            reached[[root - max(1, text[2] - 1) for root in roots[i]]] = True
-        for n, (best, labels) in enumerate(guess_text(draft, text)):
-            reached = reached[:len(labels)]
+    for ids, features, length in held_out:
+        first = max(0, length - 2)  # the first row that guesses a token of the answer
+        lm = CachedLM(draft.lm)
+        lm.start([])
+        pairs = Pairs(features[:-2].to(draft.lm.device), ids[1:-1])
+        above = None  # the rows of step 0 are a chain
+        reached = torch.ones(len(ids), 1, dtype=torch.bool, device=draft.vocab.device)
+        for n in range(min(DEPTH, len(ids) - 2 - first)):
+            logits = lm.forward(draft.join(pairs), above)
+            labels = ids[first + n + 2:].to(logits.device)
+            rows = len(labels)
+            best = draft.vocab[logits[-rows:].topk(ranks).indices]  # [rows, ranks]
+            reached = reached[:rows]
             right = (best == labels[:, None]) & reached
             hits[n] += right.sum(0).cpu()
             total[n] += reached.sum().cpu()
             reached = right[:, :1]
+            # The next step's rows hang below all rows of this step but its last, which guesses the
+            # text's last token: no token of the text is left to read beside its feature.
+            above = range(len(lm.parents) - rows, len(lm.parents) - 1)
+            pairs = Pairs(lm.features[-rows:-1], ids[first + n + 2:-1])
     return (hits / total.clamp(min=1)).tolist()
-
-
-def follow(ids: list[int], parents: list[int], text: list[int]) -> tuple[list[int], torch.Tensor]:
-    """Walk a tree along a text.
-
-    ids, parents   the tree
-    text           the tokens after the root
-    returns        the nodes of the path, the root first, and the depth of each node of the tree
-    """
-    depths = ancestor_mask(parents).sum(-1) - 1
-    # None comes after the text's last token.
-    after = [*text[:len(ids)], *[-1] * len(ids)]
-    path, _ = walk(ids, parents, [after[depth] for depth in depths.tolist()])
-    return path, depths
-
-
-@torch.inference_mode()
-def measure_draft(draft: Draft, held_out: list[Text]) -> None:
-    """Set `accept` and `tokens` by the rounds in which a target would decode held-out answers.
-
-    A round begins behind a guess that was wrong, where guesses are wrong more often than elsewhere.
-    Of a tree that keeps all its nodes, the first n nodes of at most d levels are nearly the tree of
-    n nodes and d levels. (In that tree fewer nodes of a level get children.) The rounds are those
-    of the largest of these trees.
-
-    draft     the draft
-    held_out  texts with their features
-    """
-    counts, lm = torch.zeros(DEPTH + 1, MOST), CachedLM(draft.lm)
-    roots = [[] for _ in held_out]
-    for found, (ids, features, length) in zip(roots, held_out):
-        lm.start([])
-        ids = ids.tolist()
-        pairs = Pairs(features[:-1].to(lm.weight.device), ids[1:])
-        fed, root = 0, max(1, length - 1)  # a root needs a pair that guesses its children
-        while root < len(ids) - 1:
-            unfed = [pairs.part(slice(fed, root))]
-            tree, parents = grow(draft, lm, unfed, ids[root], sys.maxsize,
-                                 spread_levels(sys.maxsize, DEPTH), True)
-            path, depths = follow(tree, parents, ids[root + 1:])
-            whole = root + DEPTH < len(ids)  # else the text ends before the deepest nodes
-            for d in range(DEPTH + 1):
-                numbers = (depths <= d).cumsum(0)[path[:d + 1]] - 1
-                numbers = numbers[numbers < MOST]
-                counts[d, numbers] += whole
-            found += [root] * whole
-            fed = root
-            root += len(numbers)  # the accepted guesses, and a token of the target's own
-    draft.tokens = (counts.cumsum(1) / max(1, sum(map(len, roots)))).tolist()
-    draft.accept = measure_acceptance(draft, held_out, roots)
 
 
 def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
@@ -660,8 +586,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     work      folder of checkpoints, or None to keep none.
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (Training, compute_frozen, count_tokens, digest, low_precision,
-                                 sample_alike, tokens_of_pass, warm_cosine)
+    from models.training import (Training, compute_frozen, count_tokens, digest, sample_alike,
+                                 tokens_of_pass, warm_cosine)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                               model.get_output_embeddings().weight.shape[1])
@@ -687,8 +613,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
                      models=(model, draft.lm),
                      tokens=tokens_of_pass(data, batch)).train(
                          loss_of, lambda: evaluate(draft, held_texts))
-    with low_precision(model.device, draft.lm):
-        measure_draft(draft, held_texts)
+    draft.accept = curve[steps]["accept"]
     return curve
 
 
@@ -738,7 +663,7 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     draft   the draft
     model   the target
     """
-    header = {"mlp": draft.mlp, "accept": draft.accept, "tokens": draft.tokens}
+    header = {"mlp": draft.mlp, "accept": draft.accept}
     if draft.config is not None:
         header |= {"config": draft.config.to_dict(), "bias": draft.fc.bias is not None}
     if len(draft.vocab) < len(model.get_output_embeddings().weight):
@@ -761,7 +686,7 @@ def load_draft(path: str | Path, model) -> Draft:
     fill(draft.trainable(), tensors, path)
     for p in draft.trainable().values():
         p.data = p.data.to(model.dtype)
-    draft.accept, draft.tokens = header["accept"], header["tokens"]
+    draft.accept = header["accept"]
     if "vocab" in header:
         draft.keep(header["vocab"])
     return draft
@@ -816,8 +741,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    measure_draft(draft, compute_features(model, data))
-    save_accept(out, model, draft, draft.accept, draft.tokens)
+    save_accept(out, model, draft, measure_acceptance(draft, compute_features(model, data)))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:

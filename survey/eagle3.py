@@ -67,7 +67,7 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, prepare
-from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_draft
+from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_acceptance
 from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
 from survey.released import (describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
@@ -167,16 +167,15 @@ class Draft(torch.nn.Module):
     own_head  whether the LM head is trained, or stays what it begins as: the target's rows.
               InputError if it is to stay so and the target's LM head is of another width
 
-    accept    accept[n][r], how often guess r is right below n right guesses, and
-    tokens    tokens[d][n - 1], what dynamic trees give, both as in eagle.py. They are empty if
-              nobody has measured that
+    accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py. It is
+              empty if nobody has measured that
     levels    the most levels that `accept` can have
     """
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
         super().__init__()
-        self.taps, self.form, self.accept, self.tokens = taps, form, [], []
+        self.taps, self.form, self.accept = taps, form, []
         self.levels = DEPTH
         self.vocab = torch.tensor([*vocab], device=model.device)
         self.config, self.h, self.own_head = config, config.hidden_size, own_head
@@ -312,7 +311,7 @@ def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often. Without --nodes the clock may choose either
+             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
              id of a released head
     accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
@@ -364,7 +363,7 @@ def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidde
 def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
     """Run the target over held-out pairs of a prompt and an answer.
 
-    returns  for each pair what `measure_draft` of eagle.py takes: ids [T], what is tapped
+    returns  for each pair what `measure_acceptance` of eagle.py takes: ids [T], what is tapped
              [T, t], and the length of the prompt
     """
     lm, texts = CachedLM(model), []
@@ -391,8 +390,8 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
     work      folder of checkpoints, or None to keep none
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (Training, count_tokens, digest, low_precision, pad_pairs,
-                                 sample_alike, tokens_of_pass, warm_linear)
+    from models.training import (Training, count_tokens, digest, pad_pairs, sample_alike,
+                                 tokens_of_pass, warm_linear)
     scale = logits_of(model)  # from what an LM head gives to logits
     texts = compute_texts(model, draft, held_out)
     head = head_for(model.get_output_embeddings(), draft.vocab)
@@ -411,8 +410,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
                      folder=work, models=(model,),
                      tokens=tokens_of_pass(data, batch)).train(
                          loss_of, lambda: evaluate(draft, texts))
-    with low_precision(model.device, draft.lm):
-        measure_draft(draft, texts)
+    draft.accept = curve[steps]["accept"]
     return curve
 
 
@@ -475,7 +473,7 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     """
     save_part(path, "an EAGLE-3 layer", model, draft.trained(), config=draft.config.to_dict(),
               form=draft.form._asdict(), own_head=draft.own_head, taps=draft.taps,
-              vocab=draft.vocab.tolist(), accept=draft.accept, tokens=draft.tokens)
+              vocab=draft.vocab.tolist(), accept=draft.accept)
 
 
 def load_draft(path: str | Path, model) -> Draft:
@@ -495,7 +493,7 @@ def load_draft(path: str | Path, model) -> Draft:
                   Form(**header["form"]), own_head=header.get("own_head", True))
     fill(draft.trained(), tensors, path)
     draft.to(model.dtype)
-    draft.accept, draft.tokens = header["accept"], header["tokens"]
+    draft.accept = header["accept"]
     return draft
 
 
@@ -590,8 +588,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    measure_draft(draft, compute_texts(model, draft, data))
-    save_accept(out, model, draft, draft.accept, draft.tokens)
+    save_accept(out, model, draft, measure_acceptance(draft, compute_texts(model, draft, data)))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:

@@ -311,30 +311,27 @@ def some_weights(part: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten()[:8].float().cpu() for p in trained])
 
 
-def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[float]],
-                tokens: list[list[float]] = ()) -> None:
+def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[float]]) -> None:
     """Write how often the guesses of a head are right for a model, and print it for the likeliest.
 
     part     the head, whose fingerprint the file holds
     accept   accept[n][r] is how often the guess of rank r is right, at depth n of a tree or, for
              Medusa, of head n + 1
-    tokens   what dynamic trees give, if the head is one of EAGLE's
     """
     print(f"right {[round(ranks[0], 3) for ranks in accept]}")
     numbers = [float(f"{x:.4g}") for x in some_weights(part).tolist()]
-    save_facts(path, {"model": model}, head=numbers, accept=accept, tokens=tokens)
+    save_facts(path, {"model": model}, head=numbers, accept=accept)
 
 
-def load_accept(path: str, model,
-                part: torch.nn.Module) -> tuple[list[list[float]], list[list[float]]]:
+def load_accept(path: str, model, part: torch.nn.Module) -> list[list[float]]:
     """Read what `save_accept` wrote. InputError if it is damaged, or of another model or head.
 
     path     the JSON file
     model    the target
     part     the head, whose `levels` are the most that the table may have
-    returns  the tables accept and tokens, as `save_accept` describes them
+    returns  the table accept, as `save_accept` describes it
     """
-    def parse(facts: dict) -> tuple:
+    def parse(facts: dict) -> list[list[float]]:
         there, here = torch.tensor(facts["head"]), some_weights(part)
         # A head may have been measured in another type, whose numbers are rounded.
         if there.shape != here.shape or not torch.allclose(there, here, rtol=0.02, atol=1e-6):
@@ -345,7 +342,7 @@ def load_accept(path: str, model,
             raise ValueError("no table of acceptance")
         if len(accept) > part.levels or max(map(len, accept)) > RANKS:
             raise ValueError(f"a table of more than {part.levels} levels with {RANKS} guesses each")
-        return accept, [[float(x) for x in row] for row in facts["tokens"]]
+        return accept
     return load_facts(path, {"model": model}, "what `measure` wrote for this model and this head",
                       parse)
 
@@ -368,6 +365,6 @@ def load_measured(target: CachedLM, name: str, adapter: str, accept: str,
 
     def give_table() -> torch.nn.Module:
         measured = copy.copy(part)
-        measured.accept, measured.tokens = load_accept(accept, target.model, part)
+        measured.accept = load_accept(accept, target.model, part)
         return measured
     return target.once((part, "accept", accept), give_table)

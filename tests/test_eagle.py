@@ -19,7 +19,7 @@ from helpers import per_call, script, tokens_of
 from models import training
 from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, Draft, Pairs, compute_features, count_levels, eagle,
-                          eagle_loss, feed, fit, load_draft, measure_acceptance, measure_draft,
+                          eagle_loss, feed, fit, load_draft, measure_acceptance,
                           plan_trees, save_draft, train)
 
 PROMPT = [3, 14, 15]
@@ -29,7 +29,7 @@ llama = functools.cache(lambda: tiny("llama"))
 
 def random_draft(model, mlp=0) -> Draft:
     draft = Draft(model, "last", mlp)  # of a random model, and sometimes right
-    draft.accept, draft.tokens = ACCEPT, [[1.0]]
+    draft.accept = ACCEPT
     return draft
 
 
@@ -210,37 +210,34 @@ def test_levels_of_a_tree():
     assert count_levels(tree[:1]) == []
 
 
-def test_plans_are_trees_of_each_size_and_depth(monkeypatch):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_plans_are_trees_of_each_size_and_depth(dynamic, monkeypatch):
     """A plan costs a call of the target, a first pass of a row for each token of a chunk, and
-    passes of a row for each node expanded, whose guesses are ranked. What dynamic trees give was
-    measured with dynamic trees."""
+    passes of a row for each node expanded, whose guesses are ranked. A dynamic tree expands at most
+    a sixth of its nodes on a level."""
     costs = {"target": [5.0 * n for n in range(65)], "draft": [2.0 + 0.3 * n for n in range(65)]}
     monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[lm])
     monkeypatch.setattr(module.timeit, "repeat", lambda call, **_: [call() and 0.7, 0.1])
-    draft = SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20),
-                            tokens=[[1.0] * 7, [2.0] * 7, [2.5] * 7])
-    expected = {}
-    for depth, n in itertools.product(range(5), range(1, 65)):
-        tree = best_tree(ACCEPT[:depth], n)
-        tokens, levels = sum(node.chance for node in tree), count_levels(tree)
-        passes = [math.ceil(tokens), *levels[1:]] if levels else []
-        seconds = 5 * len(tree) + sum(2.1 + 0.3 * rows for rows in passes)
-        expected[len(tree), *levels, False] = pytest.approx((tokens, seconds))
-    plans = [*plan_trees(draft, "draft", "target", False)]
-    assert {(n, *levels, dynamic): given for (n, levels, dynamic), *given in plans} == expected
-    plans = {tuple(levels): given for (n, levels, dynamic), *given
-             in plan_trees(draft, "draft", "target", True) if dynamic and n == 7}
-    assert plans == {(): [1.0, 35], (1,): [2.0, pytest.approx(35 + 2.1 + 0.6)],
-                     (1, 1): [2.5, pytest.approx(35 + 2.1 + 0.9 + 2.1 + 0.3)]}
-    draft.accept = draft.tokens = []
-    assert [x for x, *_ in plan_trees(draft, "draft", "target", True)] == [(1, [], False)]
+    draft = SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20))
+    expected = []
+    for depth in range(5):
+        for n in range(1, 1 + len(best_tree(ACCEPT[:depth], 64))):
+            tree = best_tree(ACCEPT[:depth], n)
+            tokens, levels = sum(node.chance for node in tree), count_levels(tree)
+            if dynamic:
+                levels = [1, *[max(1, n // 6)] * (depth - 1)][:depth]
+            passes = [math.ceil(tokens), *levels[1:]] if levels else []
+            seconds = 5 * n + sum(2.1 + 0.3 * rows for rows in passes)
+            expected.append(((n, levels, dynamic), pytest.approx(tokens), pytest.approx(seconds)))
+    assert [*plan_trees(draft, "draft", "target", dynamic)] == expected
+    draft.accept = []
+    assert [x for x, *_ in plan_trees(draft, "draft", "target", dynamic)] == [(1, [], dynamic)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_the_clock_chooses_between_static_and_dynamic_trees(dynamic, monkeypatch):
-    """Unless the user wants static ones. What it chooses is grown."""
+def test_the_clock_plans_the_trees_that_the_user_wants(dynamic, monkeypatch):
+    """Static or dynamic ones. What it chooses is grown."""
     draft, grown, grow = random_draft(llama()), [], module.grow
-    draft.tokens = [[1.0] * 4, [9.0] * 4]  # dynamic trees of one level are by far the best
     target = CachedLM(llama())
     monkeypatch.setattr(module, "row_costs",
                         lambda lm, most: [1.0 if lm is target else 0.01] * 65)
@@ -357,32 +354,6 @@ def test_acceptance_by_hand(vocab):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_what_trees_give_by_hand(length, monkeypatch):
-    """Rounds of the largest trees along an answer, and in each round trees of all sizes and depths,
-    which are grown one by one here. Acceptance is that of guesses which begin at their roots."""
-    for name, value in dict(MOST=4, DEPTH=2).items():
-        monkeypatch.setattr(module, name, value)
-    model = tiny("llama", vocab_size=5)
-    draft, text = random_draft(model), [2, 1, 0, 4, 2, 2, 1, 3, 1, 0, 2, 0, 1]
-    expected, roots, root = torch.zeros(3, 4), [], max(1, length - 1)
-    while root < len(text) - 1:
-        for d, n in itertools.product(range(3), range(1, 5)):
-            monkeypatch.setattr(sys.modules[__name__], "DEPTH", d)
-            paths = dynamic(model, draft, text[:root + 1], n, 10)
-            right = [path for path in paths if path == text[root + 1:root + 1 + len(path)]]
-            expected[d, n - 1] += len(right) * (root + 2 < len(text))  # else it ends in the tree
-        roots += [root] * (root + 2 < len(text))
-        root += len(right)
-    measure_draft(draft, [(torch.tensor(text), features(model, *text)[0], length)])
-    torch.testing.assert_close(torch.tensor(draft.tokens), expected / len(roots))
-    assert expected[-1, -1] > len(roots) > 2
-    right = [0] * 5
-    for root in roots:
-        right[guesses(model, draft, text[:root + 1], [], 5)[1].index(text[root + 1])] += 1
-    assert draft.accept[0] == pytest.approx([x / len(roots) for x in right])
-
-
 def test_training_lowers_the_loss_and_reaches_nothing_else():
     model, rng = tiny("llama"), random.Random(0)
     data = [([rng.randrange(61) for _ in range(3)], [rng.randrange(61) for _ in range(6)])
@@ -406,12 +377,10 @@ def test_held_out_answers_are_measured_and_never_learnt_from(monkeypatch):
                         or loss(*given))
     monkeypatch.setattr(module, "measure_acceptance", lambda draft, texts: measured.append(
         [ids.tolist() for ids, *_ in texts]) or ACCEPT)
-    monkeypatch.setattr(module, "measure_draft", lambda draft, texts: measured.append(
-        [ids.tolist() for ids, *_ in texts]))
     draft = Draft(llama())
     fit(llama(), draft, DATA, HELD_OUT, **FIT | dict(steps=9))
     assert {tuple(ids.tolist()) for ids, *_ in learnt} == {(*p, *a) for p, a in DATA}
-    assert measured == [[p + a for p, a in HELD_OUT]] * 11
+    assert measured == [[p + a for p, a in HELD_OUT]] * 10 and draft.accept == ACCEPT
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -511,7 +480,7 @@ def test_a_file_belongs_to_its_model(dtype, later, mlp, vocab, tmp_path):
     draft.keep([*vocab])
     save_draft(path, draft, model)
     loaded = load_draft(str(path), model.to(later))
-    assert (loaded.mlp, loaded.accept, loaded.tokens) == (mlp, ACCEPT, [[1.0]])
+    assert (loaded.mlp, loaded.accept) == (mlp, ACCEPT)
     assert torch.equal(loaded.vocab, draft.vocab)
     heads = [x.lm.get_output_embeddings().weight.float() for x in (loaded, draft)]
     torch.testing.assert_close(*heads, atol=1e-3, rtol=1e-2)

@@ -429,8 +429,7 @@ def test_a_measured_table_plans_the_tree(tmp_path):
     rounded = load_draft(folder, MODEL)
     for p in rounded.parts().values():
         p.data = p.data.bfloat16()  # as on a GPU
-    accept, tokens = load_accept(tmp_path / "a.json", MODEL, rounded)
-    assert accept == table and len(tokens) == 9 and tokens[8][0] == 1
+    assert load_accept(tmp_path / "a.json", MODEL, rounded) == table
 
 
 NINE = {"lm_head.weight": torch.zeros(9, 32)}
