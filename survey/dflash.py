@@ -106,7 +106,7 @@ EVERY = 4  # held-out answers are measured by a block at each EVERY-th of their 
 
 # ----------------------------------------------------------------------------------- the draft
 
-class Draft(torch.nn.Module):
+class BlockDraft(torch.nn.Module):
     """Guess a block of tokens in one pass. Making a draft freezes the target.
 
     model    the target
@@ -253,7 +253,7 @@ class BlockLM(CachedLM):
 
 
 @torch.inference_mode()
-def read_context(draft: Draft, features: torch.Tensor) -> torch.Tensor:
+def read_context(draft: BlockDraft, features: torch.Tensor) -> torch.Tensor:
     """Return H [n, e] of what was tapped [n, t], for decoding."""
     return draft.fuse(features)
 
@@ -267,7 +267,7 @@ def feed(lm: BlockLM, H: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Tensor:
+def run_block(draft: BlockDraft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Tensor:
     """Add H to the draft's context, and run one block behind it.
 
     lm       the draft's layers with their cache
@@ -287,7 +287,7 @@ def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Te
 
 
 @torch.inference_mode()
-def grow(draft: Draft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, list]:
+def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, list]:
     """Grow the tree of the n likeliest nodes. A node has at most RANKS children.
 
     z        [B, V'], the logits of a block, without the Markov head
@@ -321,7 +321,7 @@ def grow(draft: Draft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, 
             [chances[x] for x in kept])
 
 
-def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
+def plan_block(draft: BlockDraft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
     """Yield trees of all sizes, for `fastest` to choose from.
 
     lm       the draft's layers with their cache
@@ -331,7 +331,7 @@ def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
     # Each guess is e times as likely as the next one, so that a tree has nodes at all depths.
     z = -torch.arange(float(len(draft.vocab)), device=draft.vocab.device).expand(draft.B, -1)
-    growing = [min(timeit.repeat(lambda: grow(draft, z, 0, n), number=1, repeat=3))
+    growing = [min(timeit.repeat(lambda: grow_block(draft, z, 0, n), number=1, repeat=3))
                for n in WIDTHS if n < 2 * MOST]
     yield 1, 1.0, costs[1]
     for n, tokens in enumerate(draft.tokens[1:], 2):
@@ -341,7 +341,7 @@ def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
 
 
 def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
-           trained: Draft | None = None, sample: Sampler = greedy,
+           trained: BlockDraft | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Draft a block in one pass, verify the tree of its likeliest nodes in one call, keep a path.
 
@@ -373,10 +373,10 @@ def dflash(target: CachedLM, prompt: list[int], *, nodes: int = 0, adapter: str 
         n = nodes
         while True:
             if nodes == 0:
-                n = fastest(target, draft, lambda: plan_sizes(draft, lm, target))
+                n = fastest(target, draft, lambda: plan_block(draft, lm, target))
             ids, parents = [root], [-1]
             if n > 1:
-                ids, parents, _ = grow(draft, run_block(draft, lm, H, root), root, n)
+                ids, parents, _ = grow_block(draft, run_block(draft, lm, H, root), root, n)
                 H = H[:0]
             path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
             H = torch.cat([H, read_context(draft, target.features[path])])
@@ -451,7 +451,7 @@ class Blocks(NamedTuple):
     inside: torch.Tensor  # whether there is a right token, since texts end
 
 
-def run_blocks(draft: Draft, ids: torch.Tensor, features: torch.Tensor,
+def run_blocks(draft: BlockDraft, ids: torch.Tensor, features: torch.Tensor,
                anchors: torch.Tensor) -> torch.Tensor:
     """Run the draft over texts and their blocks in one pass, as the header's table shows it.
 
@@ -486,7 +486,7 @@ def run_blocks(draft: Draft, ids: torch.Tensor, features: torch.Tensor,
     return hidden[:, T:].unflatten(1, (-1, draft.B))
 
 
-def make_blocks(draft: Draft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
+def make_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
     """Run blocks of texts, and find what they should guess.
 
     texts     N texts
@@ -505,7 +505,7 @@ def make_blocks(draft: Draft, texts: list[Text], anchors: list[list[int]]) -> Bl
     return Blocks(hidden, at, previous, draft.row[labels], inside)
 
 
-def score_rows(draft: Draft, to_logits: Callable, hidden: torch.Tensor) -> torch.Tensor:
+def score_rows(draft: BlockDraft, to_logits: Callable, hidden: torch.Tensor) -> torch.Tensor:
     """Compute the logits [..., V'] that the LM head gives, without the Markov head.
 
     to_logits   scales or caps what the LM head gives (`parts.logits_of`)
@@ -515,7 +515,7 @@ def score_rows(draft: Draft, to_logits: Callable, hidden: torch.Tensor) -> torch
     return to_logits(head(hidden.to(head.weight)).float())
 
 
-def block_logits(draft: Draft, to_logits: Callable, hidden: torch.Tensor,
+def block_logits(draft: BlockDraft, to_logits: Callable, hidden: torch.Tensor,
                  previous: torch.Tensor) -> torch.Tensor:
     """Compute the logits [..., V'] of guesses, where all tokens before them are the text's.
 
@@ -526,7 +526,7 @@ def block_logits(draft: Draft, to_logits: Callable, hidden: torch.Tensor,
     return draft.add_markov(score_rows(draft, to_logits, hidden), previous)
 
 
-def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: list[list[int]],
+def block_loss(draft: BlockDraft, to_logits: Callable, texts: list[Text], anchors: list[list[int]],
                loss: str) -> torch.Tensor:
     """Compute the loss of the header, the weighted mean over all guesses of all blocks.
 
@@ -557,7 +557,7 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
 
 
 @torch.inference_mode()
-def measure_acceptance(draft: Draft, to_logits: Callable, texts: list[Text]) -> list[float]:
+def measure_acceptance(draft: BlockDraft, to_logits: Callable, texts: list[Text]) -> list[float]:
     """Measure how often the likeliest guess of each place is right, where all before it are right.
 
     texts    held-out texts
@@ -601,7 +601,7 @@ def follow(ids: list[int], parents: list[int], text: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
+def calibrate(draft: BlockDraft, to_logits: Callable, texts: list[Text]) -> None:
     """Set a draft's temperatures and `tokens` by held-out texts.
 
     A temperature makes the right tokens of its place likeliest, where the tokens before them are
@@ -621,7 +621,7 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
         ids = text.ids.tolist()
         for anchor, hidden in zip(text.anchors()[::EVERY], blocks.hidden[0]):
             z = score_rows(draft, to_logits, hidden)
-            tree, parents, _ = grow(draft, z, ids[anchor], MOST)
+            tree, parents, _ = grow_block(draft, z, ids[anchor], MOST)
             counts[follow(tree, parents, ids[anchor + 1:])] += 1
             trees += 1
     # The first n nodes are the tree of n nodes. It would have kept those nodes of the path that are
@@ -637,8 +637,8 @@ def paper_rate(done: int, steps: int) -> float:
     return min(1.0, (done + 1) / (0.04 * steps)) * 0.5 * (1 + math.cos(math.pi * done / steps))
 
 
-def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: int, steps: int,
-        batch: int, lr: float, work: Path, seed: int = 0) -> dict:
+def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anchors: int,
+        steps: int, batch: int, lr: float, work: Path, seed: int = 0) -> dict:
     """Train a draft on pairs of a prompt and its answer, and set `accept`.
 
     model     the target
@@ -651,7 +651,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
     lr        the learning rate after the warm-up
     work      folder of features and checkpoints
     seed      chooses texts and anchors
-    returns   {step: {"accept": ...}}, Draft.accept after some of the steps
+    returns   {step: {"accept": ...}}, BlockDraft.accept after some of the steps
     """
     from models.training import Training, digest, low_precision, sample_alike, tokens_of_pass
     to_logits = logits_of(model)
@@ -731,8 +731,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                       most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
-    draft = Draft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
-                  vocab=known, begin=begin, seed=seed)
+    draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
+                       vocab=known, begin=begin, seed=seed)
     print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)
@@ -742,7 +742,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 # ------------------------------------------------------------------------------------ the file
 
-def save_draft(path: Path, draft: Draft, model) -> None:
+def save_draft(path: Path, draft: BlockDraft, model) -> None:
     """Write a draft's file, which says for which model it is."""
     header = dict(form=draft.form, taps=draft.taps, accept=draft.accept, tokens=draft.tokens,
                   temperatures=draft.temperatures)
@@ -751,12 +751,12 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     save_part(path, "a DFlash draft", model, draft.trainable(), **header)
 
 
-def load_draft(path: str | Path, model) -> Draft:
+def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file. InputError if it is damaged, or for another model."""
     header, tensors = load_part(path, "a DFlash draft", model)
     try:
-        draft = Draft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
-                      begin="random")
+        draft = BlockDraft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
+                           begin="random")
         draft.accept, draft.tokens = header["accept"], header["tokens"]
         draft.temperatures = header["temperatures"]
         if not 0 <= min(draft.taps) <= max(draft.taps) <= depth_of(model):

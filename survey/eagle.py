@@ -161,7 +161,7 @@ def copy_layer(last, lm) -> None:
             x.copy_(weights[name])
 
 
-class Draft(torch.nn.Module):
+class EagleLayer(torch.nn.Module):
     """Guess the feature after a token and a feature. Making a draft freezes the target.
 
     `fc` joins a token's embedding and a feature. `lm` reads that: it is a model of one layer, with
@@ -238,7 +238,7 @@ class Draft(torch.nn.Module):
         return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, pairs.features)], -1))
 
 
-def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text],
+def eagle_loss(draft: EagleLayer, to_logits: Callable, batch: list[Text],
                rng: torch.Generator) -> torch.Tensor:
     """Compute the loss of Section 3.2 in nats, the mean over rows that guess a token of an answer.
 
@@ -292,7 +292,7 @@ def spread_levels(n: int, depth: int) -> list[int]:
     return [1, *[most] * (depth - 1)][:depth]
 
 
-def rank_tokens(draft: Draft, logits: torch.Tensor,
+def rank_tokens(draft: EagleLayer, logits: torch.Tensor,
                 ranks: int) -> tuple[list[list[float]], list[list[float]]]:
     """Rank the guesses after some nodes, with one wait for a GPU.
 
@@ -305,7 +305,7 @@ def rank_tokens(draft: Draft, logits: torch.Tensor,
     return torch.stack([draft.vocab[best.indices].float(), best.values]).tolist()
 
 
-def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
+def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
     """Yield trees of all sizes and depths, for `fastest` to choose from.
 
     What a static tree gives was measured on held-out answers. A dynamic tree of as many nodes and
@@ -333,7 +333,7 @@ def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM, dynamic: bool) -> I
 
 
 @torch.inference_mode()
-def feed(draft: Draft, lm: CachedLM, chunks: list[Pairs]) -> torch.Tensor | None:
+def feed(draft: EagleLayer, lm: CachedLM, chunks: list[Pairs]) -> torch.Tensor | None:
     """Add pairs of final tokens to the draft's context. Those of a long prompt come in parts.
 
     lm       the draft's layer with its cache
@@ -350,8 +350,8 @@ def feed(draft: Draft, lm: CachedLM, chunks: list[Pairs]) -> torch.Tensor | None
 
 
 @torch.inference_mode()
-def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, levels: list[int],
-         dynamic: bool) -> tuple[list[int], list[int]]:
+def grow_eagle(draft: EagleLayer, lm: CachedLM, unfed: list[Pairs], root: int, n: int,
+               levels: list[int], dynamic: bool) -> tuple[list[int], list[int]]:
     """Grow a tree below the root, level by level, and keep the nodes that are likeliest accepted.
 
     A node has a chance, a product along its path. Its factors are the measured acceptance or, where
@@ -412,7 +412,7 @@ def grow(draft: Draft, lm: CachedLM, unfed: list[Pairs], root: int, n: int, leve
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
-def plan_tree(draft: Draft, nodes: int, dynamic: bool) -> tuple[int, list[int], bool]:
+def plan_eagle_tree(draft: EagleLayer, nodes: int, dynamic: bool) -> tuple[int, list[int], bool]:
     """Plan a tree of a given size. A draft that nobody has measured gets the released code's tree.
 
     nodes     how many nodes the tree is to have, the root among them. 0: as many as pay, which
@@ -427,7 +427,7 @@ def plan_tree(draft: Draft, nodes: int, dynamic: bool) -> tuple[int, list[int], 
 
 
 def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
-          adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
+          adapter: str = ADAPTER, accept: str = "", trained: EagleLayer | None = None,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
 
@@ -447,7 +447,7 @@ def eagle(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool 
     yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
 
-def decode(target: CachedLM, draft: Draft, prompt: list[int], nodes: int, dynamic: bool,
+def decode(target: CachedLM, draft: EagleLayer, prompt: list[int], nodes: int, dynamic: bool,
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features: the loop of EAGLE, and of EAGLE-3.
 
@@ -466,18 +466,18 @@ def decode(target: CachedLM, draft: Draft, prompt: list[int], nodes: int, dynami
     pairs = Pairs(target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
-    tree = plan_tree(draft, nodes, dynamic)
+    tree = plan_eagle_tree(draft, nodes, dynamic)
     while True:
         # The clock chooses, and may choose anew as the context grows.
         if nodes == 0 and draft.accept:
             tree = fastest(target, (draft, dynamic),
-                           lambda: plan_trees(draft, lm, target, dynamic))
+                           lambda: plan_eagle(draft, lm, target, dynamic))
         n, levels, grown = tree
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has the root alone, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
         if levels and unfed:
-            ids, parents = grow(draft, lm, unfed, root, n, levels, grown)
+            ids, parents = grow_eagle(draft, lm, unfed, root, n, levels, grown)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
@@ -506,7 +506,7 @@ def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Tex
 
 
 @torch.inference_mode()
-def measure_acceptance(draft: Draft, held_out: list[Text]) -> list[list[float]]:
+def measure_acceptance(draft: EagleLayer, held_out: list[Text]) -> list[list[float]]:
     """Measure how often guesses are right on the path that a static tree reaches most often.
 
     draft     the draft
@@ -568,7 +568,7 @@ def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
     return {"accept": accept}, f"held-out acceptance {[round(ranks[0], 3) for ranks in accept]}"
 
 
-def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: int, lr: float,
+def fit(model, draft: EagleLayer, data: list, held_out: list, *, steps: int, batch: int, lr: float,
         seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and its answer, and set its `accept`.
 
@@ -644,7 +644,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
     config = make_config(model, mlp) if released else None
-    draft = Draft(model, begin, mlp, seed, config, bias=not released)
+    draft = EagleLayer(model, begin, mlp, seed, config, bias=not released)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                       most=50)
     if vocab:
@@ -656,7 +656,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 # ------------------------------------------------------------------------------------ the file
 
-def save_draft(path: Path, draft: Draft, model) -> None:
+def save_draft(path: Path, draft: EagleLayer, model) -> None:
     """Write a draft to a file, with the fingerprint of the model that it is for.
 
     path    the safetensors file to make
@@ -671,7 +671,7 @@ def save_draft(path: Path, draft: Draft, model) -> None:
     save_part(path, "an EAGLE layer", model, draft.trainable(), **header)
 
 
-def load_draft(path: str | Path, model) -> Draft:
+def load_draft(path: str | Path, model) -> EagleLayer:
     """Read a draft from a file, or a released one from a directory or a hub id.
 
     path      the safetensors file, the directory or the hub id
@@ -682,7 +682,8 @@ def load_draft(path: str | Path, model) -> Draft:
         return load_released(str(path), model)
     header, tensors = load_part(path, "an EAGLE layer", model)
     config = LlamaConfig(**header["config"]) if "config" in header else None
-    draft = Draft(model, mlp=header.get("mlp", 0), config=config, bias=header.get("bias", True))
+    draft = EagleLayer(model, mlp=header.get("mlp", 0), config=config,
+                       bias=header.get("bias", True))
     fill(draft.trainable(), tensors, path)
     for p in draft.trainable().values():
         p.data = p.data.to(model.dtype)
@@ -694,12 +695,12 @@ def load_draft(path: str | Path, model) -> Draft:
 
 # ------------------------------------------------------------------------------- released heads
 
-def name_released(draft: Draft) -> dict[str, torch.nn.Parameter]:
+def name_released(draft: EagleLayer) -> dict[str, torch.nn.Parameter]:
     """Return what is trained in a draft, by the names of the released files."""
     return {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
 
 
-def load_released(path: str, model) -> Draft:
+def load_released(path: str, model) -> EagleLayer:
     """Read a draft in the released form of EAGLE and EAGLE-2, whose heads are the same.
 
     path     a directory or hub id
@@ -718,7 +719,7 @@ def load_released(path: str, model) -> Draft:
     if widths != {layer.hidden_size}:
         raise InputError(f"--adapter must be a head for features of width {max(widths)}, got "
                          f"{path!r} for {layer.hidden_size}")
-    draft = Draft(model, config=layer, bias="fc.bias" in tensors)
+    draft = EagleLayer(model, config=layer, bias="fc.bias" in tensors)
     own = take_embeddings(path, tensors, model, layer.hidden_size)
     if own is not None:
         draft.lm.set_input_embeddings(own)

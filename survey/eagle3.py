@@ -155,7 +155,7 @@ class NormedHead(torch.nn.Linear):
         return super().forward(self.norm(x))
 
 
-class Draft(torch.nn.Module):
+class Eagle3Layer(torch.nn.Module):
     """Guess tokens from tapped features; `lm` is a Llama of one layer with an LM head of its own.
 
     model     the target, which is frozen and lends its embeddings
@@ -216,7 +216,7 @@ class Draft(torch.nn.Module):
         parts |= {f"midlayer.{name}": p for name, p in decoder.layers[0].named_parameters()}
         return parts | {f"fc_norm.{name}": p for name, p in self.norms.named_parameters()}
 
-    def trained(self) -> dict[str, torch.nn.Parameter]:
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return what is trained and kept in a file: all parts but an LM head of the target's."""
         return {name: p for name, p in self.parts().items()
                 if self.own_head or name != "lm_head.weight"}
@@ -261,7 +261,7 @@ class Passes:
         return 0
 
 
-def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
+def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
                 probs: torch.Tensor, passes: int) -> torch.Tensor:
     """Compute the loss of the training-time test (Section 3.2, and the released code).
 
@@ -302,7 +302,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
 # ---------------------------------------------------------------------------------- decoding
 
 def eagle3(target: CachedLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
-           adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
+           adapter: str = ADAPTER, accept: str = "", trained: Eagle3Layer | None = None,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
 
@@ -341,8 +341,8 @@ def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor
 
 
 @torch.no_grad()
-def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidden: torch.Tensor,
-                   to_logits: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
+                   hidden: torch.Tensor, to_logits: Callable) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the tokens to be learned, and compute the target's distributions of them.
 
     ids        [B, T]
@@ -360,7 +360,7 @@ def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidde
 
 
 @torch.inference_mode()
-def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
+def compute_texts(model, draft: Eagle3Layer, data: list) -> list[tuple]:
     """Run the target over held-out pairs of a prompt and an answer.
 
     returns  for each pair what `measure_acceptance` of eagle.py takes: ids [T], what is tapped
@@ -374,8 +374,8 @@ def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
     return texts
 
 
-def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: int, batch: int,
-        lr: float, seed: int = 0, work: Path | None = None) -> dict:
+def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, steps: int,
+        batch: int, lr: float, seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
 
     model     the frozen target
@@ -405,7 +405,7 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
 
     fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.config.to_dict(),
                    draft.vocab.tolist(), draft.own_head, data, held_out, batch, passes)
-    curve = Training(draft.trained(), fingerprint, name="eagle3", steps=steps, lr=lr,
+    curve = Training(draft.trainable(), fingerprint, name="eagle3", steps=steps, lr=lr,
                      rate=warm_linear, max_norm=math.inf, max_value=0.5, seed=seed,
                      folder=work, models=(model,),
                      tokens=tokens_of_pass(data, batch)).train(
@@ -455,8 +455,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                       most=50)
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
-    draft = Draft(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
-    print(f"{sum(x.numel() for x in draft.trained().values()):,} parameters")
+    draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
+    print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
         work=work)
     save_draft(out, draft, model)
@@ -464,19 +464,19 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 # ------------------------------------------------------------------------------------ the file
 
-def save_draft(path: Path, draft: Draft, model) -> None:
+def save_draft(path: Path, draft: Eagle3Layer, model) -> None:
     """Write a draft to a file, which `load_draft` reads.
 
     path    the safetensors file to make
     draft   the draft
     model   the target, whose fingerprint the file holds
     """
-    save_part(path, "an EAGLE-3 layer", model, draft.trained(), config=draft.config.to_dict(),
+    save_part(path, "an EAGLE-3 layer", model, draft.trainable(), config=draft.config.to_dict(),
               form=draft.form._asdict(), own_head=draft.own_head, taps=draft.taps,
               vocab=draft.vocab.tolist(), accept=draft.accept)
 
 
-def load_draft(path: str | Path, model) -> Draft:
+def load_draft(path: str | Path, model) -> Eagle3Layer:
     """Read a draft from its file, or a released one from a directory or a hub id.
 
     path     the safetensors file, the directory or the hub id
@@ -489,9 +489,9 @@ def load_draft(path: str | Path, model) -> Draft:
     if max(header["taps"]) > depth_of(model):  # the embeddings may be those of a deeper model
         raise InputError(f"--adapter must read some of {depth_of(model)} layers, got {str(path)!r} "
                          f"that reads {header['taps']}")
-    draft = Draft(model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
-                  Form(**header["form"]), own_head=header.get("own_head", True))
-    fill(draft.trained(), tensors, path)
+    draft = Eagle3Layer(model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
+                        Form(**header["form"]), own_head=header.get("own_head", True))
+    fill(draft.trainable(), tensors, path)
     draft.to(model.dtype)
     draft.accept = header["accept"]
     return draft
@@ -550,7 +550,7 @@ def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Ten
     return vocab
 
 
-def load_released(path: str, model) -> Draft:
+def load_released(path: str, model) -> Eagle3Layer:
     """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
 
     path     a directory or hub id
@@ -567,7 +567,7 @@ def load_released(path: str, model) -> Draft:
                 fc_norm=any(name.startswith("fc_norm.") for name in tensors),
                 norm_output=bool(config.get("norm_output")))
     vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
-    draft = Draft(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
+    draft = Eagle3Layer(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
     own = take_embeddings(path, tensors, model, draft.h)
     if own is not None:
         draft.lm.set_input_embeddings(own)

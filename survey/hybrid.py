@@ -281,8 +281,8 @@ def predict_children(ngrams: NGrams, path: str, chance: float, trained: Trained 
     return pool_chances(guessed, chances, exponents)
 
 
-def grow(ngrams: NGrams, trained: Trained | None, pool: list[float], most: int, least: float,
-         price: float = 0.0) -> tuple[list[int], list[int], list[float]]:
+def grow_hybrid(ngrams: NGrams, trained: Trained | None, pool: list[float], most: int, least: float,
+                price: float = 0.0) -> tuple[list[int], list[int], list[float]]:
     """Grow the tree of the likeliest nodes, best first.
 
     most     the most nodes of a tree, the root among them
@@ -383,7 +383,7 @@ def choose_tree(ngrams: NGrams, trained: Trained | None, pool: list[float], cost
     returns   ids, parents and chances of the nodes
     """
     row, rate = estimate_prices(costs, recent)
-    tree = grow(ngrams, trained, pool, MOST, max(LEAST, row * rate), a_pass * rate)
+    tree = grow_hybrid(ngrams, trained, pool, MOST, max(LEAST, row * rate), a_pass * rate)
     m = choose_width(tree[2], costs, rate)
     return tuple(x[:m] for x in tree)
 
@@ -436,7 +436,7 @@ def hybrid(target: CachedLM, prompt: list[int], *, guess: str = "eagle", nodes: 
             costs, a_pass = ([], 0.0) if nodes else measure_costs(target, trained)
             began = time.perf_counter()
             if nodes:
-                ids, parents, chances = grow(ngrams, trained, pool, nodes, LEAST, PASS)
+                ids, parents, chances = grow_hybrid(ngrams, trained, pool, nodes, LEAST, PASS)
             else:
                 ids, parents, chances = choose_tree(ngrams, trained, pool, costs, a_pass, recent)
             # Verify.

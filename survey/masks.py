@@ -149,7 +149,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     embed = lm.model.get_input_embeddings()
     lm.start(prompt[:-1])
     if k == 0:
-        k = fastest(lm, ("space", tuning), lambda: list_plans(lm, all_right))
+        k = fastest(lm, ("space", tuning), lambda: plan_space(lm, all_right))
     root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
@@ -175,7 +175,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         yield chunk
 
 
-def list_plans(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
+def plan_space(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
     """Yield what `fastest` chooses from, for SPACE.
 
     A call has the root and k guesses, with k masks behind each. These are (1 + k) (1 + k) rows.

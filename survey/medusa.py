@@ -315,8 +315,8 @@ def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int
 
 
 @torch.inference_mode()
-def grow(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
-         tree: list[Node]) -> list[int]:
+def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
+              tree: list[Node]) -> list[int]:
     """Fill a planned tree with the guesses of heads, of whichever kind they are.
 
     The arguments and the returned ids are those of `fill_medusa_tree`.
@@ -326,7 +326,7 @@ def grow(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
     return fill_hydra_tree(trained, target, f, root, tree)
 
 
-def plan_tree(trained: Heads, nodes: int) -> list[Node]:
+def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
     """Plan a tree of a given size. Heads that nobody has measured get the released code's tree.
 
     nodes     how many nodes the tree has, the root among them. 0: the root alone, or all nodes of
@@ -341,7 +341,7 @@ def plan_tree(trained: Heads, nodes: int) -> list[Node]:
     return [Node(0.0, parents[i], depths[i], ranks[i]) for i in range(len(ranks))]
 
 
-def list_plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
+def plan_medusa(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
     """Yield trees of all depths and sizes, for `fastest` to choose from.
 
     Trees are planned as in Medusa's Section 2.3.3. The costs are measured on this machine.
@@ -357,7 +357,7 @@ def list_plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tu
         tree = best_tree(trained.accept[:depth], MOST)
         # Growing takes a pass of heads and LM head for a level (Hydra) or for all (Medusa). One
         # measurement, of 16 nodes, serves every size, since each measurement costs time itself.
-        growing = min(timeit.repeat(lambda: grow(trained, target, f, 0, tree[:16]), number=1,
+        growing = min(timeit.repeat(lambda: fill_tree(trained, target, f, 0, tree[:16]), number=1,
                                     repeat=3))
         for n in range(1, len(tree) + 1):
             yield tree[:n], sum(node.chance for node in tree[:n]), costs[n] + growing
@@ -442,14 +442,14 @@ def medusa(target: CachedLM, prompt: list[int], *, heads: str = "medusa", nodes:
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    tree = plan_tree(trained, nodes)  # the plan stays, its tokens change
+    tree = plan_medusa_tree(trained, nodes)  # the plan stays, its tokens change
     while True:
         # The clock chooses, and may choose anew as the context grows.
         if nodes == 0 and trained.accept:
-            tree = fastest(target, trained, lambda: list_plans(trained, target, f))
+            tree = fastest(target, trained, lambda: plan_medusa(trained, target, f))
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
         parents = [node.parent for node in tree]
-        ids = grow(trained, target, f, root, tree)
+        ids = fill_tree(trained, target, f, root, tree)
         logits = target.forward(ids, parents)  # [nodes, V]
         if typical:
             path, chunk = typical_path(ids, parents, logits, sample, epsilon, delta)

@@ -109,7 +109,7 @@ class Successors:
         return ids, parents
 
 
-def list_plans(target: CachedLM, rates: list[float]) -> Iterator[tuple]:
+def plan_recycling(target: CachedLM, rates: list[float]) -> Iterator[tuple]:
     """Yield trees of all sizes, for `fastest` to choose from.
 
     target   the model whose calls are timed
@@ -147,7 +147,7 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
             planned = best_tree([rates] * DEPTH, nodes)
         else:  # the clock chooses anew where the counts have doubled, or the context
             name = ("recycling", successors.tried.bit_length())
-            planned = fastest(target, name, lambda: list_plans(target, rates))
+            planned = fastest(target, name, lambda: plan_recycling(target, rates))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.

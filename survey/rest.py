@@ -255,7 +255,7 @@ def retrieve_by_score(stores: list[Datastore], text: str, n: int, longest: int,
     return make_tree(text, best)
 
 
-def list_plans(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple]:
+def plan_rest(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple]:
     """Yield what `fastest` chooses from.
 
     store   a datastore with `tokens_per_call`
@@ -306,7 +306,7 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     stores = [text_store, store]
     while True:
         # Look up what followed the end of the text elsewhere.
-        n = nodes or fastest(target, (store, grow), lambda: list_plans(store, grow, target))
+        n = nodes or fastest(target, (store, grow), lambda: plan_rest(store, grow, target))
         if alpha > 0:
             ids, parents = retrieve_by_score(stores, text, n - 1, longest, alpha)
         else:

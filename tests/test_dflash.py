@@ -11,9 +11,9 @@ from common import CachedLM, InputError, Sampler, autoregressive
 from families import tiny
 from helpers import tokens_of
 from survey import dflash as module
-from survey.dflash import (EVERY, BlockLM, Draft, Text, block_logits, block_loss, calibrate,
-                           compute_texts, dflash, grow, load_draft, make_blocks,
-                           measure_acceptance, plan_sizes, run_block, run_blocks, sample_anchors,
+from survey.dflash import (EVERY, BlockLM, BlockDraft, Text, block_logits, block_loss, calibrate,
+                           compute_texts, dflash, grow_block, load_draft, make_blocks,
+                           measure_acceptance, plan_block, run_block, run_blocks, sample_anchors,
                            save_draft)
 from survey.parts import save_part
 
@@ -21,9 +21,9 @@ MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
-def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> Draft:
+def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> BlockDraft:
     """Make a draft whose every weight is random."""
-    draft = Draft(model, [*taps], **dict(B=4, markov=8) | form)
+    draft = BlockDraft(model, [*taps], **dict(B=4, markov=8) | form)
     rng = torch.Generator().manual_seed(1)
     for p in draft.trainable().values():
         p.data = scale * torch.randn(p.shape, generator=rng) + (p.ndim == 1)
@@ -31,11 +31,11 @@ def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> Draft:
     return draft.requires_grad_(False)
 
 
-def texts_of(draft: Draft, folder, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
+def texts_of(draft: BlockDraft, folder, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
     return compute_texts(model, draft.taps, [*pairs], folder)
 
 
-def z_by_decoding(draft: Draft, text: Text, anchor: int) -> torch.Tensor:
+def z_by_decoding(draft: BlockDraft, text: Text, anchor: int) -> torch.Tensor:
     """Compute a block's logits as decoding does, in a cache, with what was tapped before a root."""
     lm = BlockLM(draft.lm)
     lm.start([])
@@ -96,7 +96,7 @@ def test_other_anchors_change_nothing():
 
 
 def test_a_draft_begins_as_the_targets_last_layers():
-    draft = Draft(MODEL, [0, 2], layers=2)
+    draft = BlockDraft(MODEL, [0, 2], layers=2)
     for i in range(2):
         for mine, theirs in zip(draft.lm.model.layers[i].parameters(),
                                 MODEL.model.layers[1 + i].parameters(), strict=True):
@@ -128,7 +128,7 @@ def test_a_seed_makes_a_draft(begin):
     """Whatever random numbers were drawn before. Otherwise a stopped run would never go on."""
     def weights(seed: int) -> torch.Tensor:
         torch.rand(3)
-        draft = Draft(MODEL, [0, 2], B=4, markov=8, begin=begin, seed=seed)
+        draft = BlockDraft(MODEL, [0, 2], B=4, markov=8, begin=begin, seed=seed)
         return torch.cat([p.detach().flatten() for p in draft.trainable().values()])
     assert torch.equal(weights(0), weights(0)) and not torch.equal(weights(0), weights(1))
 
@@ -233,7 +233,7 @@ def test_a_tree_has_the_likeliest_of_all_paths(form):
     the likeliest n of all."""
     draft = make_draft(**form)
     z = 2 * torch.randn(4, len(draft.vocab), generator=torch.Generator().manual_seed(3))
-    ids, parents, chances = grow(draft, z, 7, 40)
+    ids, parents, chances = grow_block(draft, z, 7, 40)
     known = {(): 1.0}
     for k in range(4):
         for path in [path for path in known if len(path) == k and known[path] > 1e-4]:
@@ -250,7 +250,7 @@ def test_a_tree_has_the_likeliest_of_all_paths(form):
     # ten guesses a node are kept, and here no node has a likelier eleventh
     assert chances == pytest.approx(sorted(known.values(), reverse=True)[:40], rel=1e-4)
     for n in (2, 5, 17):
-        assert grow(draft, z, 7, n) == (ids[:n], parents[:n], pytest.approx(chances[:n]))
+        assert grow_block(draft, z, 7, n) == (ids[:n], parents[:n], pytest.approx(chances[:n]))
 
 
 def test_a_draft_that_overflows_guesses_nothing_and_ends():
@@ -259,11 +259,11 @@ def test_a_draft_that_overflows_guesses_nothing_and_ends():
     late = torch.randn(4, 61, generator=torch.Generator().manual_seed(3))
     late[1] = torch.nan
     for z in (torch.full((4, 61), torch.nan), torch.zeros(4, 61), late):
-        ids, parents, chances = grow(draft, z, 7, 64)
+        ids, parents, chances = grow_block(draft, z, 7, 64)
         assert len(ids) == len(parents) <= 64 and ids[0] == 7
         assert all(parent < i for i, parent in enumerate(parents))
         assert chances[0] == 1.0 and chances == sorted(chances, reverse=True)
-    first = grow(draft, late[:1], 7, 11)
+    first = grow_block(draft, late[:1], 7, 11)
     assert (ids[:11], parents[:11]) == first[:2]
 
 
@@ -343,7 +343,7 @@ def test_a_long_prompt_comes_in_parts():
 
 # ----------------------------------------------------------------------------- what is measured
 
-class Knowing(Draft):
+class Knowing(BlockDraft):
     """A draft whose guesses are known: guess k after token t is t + 1, or t + 2 for k = 2."""
 
     def add_markov(self, z, tokens):
@@ -352,7 +352,7 @@ class Knowing(Draft):
         return 8.0 * torch.nn.functional.one_hot(best, 61)
 
 
-def counting(tmp_path, first=5) -> tuple[Draft, list[Text]]:
+def counting(tmp_path, first=5) -> tuple[BlockDraft, list[Text]]:
     """Make a draft that counts, and a text in which each token is the next number."""
     draft = Knowing(MODEL, [1], B=4, markov=8)
     ids = [*range(first, first + 21)]
@@ -375,7 +375,7 @@ def test_temperatures_and_tokens_by_hand(tmp_path, monkeypatch):
         asked.append((root, n))
         wrong = [root, root + 1, root + 9, root + 2, root + 7]
         return wrong, [-1, 0, 0, 1, 3], [1.0] * 5
-    monkeypatch.setattr(module, "grow", chain)
+    monkeypatch.setattr(module, "grow_block", chain)
     calibrate(draft, lambda x: x, texts)
     low, high = module.TEMPERATURES[0], module.TEMPERATURES[-1]
     assert draft.temperatures[:2] == [low, low] and draft.temperatures[2] == high
@@ -409,9 +409,9 @@ def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [
         (10.0 if lm == "target" else 1.0) + 0.1 * n for n in range(most + 1)])
     grown = []
-    monkeypatch.setattr(module, "grow", lambda draft, z, root, n: grown.append(n))
+    monkeypatch.setattr(module, "grow_block", lambda draft, z, root, n: grown.append(n))
     monkeypatch.setattr(module.timeit, "repeat", lambda call, number, repeat: [call() or grown[-1]])
-    assert [*plan_sizes(draft, "draft", "target")] == [
+    assert [*plan_block(draft, "draft", "target")] == [
         (1, 1.0, pytest.approx(10.1)), (2, 1.8, pytest.approx(10.2 + 1.6 + 2)),
         (3, 2.2, pytest.approx(10.3 + 1.7 + 4))]
 
@@ -419,7 +419,7 @@ def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
 # ------------------------------------------------------------------------------------- the file
 
 def test_a_file_gives_the_same_draft(tmp_path):
-    draft = Draft(MODEL, [0, 2], vocab=[*range(0, 61, 2)], causal=True, layers=1, mlp=24, B=3)
+    draft = BlockDraft(MODEL, [0, 2], vocab=[*range(0, 61, 2)], causal=True, layers=1, mlp=24, B=3)
     draft.tokens, draft.accept, draft.temperatures = [1.0, 1.5], [0.5] * 3, [0.8, 1.0, 1.2]
     for p in draft.trainable().values():
         p.data = torch.randn_like(p).bfloat16().float()
@@ -443,7 +443,7 @@ WRONG = {"a layer too many": dict(taps=[0, 9]), "no tap": dict(taps=[]),
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
-    draft = Draft(MODEL, [1, 3], B=4, markov=8)
+    draft = BlockDraft(MODEL, [1, 3], B=4, markov=8)
     header = dict(form=draft.form, taps=draft.taps, accept=draft.accept, tokens=draft.tokens,
                   temperatures=draft.temperatures)
     save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), **header)
@@ -454,7 +454,7 @@ def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
 
 
 def test_a_file_without_a_part_of_its_header_is_refused(tmp_path):
-    draft = Draft(MODEL, [1, 3], B=4, markov=8)
+    draft = BlockDraft(MODEL, [1, 3], B=4, markov=8)
     save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), form=draft.form)
     with pytest.raises(InputError, match="wrong header: 'taps'"):
         load_draft(tmp_path / "x", MODEL)

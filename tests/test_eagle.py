@@ -18,17 +18,17 @@ from families import FAMILIES, SCALED, tiny
 from helpers import per_call, script, tokens_of
 from models import training
 from survey import eagle as module
-from survey.eagle import (DEPTH, RANKS, Draft, Pairs, compute_features, count_levels, eagle,
+from survey.eagle import (DEPTH, RANKS, EagleLayer, Pairs, compute_features, count_levels, eagle,
                           eagle_loss, feed, fit, load_draft, measure_acceptance,
-                          plan_trees, save_draft, train)
+                          plan_eagle, save_draft, train)
 
 PROMPT = [3, 14, 15]
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
 llama = functools.cache(lambda: tiny("llama"))
 
 
-def random_draft(model, mlp=0) -> Draft:
-    draft = Draft(model, "last", mlp)  # of a random model, and sometimes right
+def random_draft(model, mlp=0) -> EagleLayer:
+    draft = EagleLayer(model, "last", mlp)  # of a random model, and sometimes right
     draft.accept = ACCEPT
     return draft
 
@@ -40,11 +40,11 @@ def same_logits(x: torch.Tensor) -> torch.Tensor:
 
 def test_another_width_of_the_mlp():
     """Refused where no option of the family widens it."""
-    shapes = {p.shape for p in Draft(llama(), begin="last", mlp=24).trainable().values()}
+    shapes = {p.shape for p in EagleLayer(llama(), begin="last", mlp=24).trainable().values()}
     assert torch.Size([24, 32]) in shapes and torch.Size([48, 32]) not in shapes
     for family in ("gpt2", "opt", "qwen3-moe"):
         with pytest.raises(InputError, match="--mlp must be .* that changes the MLP of .*, got 24"):
-            Draft(tiny(family), mlp=24)
+            EagleLayer(tiny(family), mlp=24)
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -70,11 +70,11 @@ def windowed():
     return model, tokens_of(autoregressive(CachedLM(model), LONG), 40)
 
 
-def perfect(vocab) -> Draft:
+def perfect(vocab) -> EagleLayer:
     """The model itself in place of the draft layer, which reads tokens alone: of a text whose
     first tokens no window reaches any more, all guesses are right."""
     model = copy.deepcopy(windowed()[0])
-    draft, e = Draft(model), 32
+    draft, e = EagleLayer(model), 32
     draft.lm = model
     draft.fc.weight.data, draft.fc.bias.data = torch.eye(e, 2 * e), torch.zeros(e)
     draft.keep([*vocab])
@@ -229,19 +229,20 @@ def test_plans_are_trees_of_each_size_and_depth(dynamic, monkeypatch):
             passes = [math.ceil(tokens), *levels[1:]] if levels else []
             seconds = 5 * n + sum(2.1 + 0.3 * rows for rows in passes)
             expected.append(((n, levels, dynamic), pytest.approx(tokens), pytest.approx(seconds)))
-    assert [*plan_trees(draft, "draft", "target", dynamic)] == expected
+    assert [*plan_eagle(draft, "draft", "target", dynamic)] == expected
     draft.accept = []
-    assert [x for x, *_ in plan_trees(draft, "draft", "target", dynamic)] == [(1, [], dynamic)]
+    assert [x for x, *_ in plan_eagle(draft, "draft", "target", dynamic)] == [(1, [], dynamic)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_clock_plans_the_trees_that_the_user_wants(dynamic, monkeypatch):
     """Static or dynamic ones. What it chooses is grown."""
-    draft, grown, grow = random_draft(llama()), [], module.grow
+    draft, grown, grow = random_draft(llama()), [], module.grow_eagle
     target = CachedLM(llama())
     monkeypatch.setattr(module, "row_costs",
                         lambda lm, most: [1.0 if lm is target else 0.01] * 65)
-    monkeypatch.setattr(module, "grow", lambda *given: grown.append(given[-1]) or grow(*given))
+    monkeypatch.setattr(module, "grow_eagle",
+                        lambda *given: grown.append(given[-1]) or grow(*given))
     for wanted in (dynamic, not dynamic):  # one choice is not taken for the other
         next(eagle(target, PROMPT, dynamic=wanted, trained=draft))
     assert grown == [dynamic, not dynamic]
@@ -296,7 +297,7 @@ def loss_by_hand(model, draft, texts):
 def test_the_loss_by_hand(family, monkeypatch):
     """Of a padded batch, without noise. Only the draft gets gradients."""
     model = tiny(family).requires_grad_(False)
-    draft, texts = Draft(model), [*compute_features(model, DATA)]
+    draft, texts = EagleLayer(model), [*compute_features(model, DATA)]
     monkeypatch.setattr(module, "NOISE", 0)
     found = eagle_loss(draft, same_logits, texts, torch.Generator())
     regression, classes, n = loss_by_hand(model, draft, texts)
@@ -308,7 +309,7 @@ def test_the_loss_by_hand(family, monkeypatch):
 
 
 def test_the_cross_entropy_is_of_sampled_rows(monkeypatch):
-    draft, texts = Draft(llama()), [*compute_features(llama(), DATA)]
+    draft, texts = EagleLayer(llama()), [*compute_features(llama(), DATA)]
     monkeypatch.setattr(module, "NOISE", 0)
     monkeypatch.setattr(module, "SAMPLED", 1)  # a row of 11
     rngs = (torch.Generator().manual_seed(i) for i in range(40))
@@ -318,9 +319,10 @@ def test_the_cross_entropy_is_of_sampled_rows(monkeypatch):
 
 def test_noise_on_input_features_alone(monkeypatch):
     """Uniform, at most 0.1. The features that are learnt have none."""
-    draft, [text], read, learnt = Draft(llama()), compute_features(llama(), DATA[:1]), [], []
-    join, loss = Draft.join, torch.nn.functional.smooth_l1_loss
-    monkeypatch.setattr(Draft, "join", lambda self, x: read.append(x.features) or join(self, x))
+    draft, [text], read, learnt = EagleLayer(llama()), compute_features(llama(), DATA[:1]), [], []
+    join, loss = EagleLayer.join, torch.nn.functional.smooth_l1_loss
+    monkeypatch.setattr(EagleLayer, "join",
+                        lambda self, x: read.append(x.features) or join(self, x))
     monkeypatch.setattr(torch.nn.functional, "smooth_l1_loss", lambda guessed, features:
                         learnt.append(features) or loss(guessed, features))
     eagle_loss(draft, same_logits, [text], torch.Generator())
@@ -336,7 +338,7 @@ def test_acceptance_by_hand(vocab):
     model, rng = tiny("llama", vocab_size=11), random.Random(0)
     data = [([rng.randrange(11) for _ in range(n)], [rng.randrange(11) for _ in range(m)])
             for n, m in ((4, 9), (1, 3), (3, 5))]
-    draft, right, total = Draft(model), torch.zeros(DEPTH, 11), torch.zeros(DEPTH, 1)
+    draft, right, total = EagleLayer(model), torch.zeros(DEPTH, 11), torch.zeros(DEPTH, 1)
     draft.keep([*vocab])
     for prompt, answer in data:
         text = prompt + answer
@@ -359,7 +361,7 @@ def test_training_lowers_the_loss_and_reaches_nothing_else():
     data = [([rng.randrange(61) for _ in range(3)], [rng.randrange(61) for _ in range(6)])
             for _ in range(4)]
     before = {name: p.clone() for name, p in model.named_parameters()}
-    draft, texts = Draft(model), [*compute_features(model, data)]
+    draft, texts = EagleLayer(model), [*compute_features(model, data)]
 
     def loss():
         with torch.no_grad():
@@ -377,7 +379,7 @@ def test_held_out_answers_are_measured_and_never_learnt_from(monkeypatch):
                         or loss(*given))
     monkeypatch.setattr(module, "measure_acceptance", lambda draft, texts: measured.append(
         [ids.tolist() for ids, *_ in texts]) or ACCEPT)
-    draft = Draft(llama())
+    draft = EagleLayer(llama())
     fit(llama(), draft, DATA, HELD_OUT, **FIT | dict(steps=9))
     assert {tuple(ids.tolist()) for ids, *_ in learnt} == {(*p, *a) for p, a in DATA}
     assert measured == [[p + a for p, a in HELD_OUT]] * 10 and draft.accept == ACCEPT
@@ -387,7 +389,7 @@ def test_held_out_answers_are_measured_and_never_learnt_from(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_targets_in_half_precision_can_be_learned_from(family, dtype):
     model = tiny(family).to(dtype)
-    draft = Draft(model)
+    draft = EagleLayer(model)
     fit(model, draft, DATA, HELD_OUT, **FIT | {"steps": 1})
     assert all(p.isfinite().all() for p in draft.trainable().values())
 
@@ -398,7 +400,7 @@ def test_targets_in_half_precision_can_be_learned_from(family, dtype):
 def test_tokens_and_features_are_as_large_at_first(family, begin, scaled):
     """Random weights of the embedding are scaled."""
     model, ids = tiny(family), sum(DATA[0], [])
-    draft = Draft(model, begin)
+    draft = EagleLayer(model, begin)
     expected = draft.fc.weight.detach().clone()
     if scaled:
         read = model.get_input_embeddings()(torch.tensor(ids)).std()
@@ -412,7 +414,7 @@ def test_training_is_on_the_models_own_distribution(name, config, monkeypatch):
     """Of logits that are scaled or capped: soft targets are what the model says."""
     monkeypatch.setitem(FAMILIES, name, config)
     model, seen = tiny(name), []
-    draft, cross_entropy = Draft(model, begin="last"), torch.nn.functional.cross_entropy
+    draft, cross_entropy = EagleLayer(model, begin="last"), torch.nn.functional.cross_entropy
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda q, p, **options: seen.append(
         (q, p)) or cross_entropy(q, p, **options))
     ids = torch.tensor([DATA[1][0] + DATA[1][1]])
@@ -426,7 +428,7 @@ def test_training_is_on_the_models_own_distribution(name, config, monkeypatch):
 
 
 def test_answers_of_a_step_are_alike_in_length(monkeypatch):
-    rows, steps, draft = [([3] * n, [5, 7]) for n in range(1, 31)], [], Draft(llama())
+    rows, steps, draft = [([3] * n, [5, 7]) for n in range(1, 31)], [], EagleLayer(llama())
 
     def spy(draft, to_logits, some, rng):
         steps.append(sorted(n for _, _, n in some))
@@ -445,7 +447,7 @@ def test_each_value_of_a_gradient_is_cut(monkeypatch):
         step(self)
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     monkeypatch.setattr(module, "eagle_loss", lambda *given: 1000 * loss(*given))
-    fit(llama(), Draft(llama()), DATA, HELD_OUT, **FIT)
+    fit(llama(), EagleLayer(llama()), DATA, HELD_OUT, **FIT)
     assert largest == [0.5] * 5
 
 
@@ -463,7 +465,7 @@ def test_train_makes_the_draft_that_was_asked_for(tmp_path, monkeypatch):
           work=tmp_path, **options)
     [(draft, given, named)] = seen
     assert (draft.begin, draft.mlp) == ("last", 24)
-    assert torch.equal(draft.fc.weight, Draft(model, mlp=24, seed=9).fc.weight)
+    assert torch.equal(draft.fc.weight, EagleLayer(model, mlp=24, seed=9).fc.weight)
     assert draft.vocab.tolist() == [7, 9]
     assert given == (data, held_out) and named == options | {"work": tmp_path}
     assert asked == [{"seed": 9, "most": 50}]
@@ -496,7 +498,7 @@ def test_a_file_belongs_to_its_model(dtype, later, mlp, vocab, tmp_path):
                                              ("gpt2", {}), ("llama", dict(intermediate_size=40))])
 def test_another_layer_on_the_same_embeddings_is_refused(family, changes, tmp_path):
     path, like = tmp_path / "d.safetensors", tiny(family, **changes)
-    save_draft(path, Draft(llama()), llama())
+    save_draft(path, EagleLayer(llama()), llama())
     like.get_input_embeddings().weight.data.copy_(llama().get_input_embeddings().weight)
     with pytest.raises(InputError, match="expected tensors"):
         load_draft(str(path), like)

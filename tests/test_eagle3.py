@@ -16,8 +16,8 @@ from families import tiny
 from helpers import tokens_of
 from models.training import pad_pairs
 from survey.eagle import Pairs
-from survey.eagle3 import (Draft, Form, choose_lessons, eagle3, export, load_draft, make_config,
-                           measure, read_target, save_draft, unroll_loss)
+from survey.eagle3 import (Eagle3Layer, Form, choose_lessons, eagle3, export, load_draft,
+                           make_config, measure, read_target, save_draft, unroll_loss)
 from survey.parts import head_for
 from survey.released import load_accept, read_released
 from survey.taps import choose_taps, read_taps, tap_layers, tap_target, tap_widths
@@ -28,18 +28,18 @@ WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), mlp=0, own_head=True) -> Draft:
+def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), mlp=0, own_head=True) -> Eagle3Layer:
     """Make a draft whose every trained weight is random."""
-    draft = Draft(MODEL, make_config(MODEL, mlp), [*taps], vocab, form, own_head=own_head)
+    draft = Eagle3Layer(MODEL, make_config(MODEL, mlp), [*taps], vocab, form, own_head=own_head)
     rng = torch.Generator().manual_seed(1)
-    for p in draft.trained().values():
+    for p in draft.trainable().values():
         p.data = 1 + 0.3 * torch.randn(p.shape, generator=rng) if p.ndim == 1 else \
             0.2 * torch.randn(p.shape, generator=rng)
     draft.accept = [[0.5, 0.3, 0.1]] * 4
     return draft.requires_grad_(False)
 
 
-def tapped(draft: Draft, text: list[int]) -> torch.Tensor:
+def tapped(draft: Eagle3Layer, text: list[int]) -> torch.Tensor:
     """Return what the draft reads of a text [T, taps * h]."""
     lm = CachedLM(MODEL)
     with tap_target(lm, draft.taps):
@@ -272,8 +272,8 @@ def test_the_layer_of_mtp_is_a_plain_one_over_a_projection():
 def test_a_head_of_the_target_is_neither_trained_nor_kept(tmp_path):
     draft = make_draft(vocab=range(0, 61, 2), own_head=False)
     assert torch.equal(draft.parts()["lm_head.weight"], MODEL.lm_head.weight[::2])
-    assert "lm_head.weight" not in draft.trained()
-    fresh = Draft(MODEL, make_config(MODEL), [2, 3, 4], range(61), own_head=False)
+    assert "lm_head.weight" not in draft.trainable()
+    fresh = Eagle3Layer(MODEL, make_config(MODEL), [2, 3, 4], range(61), own_head=False)
     assert {x for x in fresh.parts() if not fresh.parts()[x].requires_grad} == {"lm_head.weight"}
     save_draft(tmp_path / "x", draft, MODEL)
     assert "lm_head.weight" not in load_file(tmp_path / "x")
@@ -303,7 +303,7 @@ def test_a_file_gives_the_same_draft(tmp_path):
 
 # ------------------------------------------------------------------------------- released heads
 
-def write_head(folder, draft: Draft, changes: dict = {}, drop: tuple = (), **config) -> str:
+def write_head(folder, draft: Eagle3Layer, changes: dict = {}, drop: tuple = (), **config) -> str:
     """Export a draft, then change its tensors and its configuration."""
     save_draft(folder / "part", draft, MODEL)
     export(MODEL, None, adapter=folder / "part", out=folder / "head")

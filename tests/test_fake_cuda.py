@@ -123,7 +123,7 @@ PLANTED = {
     "a head's tokens stay on the CPU": (
         medusa, "fill_hydra_tree", ", device=f.device", "", decode("hydra")),
     "a layer's tokens stay on the CPU": (
-        eagle.Draft, "join", ", device=pairs.features.device", "", decode("eagle")),
+        eagle.EagleLayer, "join", ", device=pairs.features.device", "", decode("eagle")),
     "an item in a capture": (
         StaticCache, "update", "if written is None:", "if int(written[0]) < 0:",
         decode("jacobi", GraphedLM)),

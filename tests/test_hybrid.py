@@ -12,9 +12,9 @@ from families import FAMILIES, SCALED, tiny
 from helpers import ROOT, per_call, tokens_of
 from survey import dflash, eagle3
 from survey import hybrid as module
-from survey.eagle import Draft, Pairs, feed
-from survey.hybrid import (Trained, choose_width, estimate_prices, fit, grow, hybrid, load_trust,
-                           replay_part, report)
+from survey.eagle import EagleLayer, Pairs, feed
+from survey.hybrid import (Trained, choose_width, estimate_prices, fit, grow_hybrid, hybrid,
+                           load_trust, replay_part, report)
 from survey.medusa import Heads
 from survey.ngrams import NGrams, fit_pool, fit_trust, pool_chances, split_chance
 from survey.parts import save_facts
@@ -31,7 +31,7 @@ def prepared(model, texts=((3, 14, 15, 9, 2, 6),)) -> CachedLM:
     """Make a target with a datastore of texts, trust of one half, and random parts at hand."""
     target = CachedLM(model)
     pools = {"none": []} | dict.fromkeys(KINDS, POOL)
-    draft = Draft(model, seed=3)
+    draft = EagleLayer(model, seed=3)
     draft.accept = [[0.5]]
     target.memo |= {("rest", "store"): Datastore(BOUNDARY.join(as_text(x) for x in texts)),
                     ("trust", "trust"): {"trust": HALF, "pools": pools}, ("eagle", "part"): draft}
@@ -46,15 +46,15 @@ def prepared(model, texts=((3, 14, 15, 9, 2, 6),)) -> CachedLM:
     return target
 
 
-def eagle3_draft(model, vocab=None) -> eagle3.Draft:
+def eagle3_draft(model, vocab=None) -> eagle3.Eagle3Layer:
     """Make a random draft of EAGLE-3. It taps what the LM head reads, as the other parts do."""
     vocab = vocab or range(len(model.get_output_embeddings().weight))
-    return eagle3.Draft(model, eagle3.make_config(model), [2], vocab, seed=3)
+    return eagle3.Eagle3Layer(model, eagle3.make_config(model), [2], vocab, seed=3)
 
 
-def block_draft(model, vocab=None) -> dflash.Draft:
+def block_draft(model, vocab=None) -> dflash.BlockDraft:
     """Make a random draft of blocks. It taps what the LM head reads, as the other parts do."""
-    draft = dflash.Draft(model, [2], B=4, markov=8, vocab=vocab)
+    draft = dflash.BlockDraft(model, [2], B=4, markov=8, vocab=vocab)
     rng = torch.Generator().manual_seed(3)
     for p in draft.trainable().values():
         p.data = 0.3 * torch.randn(p.shape, generator=rng)
@@ -170,7 +170,7 @@ def test_the_best_nodes_come_first_and_a_guess_at_the_root_alone():
     def guess(path):
         asked.append(1)
         return {"x": 0.9, "c": 0.1}
-    ids, parents, chances = grow(ngrams, part_of(guess), POOL, 20, 0.01)
+    ids, parents, chances = grow_hybrid(ngrams, part_of(guess), POOL, 20, 0.01)
     paths = [""]
     for node, parent in zip(ids[1:], parents[1:]):
         paths.append(paths[parent] + as_text([node]))
@@ -180,7 +180,7 @@ def test_the_best_nodes_come_first_and_a_guess_at_the_root_alone():
     pooled = pool_chances({"x": 0.9, "c": 0.1}, ngrams.predict(""), POOL[:3])
     assert known["x"] == pytest.approx(pooled["x"]) and known["c"] == pytest.approx(pooled["c"])
     assert known["ca"] == pytest.approx(known["c"] * ngrams.predict("c")["a"])
-    assert grow(ngrams, part_of(guess), POOL, 3, 0.01)[0] == ids[:3]
+    assert grow_hybrid(ngrams, part_of(guess), POOL, 3, 0.01)[0] == ids[:3]
 
 
 @pytest.mark.parametrize("passes, price, asked", [
@@ -200,18 +200,18 @@ def test_passes_are_bought_where_they_pay(passes, price, asked, monkeypatch):
     def guess(path):
         seen.append(path)
         return {"c": 1.0}
-    grow(ngrams, part_of(guess, 9, passes), [0.0, 1.0, 1.0, 0.9], 20, 0.01, price)
+    grow_hybrid(ngrams, part_of(guess, 9, passes), [0.0, 1.0, 1.0, 0.9], 20, 0.01, price)
     assert [path for path in seen if path in ("", "d", "c")] == asked
 
 
 def test_a_part_that_says_nothing_changes_nothing():
     """And a tree of the root alone asks none."""
     ngrams, asked = NGrams("abcabdab", Datastore("q"), HALF), []
-    grow(ngrams, part_of(asked.append), POOL, 1, 0.01)
+    grow_hybrid(ngrams, part_of(asked.append), POOL, 1, 0.01)
     assert asked == []
     for nothing in ({}, {"x": 0.0}):
-        found = grow(ngrams, part_of(lambda path: nothing), POOL, 20, 0.01)
-        assert found == grow(ngrams, None, [], 20, 0.01)
+        found = grow_hybrid(ngrams, part_of(lambda path: nothing), POOL, 20, 0.01)
+        assert found == grow_hybrid(ngrams, None, [], 20, 0.01)
 
 
 def test_a_pool_by_hand():
@@ -226,7 +226,7 @@ def test_a_pool_by_hand():
 
 def test_of_equally_likely_nodes_the_first_comes_first():
     ngrams = NGrams("abxacyaa", Datastore("q"), HALF)  # b, c, a, once each
-    assert as_text(grow(ngrams, None, [], 4, 0.01)[0]) == "abca"
+    assert as_text(grow_hybrid(ngrams, None, [], 4, 0.01)[0]) == "abca"
 
 
 COSTS = [0.0] + [2 + 0.1 * r for r in range(1, 17)]  # of r rows
@@ -363,7 +363,7 @@ def test_deeper_nodes_are_asked_as_far_as_a_block_goes():
     def guess(path):
         asked.append(path)
         return {"xyz"[len(path)]: 0.8}
-    ids, _, chances = grow(ngrams, part_of(guess, 2), [9.0, 1.0, 1.0, 0.9], 20, 0.01)
+    ids, _, chances = grow_hybrid(ngrams, part_of(guess, 2), [9.0, 1.0, 1.0, 0.9], 20, 0.01)
     assert {len(path) for path in asked} == {0, 1} and len({*asked}) == len(asked)
     x = 2.718281828 ** 9 * 0.8 * 0.001
     place, alone = as_text(ids).index("y"), x / (1 + x)  # no n-gram names what comes after x
@@ -540,7 +540,7 @@ def test_chances_are_honest(embedded, held_out):
     for prompt, answer in held_out[::2]:
         ngrams = NGrams(as_text(prompt), store, trust)
         for i, token in enumerate(answer):
-            ids, parents, chances = grow(ngrams, None, [], 24, 0.05)
+            ids, parents, chances = grow_hybrid(ngrams, None, [], 24, 0.05)
             places = {0: i - 1}  # of each node that is right, its place in the answer
             for x in range(1, len(ids)):
                 place = places.get(parents[x], len(answer)) + 1

@@ -12,7 +12,7 @@ from families import CONTEXT, FAMILIES, SCALED, tiny
 from helpers import per_call, script, tokens_of
 from models import training
 from survey import medusa as module
-from survey.medusa import (Heads, accuracy, collect_features, fit, grow, load_heads, medusa,
+from survey.medusa import (Heads, accuracy, collect_features, fit, fill_tree, load_heads, medusa,
                            save_heads, train, typical_path)
 from survey.parts import save_part
 
@@ -153,7 +153,7 @@ def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind):
     """Hydra's heads read the tokens down to the parent. The tokenizer knows the first 20 alone."""
     model, f = tiny("llama"), random_features(1)
     heads, tree = random_heads(model, kind), best_tree(ACCEPT, 16)
-    ids, parents = grow(heads, CachedLM(model, 20), f, 3, tree), [node.parent for node in tree]
+    ids, parents = fill_tree(heads, CachedLM(model, 20), f, 3, tree), [node.parent for node in tree]
     for token, node in zip(ids[1:], tree[1:], strict=True):
         above = torch.tensor([[ids[x] for x in path_to(node.parent, parents)]])
         x = heads(node.depth, f, model.get_input_embeddings()(above))
@@ -206,12 +206,12 @@ def test_typical_options_reach_the_rule(monkeypatch):
     (lambda n: n, 0, 1)])  # no guess is worth its row
 def test_the_tree_that_pays(cost, level, nodes, monkeypatch):
     heads = random_heads(tiny("llama"), "medusa")
-    clock = SimpleNamespace(repeat=lambda grow, number, repeat: grow())
+    clock = SimpleNamespace(repeat=lambda fill, number, repeat: fill())
     monkeypatch.setattr(module, "timeit", clock)
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [cost(n) for n in range(65)])
-    monkeypatch.setattr(module, "grow", lambda trained, lm, f, root, tree: [
+    monkeypatch.setattr(module, "fill_tree", lambda trained, lm, f, root, tree: [
         level * max(node.depth for node in tree)])
-    tree, *_ = max(module.list_plans(heads, None, None), key=lambda x: x[1] / x[2])
+    tree, *_ = max(module.plan_medusa(heads, None, None), key=lambda x: x[1] / x[2])
     assert len(tree) == nodes
 
 

@@ -110,7 +110,7 @@ def test_a_tree_of_no_size_is_refused(nodes):
 def test_the_clock_plans_the_likeliest_tree(monkeypatch):
     monkeypatch.setattr(module, "row_costs", lambda target, most: [*range(most + 1)])
     rates = [0.4, 0.1]
-    plans = [*module.list_plans(None, rates)]
+    plans = [*module.plan_recycling(None, rates)]
     assert [len(tree) for tree, *_ in plans] == [seconds for *_, seconds in plans]
     tree, expected, _ = plans[9]
     assert tree == best_tree([rates] * 6, 10)

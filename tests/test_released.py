@@ -251,8 +251,8 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, own, file
         close(heads.lm_head_of(k + 1)(heads(k + 1, f, None)), x @ head.T)
         guesses.append((x @ head.T)[0, :1500].topk(10).indices.tolist())
     assert heads.K == 5
-    tree = medusa.plan_tree(heads, 0)
-    ids = medusa.grow(heads, target, f, 9, tree)
+    tree = medusa.plan_medusa_tree(heads, 0)
+    ids = medusa.fill_tree(heads, target, f, 9, tree)
     assert ids == [9] + [guesses[node.depth - 1][node.rank] for node in tree[1:]]
 
 
@@ -295,7 +295,7 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
     """As in the released code: ten nodes of each of seven levels below the root get ten children,
     and the likeliest 59 of all stay."""
     model = tiny("llama", vocab_size=200)
-    draft = eagle.Draft(model, config=make_config(model), bias=False)
+    draft = eagle.EagleLayer(model, config=make_config(model), bias=False)
     for p in draft.trainable().values():
         p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p))) / 4
     target, lm = CachedLM(model), CachedLM(draft.lm)
@@ -305,8 +305,8 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
     forward = lm.forward
     lm.forward = lambda ids, *args, **how: rows.append(len(ids)) or forward(ids, *args, **how)
     lm.start([])
-    n, levels, dynamic = eagle.plan_tree(draft, 0, False)
-    ids, parents = eagle.grow(draft, lm, [pairs], 9, n, levels, dynamic)
+    n, levels, dynamic = eagle.plan_eagle_tree(draft, 0, False)
+    ids, parents = eagle.grow_eagle(draft, lm, [pairs], 9, n, levels, dynamic)
     assert dynamic and rows == [3] + [10] * 7 and len(ids) == len(parents) == 60
 
     def expand(path: list[int], chance: float, hidden: list) -> list[tuple]:
@@ -340,11 +340,12 @@ def test_the_tree_of_heads_that_nobody_has_measured(embedded):
             found.append(found[node.parent] + str(node.rank))
             assert len(found[-1]) == node.depth
         return found[1:]
-    assert words(medusa.plan_tree(heads, 0)) == medusa.RELEASED_TREE
+    assert words(medusa.plan_medusa_tree(heads, 0)) == medusa.RELEASED_TREE
     assert len({*medusa.RELEASED_TREE}) == 63
-    assert words(medusa.plan_tree(heads, 5)) == ["0", "00", "1", "01"]
+    assert words(medusa.plan_medusa_tree(heads, 5)) == ["0", "00", "1", "01"]
     heads.K = 2
-    assert words(medusa.plan_tree(heads, 0)) == [x for x in medusa.RELEASED_TREE if len(x) < 3]
+    expected = [x for x in medusa.RELEASED_TREE if len(x) < 3]
+    assert words(medusa.plan_medusa_tree(heads, 0)) == expected
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -417,7 +418,7 @@ def guess_with(draft) -> torch.Tensor:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_exported_eagle_layer_is_loaded_bit_for_bit(tmp_path, engine):
-    draft = eagle.Draft(MODEL, config=make_config(MODEL, 24), bias=False)
+    draft = eagle.EagleLayer(MODEL, config=make_config(MODEL, 24), bias=False)
     fill_randomly(draft, draft.trainable())
     eagle.save_draft(tmp_path / "part", draft, MODEL)
     assert torch.equal(guess_with(eagle.load_draft(tmp_path / "part", MODEL)), guess_with(draft))
@@ -431,7 +432,7 @@ def test_an_exported_eagle_layer_is_loaded_bit_for_bit(tmp_path, engine):
 
 
 def test_an_exported_eagle_layer_is_what_engines_read(tmp_path):
-    draft = eagle.Draft(MODEL, config=make_config(MODEL, 24), bias=False)
+    draft = eagle.EagleLayer(MODEL, config=make_config(MODEL, 24), bias=False)
     fill_randomly(draft, draft.trainable())
     eagle.save_draft(tmp_path / "part", draft, MODEL)
     names = {"embed_tokens.weight", "fc.weight", "layers.0.post_attention_layernorm.weight",
@@ -456,16 +457,17 @@ def test_what_no_engine_would_read_is_not_exported(tmp_path):
         eagle.save_draft(tmp_path / "part", draft, MODEL)
         with pytest.raises(InputError, match=said):
             eagle.export(MODEL, None, adapter=tmp_path / "part", out=tmp_path / "a", engine=engine)
-    plain, config = eagle.Draft(MODEL), make_config(MODEL)
+    plain, config = eagle.EagleLayer(MODEL), make_config(MODEL)
     refuse(plain, "must be a layer trained with --released")
-    refuse(eagle.Draft(MODEL, config=config), "--engine must be sglang for a head whose fc has")
-    refuse(eagle.Draft(MODEL, config=config, bias=False), "--engine must be vllm or sglang", "x")
-    few = eagle.Draft(MODEL, config=config, bias=False)
+    refuse(eagle.EagleLayer(MODEL, config=config), "--engine must be sglang for a head whose fc")
+    few = eagle.EagleLayer(MODEL, config=config, bias=False)
+    refuse(few, "--engine must be vllm or sglang", "x")
     few.keep([*range(0, 61, 2)])
     refuse(few, "must guess all tokens")
     biased = read_layer_config("x", config.to_dict(), MODEL)
     biased.attention_bias = True
-    refuse(eagle.Draft(MODEL, config=biased, bias=False), "must be a layer trained with --released")
+    refuse(eagle.EagleLayer(MODEL, config=biased, bias=False),
+           "must be a layer trained with --released")
     heads = medusa.Heads(MODEL, "medusa", 2)
     heads.keep([*range(9)])
     heads.accept = [[0.5]] * 2
@@ -476,7 +478,7 @@ def test_what_no_engine_would_read_is_not_exported(tmp_path):
 
 def test_the_released_form_begins_at_random():
     with pytest.raises(InputError, match="--begin must be random with --released, got last"):
-        eagle.Draft(MODEL, "last", config=make_config(MODEL))
+        eagle.EagleLayer(MODEL, "last", config=make_config(MODEL))
 
 
 def test_a_scaled_head_is_exported_with_its_scaling(tmp_path):
@@ -484,7 +486,7 @@ def test_a_scaled_head_is_exported_with_its_scaling(tmp_path):
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     shape = make_config(MODEL).to_dict() | dict(rope_theta=50.0, rope_scaling=scaling)
     config = read_layer_config("x", shape | dict(rope_parameters=None), MODEL)
-    draft = eagle.Draft(MODEL, config=config, bias=False)
+    draft = eagle.EagleLayer(MODEL, config=config, bias=False)
     fill_randomly(draft, draft.trainable())
     eagle.save_draft(tmp_path / "part", draft, MODEL)
     eagle.export(MODEL, None, adapter=tmp_path / "part", out=tmp_path / "a")
@@ -520,11 +522,12 @@ def test_exported_medusa_heads_are_loaded_bit_for_bit(tmp_path, own):
     heads.requires_grad_(False)
     again.requires_grad_(False)
     target.start(HALF)
-    tree = medusa.plan_tree(heads, 12)
+    tree = medusa.plan_medusa_tree(heads, 12)
     f = target.features[-1:]
     for k in (1, 2, 3):
         assert torch.equal(*(x.lm_head_of(k)(x(k, f, None)) for x in (heads, again)))
-    assert medusa.grow(heads, target, f, 5, tree) == medusa.grow(again, target, f, 5, tree)
+    ids = medusa.fill_tree(heads, target, f, 5, tree)
+    assert ids == medusa.fill_tree(again, target, f, 5, tree)
 
 
 def test_an_exported_tuning_is_a_model_of_its_own(tmp_path, small_llama, capsys):

@@ -487,7 +487,7 @@ def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, begin="random", 
                 vocab=range(61), released=False, **options):
     model = make_llama(noise)
     config = eagle.make_config(model, mlp) if released else None
-    draft = eagle.Draft(model, begin, mlp, config=config, bias=not released)
+    draft = eagle.EagleLayer(model, begin, mlp, config=config, bias=not released)
     draft.keep([*vocab])
     eagle.fit(model, draft, data, held_out, work=work, **FIT | options)
 
@@ -495,8 +495,8 @@ def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, begin="random", 
 def train_eagle3(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), mlp=0, passes=2,
                  vocab=range(61), form=eagle3.Form(), own_head=True, **options):
     model = make_llama(noise)
-    draft = eagle3.Draft(model, eagle3.make_config(model, mlp), [*taps], vocab, form,
-                         own_head=own_head)
+    draft = eagle3.Eagle3Layer(model, eagle3.make_config(model, mlp), [*taps], vocab, form,
+                                own_head=own_head)
     eagle3.fit(model, draft, data, held_out, passes=passes, work=work, **FIT | options)
 
 
@@ -504,8 +504,8 @@ def train_dflash(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), vo
                  anchors=3, loss="ce", layers=1, B=3, markov=4, causal=False, mlp=0,
                  begin="last", **options):
     model = make_llama(noise)
-    draft = dflash.Draft(model, [*taps], layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
-                         vocab=vocab, begin=begin)
+    draft = dflash.BlockDraft(model, [*taps], layers=layers, B=B, markov=markov, causal=causal,
+                              mlp=mlp, vocab=vocab, begin=begin)
     dflash.fit(model, draft, data, held_out, loss=loss, anchors=anchors, work=work, **FIT | options)
 
 
