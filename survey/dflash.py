@@ -55,6 +55,16 @@ With `--loss tv` each term is 0.1 CrossEntropy + 0.9 ‖target's distribution - 
 weights. Half of this distance is the chance that speculative sampling rejects a guess drawn from p.
 
 Departures (paper / here / why):
+    plan at a temperature: a block is the same at all temperatures / T_k and the size of a tree are
+        planned for greedy decoding / a plan for temperature 1 made 1.5% more tokens a call there
+        for EAGLE, and was not tried here
+    sampled output: a chain of guesses is drawn from the draft, and each is accepted or rejected /
+        the tree has the likeliest nodes at every temperature, and the target draws once at each
+        node / one rule for both outputs is just as lossless
+    γ of the loss: 7 for blocks of 16, 5 for 10 and 4 for 8 / 4 for every B / 8 is the default. So
+        the last guesses of a block of 16 learn less than the paper's
+    taps: five layers, evenly spread / three, layers 2, L/2 and L - 1, or --taps / EAGLE-3 reads
+        three. Five were not tried
     context rows: the keys and values of every layer come from H itself / H are rows of the draft,
         each of which sees the earlier ones, and pass through its layers / the draft is then an
         ordinary model with an ordinary cache
@@ -62,8 +72,8 @@ Departures (paper / here / why):
         the root, through a linear map for the root and one for the masks, and a vector for each
         place / the newest H says most about the next tokens, and so no layer has to find it by
         attention
-    guesses: DFlash's root row guesses nothing / it guesses the next token, as in DSpark / a block
-        of B rows then has B guesses
+    guesses of a block: DFlash's root row guesses nothing / it guesses the next token, as in DSpark
+        / a block of B rows then has B guesses
     layers: mostly 5, random / 2, which begin as the target's last ones / they learn faster
     labels: the tokens of answers / the target's distribution / it says more than a token does
     rate: 6e-4 / 3e-3 / it suits small models

@@ -59,7 +59,8 @@ small readable form of a rule that others found for batches of texts and for oth
 Here the chances come from counts, there is one text, and guesses are nodes of a tree.
 
 The output is lossless, because the tree depends on final text, features and measured costs alone
-(`walk`).
+(`walk`). Chances are fitted for greedy decoding, and used at every temperature. A plan for
+temperature 1 made 1.5% more tokens a call there for EAGLE, and was not tried here.
 """
 import heapq
 import sys

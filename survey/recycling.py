@@ -145,7 +145,9 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
         rates = successors.rates()
         if nodes:
             planned = best_tree([rates] * DEPTH, nodes)
-        else:  # the clock chooses anew where the counts have doubled, or the context
+        else:
+            # The clock chooses anew when there are twice as many counts. `fastest` does so as well
+            # when the context reaches a power of two, from 256 tokens on.
             name = ("recycling", successors.tried.bit_length())
             planned = fastest(target, name, lambda: plan_recycling(target, rates))
         # Guess: fill the tree from M.

@@ -39,6 +39,8 @@ The output is lossless. The tree depends on the datastore and on final text alon
 sampled once at each node (`walk`).
 
 Departures of REST (paper or released code / here / why):
+- n is the same at all temperatures / by the clock, it is planned for greedy decoding / a plan for
+  temperature 1 made 1.5% more tokens a call there for EAGLE, and was not tried here.
 - only the longest suffix that occurs gives guesses / shorter suffixes fill the tree / rows that
   are paid for should all have a guess.
 - a suffix has 2 tokens or more / it has 1 or more / the same.
