@@ -96,10 +96,10 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
-                    context_length, fastest, greedy, row_costs, shorten, walk, windows_of)
+                    context_length, fastest, greedy, row_costs, walk, windows_of)
 from survey.eagle import MOST, RANKS, copy_layer, make_layer
 from survey.layers import list_layers
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.parts import MODELS, Part, head_for, load_trained, logits_of, save_trained
 from survey.taps import read_taps, tap_target, tap_widths
 from survey.views import depth_of
 
@@ -116,7 +116,7 @@ EVERY = 4  # held-out answers are measured by a block at each EVERY-th of their 
 
 # ----------------------------------------------------------------------------------- the draft
 
-class BlockDraft(torch.nn.Module):
+class BlockDraft(Part):
     """Guess a block of tokens in one pass. Making a draft freezes the target.
 
     model    the target
@@ -136,6 +136,8 @@ class BlockDraft(torch.nn.Module):
     temperatures   the T_k of the header
     tokens         tokens[n - 1] is how many tokens a call with a tree of n nodes gave on them
     """
+    title = "a DFlash draft"
+    facts = ("accept", "temperatures", "tokens")
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
                  causal: bool = False, mlp: int = 0, vocab: list[int] | None = None,
@@ -191,10 +193,6 @@ class BlockDraft(torch.nn.Module):
         torch.nn.init.normal_(self.fc.weight, std=0.002)
         if width % e == 0:
             self.fc.weight[:, width - e:] += torch.eye(e)
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained, by name: all but the target's embeddings and LM head."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Return H [..., e] of what was tapped, [..., t], where t is the width of all taps."""
@@ -754,31 +752,20 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 def save_draft(path: Path, draft: BlockDraft, model) -> None:
     """Write a draft's file, which says for which model it is."""
-    header = dict(form=draft.form, taps=draft.taps, accept=draft.accept, tokens=draft.tokens,
-                  temperatures=draft.temperatures)
-    if len(draft.vocab) < len(model.get_output_embeddings().weight):
-        header["vocab"] = draft.vocab.tolist()
-    save_part(path, "a DFlash draft", model, draft.trainable(), **header)
+    save_trained(path, draft, model, form=draft.form, taps=draft.taps)
 
 
 def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file. InputError if it is damaged, or for another model."""
-    header, tensors = load_part(path, "a DFlash draft", model)
-    try:
+    def make(header: dict) -> BlockDraft:
         draft = BlockDraft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
                            begin="random")
-        draft.accept, draft.tokens = header["accept"], header["tokens"]
-        draft.temperatures = header["temperatures"]
-        if not 0 <= min(draft.taps) <= max(draft.taps) <= depth_of(model):
-            raise ValueError(f"taps {draft.taps}")
-        if len(draft.temperatures) != draft.B or not 0 < len(draft.tokens) <= MOST:
-            raise ValueError(f"{len(draft.temperatures)} temperatures, {len(draft.tokens)} trees")
-    except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"expected a file of a DFlash draft for this model, got {str(path)!r} "
-                         f"with a wrong header: {shorten(error)}") from error
-    fill(draft.trainable(), tensors, path)
-    draft.to(model.dtype)
-    return draft
+        n = len(header["temperatures"])
+        trees = len(header["tokens"])
+        if n != draft.B or not 0 < trees <= MOST:
+            raise ValueError(f"{n} temperatures, {trees} trees")
+        return draft
+    return load_trained(path, BlockDraft.title, model, make)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ from typing import Callable, Iterator, NamedTuple
 from common import (WIDTHS, CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy,
                     prepare, row_costs, walk)
 from survey.layers import take_layers
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+                          save_trained)
 from survey.released import (RANKS, describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
                              take_embeddings, write_head)
@@ -165,7 +166,7 @@ def copy_layer(last, lm) -> None:
             x.copy_(weights[name])
 
 
-class EagleLayer(torch.nn.Module):
+class EagleLayer(Part):
     """Guess the feature after a token and a feature. Making a draft freezes the target.
 
     `fc` joins a token's embedding and a feature. `lm` reads that: it is a model of one layer, with
@@ -184,6 +185,7 @@ class EagleLayer(torch.nn.Module):
     levels   the most levels that `accept` can have
     vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
+    title = "an EAGLE layer"
 
     def __init__(self, model, begin: str = "random", mlp: int = 0, seed: int = 0,
                  config: PreTrainedConfig | None = None, bias: bool = True):
@@ -219,10 +221,6 @@ class EagleLayer(torch.nn.Module):
         self.to(model.device)
         lm.set_input_embeddings(table)
         lm.set_output_embeddings(head)
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained, by name: all but the target's embeddings and LM head."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def keep(self, vocab: list[int]) -> None:
         """Guess the tokens of `vocab` alone, through their rows of the LM head.
@@ -667,12 +665,10 @@ def save_draft(path: Path, draft: EagleLayer, model) -> None:
     draft   the draft
     model   the target
     """
-    header = {"mlp": draft.mlp, "accept": draft.accept}
+    released = {}
     if draft.config is not None:
-        header |= {"config": draft.config.to_dict(), "bias": draft.fc.bias is not None}
-    if len(draft.vocab) < len(model.get_output_embeddings().weight):
-        header["vocab"] = draft.vocab.tolist()
-    save_part(path, "an EAGLE layer", model, draft.trainable(), **header)
+        released = {"config": draft.config.to_dict(), "bias": draft.fc.bias is not None}
+    save_trained(path, draft, model, mlp=draft.mlp, **released)
 
 
 def load_draft(path: str | Path, model) -> EagleLayer:
@@ -684,17 +680,12 @@ def load_draft(path: str | Path, model) -> EagleLayer:
     """
     if is_released(path):
         return load_released(str(path), model)
-    header, tensors = load_part(path, "an EAGLE layer", model)
-    config = LlamaConfig(**header["config"]) if "config" in header else None
-    draft = EagleLayer(model, mlp=header.get("mlp", 0), config=config,
-                       bias=header.get("bias", True))
-    fill(draft.trainable(), tensors, path)
-    for p in draft.trainable().values():
-        p.data = p.data.to(model.dtype)
-    draft.accept = header["accept"]
-    if "vocab" in header:
-        draft.keep(header["vocab"])
-    return draft
+
+    def make(header: dict) -> EagleLayer:
+        config = LlamaConfig(**header["config"]) if "config" in header else None
+        return EagleLayer(model, mlp=header.get("mlp", 0), config=config,
+                          bias=header.get("bias", True))
+    return load_trained(path, EagleLayer.title, model, make)
 
 
 # ------------------------------------------------------------------------------- released heads
@@ -728,9 +719,7 @@ def load_released(path: str, model) -> EagleLayer:
     if own is not None:
         draft.lm.set_input_embeddings(own)
     fill(name_released(draft), tensors, path)
-    for p in draft.trainable().values():
-        p.data = p.data.to(model.dtype)
-    return draft
+    return match_type(draft, model)
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,

@@ -70,7 +70,8 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, prepare
 from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_acceptance
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+                          save_trained)
 from survey.released import (describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
                              take_embeddings, write_head)
@@ -157,7 +158,7 @@ class NormedHead(torch.nn.Linear):
         return super().forward(self.norm(x))
 
 
-class Eagle3Layer(torch.nn.Module):
+class Eagle3Layer(Part):
     """Guess tokens from tapped features; `lm` is a Llama of one layer with an LM head of its own.
 
     model     the target, which is frozen and lends its embeddings
@@ -173,6 +174,7 @@ class Eagle3Layer(torch.nn.Module):
               empty if nobody has measured that
     levels    the most levels that `accept` can have
     """
+    title = "an EAGLE-3 layer"
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
@@ -473,9 +475,8 @@ def save_draft(path: Path, draft: Eagle3Layer, model) -> None:
     draft   the draft
     model   the target, whose fingerprint the file holds
     """
-    save_part(path, "an EAGLE-3 layer", model, draft.trainable(), config=draft.config.to_dict(),
-              form=draft.form._asdict(), own_head=draft.own_head, taps=draft.taps,
-              vocab=draft.vocab.tolist(), accept=draft.accept)
+    save_trained(path, draft, model, config=draft.config.to_dict(), form=draft.form._asdict(),
+                 own_head=draft.own_head, taps=draft.taps, vocab=draft.vocab.tolist())
 
 
 def load_draft(path: str | Path, model) -> Eagle3Layer:
@@ -487,16 +488,9 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
     """
     if is_released(path):
         return load_released(str(path), model)
-    header, tensors = load_part(path, "an EAGLE-3 layer", model)
-    if max(header["taps"]) > depth_of(model):  # the embeddings may be those of a deeper model
-        raise InputError(f"--adapter must read some of {depth_of(model)} layers, got {str(path)!r} "
-                         f"that reads {header['taps']}")
-    draft = Eagle3Layer(model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
-                        Form(**header["form"]), own_head=header.get("own_head", True))
-    fill(draft.trainable(), tensors, path)
-    draft.to(model.dtype)
-    draft.accept = header["accept"]
-    return draft
+    return load_trained(path, Eagle3Layer.title, model, lambda header: Eagle3Layer(
+        model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
+        Form(**header["form"]), own_head=header.get("own_head", True)))
 
 
 # ------------------------------------------------------------------------------- released heads
@@ -574,7 +568,7 @@ def load_released(path: str, model) -> Eagle3Layer:
     if own is not None:
         draft.lm.set_input_embeddings(own)
     fill(draft.parts(), tensors, path)
-    return draft.to(model.dtype)
+    return match_type(draft, model)
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,

@@ -92,7 +92,8 @@ from typing import Callable, Iterator
 
 from common import (CachedLM, InputError, Node, Sampler, best_tree, fastest, greedy, row_costs,
                     trie, walk)
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+                          save_trained)
 from survey.released import (RANKS, is_released, load_measured, read_head, save_accept,
                              write_head)
 
@@ -112,7 +113,7 @@ RELEASED_TREE = """
 
 # ------------------------------------------------------------------------- the heads, their loss
 
-class Heads(torch.nn.Module):
+class Heads(Part):
     """Guess the tokens ahead of a position by K small heads. Making heads freezes the model.
 
     model      the target, whose LM head all heads share
@@ -139,6 +140,7 @@ class Heads(torch.nn.Module):
             raise InputError(f"--K must be 1 or more, got {K}")
         model.requires_grad_(False)
         self.kind = kind
+        self.title = f"{kind} heads"
         self.K = K
         self.residual = residual or {"medusa": "feature", "hydra": "trained"}[kind]
         self.accept = []
@@ -188,10 +190,6 @@ class Heads(torch.nn.Module):
                   token without a row. Cross-entropy skips -100.
         """
         return self.row_of[tokens.clamp(min=0)].masked_fill(tokens < 0, -100)
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return by name what is trained and kept in a file, which is all but the LM head."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def forward(self, k: int, f: torch.Tensor, between: torch.Tensor | None) -> torch.Tensor:
         """Compute what the LM head reads for head k.
@@ -623,10 +621,7 @@ def save_heads(path: Path, trained: Heads, model) -> None:
     trained   the heads
     model     the model that they are for
     """
-    header = {"K": trained.K, "residual": trained.residual, "accept": trained.accept}
-    if len(trained.vocab) < len(trained.row_of):
-        header["vocab"] = trained.vocab.tolist()
-    save_part(path, f"{trained.kind} heads", model, trained.trainable(), **header)
+    save_trained(path, trained, model, K=trained.K, residual=trained.residual)
 
 
 def load_heads(path: str | Path, kind: str, model) -> Heads:
@@ -639,13 +634,8 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
     """
     if is_released(path):
         return load_released(str(path), kind, model)
-    header, tensors = load_part(path, f"{kind} heads", model)
-    trained = Heads(model, kind, header["K"], header.get("residual", "feature"))
-    fill(trained.trainable(), tensors, path)
-    trained.accept = header["accept"]
-    if "vocab" in header:
-        trained.keep(header["vocab"])
-    return trained.to(model.dtype)
+    return load_trained(path, f"{kind} heads", model, lambda header: Heads(
+        model, kind, header["K"], header.get("residual", "feature")))
 
 
 # ------------------------------------------------------------------------------- released heads
@@ -672,7 +662,7 @@ def load_released(path: str, kind: str, model) -> Heads:
     K = sum(number.isdigit() for number in numbers)
     trained = Heads(model, "medusa", K, own="0.1.weight" in tensors)
     fill(name_released(trained), tensors, path)
-    return trained.to(model.dtype)
+    return match_type(trained, model)
 
 
 def name_released(trained: Heads) -> dict[str, torch.nn.Parameter]:

@@ -1,5 +1,7 @@
 """This file keeps what was trained or measured for a model, and has four helpers of trained parts.
 
+    Part                      a module that is trained beside a frozen model
+    save_trained, load_trained  the file of a Part
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
     check_file, explain       what is wrong with a file that cannot be read
@@ -170,6 +172,69 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
     check_numbers(tensors, path)
     for name, p in parameters.items():
         p.data.copy_(tensors[name])
+
+
+class Part(torch.nn.Module):
+    """Be a module that is trained beside a frozen model.
+
+    title   what it is, in words that an error message can use
+    facts   names of attributes that JSON can hold, which its file keeps
+    vocab   [V'], the tokens that it can guess
+    """
+    title = ""
+    facts = ("accept",)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return by name what is trained and kept in a file: all that is not the model's."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def save_trained(path: Path, part: Part, model, **form) -> None:
+    """Write a part to a file. Its vocabulary is written where it lacks tokens of the model.
+
+    path    the safetensors file to make
+    part    the part
+    model   the model that it is for
+    form    what makes the part again, which JSON can hold
+    """
+    header = form | {name: getattr(part, name) for name in part.facts}
+    if len(part.vocab) < len(model.get_output_embeddings().weight):
+        header["vocab"] = part.vocab.tolist()
+    save_part(path, part.title, model, part.trainable(), **header)
+
+
+def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Part]) -> Part:
+    """Read a part from a file that `save_trained` made, to run it in the type of its model.
+
+    path     the file
+    title    what the part must be
+    model    the model that it must be for
+    make     a function from the header to a part of this form. It raises any error if the header is
+             wrong
+    returns  the part. InputError if the file is damaged, of another kind, or for another model
+    """
+    header, tensors = load_part(path, title, model)
+    try:
+        part = make(header)
+        for name in part.facts:
+            setattr(part, name, header[name])
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"expected a file of {title} for this model, got {str(path)!r} with a "
+                         f"wrong header: {explain(error)}") from error
+    fill(part.trainable(), tensors, path)
+    if len(header.get("vocab", part.vocab)) < len(part.vocab):
+        part.keep(header["vocab"])
+    return match_type(part, model)
+
+
+def match_type(part: torch.nn.Module, model):
+    """Give the weights of a part the type of a model, and return the part.
+
+    Buffers keep theirs. Rotary frequencies would lose most of their digits in bfloat16.
+    """
+    for p in part.parameters():
+        p.data = p.data.to(model.dtype)
+    return part
 
 
 # ------------------------------------------------------------------------------- measured facts

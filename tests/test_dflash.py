@@ -456,7 +456,7 @@ def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
 def test_a_file_without_a_part_of_its_header_is_refused(tmp_path):
     draft = BlockDraft(MODEL, [1, 3], B=4, markov=8)
     save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), form=draft.form)
-    with pytest.raises(InputError, match="wrong header: 'taps'"):
+    with pytest.raises(InputError, match="wrong header: it has no 'taps'"):
         load_draft(tmp_path / "x", MODEL)
 
 

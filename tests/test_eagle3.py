@@ -1,5 +1,6 @@
 """EAGLE-3's layer computes the released formula, trains on what decoding gives it, and reads what
 enters three layers of the target."""
+import copy
 import json
 import xml.etree.ElementTree as xml
 from pathlib import Path
@@ -293,11 +294,15 @@ def test_a_file_gives_the_same_draft(tmp_path):
     for name, p in draft.parts().items():
         assert torch.equal(p, again.parts()[name]), name
     assert again.vocab.tolist() == draft.vocab.tolist() and again.accept == draft.accept
+    half = load_draft(tmp_path / "x", copy.deepcopy(MODEL).bfloat16())
+    assert {p.dtype for p in half.parts().values()} == {torch.bfloat16}
+    same = [x.lm.model.rotary_emb.inv_freq for x in (half, draft)]
+    assert torch.equal(*same)  # bfloat16 has too few digits for positions
     with pytest.raises(InputError, match="another's"):
         load_draft(tmp_path / "x", tiny("llama", seed=5))
     short = tiny("llama", num_hidden_layers=3)
     short.set_input_embeddings(MODEL.get_input_embeddings())
-    with pytest.raises(InputError, match=r"some of 3 layers, got .* that reads \[2, 3, 4\]"):
+    with pytest.raises(InputError, match=r"of layers from 0 to 3, got \[2, 3, 4\]"):
         load_draft(tmp_path / "x", short)
 
 
