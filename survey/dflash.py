@@ -90,22 +90,21 @@ import math
 import random
 import sys
 import timeit
-from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
-from common import (WIDTHS, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
-                    context_length, fastest, greedy, row_costs, walk, windows_of)
+from common import (WIDTHS, CachedLM, InputError, Sampler, attention_mask, context_length,
+                    fastest, greedy, row_costs, walk, windows_of)
 from survey.eagle import MOST, RANKS, copy_layer, make_layer
 from survey.layers import list_layers
-from survey.parts import MODELS, Part, head_for, load_trained, logits_of, save_trained
+from survey.parts import (MODELS, Part, follow, head_for, load_trained, logits_of,
+                          save_trained)
 from survey.taps import read_taps, tap_target, tap_widths
 from survey.views import depth_of
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/dflash.safetensors"
@@ -410,40 +409,24 @@ class Text(NamedTuple):
 
 
 @torch.inference_mode()
-def compute_texts(model, taps: list[int], data: list, folder: Path) -> list[Text]:
-    """Run the target over pairs of a prompt and its answer, once for all steps of training.
-
-    What it computed is kept in a file, of which memory holds only what is being read. So the file
-    may be larger than the memory. A run that was stopped goes on behind the last whole text.
+def compute_texts(model, taps: list[int], data: list) -> list[Text]:
+    """Run the target over pairs of a prompt and its answer.
 
     model    the target
     taps     the layers that are tapped
     data     the pairs
-    folder   the folder of the file, whose name holds a hash of all this
-    returns  a text for each pair
+    returns  a text for each pair, with what the target computed in bfloat16
     """
-    from models.training import digest
-    read = sorted({*taps, depth_of(model)})
-    widths = tap_widths(model, read)
-    total, used = sum(widths), sum(tap_widths(model, taps))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"features-{digest(model.state_dict(), read, data)}.bin"
-    ends = [*accumulate(len(prompt) + len(answer) for prompt, answer in data)]
+    used = sum(tap_widths(model, taps))
+    last = model.get_output_embeddings().weight.shape[1]
     lm = CachedLM(model)
-    with open(path, "ab") as file, tap_target(lm, read):
-        done = bisect_right(ends, file.tell() // (2 * total))  # a number has two bytes
-        file.truncate(2 * total * [0, *ends][done])
-        for prompt, answer in tqdm(data[done:], desc="features"):
+    texts = []
+    with tap_target(lm, sorted({*taps, depth_of(model)})):
+        for prompt, answer in data:
             lm.start(prompt + answer)
             rows = lm.features.cpu().to(torch.bfloat16)
-            file.write(rows.contiguous().view(torch.int16).numpy().tobytes())
-            file.flush()
-    flat = torch.from_file(str(path), shared=True, size=ends[-1] * total, dtype=torch.bfloat16)
-    texts = []
-    for (prompt, answer), end in zip(data, ends):
-        rows = flat.view(-1, total)[end - len(prompt) - len(answer):end]
-        texts.append(Text(torch.tensor(prompt + answer), rows[:, :used], rows[:, -widths[-1]:],
-                          len(prompt)))
+            texts.append(Text(torch.tensor(prompt + answer), rows[:, :used], rows[:, -last:],
+                              len(prompt)))
     return texts
 
 
@@ -571,41 +554,16 @@ def measure_acceptance(draft: BlockDraft, to_logits: Callable, texts: list[Text]
     texts    held-out texts
     returns  for each of the B places a rate
     """
-    found = []
+    right = reached = torch.zeros(draft.B, dtype=torch.long, device=draft.place.device)
     for text in texts:
         blocks = make_blocks(draft, [text], [[*text.anchors()[::EVERY]]])
         logits = block_logits(draft, to_logits, blocks.hidden, blocks.previous)
-        found.append((logits.argmax(-1) == blocks.labels, blocks.inside))
-    return rate_guesses(found)
-
-
-def rate_guesses(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Compute how often the guess of each place is right, where all before it are right.
-
-    found    which guesses of some blocks are right, bool [..., B], and which lie inside their text
-    returns  for each of the B places a rate
-    """
-    right = reached = 0
-    for hits, inside in found:
-        hits = hits & inside
+        hits = (logits.argmax(-1) == blocks.labels) & blocks.inside  # [1, G, B]
         so_far = hits.cumprod(-1).bool()
         earlier = F.pad(so_far[..., :-1], (1, 0), value=True)
-        right = right + so_far.flatten(0, -2).sum(0)
-        reached = reached + (earlier & inside).flatten(0, -2).sum(0)
+        right = right + so_far.sum((0, 1))
+        reached = reached + (earlier & blocks.inside).sum((0, 1))
     return (right / reached.clamp(min=1)).tolist()
-
-
-def follow(ids: list[int], parents: list[int], text: list[int]) -> list[int]:
-    """Walk a tree along a text.
-
-    ids, parents   the tree
-    text           the tokens after the root
-    returns        the nodes of the path, the root first
-    """
-    depths = ancestor_mask(parents).sum(-1) - 1
-    # None comes after the text's last token.
-    after = [*text[:len(ids)], *[-1] * len(ids)]
-    return walk(ids, parents, [after[depth] for depth in depths.tolist()])[0]
 
 
 @torch.inference_mode()
@@ -657,22 +615,26 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
     steps     how many steps are trained
     batch     how many texts a step learns from
     lr        the learning rate after the warm-up
-    work      folder of features and checkpoints
+    work      folder of checkpoints
     seed      chooses texts and anchors
     returns   {step: {"accept": ...}}, BlockDraft.accept after some of the steps
     """
-    from models.training import Training, digest, low_precision, sample_alike, tokens_of_pass
+    from models.training import (Training, compute_frozen, count_tokens, digest, low_precision,
+                                 sample_alike, tokens_of_pass)
     to_logits = logits_of(model)
-    texts, held_texts = (compute_texts(model, draft.taps, some, work) for some in (data, held_out))
+    texts_of, _ = compute_frozen(lambda pairs: compute_texts(model, draft.taps, pairs), data,
+                                 sum(tap_widths(model, [*draft.taps, depth_of(model)])))
+    held_texts = compute_texts(model, draft.taps, held_out)
 
     if draft.begin == "last":
         # H begins as large as what the target's last layers read. The first token of a text may
         # have a far larger input than all others.
-        rows = texts[0].features[1:, -draft.place.shape[1]:].float()
+        rows = texts_of([0])[0].features[1:, -draft.place.shape[1]:].float()
         torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(texts, batch, rng, lambda text: len(text.ids))
+        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
+        some = texts_of(numbers)
         places = [sample_anchors(text, anchors, rng) for text in some]
         return block_loss(draft, to_logits, some, places, loss)
 
@@ -706,7 +668,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """Train a block draft for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
-    work:    folder of answers, features and checkpoints, OUT.work by default
+    work:    folder of answers and checkpoints, OUT.work by default
     layers:  how many layers the draft has
     B:       how many rows a block has, and how many guesses
     markov:  the rank of the Markov head, with 0 for none, so that guesses ignore each other
@@ -744,7 +706,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)
-    calibrate(draft, logits_of(model), compute_texts(model, draft.taps, held_out, work))
+    calibrate(draft, logits_of(model), compute_texts(model, draft.taps, held_out))
     save_draft(out, draft, model)
 
 

@@ -1,13 +1,14 @@
-"""This file keeps what was trained or measured for a model, and has four helpers of trained parts.
+"""This file keeps what was trained or measured for a model, and has helpers of trained parts.
 
-    Part                      a module that is trained beside a frozen model
-    save_trained, load_trained  the file of a Part
+    Part, match_type          a module that is trained beside a frozen model
+    save_trained              a file of a Part, which `load_trained` reads
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
     check_file, explain       what is wrong with a file that cannot be read
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
+    follow                    the path of a tree along a known text
     head_for                  a smaller LM head, for a part of the vocabulary
 
 A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
@@ -18,7 +19,7 @@ import json
 from pathlib import Path
 from typing import Callable
 
-from common import CachedLM, InputError, load, shorten
+from common import CachedLM, InputError, ancestor_mask, load, shorten, walk
 
 import torch
 import torch.nn.functional as F
@@ -340,6 +341,19 @@ def score_with(model) -> Callable[[torch.Tensor], torch.Tensor]:
     def score(x: torch.Tensor) -> torch.Tensor:
         return to_logits(head(x.to(head.weight.dtype)).float())
     return score
+
+
+def follow(ids: list[int], parents: list[int], text: list[int]) -> list[int]:
+    """Walk a tree along a text.
+
+    ids, parents   the tree
+    text           the tokens after the root
+    returns        the nodes of the path, the root first
+    """
+    depths = ancestor_mask(parents).sum(-1) - 1
+    # None comes after the text's last token.
+    after = [*text[:len(ids)], *[-1] * len(ids)]
+    return walk(ids, parents, [after[depth] for depth in depths.tolist()])[0]
 
 
 def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:

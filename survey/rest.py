@@ -80,7 +80,7 @@ from typing import Iterable, Iterator, NamedTuple
 
 from common import (WIDTHS, CachedLM, InputError, Sampler, context_length, fastest, greedy,
                     row_costs, trie, walk)
-from survey.parts import MODELS, load_part, save_part
+from survey.parts import MODELS, follow, load_part, save_part
 
 import torch
 
@@ -369,17 +369,12 @@ def measure_tokens_per_call(store: Datastore, data: list[tuple[list[int], list[i
         final = 0  # tokens of the answer
         while final < len(answer):
             ids, parents = retrieve([text_store, store], text[:len(prompt) + final], n)
-            node_of = {edge: node for node, edge in enumerate(zip(parents, ids))}
-            # Walk the tree along the answer. The step that leaves the tree counts as well, because
-            # its token is the one that the target chooses itself.
-            node = 0
-            before = final
-            while node is not None and final < len(answer):
-                node = node_of.get((node, answer[final]))
-                final += 1
+            # The root stands for the token after the path, which the target chooses itself.
+            found = answer[final:final + len(follow(ids, parents, answer[final:]))]
+            final += len(found)
             calls += 1
             if grow:
-                text_store.add(as_text(answer[before:final]))
+                text_store.add(as_text(found))
     return sum(len(answer) for _, answer in data) / calls
 
 

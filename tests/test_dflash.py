@@ -31,8 +31,8 @@ def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> BlockDraft:
     return draft.requires_grad_(False)
 
 
-def texts_of(draft: BlockDraft, folder, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
-    return compute_texts(model, draft.taps, [*pairs], folder)
+def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
+    return compute_texts(model, draft.taps, [*pairs])
 
 
 def z_by_decoding(draft: BlockDraft, text: Text, anchor: int) -> torch.Tensor:
@@ -51,13 +51,13 @@ KINDS = {"both ways": {}, "causal": dict(causal=True), "no Markov head": dict(ma
 
 @pytest.mark.parametrize("form", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
-def test_packed_blocks_are_what_decoding_computes(family, form, tmp_path):
+def test_packed_blocks_are_what_decoding_computes(family, form):
     """Each of many anchors of two texts of different lengths, the first place among them."""
     if family == "gpt2" and "mlp" in form:
         pytest.skip("its MLP's width has another name")
     model = tiny(family)
     draft = make_draft(model, (0, 2), **form)
-    texts = texts_of(draft, tmp_path, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
+    texts = texts_of(draft, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
     anchors = [[0, 4, 7, 14], [0, 1, 6, 3]]
     hidden = make_blocks(draft, texts, anchors).hidden
     found = draft.lm.get_output_embeddings()(hidden)
@@ -146,11 +146,11 @@ def test_the_markov_head_by_hand():
 
 @pytest.mark.parametrize("loss", ["ce", "tv"])
 @pytest.mark.parametrize("vocab", [None, [*range(0, 61, 2)]], ids=["all tokens", "some tokens"])
-def test_the_loss_by_hand(loss, vocab, tmp_path):
+def test_the_loss_by_hand(loss, vocab):
     """Guess by guess, as decoding computes them, with the target's distribution after each token
     and without tokens that the draft cannot guess."""
     draft, answer = make_draft(vocab=vocab, scale=1.0), TEXT[5:]
-    [text] = texts_of(draft, tmp_path)
+    [text] = texts_of(draft)
     every = vocab or [*range(61)]
     total = weights = 0.0
     for anchor in (4, 8, 13):
@@ -169,18 +169,18 @@ def test_the_loss_by_hand(loss, vocab, tmp_path):
     assert len(answer) == 11 and found.item() == pytest.approx((total / weights).item(), rel=2e-3)
 
 
-def test_what_is_scaled_counts(tmp_path):
+def test_what_is_scaled_counts():
     draft = make_draft(markov=0)
-    [text] = texts_of(draft, tmp_path)
+    [text] = texts_of(draft)
     blocks = make_blocks(draft, [text], [[4]])
     plain, scaled = (block_logits(draft, lambda x: c * x, blocks.hidden, blocks.previous)
                      for c in (1, 3))
     assert torch.allclose(3 * plain, scaled)
 
 
-def test_blocks_end_with_the_text(tmp_path):
+def test_blocks_end_with_the_text():
     draft = make_draft(vocab=[*range(0, 61, 3)])
-    [text] = texts_of(draft, tmp_path)
+    [text] = texts_of(draft)
     blocks = make_blocks(draft, [text], [[4, 13, 14]])
     assert blocks.inside[0].tolist() == [[True] * 4, [True, True, False, False],
                                          [True, False, False, False]]
@@ -189,8 +189,8 @@ def test_blocks_end_with_the_text(tmp_path):
                                             for x in TEXT[5:9]]
 
 
-def test_anchors_are_those_of_the_answer(tmp_path):
-    [text] = texts_of(make_draft(), tmp_path)
+def test_anchors_are_those_of_the_answer():
+    [text] = texts_of(make_draft())
     assert text.anchors() == range(4, 15)
     few, many = (sample_anchors(text, n, random.Random(0)) for n in (11, 30))
     assert sorted(few) != few and {*few} <= {*range(4, 15)}
@@ -198,30 +198,13 @@ def test_anchors_are_those_of_the_answer(tmp_path):
     assert len(many) == 30
 
 
-def test_features_are_computed_once_and_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    draft = make_draft()
-    pairs = [(TEXT[:i], TEXT[i:]) for i in (2, 5, 9)]
-    whole = texts_of(draft, tmp_path / "a", pairs=pairs)
-    ran, start = [], CachedLM.start
-
-    def note(self, ids, prefix=()):
-        ran.append(len(ids))
-        return start(self, ids, prefix)
-    monkeypatch.setattr(CachedLM, "start", note)
-    again = texts_of(draft, tmp_path / "a", pairs=pairs)
-    assert ran == []
-    [file] = (tmp_path / "a").iterdir()
-    file.write_bytes(file.read_bytes()[:-1000])
-    half = texts_of(draft, tmp_path / "a", pairs=pairs)
-    assert len(ran) == 1
+def test_what_the_target_computed_of_a_text():
+    pairs = [(TEXT[:i], TEXT[i:]) for i in (2, 5)]
     hidden = MODEL(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-    for x, y, w, (prompt, _) in zip(whole, again, half, pairs):
-        assert torch.equal(x.features, y.features) and torch.equal(x.last, w.last)
-        assert torch.allclose(x.features.float(), torch.cat([hidden[1], hidden[3]], -1)[0],
-                              rtol=0.01, atol=0.01)
-        assert torch.equal(x.last, x.features[:, 32:]) and x.length == len(prompt)
-    [other] = compute_texts(MODEL, [1], pairs[:1], tmp_path / "b")
-    assert torch.equal(other.last, whole[0].last) and other.features.shape == (16, 32)
+    for text, (prompt, _) in zip(compute_texts(MODEL, [1], pairs), pairs, strict=True):
+        assert text.ids.tolist() == TEXT and text.length == len(prompt)
+        for found, expected in ((text.features, hidden[1]), (text.last, hidden[3])):
+            assert torch.allclose(found.float(), expected[0], rtol=0.01, atol=0.01)
 
 
 # ------------------------------------------------------------------------------------- the tree
@@ -352,23 +335,23 @@ class Knowing(BlockDraft):
         return 8.0 * torch.nn.functional.one_hot(best, 61)
 
 
-def counting(tmp_path, first=5) -> tuple[BlockDraft, list[Text]]:
+def counting(first=5) -> tuple[BlockDraft, list[Text]]:
     """Make a draft that counts, and a text in which each token is the next number."""
     draft = Knowing(MODEL, [1], B=4, markov=8)
     ids = [*range(first, first + 21)]
-    return draft, compute_texts(MODEL, [1], [(ids[:4], ids[4:])], tmp_path)
+    return draft, compute_texts(MODEL, [1], [(ids[:4], ids[4:])])
 
 
-def test_acceptance_by_hand(tmp_path):
+def test_acceptance_by_hand():
     """The third guess is always wrong, and so the fourth, though right itself, is never reached."""
-    draft, texts = counting(tmp_path)
+    draft, texts = counting()
     assert measure_acceptance(draft, lambda x: x, texts) == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_temperatures_and_tokens_by_hand(tmp_path, monkeypatch):
+def test_temperatures_and_tokens_by_hand(monkeypatch):
     """Where guesses are always right, the lowest temperature is the best, else the highest one.
     Trees are asked for at every EVERY-th place, and counted as far as the text goes."""
-    draft, texts = counting(tmp_path)
+    draft, texts = counting()
     asked = []
 
     def chain(draft, z, root, n):

@@ -166,7 +166,6 @@ TRAININGS = {  # a command, and its options besides those of all
     "bita train": (bita.train, dict(P=2, M=2, anchors=4)),
     "bita train, shallow": (bita.train, dict(P=2, M=2, anchors=4, design="shallow")),
     "medusa train": (medusa.train, dict(K=2)),
-    "medusa train, distances": (medusa.train, dict(K=2, loss="tv")),
     "hydra train, few tokens": (medusa.train, dict(K=2, heads="hydra", vocab=9)),
     "eagle train": (eagle.train, {}),
     "eagle train, released": (eagle.train, dict(released=True)),
