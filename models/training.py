@@ -764,3 +764,27 @@ class Training:
         self.done += 1
         self.inside_update = False
         return total
+
+
+def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], loss_of: Callable,
+             evaluate: Callable, *, steps: int, texts: float, models: tuple = (), **how) -> dict:
+    """Train a part beside a frozen model, and give it the acceptance after the last step.
+
+    part       the part, which has `trainable()`
+    model      the frozen model
+    form       all else that the loss depends on: the part's form, and settings of the training
+    data       pairs to learn from
+    held_out   pairs to measure by
+    loss_of    as for `Training.train`
+    evaluate   as for `Training.train`. Its figures have "accept"
+    steps      how many steps are trained
+    texts      how many texts a pass reads, at most
+    models     other models that run
+    how        other arguments of `Training`
+    returns    the curve, as `Training.train` returns it
+    """
+    settings = digest(model.state_dict()), form, data, held_out
+    curve = Training(part.trainable(), settings, steps=steps, models=(model, *models),
+                     tokens=tokens_of_pass(data, texts), **how).train(loss_of, evaluate)
+    part.accept = curve[steps]["accept"]
+    return curve

@@ -619,8 +619,8 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
     seed      chooses texts and anchors
     returns   {step: {"accept": ...}}, BlockDraft.accept after some of the steps
     """
-    from models.training import (Training, compute_frozen, count_tokens, digest, low_precision,
-                                 sample_alike, tokens_of_pass)
+    from models.training import (compute_frozen, count_tokens, fit_part, low_precision,
+                                 sample_alike)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_texts(model, draft.taps, pairs), data,
                                  sum(tap_widths(model, [*draft.taps, depth_of(model)])))
@@ -645,13 +645,9 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
         accepted = sum(accumulate(accept, lambda a, b: a * b))
         return {"accept": accept}, (f"held-out acceptance {[round(x, 3) for x in accept]}, "
                                     f"{accepted:.2f} of {draft.B}")
-    fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.vocab.tolist(), data,
-                   held_out, batch, anchors, loss)
-    curve = Training(draft.trainable(), fingerprint, name="dflash", steps=steps, lr=lr,
-                     rate=paper_rate, seed=seed, folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
-    draft.accept = curve[steps]["accept"]
-    return curve
+    form = draft.taps, draft.form, draft.vocab.tolist(), batch, anchors, loss
+    return fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
+                    steps=steps, lr=lr, rate=paper_rate, seed=seed, folder=work, texts=batch)
 
 
 def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
@@ -703,7 +699,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     known = sorted(find_frequent(data, vocab)) if vocab else None
     draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
                        vocab=known, begin=begin, seed=seed)
-    print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)
     calibrate(draft, logits_of(model), compute_texts(model, draft.taps, held_out))
@@ -722,10 +717,8 @@ def load_draft(path: str | Path, model) -> BlockDraft:
     def make(header: dict) -> BlockDraft:
         draft = BlockDraft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
                            begin="random")
-        n = len(header["temperatures"])
-        trees = len(header["tokens"])
-        if n != draft.B or not 0 < trees <= MOST:
-            raise ValueError(f"{n} temperatures, {trees} trees")
+        if len(header["temperatures"]) != draft.B or not 0 < len(header["tokens"]) <= MOST:
+            raise ValueError(f"too few or too many temperatures or tokens for B = {draft.B}")
         return draft
     return load_trained(path, BlockDraft.title, model, make)
 

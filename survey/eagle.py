@@ -588,8 +588,8 @@ def fit(model, draft: EagleLayer, data: list, held_out: list, *, steps: int, bat
     work      folder of checkpoints, or None to keep none.
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (Training, compute_frozen, count_tokens, digest, sample_alike,
-                                 tokens_of_pass, warm_cosine)
+    from models.training import (compute_frozen, count_tokens, fit_part, sample_alike,
+                                 warm_cosine)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                               model.get_output_embeddings().weight.shape[1])
@@ -606,17 +606,11 @@ def fit(model, draft: EagleLayer, data: list, held_out: list, *, steps: int, bat
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
         return eagle_loss(draft, to_logits, texts_of(numbers), noise)
 
-    fingerprint = (digest(model.state_dict()), draft.mlp, draft.vocab.tolist(), data,
-                   held_out, batch)
-    if draft.config is not None:
-        fingerprint += (draft.config.to_dict(),)
-    curve = Training(draft.trainable(), fingerprint, name="eagle", steps=steps, lr=lr,
-                     rate=warm_cosine, max_norm=math.inf, max_value=0.5, seed=seed, folder=work,
-                     models=(model, draft.lm),
-                     tokens=tokens_of_pass(data, batch)).train(
-                         loss_of, lambda: evaluate(draft, held_texts))
-    draft.accept = curve[steps]["accept"]
-    return curve
+    form = draft.mlp, draft.vocab.tolist(), batch, draft.config and draft.config.to_dict()
+    return fit_part(draft, model, form, data, held_out, loss_of,
+                    lambda: evaluate(draft, held_texts), name="eagle", steps=steps, lr=lr,
+                    rate=warm_cosine, max_norm=math.inf, max_value=0.5, seed=seed, folder=work,
+                    models=(draft.lm,), texts=batch)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -651,7 +645,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                       most=50)
     if vocab:
         draft.keep(find_frequent(data, vocab))
-    print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_draft(out, draft, model)
 
@@ -665,10 +658,8 @@ def save_draft(path: Path, draft: EagleLayer, model) -> None:
     draft   the draft
     model   the target
     """
-    released = {}
-    if draft.config is not None:
-        released = {"config": draft.config.to_dict(), "bias": draft.fc.bias is not None}
-    save_trained(path, draft, model, mlp=draft.mlp, **released)
+    config = draft.config and draft.config.to_dict()
+    save_trained(path, draft, model, mlp=draft.mlp, config=config, bias=draft.fc.bias is not None)
 
 
 def load_draft(path: str | Path, model) -> EagleLayer:
@@ -682,7 +673,7 @@ def load_draft(path: str | Path, model) -> EagleLayer:
         return load_released(str(path), model)
 
     def make(header: dict) -> EagleLayer:
-        config = LlamaConfig(**header["config"]) if "config" in header else None
+        config = LlamaConfig(**header["config"]) if header.get("config") else None
         return EagleLayer(model, mlp=header.get("mlp", 0), config=config,
                           bias=header.get("bias", True))
     return load_trained(path, EagleLayer.title, model, make)

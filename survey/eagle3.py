@@ -394,8 +394,7 @@ def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, s
     work      folder of checkpoints, or None to keep none
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (Training, count_tokens, digest, pad_pairs, sample_alike,
-                                 tokens_of_pass, warm_linear)
+    from models.training import count_tokens, fit_part, pad_pairs, sample_alike, warm_linear
     scale = logits_of(model)  # from what an LM head gives to logits
     texts = compute_texts(model, draft, held_out)
     head = head_for(model.get_output_embeddings(), draft.vocab)
@@ -407,15 +406,11 @@ def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, s
         learns, probs = choose_lessons(draft, ids, answers, hidden, lambda x: scale(head(x)))
         return unroll_loss(draft, ids, features, learns, probs, passes)
 
-    fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.config.to_dict(),
-                   draft.vocab.tolist(), draft.own_head, data, held_out, batch, passes)
-    curve = Training(draft.trainable(), fingerprint, name="eagle3", steps=steps, lr=lr,
-                     rate=warm_linear, max_norm=math.inf, max_value=0.5, seed=seed,
-                     folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, batch)).train(
-                         loss_of, lambda: evaluate(draft, texts))
-    draft.accept = curve[steps]["accept"]
-    return curve
+    form = (draft.taps, draft.form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head,
+            batch, passes)
+    return fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, texts),
+                    name="eagle3", steps=steps, lr=lr, rate=warm_linear, max_norm=math.inf,
+                    max_value=0.5, seed=seed, folder=work, texts=batch)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -460,7 +455,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
-    print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
     fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
         work=work)
     save_draft(out, draft, model)

@@ -191,18 +191,15 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require_training_options(lr, width=width, max_new_tokens=max_new_tokens, steps=steps,
                              batch=batch)
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
-    if work is None:
-        work = Path(f"{out}.work")
+    work = work or Path(f"{out}.work")
     split_layers(CachedLM(model), E)  # refuses a model that cannot be split
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = Exit(model, E, width)
-    parameters = network.trainable()
-    print(f"{sum(p.numel() for p in parameters.values()):,} parameters")
     curve = fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed,
                 work=work)
-    save_part(out, "an early exit", model, parameters, E=E, width=width, **curve[steps])
+    save_part(out, "an early exit", model, network.trainable(), E=E, width=width, **curve[steps])
 
 
 # ------------------------------------------------------------------------------------- its file

@@ -145,8 +145,7 @@ def layerskip(target: CachedLM, prompt: list[int], *, E: int = 0, gamma: int = 4
     if E == 0 and not tuning:
         raise InputError("--E must be 1 or more without --tuning, got 0")
     model, tuned_E = target.once(("layerskip", tuning), lambda: load_tuned(tuning, target.model))
-    if E == 0:
-        E = tuned_E
+    E = E or tuned_E
     early, late = target.once(
         (model, E), lambda: split_layers(type(target)(model, target.vocab), E))
     yield from self_speculate(target, early, late, prompt, gamma, sample, log)
@@ -290,8 +289,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
                                  warm_linear)
     require_training_options(lr, rank=rank, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
-    if work is None:
-        work = Path(f"{out}.work")
+    work = work or Path(f"{out}.work")
     split_layers(CachedLM(model), E)  # refuses a model that cannot be split
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     to_logits = logits_of(model)
@@ -300,7 +298,6 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         changes = add_low_rank(tuned, rank)
-    print(f"{sum(p.numel() for p in changes.values()):,} parameters")
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)

@@ -274,7 +274,6 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     table = model.get_input_embeddings().weight
     # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
     part["mask"] = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
-    print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
     score, V = score_with(model), len(table)
 

@@ -136,8 +136,6 @@ class Heads(Part):
         super().__init__()
         if kind not in KINDS:
             raise InputError(f"--heads must be medusa or hydra, got {kind}")
-        if K < 1:
-            raise InputError(f"--K must be 1 or more, got {K}")
         model.requires_grad_(False)
         self.kind = kind
         self.title = f"{kind} heads"
@@ -555,8 +553,7 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
     work       folder of checkpoints, or None to keep none.
     returns    {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
     """
-    from models.training import (Training, compute_frozen, digest, sample_rows,
-                                 tokens_of_pass, warm_cosine)
+    from models.training import compute_frozen, fit_part, sample_rows, warm_cosine
     to_logits = logits_of(model)
     states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
                                       data, trained.lm_head.weight.shape[1])
@@ -572,14 +569,9 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
         first = [round(ranks[0], 3) for ranks in accept]
         return ({"loss": losses, "accept": accept},
                 f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")
-    # A checkpoint is of the same training only if all of these are the same.
-    fingerprint = (digest(model.state_dict()), trained.kind, trained.K, trained.vocab.tolist(),
-                   data, held_out, batch, texts)
-    curve = Training(trained.trainable(), fingerprint, name=trained.kind, steps=steps, lr=lr,
-                     rate=warm_cosine, seed=seed, folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, texts)).train(loss_of, evaluate)
-    trained.accept = curve[steps]["accept"]
-    return curve
+    form = trained.kind, trained.K, trained.vocab.tolist(), batch, texts
+    return fit_part(trained, model, form, data, held_out, loss_of, evaluate, name=trained.kind,
+                    steps=steps, lr=lr, rate=warm_cosine, seed=seed, folder=work, texts=texts)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -600,14 +592,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
+    require_training_options(lr, K=K, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
     trained = Heads(model, heads, K)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     if vocab:
         trained.keep(find_frequent(data, vocab))
-    print(f"{sum(x.numel() for x in trained.trainable().values()):,} parameters")
     fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_heads(out, trained, model)
 
