@@ -584,7 +584,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     work = work or Path(f"{out}.work")
     tuning = Tuning(shape_of(model), design, P, M, seed).to(model.device)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
-    print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters")
     fit(model, tuning, data, held_out, steps=steps, batch=batch, anchors=anchors, lr=lr, seed=seed,
         work=work)
     save_tuning(out, tuning, model)

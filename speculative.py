@@ -32,6 +32,9 @@ accepted as a whole.
 With --confidence the draft ends after the first guess that it finds less likely than that. The
 unsure guess is verified too, since it is drawn already. Whether another guess follows is decided
 before it is drawn, by the guesses so far alone. So both rules stay exact at every temperature.
+Counted on 18 held-out prompts of the embedded pair, greedy and with γ = 6, a confidence of 0.4
+leaves out 22% of the draft's calls, for 3% more of the target's. Its speed was not measured, so the
+default is 0.
 
 Departures: none.
 

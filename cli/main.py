@@ -21,7 +21,7 @@ from cli.costs import find_reason
 from cli.loading import check_passes, encode_data, encode_prompts, load_checked
 from cli.options import (MODELS, list_reads, name_command, parse_command, parse_decoding,
                          read_options, select_options, select_settings, write_option)
-from cli.run import Run, TimedLM
+from cli.run import Run, TimedLM, count_guesses
 from cli.text import cut_message, read_texts, set_encodings, stream
 from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
 from models.files import check_result, sign_folder, write_text
@@ -359,7 +359,8 @@ def run_script(act: Callable[[], int | None]) -> int:
         return 130
 
 
-def main(methods: list, report, argv: list[str] | None = None, **extras) -> int:
+def main(methods: list, report: Callable = count_guesses, argv: list[str] | None = None,
+         **extras) -> int:
     """Be the command line of a method file.
 
     methods  the file's methods, of which the first is the default

@@ -41,6 +41,22 @@ class TimedLM(FeatureLM):
         return made
 
 
+def count_guesses(run) -> str:
+    """Say in a line what the rounds of a run were like, on average.
+
+    run   the run. A record of its log has "accepted", "guessed" or "drafted", and "layers" where a
+          model drafts with some of its own: how many of them ran one after the other
+    """
+    def mean(name: str) -> float:
+        return sum(record[name] for record in run.log) / len(run.log)
+    guesses = mean("guessed" if "guessed" in run.log[0] else "drafted")
+    said = f"a round: {guesses:.1f} guesses, {mean('accepted'):.2f} accepted"
+    if "layers" in run.log[0]:
+        layers = mean("layers") * len(run.log) / run.tokens
+        said += f"; {layers:.1f} layers run a token"
+    return said
+
+
 class Run:
     """Runs a method and keeps what it did.
 

@@ -54,7 +54,6 @@ TOKENS = 16_384  # the most tokens that texts have which a model reads or answer
 LOGITS = 2 ** 25  # the most logits that a loss has at once: 128 MiB in float32
 TEXTS = 16  # the most texts whose rows are learnt from in a pass, where a part learns from rows
 KEPT = 2 ** 30  # the most bytes that the states of a frozen model may take if they are kept
-LOSSES = ("ce", "tv")  # by which guesses are compared with the target, see `compare_guesses`
 
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
@@ -109,17 +108,15 @@ def require(fits: bool, option: str, expected: str, got) -> None:
         raise InputError(f"--{option.replace('_', '-')} must be {expected}, got {got}")
 
 
-def require_training_options(lr: float, loss: str = "ce", **numbers: int) -> None:
+def require_training_options(lr: float, **numbers: int) -> None:
     """Refuse the first option of a training that is wrong.
 
     lr       the learning rate, which must be above 0
-    loss     one of LOSSES
     numbers  by the option's name, numbers that must not be below 1
     """
     for option, number in numbers.items():
         require(number >= 1, option, "1 or more", number)
     require(lr > 0, "lr", "above 0", lr)
-    require(loss in LOSSES, "loss", " or ".join(LOSSES), loss)
 
 
 # --------------------------------------------------------- what every training can be told
@@ -565,34 +562,8 @@ def divergence(kind: str, target_logits, draft_logits):
         log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
         return 0.5 * (p * (log_p - log_m)).sum(-1) + 0.5 * (q * (log_q - log_m)).sum(-1)
     if kind == "tvd":
-        return total_variation(p, q)
+        return 0.5 * (p - q).abs().sum(-1)
     raise ValueError(f"expected forward-kl, reverse-kl, jsd or tvd, got {kind!r}")
-
-
-def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Compute ½‖p - q‖₁ of distributions [..., V], the chance that a guess of q is rejected."""
-    return 0.5 * (p - q).abs().sum(-1)
-
-
-def compare_guesses(loss: str, target_probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Compute how far guesses are from the target's distributions p, where q is the guesses' own.
-
-    loss          ce, the cross-entropy - Σ p log q in nats, or tv, which is mostly the chance that
-                  a guess of q is rejected: 0.1 cross-entropy + 0.9 · ½‖p - q‖₁
-    target_probs  [n, V], p
-    logits        [n, V], whose softmax is q
-    returns       [n]
-
-    Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding", arXiv
-    2602.23881, train for this chance. The two weights are those of DSpark, arXiv 2607.05147.
-    """
-    logits = logits.float()
-    each = F.cross_entropy(logits, target_probs, reduction="none")
-    if loss == "tv":
-        # The distance alone teaches little where q is sure of a wrong token: its gradient at each
-        # logit is at most q. Cross-entropy has the gradient q - p.
-        each = 0.1 * each + 0.9 * total_variation(target_probs, logits.softmax(-1))
-    return each
 
 
 def cosine(done: int, steps: int) -> float:
@@ -796,3 +767,27 @@ class Training:
         self.done += 1
         self.inside_update = False
         return total
+
+
+def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], loss_of: Callable,
+             evaluate: Callable, *, steps: int, texts: float, models: tuple = (), **how) -> dict:
+    """Train a part beside a frozen model, and give it the acceptance after the last step.
+
+    part       the part, which has `trainable()`
+    model      the frozen model
+    form       all else that the loss depends on: the part's form, and settings of the training
+    data       pairs to learn from
+    held_out   pairs to measure by
+    loss_of    as for `Training.train`
+    evaluate   as for `Training.train`. Its figures have "accept"
+    steps      how many steps are trained
+    texts      how many texts a pass reads, at most
+    models     other models that run
+    how        other arguments of `Training`
+    returns    the curve, as `Training.train` returns it
+    """
+    settings = digest(model.state_dict()), form, data, held_out
+    curve = Training(part.trainable(), settings, steps=steps, models=(model, *models),
+                     tokens=tokens_of_pass(data, texts), **how).train(loss_of, evaluate)
+    part.accept = curve[steps]["accept"]
+    return curve

@@ -256,9 +256,8 @@ def run_training(line: str, shape: dict, texts: Texts) -> int:
         replace(online, "draft_for", make_draft)
         replace(train, "measure_agreement", lambda *_: (0.0, 0.0))  # row by row, after the peak
         # Acceptance is measured text by text. Without numbers a text would have a round a token.
-        replace(eagle, "measure_acceptance", lambda *_: [[0.5]])
         for module in (eagle, eagle3):
-            replace(module, "measure_draft", lambda *_: None)
+            replace(module, "measure_acceptance", lambda *_: [[0.5]])
         replace(training.Training, "update", count_trained)
         replace(training, "KEPT", 0)  # the states of this little data would be kept
         replace(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # bfloat16, as on a GPU

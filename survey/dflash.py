@@ -51,20 +51,29 @@ this table of two blocks with B = 2, a row on the left sees what has an x:
     w_k  = exp(-(k - 1) / 4)                                           Eq. 4 of DFlash, with γ = 4
 
 The sums run over the rows of all blocks. All T_k are 1 here, and g_{k-1} is the token of the text.
-With `--loss tv` each term is 0.1 CrossEntropy + 0.9 · ½‖target's distribution - p‖₁, as in DSpark.
-Half the distance is the chance that speculative sampling rejects a guess drawn from p.
+With `--loss tv` each term is 0.1 CrossEntropy + 0.9 ‖target's distribution - p‖₁, with DSpark's
+weights. Half of this distance is the chance that speculative sampling rejects a guess drawn from p.
 
 Departures (paper / here / why):
+    plan at a temperature: a block is the same at all temperatures / T_k and the size of a tree are
+        planned for greedy decoding / a plan for temperature 1 made 1.5% more tokens a call there
+        for EAGLE, and was not tried here
+    sampled output: a chain of guesses is drawn from the draft, and each is accepted or rejected /
+        the tree has the likeliest nodes at every temperature, and the target draws once at each
+        node / one rule for both outputs is just as lossless
+    γ of the loss: 7 for blocks of 16, 5 for 10 and 4 for 8 / 4 for every B / 8 is the default. So
+        the last guesses of a block of 16 learn less than the paper's
+    taps: five layers, evenly spread / three, layers 2, L/2 and L - 1, or --taps / EAGLE-3 reads
+        three. Five were not tried
     context rows: the keys and values of every layer come from H itself / H are rows of the draft,
         each of which sees the earlier ones, and pass through its layers / the draft is then an
         ordinary model with an ordinary cache
     what a block row reads: a token or the mask / a linear map of it, and H of the last token before
         the root, through a linear map for the root and one for the masks, and a vector for each
-        place. With --gains there are no such maps, and each place has a factor for each number of
-        that H / the newest H says most about the next tokens, and so no layer has to find it by
+        place / the newest H says most about the next tokens, and so no layer has to find it by
         attention
-    guesses: DFlash's root row guesses nothing / it guesses the next token, as in DSpark / a block
-        of B rows then has B guesses
+    guesses of a block: DFlash's root row guesses nothing / it guesses the next token, as in DSpark
+        / a block of B rows then has B guesses
     layers: mostly 5, random / 2, which begin as the target's last ones / they learn faster
     labels: the tokens of answers / the target's distribution / it says more than a token does
     rate: 6e-4 / 3e-3 / it suits small models
@@ -81,22 +90,21 @@ import math
 import random
 import sys
 import timeit
-from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, attention_mask, greedy, walk, windows_of
 from survey.clock import WIDTHS, fastest, row_costs
-from survey.eagle import MOST, RANKS, copy_layer, follow, make_layer, report
+from survey.eagle import MOST, RANKS, copy_layer, make_layer
 from survey.layers import list_layers
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part, shorten
+from survey.parts import (MODELS, Part, follow, head_for, load_trained, logits_of,
+                          save_trained)
 from survey.taps import FeatureLM, read_taps, tap_target, tap_widths
 from survey.views import context_length, depth_of
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/dflash.safetensors"
@@ -107,7 +115,7 @@ EVERY = 4  # held-out answers are measured by a block at each EVERY-th of their 
 
 # ----------------------------------------------------------------------------------- the draft
 
-class Draft(torch.nn.Module):
+class BlockDraft(Part):
     """Guess a block of tokens in one pass. Making a draft freezes the target.
 
     model    the target
@@ -117,8 +125,6 @@ class Draft(torch.nn.Module):
     markov   the rank of the Markov head. 0: there is none
     causal   whether a row of the block sees only the earlier rows of its block
     mlp      the width of the layers' MLPs. 0: as wide as the target's
-    gains    whether a row of the block reads H of the token before the root through a factor for
-             each number of it. Otherwise matrices read it and the row's token
     vocab    the tokens that the draft can guess, V' of them. None: all. Row i of the LM head stands
              for vocab[i]
     begin    how the layers begin: last (as the target's last ones), or random
@@ -129,12 +135,14 @@ class Draft(torch.nn.Module):
     temperatures   the T_k of the header
     tokens         tokens[n - 1] is how many tokens a call with a tree of n nodes gave on them
     """
+    title = "a DFlash draft"
+    facts = ("accept", "temperatures", "tokens")
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
-                 causal: bool = False, mlp: int = 0, gains: bool = False,
-                 vocab: list[int] | None = None, begin: str = "last", seed: int = 0):
+                 causal: bool = False, mlp: int = 0, vocab: list[int] | None = None,
+                 begin: str = "last", seed: int = 0):
         super().__init__()
-        self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp, gains=gains)
+        self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp)
         self.taps, self.B, self.causal, self.begin = taps, B, causal, begin
         self.accept, self.temperatures, self.tokens = [], [1.0] * B, [1.0]
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -158,13 +166,10 @@ class Draft(torch.nn.Module):
                 self.begin_with_last_tap()
         self.norm = LlamaRMSNorm(e)
         self.mask = torch.nn.Parameter(table.weight.detach().float().mean(0))
-        if gains:
-            self.gains = torch.nn.Parameter(torch.zeros(B, e))  # they multiply the H before it
-        else:
-            self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding or the mask
-            self.before = torch.nn.Linear(e, 2 * e, bias=False)  # reads the H before the root
-            torch.nn.init.eye_(self.token.weight)
-            torch.nn.init.zeros_(self.before.weight)
+        self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding or the mask
+        self.before = torch.nn.Linear(e, 2 * e, bias=False)  # reads the H before the root
+        torch.nn.init.eye_(self.token.weight)
+        torch.nn.init.zeros_(self.before.weight)
         self.place = torch.nn.Parameter(torch.zeros(B, e))
         # At first the Markov head adds nothing, and neither does the H before the root.
         if markov:
@@ -188,10 +193,6 @@ class Draft(torch.nn.Module):
         if width % e == 0:
             self.fc.weight[:, width - e:] += torch.eye(e)
 
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained, by name: all but the target's embeddings and LM head."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Return H [..., e] of what was tapped, [..., t], where t is the width of all taps."""
         return self.norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -204,10 +205,7 @@ class Draft(torch.nn.Module):
         """
         root = self.lm.get_input_embeddings()(roots).to(self.mask.dtype)
         masks = self.mask.expand(*root.shape[:-1], self.B - 1, -1)
-        rows = torch.cat([root[..., None, :], masks], -2)
-        if self.form["gains"]:
-            return rows + self.gains * before[..., None, :] + self.place
-        rows = self.token(rows)
+        rows = self.token(torch.cat([root[..., None, :], masks], -2))
         of_root, of_masks = self.before(before)[..., None, :].chunk(2, -1)
         of_masks = of_masks.expand(*root.shape[:-1], self.B - 1, -1)
         return rows + torch.cat([of_root, of_masks], -2) + self.place
@@ -262,7 +260,7 @@ class BlockLM(CachedLM):
 
 
 @torch.inference_mode()
-def read_context(draft: Draft, features: torch.Tensor) -> torch.Tensor:
+def read_context(draft: BlockDraft, features: torch.Tensor) -> torch.Tensor:
     """Return H [n, e] of what was tapped [n, t], for decoding."""
     return draft.fuse(features)
 
@@ -276,7 +274,7 @@ def feed(lm: BlockLM, H: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Tensor:
+def run_block(draft: BlockDraft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Tensor:
     """Add H to the draft's context, and run one block behind it.
 
     lm       the draft's layers with their cache
@@ -296,7 +294,7 @@ def run_block(draft: Draft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Te
 
 
 @torch.inference_mode()
-def grow(draft: Draft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, list]:
+def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, list]:
     """Grow the tree of the n likeliest nodes. A node has at most RANKS children.
 
     z        [B, V'], the logits of a block, without the Markov head
@@ -330,7 +328,7 @@ def grow(draft: Draft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, 
             [chances[x] for x in kept])
 
 
-def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
+def plan_block(draft: BlockDraft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
     """Yield trees of all sizes, for `fastest` to choose from.
 
     lm       the draft's layers with their cache
@@ -340,7 +338,7 @@ def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
     # Each guess is e times as likely as the next one, so that a tree has nodes at all depths.
     z = -torch.arange(float(len(draft.vocab)), device=draft.vocab.device).expand(draft.B, -1)
-    growing = [min(timeit.repeat(lambda: grow(draft, z, 0, n), number=1, repeat=3))
+    growing = [min(timeit.repeat(lambda: grow_block(draft, z, 0, n), number=1, repeat=3))
                for n in WIDTHS if n < 2 * MOST]
     yield 1, 1.0, costs[1]
     for n, tokens in enumerate(draft.tokens[1:], 2):
@@ -350,7 +348,7 @@ def plan_sizes(draft: Draft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
 
 
 def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
-           trained: Draft | None = None, sample: Sampler = greedy,
+           trained: BlockDraft | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Draft a block in one pass, verify the tree of its likeliest nodes in one call, keep a path.
 
@@ -382,10 +380,10 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
         n = nodes
         while True:
             if nodes == 0:
-                n = fastest(target, draft, lambda: plan_sizes(draft, lm, target))
+                n = fastest(target, draft, lambda: plan_block(draft, lm, target))
             ids, parents = [root], [-1]
             if n > 1:
-                ids, parents, _ = grow(draft, run_block(draft, lm, H, root), root, n)
+                ids, parents, _ = grow_block(draft, run_block(draft, lm, H, root), root, n)
                 H = H[:0]
             path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
             H = torch.cat([H, read_context(draft, target.features[path])])
@@ -411,40 +409,24 @@ class Text(NamedTuple):
 
 
 @torch.inference_mode()
-def compute_texts(model, taps: list[int], data: list, folder: Path) -> list[Text]:
-    """Run the target over pairs of a prompt and its answer, once for all steps of training.
-
-    What it computed is kept in a file, of which memory holds only what is being read. So the file
-    may be larger than the memory. A run that was stopped goes on behind the last whole text.
+def compute_texts(model, taps: list[int], data: list) -> list[Text]:
+    """Run the target over pairs of a prompt and its answer.
 
     model    the target
     taps     the layers that are tapped
     data     the pairs
-    folder   the folder of the file, whose name holds a hash of all this
-    returns  a text for each pair
+    returns  a text for each pair, with what the target computed in bfloat16
     """
-    from models.training import digest
-    read = sorted({*taps, depth_of(model)})
-    widths = tap_widths(model, read)
-    total, used = sum(widths), sum(tap_widths(model, taps))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"features-{digest(model.state_dict(), read, data)}.bin"
-    ends = [*accumulate(len(prompt) + len(answer) for prompt, answer in data)]
+    used = sum(tap_widths(model, taps))
+    last = model.get_output_embeddings().weight.shape[1]
     lm = FeatureLM(model)
-    with open(path, "ab") as file, tap_target(lm, read):
-        done = bisect_right(ends, file.tell() // (2 * total))  # a number has two bytes
-        file.truncate(2 * total * [0, *ends][done])
-        for prompt, answer in tqdm(data[done:], desc="features"):
+    texts = []
+    with tap_target(lm, sorted({*taps, depth_of(model)})):
+        for prompt, answer in data:
             lm.start(prompt + answer)
             rows = lm.features.cpu().to(torch.bfloat16)
-            file.write(rows.contiguous().view(torch.int16).numpy().tobytes())
-            file.flush()
-    flat = torch.from_file(str(path), shared=True, size=ends[-1] * total, dtype=torch.bfloat16)
-    texts = []
-    for (prompt, answer), end in zip(data, ends):
-        rows = flat.view(-1, total)[end - len(prompt) - len(answer):end]
-        texts.append(Text(torch.tensor(prompt + answer), rows[:, :used], rows[:, -widths[-1]:],
-                          len(prompt)))
+            texts.append(Text(torch.tensor(prompt + answer), rows[:, :used], rows[:, -last:],
+                              len(prompt)))
     return texts
 
 
@@ -460,7 +442,7 @@ class Blocks(NamedTuple):
     inside: torch.Tensor  # whether there is a right token, since texts end
 
 
-def run_blocks(draft: Draft, ids: torch.Tensor, features: torch.Tensor,
+def run_blocks(draft: BlockDraft, ids: torch.Tensor, features: torch.Tensor,
                anchors: torch.Tensor) -> torch.Tensor:
     """Run the draft over texts and their blocks in one pass, as the header's table shows it.
 
@@ -495,7 +477,7 @@ def run_blocks(draft: Draft, ids: torch.Tensor, features: torch.Tensor,
     return hidden[:, T:].unflatten(1, (-1, draft.B))
 
 
-def make_blocks(draft: Draft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
+def make_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
     """Run blocks of texts, and find what they should guess.
 
     texts     N texts
@@ -514,7 +496,7 @@ def make_blocks(draft: Draft, texts: list[Text], anchors: list[list[int]]) -> Bl
     return Blocks(hidden, at, previous, draft.row[labels], inside)
 
 
-def score_rows(draft: Draft, to_logits: Callable, hidden: torch.Tensor) -> torch.Tensor:
+def score_rows(draft: BlockDraft, to_logits: Callable, hidden: torch.Tensor) -> torch.Tensor:
     """Compute the logits [..., V'] that the LM head gives, without the Markov head.
 
     to_logits   scales or caps what the LM head gives (`parts.logits_of`)
@@ -524,7 +506,7 @@ def score_rows(draft: Draft, to_logits: Callable, hidden: torch.Tensor) -> torch
     return to_logits(head(hidden.to(head.weight)).float())
 
 
-def block_logits(draft: Draft, to_logits: Callable, hidden: torch.Tensor,
+def block_logits(draft: BlockDraft, to_logits: Callable, hidden: torch.Tensor,
                  previous: torch.Tensor) -> torch.Tensor:
     """Compute the logits [..., V'] of guesses, where all tokens before them are the text's.
 
@@ -535,7 +517,7 @@ def block_logits(draft: Draft, to_logits: Callable, hidden: torch.Tensor,
     return draft.add_markov(score_rows(draft, to_logits, hidden), previous)
 
 
-def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: list[list[int]],
+def block_loss(draft: BlockDraft, to_logits: Callable, texts: list[Text], anchors: list[list[int]],
                loss: str) -> torch.Tensor:
     """Compute the loss of the header, the weighted mean over all guesses of all blocks.
 
@@ -544,7 +526,6 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
     anchors     for each text equally many places of roots
     loss        ce or tv
     """
-    from models.training import compare_guesses
     blocks = make_blocks(draft, texts, anchors)
     # Where the draft cannot guess the right token, no guess can be accepted. So these places do not
     # count. The target's distribution is that over the tokens that the draft can guess.
@@ -556,45 +537,37 @@ def block_loss(draft: Draft, to_logits: Callable, texts: list[Text], anchors: li
     read = last[text, blocks.at[known].cpu()]
     with torch.no_grad():
         target_probs = score_rows(draft, to_logits, read).softmax(-1)  # [guesses, V']
-    each = compare_guesses(loss, target_probs, logits)
+    each = F.cross_entropy(logits, target_probs, reduction="none")
+    if loss == "tv":
+        # The distance alone teaches little where p is sure of a wrong token: its gradient at each
+        # logit is at most twice p of that token.
+        each = 0.1 * each + 0.9 * (target_probs - logits.softmax(-1)).abs().sum(-1)
     k = torch.arange(draft.B, device=known.device).expand(known.shape)[known]
     weights = torch.exp(-k / GAMMA)
     return (weights * each).sum() / weights.sum().clamp(min=1e-9)
 
 
 @torch.inference_mode()
-def measure_acceptance(draft: Draft, to_logits: Callable, texts: list[Text]) -> list[float]:
+def measure_acceptance(draft: BlockDraft, to_logits: Callable, texts: list[Text]) -> list[float]:
     """Measure how often the likeliest guess of each place is right, where all before it are right.
 
     texts    held-out texts
     returns  for each of the B places a rate
     """
-    found = []
+    right = reached = torch.zeros(draft.B, dtype=torch.long, device=draft.place.device)
     for text in texts:
         blocks = make_blocks(draft, [text], [[*text.anchors()[::EVERY]]])
         logits = block_logits(draft, to_logits, blocks.hidden, blocks.previous)
-        found.append((logits.argmax(-1) == blocks.labels, blocks.inside))
-    return rate_guesses(found)
-
-
-def rate_guesses(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Compute how often the guess of each place is right, where all before it are right.
-
-    found    which guesses of some blocks are right, bool [..., B], and which lie inside their text
-    returns  for each of the B places a rate
-    """
-    right = reached = 0
-    for hits, inside in found:
-        hits = hits & inside
+        hits = (logits.argmax(-1) == blocks.labels) & blocks.inside  # [1, G, B]
         so_far = hits.cumprod(-1).bool()
         earlier = F.pad(so_far[..., :-1], (1, 0), value=True)
-        right = right + so_far.flatten(0, -2).sum(0)
-        reached = reached + (earlier & inside).flatten(0, -2).sum(0)
+        right = right + so_far.sum((0, 1))
+        reached = reached + (earlier & blocks.inside).sum((0, 1))
     return (right / reached.clamp(min=1)).tolist()
 
 
 @torch.inference_mode()
-def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
+def calibrate(draft: BlockDraft, to_logits: Callable, texts: list[Text]) -> None:
     """Set a draft's temperatures and `tokens` by held-out texts.
 
     A temperature makes the right tokens of its place likeliest, where the tokens before them are
@@ -614,9 +587,8 @@ def calibrate(draft: Draft, to_logits: Callable, texts: list[Text]) -> None:
         ids = text.ids.tolist()
         for anchor, hidden in zip(text.anchors()[::EVERY], blocks.hidden[0]):
             z = score_rows(draft, to_logits, hidden)
-            tree, parents, _ = grow(draft, z, ids[anchor], MOST)
-            path, _ = follow(tree, parents, ids[anchor + 1:])
-            counts[path] += 1
+            tree, parents, _ = grow_block(draft, z, ids[anchor], MOST)
+            counts[follow(tree, parents, ids[anchor + 1:])] += 1
             trees += 1
     # The first n nodes are the tree of n nodes. It would have kept those nodes of the path that are
     # among them. The root stands for the token that the target chooses itself.
@@ -631,8 +603,8 @@ def paper_rate(done: int, steps: int) -> float:
     return min(1.0, (done + 1) / (0.04 * steps)) * 0.5 * (1 + math.cos(math.pi * done / steps))
 
 
-def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: int, steps: int,
-        batch: int, lr: float, work: Path, seed: int = 0) -> dict:
+def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anchors: int,
+        steps: int, batch: int, lr: float, work: Path, seed: int = 0) -> dict:
     """Train a draft on pairs of a prompt and its answer, and set `accept`.
 
     model     the target
@@ -643,22 +615,26 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
     steps     how many steps are trained
     batch     how many texts a step learns from
     lr        the learning rate after the warm-up
-    work      folder of features and checkpoints
+    work      folder of checkpoints
     seed      chooses texts and anchors
-    returns   {step: {"accept": ...}}, Draft.accept after some of the steps
+    returns   {step: {"accept": ...}}, BlockDraft.accept after some of the steps
     """
-    from models.training import Training, digest, low_precision, sample_alike, tokens_of_pass
+    from models.training import (compute_frozen, count_tokens, fit_part, low_precision,
+                                 sample_alike)
     to_logits = logits_of(model)
-    texts, held_texts = (compute_texts(model, draft.taps, some, work) for some in (data, held_out))
+    texts_of, _ = compute_frozen(lambda pairs: compute_texts(model, draft.taps, pairs), data,
+                                 sum(tap_widths(model, [*draft.taps, depth_of(model)])))
+    held_texts = compute_texts(model, draft.taps, held_out)
 
     if draft.begin == "last":
         # H begins as large as what the target's last layers read. The first token of a text may
         # have a far larger input than all others.
-        rows = texts[0].features[1:, -draft.place.shape[1]:].float()
+        rows = texts_of([0])[0].features[1:, -draft.place.shape[1]:].float()
         torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        some = sample_alike(texts, batch, rng, lambda text: len(text.ids))
+        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
+        some = texts_of(numbers)
         places = [sample_anchors(text, anchors, rng) for text in some]
         return block_loss(draft, to_logits, some, places, loss)
 
@@ -669,13 +645,9 @@ def fit(model, draft: Draft, data: list, held_out: list, *, loss: str, anchors: 
         accepted = sum(accumulate(accept, lambda a, b: a * b))
         return {"accept": accept}, (f"held-out acceptance {[round(x, 3) for x in accept]}, "
                                     f"{accepted:.2f} of {draft.B}")
-    fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.vocab.tolist(), data,
-                   held_out, batch, anchors, loss)
-    curve = Training(draft.trainable(), fingerprint, name="dflash", steps=steps, lr=lr,
-                     rate=paper_rate, seed=seed, folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
-    draft.accept = curve[steps]["accept"]
-    return curve
+    form = draft.taps, draft.form, draft.vocab.tolist(), batch, anchors, loss
+    return fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
+                    steps=steps, lr=lr, rate=paper_rate, seed=seed, folder=work, texts=batch)
 
 
 def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
@@ -686,26 +658,23 @@ def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           layers: int = 2, B: int = 8, markov: int = 64, causal: bool = False, loss: str = "ce",
-          taps: str = "", begin: str = "last", mlp: int = 0, gains: bool = False, vocab: int = 0,
-          anchors: int = 24, max_new_tokens: int = 200, steps: int = 1500, batch: int = 16,
-          lr: float = 3e-3, seed: int = 0) -> None:
+          taps: str = "", begin: str = "last", mlp: int = 0, vocab: int = 0, anchors: int = 24,
+          max_new_tokens: int = 200, steps: int = 1500, batch: int = 16, lr: float = 3e-3,
+          seed: int = 0) -> None:
     """Train a block draft for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
-    work:    folder of answers, features and checkpoints, OUT.work by default
+    work:    folder of answers and checkpoints, OUT.work by default
     layers:  how many layers the draft has
     B:       how many rows a block has, and how many guesses
     markov:  the rank of the Markov head, with 0 for none, so that guesses ignore each other
     causal:  let a row of the block see only the earlier rows of its block
     loss:    ce (cross-entropy with the target's distribution), or tv (mostly the distance of the
-             two distributions, which is the chance of a rejection)
+             two distributions, which is twice the chance of a rejection)
     taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 1
     begin:   how the layers begin, as the target's last ones (last), or at random (random)
     mlp:     width of the layers' MLPs, with 0 for the target's
-    gains:   let a row of the block read the H before the root through one factor for each number of
-             it. Without this option matrices read it and the root's embedding, which are half of a
-             small draft
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
     anchors: how many blocks each answer of a step has
@@ -715,8 +684,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, loss, layers=layers, B=B, anchors=anchors, steps=steps,
-                             batch=batch, max_new_tokens=max_new_tokens)
+    require_training_options(lr, layers=layers, B=B, anchors=anchors, steps=steps, batch=batch,
+                             max_new_tokens=max_new_tokens)
+    require(loss in ("ce", "tv"), "loss", "ce or tv", loss)
     for option, number in (("markov", markov), ("mlp", mlp), ("vocab", vocab)):
         require(number >= 0, option, "0 or more", number)
     require(begin in ("last", "random"), "begin", "last or random", begin)
@@ -727,46 +697,32 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                       most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
-    draft = Draft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
-                  gains=gains, vocab=known, begin=begin, seed=seed)
-    print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
+    draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
+                       vocab=known, begin=begin, seed=seed)
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)
-    calibrate(draft, logits_of(model), compute_texts(model, draft.taps, held_out, work))
+    calibrate(draft, logits_of(model), compute_texts(model, draft.taps, held_out))
     save_draft(out, draft, model)
 
 
 # ------------------------------------------------------------------------------------ the file
 
-def save_draft(path: Path, draft: Draft, model) -> None:
+def save_draft(path: Path, draft: BlockDraft, model) -> None:
     """Write a draft's file, which says for which model it is."""
-    header = dict(form=draft.form, taps=draft.taps, accept=draft.accept, tokens=draft.tokens,
-                  temperatures=draft.temperatures)
-    if len(draft.vocab) < len(model.get_output_embeddings().weight):
-        header["vocab"] = draft.vocab.tolist()
-    save_part(path, "a DFlash draft", model, draft.trainable(), **header)
+    save_trained(path, draft, model, form=draft.form, taps=draft.taps)
 
 
-def load_draft(path: str | Path, model) -> Draft:
+def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file. InputError if it is damaged, or for another model."""
-    header, tensors = load_part(path, "a DFlash draft", model)
-    try:
-        draft = Draft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
-                      begin="random")
-        draft.accept, draft.tokens = header["accept"], header["tokens"]
-        draft.temperatures = header["temperatures"]
-        if not 0 <= min(draft.taps) <= max(draft.taps) <= depth_of(model):
-            raise ValueError(f"taps {draft.taps}")
-        if len(draft.temperatures) != draft.B or not 0 < len(draft.tokens) <= MOST:
-            raise ValueError(f"{len(draft.temperatures)} temperatures, {len(draft.tokens)} trees")
-    except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"expected a file of a DFlash draft for this model, got {str(path)!r} "
-                         f"with a wrong header: {shorten(error)}") from error
-    fill(draft.trainable(), tensors, path)
-    draft.to(model.dtype)
-    return draft
+    def make(header: dict) -> BlockDraft:
+        draft = BlockDraft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
+                           begin="random")
+        if len(header["temperatures"]) != draft.B or not 0 < len(header["tokens"]) <= MOST:
+            raise ValueError(f"too few or too many temperatures or tokens for B = {draft.B}")
+        return draft
+    return load_trained(path, BlockDraft.title, model, make)
 
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([dflash], report, commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main([dflash], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

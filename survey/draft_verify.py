@@ -372,17 +372,7 @@ def load_blocks(path: str, model) -> dict[str, list[int]]:
     return load_facts(path, {"model": model}, expected, parse)
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say how many guesses a round had, how many were accepted, and how many layers ran a token."""
-    drafted, accepted, layers = (sum(r[x] for r in run.log) for x in run.log[0])
-    n = len(run.log)
-    return (f"a round: {drafted / n:.1f} guesses, {accepted / n:.2f} accepted; "
-            f"{layers / run.tokens:.1f} layers run a token")
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([draft_verify], report, commands=[search],
+    sys.exit(main([draft_verify], commands=[search],
                   ranges={"gamma": (1, 2, 3, 4, 6, 8, 12)}))

@@ -35,6 +35,10 @@ tree, which one call of the target verifies. The output is the target's own, gre
 sample of the target at each node.
 
 Departures (paper / here / why):
+    plan at a temperature: static trees are the same at all temperatures / they are planned for
+        greedy decoding, and so are the sizes of dynamic trees / planned by the mass that the target
+        gives to each rank at temperature 1, static trees of 16 nodes made 1.5% more tokens a call
+        there for the layer of models/
     sampled output of EAGLE-1: children are drawn from the draft / they are its likeliest tokens,
         and the target draws once at each node / one rule for both outputs is just as lossless
     static tree: made by hand / the tree that measured acceptance asks for / acceptance differs from
@@ -57,8 +61,6 @@ Departures (paper / here / why):
         length / that is the paper's number
     cross-entropy: over all rows / over a sample of 512 rows of a step / a large vocabulary's logits
         for all rows do not fit in memory
-    --loss tv: cross-entropy / mostly ½‖p - q‖₁ in its place, with the same weight (arXiv
-        2602.23881) / that is the chance of a rejection where guesses are sampled
     --vocab: FR-Spec counts tokens in a large corpus, and drops the others after training / counts
         them in prompts and answers, and trains the layer with the few tokens / training then sees
         what decoding will use
@@ -76,10 +78,11 @@ import timeit
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, ancestor_mask, check, greedy, walk
+from common import CachedLM, InputError, Sampler, check, greedy, walk
 from survey.clock import Node, best_tree, fastest, row_costs
 from survey.layers import take_layers
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+                          save_trained)
 from survey.released import (RANKS, describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
                              take_embeddings, write_head)
@@ -91,7 +94,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
-INPUTS = ("shifted", "unshifted", "feature", "token")
 DEPTH = 8  # the most levels of guesses that a tree has
 MOST = 64  # the most nodes that a tree has
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
@@ -109,13 +111,12 @@ class Pairs(NamedTuple):
 
     Tokens are lists or tensors [n].
     """
-    before: list[int]  # t_i, which only a draft with `unshifted` inputs reads (the ablation)
     features: torch.Tensor  # f_i, [n, f]
     tokens: list[int]  # t_{i+1}
 
     def part(self, span: slice) -> "Pairs":
         """Return the pairs of a slice."""
-        return Pairs(self.before[span], self.features[span], self.tokens[span])
+        return Pairs(self.features[span], self.tokens[span])
 
 
 def make_layer(model, mlp: int, n: int = 1) -> tuple:
@@ -166,14 +167,13 @@ def copy_layer(last, lm) -> None:
             x.copy_(weights[name])
 
 
-class Draft(torch.nn.Module):
+class EagleLayer(Part):
     """Guess the feature after a token and a feature. Making a draft freezes the target.
 
     `fc` joins a token's embedding and a feature. `lm` reads that: it is a model of one layer, with
     the target's embeddings and LM head.
 
     model    the target
-    inputs   what a row reads: shifted, unshifted, feature or token (see `train`)
     begin    how the layer begins: random, or last (as the target's last layer)
     mlp      the width of the layer's MLP. 0: as wide as the target's
     seed     a seed for the random weights
@@ -183,32 +183,24 @@ class Draft(torch.nn.Module):
 
     accept   accept[n][r], how often the guess of rank r is right on held-out answers, below a path
              of n right guesses. It is empty if nobody has measured that.
-    tokens   tokens[d][n - 1], how many tokens a call gives on them with a dynamic tree of d levels
-             and n nodes. It is empty if nobody has measured that.
     levels   the most levels that `accept` can have
     vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
+    title = "an EAGLE layer"
 
-    def __init__(self, model, inputs: str = "shifted", begin: str = "random", mlp: int = 0,
-                 seed: int = 0, config: PreTrainedConfig | None = None, bias: bool = True):
+    def __init__(self, model, begin: str = "random", mlp: int = 0, seed: int = 0,
+                 config: PreTrainedConfig | None = None, bias: bool = True):
         super().__init__()
-        if inputs not in INPUTS:
-            raise InputError(f"--inputs must be {', '.join(INPUTS[:-1])} or {INPUTS[-1]}, got "
-                             f"{inputs}")
         if begin not in ("random", "last"):
             raise InputError(f"--begin must be random or last, got {begin}")
         if begin == "last" and config is not None:
             raise InputError(f"--begin must be random with --released, got {begin}")
-        if inputs != "shifted" and config is not None:
-            raise InputError(f"--inputs must be shifted with --released, got {inputs}")
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e, f = table.weight.shape[1], head.weight.shape[1]
-        widths = {"shifted": e + f, "unshifted": e + f, "feature": f, "token": e}
-        self.inputs = inputs
         self.begin = begin
         self.mlp = mlp
         self.config = config
-        self.accept, self.tokens = [], []
+        self.accept = []
         self.levels = DEPTH
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         with torch.random.fork_rng():
@@ -217,7 +209,7 @@ class Draft(torch.nn.Module):
                 lm, last = make_layer(model, mlp)
             else:
                 lm = make_released_layer(config)
-            self.fc = torch.nn.Linear(widths[inputs], e, bias)
+            self.fc = torch.nn.Linear(e + f, e, bias)
         if begin == "last":
             copy_layer(last, lm)
         for name, part in list(lm.get_decoder().named_children()):
@@ -230,10 +222,6 @@ class Draft(torch.nn.Module):
         self.to(model.device)
         lm.set_input_embeddings(table)
         lm.set_output_embeddings(head)
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained, by name: all but the target's embeddings and LM head."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def keep(self, vocab: list[int]) -> None:
         """Guess the tokens of `vocab` alone, through their rows of the LM head.
@@ -248,19 +236,13 @@ class Draft(torch.nn.Module):
 
         pairs   tokens [...] and features [..., f], of any leading shape
         """
-        ids = pairs.before if self.inputs == "unshifted" else pairs.tokens
-        ids = torch.as_tensor(ids, dtype=torch.long, device=pairs.features.device)
+        ids = torch.as_tensor(pairs.tokens, dtype=torch.long, device=pairs.features.device)
         e = self.lm.get_input_embeddings()(ids)
-        reads = [e, pairs.features]
-        if self.inputs == "feature":
-            reads = [pairs.features]
-        elif self.inputs == "token":
-            reads = [e]
-        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in reads], -1))
+        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, pairs.features)], -1))
 
 
-def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text], rng: torch.Generator,
-               loss: str = "ce") -> torch.Tensor:
+def eagle_loss(draft: EagleLayer, to_logits: Callable, batch: list[Text],
+               rng: torch.Generator) -> torch.Tensor:
     """Compute the loss of Section 3.2 in nats, the mean over rows that guess a token of an answer.
 
     draft       the draft
@@ -269,9 +251,8 @@ def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text], rng: torch.
     batch       texts with their features
     rng         a generator of the draft's device, which draws the noise, and the rows whose
                 guesses are compared
-    loss        ce or tv, by which guesses are compared (`compare_guesses` of models/training.py)
     """
-    from models.training import compare_guesses, compute_in_parts
+    from models.training import compute_in_parts
     head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids = pad([ids for ids, _, _ in batch]).to(device)  # [B, T]
@@ -281,15 +262,15 @@ def eagle_loss(draft: Draft, to_logits: Callable, batch: list[Text], rng: torch.
     learns = torch.stack(learns).to(device)
     # The layer reads noisy features, as it will have to read its own guesses, and learns true ones.
     noise = NOISE * (2 * torch.rand(f.shape, generator=rng, device=device) - 1)
-    inputs = draft.join(Pairs(ids[:, :-2], (f + noise)[:, :-2], ids[:, 1:-1]))  # [B, T - 2, e]
+    inputs = draft.join(Pairs((f + noise)[:, :-2], ids[:, 1:-1]))  # [B, T - 2, e]
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns].float()  # [N, f]
     features = f[:, 1:-1][learns].float()
 
     def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Compare the target's distributions p and the draft's q."""
+        """Compute the cross-entropy of the target's distributions p and the draft's q."""
         q, p = (to_logits(head(z.to(head.weight.dtype)).float()) for z in (x, y))  # [n, V']
-        return compare_guesses(loss, p.softmax(-1), q)
+        return F.cross_entropy(q, p.softmax(-1), reduction="none")
     # The guesses of a sample of the rows are compared.
     few = torch.randperm(len(features), generator=rng, device=device)[:SAMPLED]
     each = compute_in_parts(losses_of, len(head.weight), guessed[few], features[few])
@@ -314,7 +295,7 @@ def spread_levels(n: int, depth: int) -> list[int]:
     return [1, *[most] * (depth - 1)][:depth]
 
 
-def rank_tokens(draft: Draft, logits: torch.Tensor,
+def rank_tokens(draft: EagleLayer, logits: torch.Tensor,
                 ranks: int) -> tuple[list[list[float]], list[list[float]]]:
     """Rank the guesses after some nodes, with one wait for a GPU.
 
@@ -327,13 +308,14 @@ def rank_tokens(draft: Draft, logits: torch.Tensor,
     return torch.stack([draft.vocab[best.indices].float(), best.values]).tolist()
 
 
-def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
+def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
     """Yield trees of all sizes and depths, for `fastest` to choose from.
 
-    What a tree gives was measured on held-out answers. Costs are measured on this machine.
+    What a static tree gives was measured on held-out answers. A dynamic tree of as many nodes and
+    levels gives a little more. Costs are measured on this machine.
 
     lm       the draft's layer with its cache
-    dynamic  whether dynamic trees are among them
+    dynamic  whether the trees are dynamic
     yields   nodes and levels of a tree and whether it is dynamic, the tokens to be expected, and
              the seconds that growing the tree and the target's call take together
     """
@@ -341,25 +323,20 @@ def plan_trees(draft: Draft, lm: CachedLM, target: CachedLM, dynamic: bool) -> I
     some = torch.zeros(4, len(draft.vocab), device=draft.vocab.device)
     ranking = min(timeit.repeat(lambda: rank_tokens(draft, some, RANKS), number=1, repeat=4))
 
-    def time_round(n: int, tokens: float, levels: list[int]) -> float:
-        """Add up the seconds of a round. A pass has a row for each node that gets children."""
-        # The first pass feeds a pair for each token of the last chunk.
-        passes = [math.ceil(tokens), *levels[1:]][:len(levels)]
-        return costs[n] + sum(draft_costs[rows] + ranking for rows in passes)
-
     for depth in range(len(draft.accept) + 1):
         tree = best_tree(draft.accept[:depth], MOST)
         for n in range(1, len(tree) + 1):
-            levels, tokens = count_levels(tree[:n]), sum(node.chance for node in tree[:n])
-            yield (n, levels, False), tokens, time_round(n, tokens, levels)
-    for depth, row in enumerate(draft.tokens if dynamic else []):
-        for n, tokens in enumerate(row, 1):
-            levels = spread_levels(n, depth)
-            yield (n, levels, True), tokens, time_round(n, tokens, levels)
+            levels = spread_levels(n, depth) if dynamic else count_levels(tree[:n])
+            tokens = sum(node.chance for node in tree[:n])
+            # A pass has a row for each node that gets children. But the first one feeds a pair for
+            # each token of the last chunk.
+            passes = [math.ceil(tokens), *levels[1:]][:len(levels)]
+            growing = sum(draft_costs[rows] + ranking for rows in passes)
+            yield (n, levels, dynamic), tokens, costs[n] + growing
 
 
 @torch.inference_mode()
-def feed(draft: Draft, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor | None:
+def feed(draft: EagleLayer, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor | None:
     """Add pairs of final tokens to the draft's context. Those of a long prompt come in parts.
 
     lm       the draft's layer with its cache
@@ -368,7 +345,7 @@ def feed(draft: Draft, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor | Non
     """
     logits = None
     for pairs in chunks:
-        for i in range(0, len(pairs.before), lm.PART):
+        for i in range(0, len(pairs.tokens), lm.PART):
             part = pairs.part(slice(i, i + lm.PART))
             logits = lm.forward(draft.join(part), keep=1)
             lm.commit(range(len(lm.parents)))
@@ -376,8 +353,8 @@ def feed(draft: Draft, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor | Non
 
 
 @torch.inference_mode()
-def grow(draft: Draft, lm: FeatureLM, unfed: list[Pairs], root: int, n: int, levels: list[int],
-         dynamic: bool) -> tuple[list[int], list[int]]:
+def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, n: int,
+               levels: list[int], dynamic: bool) -> tuple[list[int], list[int]]:
     """Grow a tree below the root, level by level, and keep the nodes that are likeliest accepted.
 
     A node has a chance, a product along its path. Its factors are the measured acceptance or, where
@@ -420,8 +397,7 @@ def grow(draft: Draft, lm: FeatureLM, unfed: list[Pairs], root: int, n: int, lev
             # The row of a node reads its token, and what the row of its parent made. It hangs below
             # the row of the parent, so that it sees the rows of its path alone.
             above = [parents[x] for x in expanded]
-            pairs = Pairs([ids[x] for x in above], torch.stack([feature_of[x] for x in above]),
-                          [ids[x] for x in expanded])
+            pairs = Pairs(torch.stack([feature_of[x] for x in above]), [ids[x] for x in expanded])
             rows = len(lm.parents)  # the number that the first of the new rows gets
             logits = lm.forward(draft.join(pairs), [row_of[x] for x in above])
             row_of |= zip(expanded, range(rows, len(lm.parents)))
@@ -439,7 +415,7 @@ def grow(draft: Draft, lm: FeatureLM, unfed: list[Pairs], root: int, n: int, lev
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
-def plan_tree(draft: Draft, nodes: int, dynamic: bool) -> tuple[int, list[int], bool]:
+def plan_eagle_tree(draft: EagleLayer, nodes: int, dynamic: bool) -> tuple[int, list[int], bool]:
     """Plan a tree of a given size. A draft that nobody has measured gets the released code's tree.
 
     nodes     how many nodes the tree is to have, the root among them. 0: as many as pay, which
@@ -454,7 +430,7 @@ def plan_tree(draft: Draft, nodes: int, dynamic: bool) -> tuple[int, list[int], 
 
 
 def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
-          adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
+          adapter: str = ADAPTER, accept: str = "", trained: EagleLayer | None = None,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
 
@@ -463,7 +439,7 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often. Without --nodes the clock may choose either
+             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle train`, or the directory or hub
              id of a released head
     accept:  file that `python -m survey.eagle measure` made for a released head. Without it the
@@ -474,7 +450,7 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
 
-def decode(target: FeatureLM, draft: Draft, prompt: list[int], nodes: int, dynamic: bool,
+def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, dynamic: bool,
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features: the loop of EAGLE, and of EAGLE-3.
 
@@ -490,26 +466,26 @@ def decode(target: FeatureLM, draft: Draft, prompt: list[int], nodes: int, dynam
     root = prompt[-1]
     # Each token of the prompt but the root has a feature, and a token after it. The pair with the
     # root waits for the first tree, since its pass also guesses the root's children.
-    pairs = Pairs(prompt[:-1], target.features, prompt[1:])
+    pairs = Pairs(target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
-    tree = plan_tree(draft, nodes, dynamic)
+    tree = plan_eagle_tree(draft, nodes, dynamic)
     while True:
         # The clock chooses, and may choose anew as the context grows.
         if nodes == 0 and draft.accept:
             tree = fastest(target, (draft, dynamic),
-                           lambda: plan_trees(draft, lm, target, dynamic))
+                           lambda: plan_eagle(draft, lm, target, dynamic))
         n, levels, grown = tree
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has the root alone, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
         if levels and unfed:
-            ids, parents = grow(draft, lm, unfed, root, n, levels, grown)
+            ids, parents = grow_eagle(draft, lm, unfed, root, n, levels, grown)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
         # the token chosen after it. These replace the features that the draft guessed.
-        unfed.append(Pairs([ids[x] for x in path], target.features[path], chunk))
+        unfed.append(Pairs(target.features[path], chunk))
         root = chunk[-1]
         target.commit(path)
         if log is not None:
@@ -533,16 +509,17 @@ def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Tex
 
 
 @torch.inference_mode()
-def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Guess the tokens of an answer again, step by step. The draft reads features of its own.
+def measure_acceptance(draft: EagleLayer, held_out: list[Text]) -> list[list[float]]:
+    """Measure how often guesses are right on the path that a static tree reaches most often.
 
-    draft   the draft
-    text    a text with its features
-    yields  for step n the likeliest guesses [m, ranks] and the right tokens [m]. Before each guess
-            the last n features are guessed, and all tokens are the text's. Row i of all steps has
-            the same first feature
+    draft     the draft
+    held_out  texts with their features
+    returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
+              are guessed, and the likeliest guess was right at each of them. Elsewhere the tree of
+              a call ends earlier
 
-    All steps of a text are one pending tree of the draft, here of a text t_0 … t_5:
+    The tokens of an answer are guessed again, step by step. All steps of a text are one pending
+    tree of the draft, here of a text t_0 … t_5:
 
         guesses      t_2  t_3  t_4  t_5
         step 0 rows   0 ── 1 ── 2 ── 3    row i reads the text's f_i
@@ -555,100 +532,30 @@ def guess_text(draft: Draft, text: Text) -> Iterator[tuple[torch.Tensor, torch.T
     token t_{i+1}. So row 3" sees the rows 0, 1, 2' and itself, which read two features of the text
     and then two guessed ones.
     """
-    ids, features, length = text
-    ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
-    first = max(0, length - 2)  # the first row that guesses a token of the answer
-    lm = FeatureLM(draft.lm)
-    lm.start([])
-    pairs = Pairs(ids[:-2], features[:-2].to(draft.lm.device), ids[1:-1])
-    above = None  # the rows of step 0 are a chain
-    for n in range(min(DEPTH, len(ids) - 2 - first)):
-        logits = lm.forward(draft.join(pairs), above)
-        labels = ids[first + n + 2:].to(logits.device)
-        yield draft.vocab[logits[-len(labels):].topk(ranks).indices], labels
-        # The next step's rows hang below all rows of this step but its last, which guesses the
-        # text's last token: no token of the text is left to read beside its feature.
-        above = range(len(lm.parents) - len(labels), len(lm.parents) - 1)
-        guessed = lm.features[-len(labels):-1]
-        pairs = Pairs(ids[first + n + 1:-2], guessed, ids[first + n + 2:-1])
-
-
-def measure_acceptance(draft: Draft, held_out: list[Text],
-                       roots: list[list[int]] | None = None) -> list[list[float]]:
-    """Measure how often guesses are right on the path that a static tree reaches most often.
-
-    draft     the draft
-    held_out  texts with their features
-    roots     for each text the places of roots that count. None: every token of an answer follows
-              a root
-    returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
-              are guessed, and the likeliest guess was right at each of them. Elsewhere the tree of
-              a call ends earlier
-    """
-    ranks = min(RANKS, draft.lm.get_output_embeddings().weight.shape[0])
+    ranks = min(RANKS, len(draft.vocab))
     hits, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
-    for i, text in enumerate(held_out):
-        reached = torch.ones(len(text[0]), 1, dtype=torch.bool, device=draft.vocab.device)
-        if roots is not None:
-            reached[:] = False
-            reached[[root - max(1, text[2] - 1) for root in roots[i]]] = True
-        for n, (best, labels) in enumerate(guess_text(draft, text)):
-            reached = reached[:len(labels)]
+    for ids, features, length in held_out:
+        first = max(0, length - 2)  # the first row that guesses a token of the answer
+        lm = FeatureLM(draft.lm)
+        lm.start([])
+        pairs = Pairs(features[:-2].to(draft.lm.device), ids[1:-1])
+        above = None  # the rows of step 0 are a chain
+        reached = torch.ones(len(ids), 1, dtype=torch.bool, device=draft.vocab.device)
+        for n in range(min(DEPTH, len(ids) - 2 - first)):
+            logits = lm.forward(draft.join(pairs), above)
+            labels = ids[first + n + 2:].to(logits.device)
+            rows = len(labels)
+            best = draft.vocab[logits[-rows:].topk(ranks).indices]  # [rows, ranks]
+            reached = reached[:rows]
             right = (best == labels[:, None]) & reached
             hits[n] += right.sum(0).cpu()
             total[n] += reached.sum().cpu()
             reached = right[:, :1]
+            # The next step's rows hang below all rows of this step but its last, which guesses the
+            # text's last token: no token of the text is left to read beside its feature.
+            above = range(len(lm.parents) - rows, len(lm.parents) - 1)
+            pairs = Pairs(lm.features[-rows:-1], ids[first + n + 2:-1])
     return (hits / total.clamp(min=1)).tolist()
-
-
-def follow(ids: list[int], parents: list[int], text: list[int]) -> tuple[list[int], torch.Tensor]:
-    """Walk a tree along a text.
-
-    ids, parents   the tree
-    text           the tokens after the root
-    returns        the nodes of the path, the root first, and the depth of each node of the tree
-    """
-    depths = ancestor_mask(parents).sum(-1) - 1
-    # None comes after the text's last token.
-    after = [*text[:len(ids)], *[-1] * len(ids)]
-    path, _ = walk(ids, parents, [after[depth] for depth in depths.tolist()])
-    return path, depths
-
-
-@torch.inference_mode()
-def measure_draft(draft: Draft, held_out: list[Text]) -> None:
-    """Set `accept` and `tokens` by the rounds in which a target would decode held-out answers.
-
-    A round begins behind a guess that was wrong, where guesses are wrong more often than elsewhere.
-    Of a tree that keeps all its nodes, the first n nodes of at most d levels are nearly the tree of
-    n nodes and d levels. (In that tree fewer nodes of a level get children.) The rounds are those
-    of the largest of these trees.
-
-    draft     the draft
-    held_out  texts with their features
-    """
-    counts, lm = torch.zeros(DEPTH + 1, MOST), FeatureLM(draft.lm)
-    roots = [[] for _ in held_out]
-    for found, (ids, features, length) in zip(roots, held_out):
-        lm.start([])
-        ids = ids.tolist()
-        pairs = Pairs(ids[:-1], features[:-1].to(lm.weight.device), ids[1:])
-        fed, root = 0, max(1, length - 1)  # a root needs a pair that guesses its children
-        while root < len(ids) - 1:
-            unfed = [pairs.part(slice(fed, root))]
-            tree, parents = grow(draft, lm, unfed, ids[root], sys.maxsize,
-                                 spread_levels(sys.maxsize, DEPTH), True)
-            path, depths = follow(tree, parents, ids[root + 1:])
-            whole = root + DEPTH < len(ids)  # else the text ends before the deepest nodes
-            for d in range(DEPTH + 1):
-                numbers = (depths <= d).cumsum(0)[path[:d + 1]] - 1
-                numbers = numbers[numbers < MOST]
-                counts[d, numbers] += whole
-            found += [root] * whole
-            fed = root
-            root += len(numbers)  # the accepted guesses, and a token of the target's own
-    draft.tokens = (counts.cumsum(1) / max(1, sum(map(len, roots)))).tolist()
-    draft.accept = measure_acceptance(draft, held_out, roots)
 
 
 def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
@@ -664,8 +571,8 @@ def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
     return {"accept": accept}, f"held-out acceptance {[round(ranks[0], 3) for ranks in accept]}"
 
 
-def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        loss: str = "ce", seed: int = 0, work: Path | None = None) -> dict:
+def fit(model, draft: EagleLayer, data: list, held_out: list, *, steps: int, batch: int, lr: float,
+        seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and its answer, and set its `accept`.
 
     AdamW's learning rate is a cosine after a warm-up of a twentieth of the steps, and each value of
@@ -678,18 +585,17 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     steps     how many steps are trained
     batch     how many answers a step learns from
     lr        the highest learning rate
-    loss      ce or tv
     seed      chooses the answers, the noise and the sampled rows
     work      folder of checkpoints, or None to keep none.
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (Training, compute_frozen, count_tokens, digest, low_precision,
-                                 sample_alike, tokens_of_pass, warm_cosine)
+    from models.training import (compute_frozen, count_tokens, fit_part, sample_alike,
+                                 warm_cosine)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                               model.get_output_embeddings().weight.shape[1])
     held_texts = compute_features(model, held_out)
-    if draft.begin == "random" and draft.inputs in ("shifted", "unshifted"):
+    if draft.begin == "random":
         # Embeddings and features differ in size. The weights of the embeddings are scaled so that
         # at first both weigh the same.
         [(ids, features, _)] = texts_of([0])
@@ -699,33 +605,23 @@ def fit(model, draft: Draft, data: list, held_out: list, *, steps: int, batch: i
     def loss_of(rng: random.Random) -> torch.Tensor:
         numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
-        return eagle_loss(draft, to_logits, texts_of(numbers), noise, loss)
+        return eagle_loss(draft, to_logits, texts_of(numbers), noise)
 
-    fingerprint = (digest(model.state_dict()), draft.inputs, draft.mlp, draft.vocab.tolist(), data,
-                   held_out, batch, loss)
-    if draft.config is not None:
-        fingerprint += (draft.config.to_dict(),)
-    curve = Training(draft.trainable(), fingerprint, name="eagle", steps=steps, lr=lr,
-                     rate=warm_cosine, max_norm=math.inf, max_value=0.5, seed=seed, folder=work,
-                     models=(model, draft.lm),
-                     tokens=tokens_of_pass(data, batch)).train(
-                         loss_of, lambda: evaluate(draft, held_texts))
-    with low_precision(model.device, draft.lm):
-        measure_draft(draft, held_texts)
-    return curve
+    form = draft.mlp, draft.vocab.tolist(), batch, draft.config and draft.config.to_dict()
+    return fit_part(draft, model, form, data, held_out, loss_of,
+                    lambda: evaluate(draft, held_texts), name="eagle", steps=steps, lr=lr,
+                    rate=warm_cosine, max_norm=math.inf, max_value=0.5, seed=seed, folder=work,
+                    models=(draft.lm,), texts=batch)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          inputs: str = "shifted", begin: str = "random", released: bool = False, mlp: int = 0,
-          vocab: int = 0, loss: str = "ce", max_new_tokens: int = 200, steps: int = 1000,
-          batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
+          begin: str = "random", released: bool = False, mlp: int = 0, vocab: int = 0,
+          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
+          seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
     work:    folder of answers and checkpoints, OUT.work by default
-    inputs:  what a row reads, as in the paper's ablation. This is shifted (a feature and the token
-             after it), unshifted (a feature and its own token), feature (no token), or token (no
-             feature)
     begin:   how the layer begins, at random as in the paper, or as the target's last layer. That
              learns faster only where the layer adds no more than about a feature's size
     released: train a layer of the released form, which `export` can write. It is Llama's without
@@ -733,9 +629,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, with 0 for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
-    loss:    by what a guess is compared with the target's distribution. This is ce
-             (cross-entropy), or tv (mostly the distance of the two distributions, which is the
-             chance of a rejection)
     max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
     lr:      the highest learning rate, after a warm-up. 1e-3 suited targets of 10M to 135M
@@ -743,41 +636,34 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, loss, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
+    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
     config = make_config(model, mlp) if released else None
-    draft = Draft(model, inputs, begin, mlp, seed, config, bias=not released)
+    draft = EagleLayer(model, begin, mlp, seed, config, bias=not released)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                       most=50)
     if vocab:
         draft.keep(find_frequent(data, vocab))
-    print(f"{sum(x.numel() for x in draft.trainable().values()):,} parameters")
-    fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, loss=loss, seed=seed,
-        work=work)
+    fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_draft(out, draft, model)
 
 
 # ------------------------------------------------------------------------------------ the file
 
-def save_draft(path: Path, draft: Draft, model) -> None:
+def save_draft(path: Path, draft: EagleLayer, model) -> None:
     """Write a draft to a file, with the fingerprint of the model that it is for.
 
     path    the safetensors file to make
     draft   the draft
     model   the target
     """
-    header = {"inputs": draft.inputs, "mlp": draft.mlp, "accept": draft.accept,
-              "tokens": draft.tokens}
-    if draft.config is not None:
-        header |= {"config": draft.config.to_dict(), "bias": draft.fc.bias is not None}
-    if len(draft.vocab) < len(model.get_output_embeddings().weight):
-        header["vocab"] = draft.vocab.tolist()
-    save_part(path, "an EAGLE layer", model, draft.trainable(), **header)
+    config = draft.config and draft.config.to_dict()
+    save_trained(path, draft, model, mlp=draft.mlp, config=config, bias=draft.fc.bias is not None)
 
 
-def load_draft(path: str | Path, model) -> Draft:
+def load_draft(path: str | Path, model) -> EagleLayer:
     """Read a draft from a file, or a released one from a directory or a hub id.
 
     path      the safetensors file, the directory or the hub id
@@ -786,27 +672,22 @@ def load_draft(path: str | Path, model) -> Draft:
     """
     if is_released(path):
         return load_released(str(path), model)
-    header, tensors = load_part(path, "an EAGLE layer", model)
-    config = LlamaConfig(**header["config"]) if "config" in header else None
-    draft = Draft(model, header["inputs"], mlp=header.get("mlp", 0), config=config,
-                  bias=header.get("bias", True))
-    fill(draft.trainable(), tensors, path)
-    for p in draft.trainable().values():
-        p.data = p.data.to(model.dtype)
-    draft.accept, draft.tokens = header["accept"], header["tokens"]
-    if "vocab" in header:
-        draft.keep(header["vocab"])
-    return draft
+
+    def make(header: dict) -> EagleLayer:
+        config = LlamaConfig(**header["config"]) if header.get("config") else None
+        return EagleLayer(model, mlp=header.get("mlp", 0), config=config,
+                          bias=header.get("bias", True))
+    return load_trained(path, EagleLayer.title, model, make)
 
 
 # ------------------------------------------------------------------------------- released heads
 
-def name_released(draft: Draft) -> dict[str, torch.nn.Parameter]:
+def name_released(draft: EagleLayer) -> dict[str, torch.nn.Parameter]:
     """Return what is trained in a draft, by the names of the released files."""
     return {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
 
 
-def load_released(path: str, model) -> Draft:
+def load_released(path: str, model) -> EagleLayer:
     """Read a draft in the released form of EAGLE and EAGLE-2, whose heads are the same.
 
     path     a directory or hub id
@@ -825,14 +706,12 @@ def load_released(path: str, model) -> Draft:
     if widths != {layer.hidden_size}:
         raise InputError(f"--adapter must be a head for features of width {max(widths)}, got "
                          f"{path!r} for {layer.hidden_size}")
-    draft = Draft(model, config=layer, bias="fc.bias" in tensors)
+    draft = EagleLayer(model, config=layer, bias="fc.bias" in tensors)
     own = take_embeddings(path, tensors, model, layer.hidden_size)
     if own is not None:
         draft.lm.set_input_embeddings(own)
     fill(name_released(draft), tensors, path)
-    for p in draft.trainable().values():
-        p.data = p.data.to(model.dtype)
-    return draft
+    return match_type(draft, model)
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
@@ -848,8 +727,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    measure_draft(draft, compute_features(model, data))
-    save_accept(out, model, draft, draft.accept, draft.tokens)
+    save_accept(out, model, draft, measure_acceptance(draft, compute_features(model, data)))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:
@@ -879,19 +757,7 @@ def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") 
     write_head(out, config | {"architectures": [ARCHITECTURES[engine]]}, tensors)
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Return a line that says how many guesses a call of the target verified and accepted.
-
-    run   what was decoded; run.log holds the records that `eagle` logged
-    """
-    guessed = sum(record["guessed"] for record in run.log) / len(run.log)
-    accepted = sum(record["accepted"] for record in run.log) / len(run.log)
-    return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle], report, commands=[train, measure, export],
+    sys.exit(main([eagle], commands=[train, measure, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

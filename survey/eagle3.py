@@ -44,6 +44,8 @@ One layer makes all guesses. In the passes after the first it reads a in place o
 weighs 0.6^n. All else is as above.
 
 Departures (paper or released code / here / why):
+- plan at a temperature: the tree is the same at all temperatures / it is planned for greedy
+  decoding / a plan for temperature 1 made 1.5% more tokens a call there for EAGLE's layer.
 - passes: 7 / 5, `--passes` / a later pass weighs 0.8^n and costs as much as the first.
 - the LM head: begins at random / begins as the target's / it learns faster. With `--head target` it
   stays so, which makes a small file and cheap steps.
@@ -67,8 +69,9 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
-from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_draft, report
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_acceptance
+from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+                          save_trained)
 from survey.released import (describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
                              take_embeddings, write_head)
@@ -155,7 +158,7 @@ class NormedHead(torch.nn.Linear):
         return super().forward(self.norm(x))
 
 
-class Draft(torch.nn.Module):
+class Eagle3Layer(Part):
     """Guess tokens from tapped features; `lm` is a Llama of one layer with an LM head of its own.
 
     model     the target, which is frozen and lends its embeddings
@@ -167,16 +170,16 @@ class Draft(torch.nn.Module):
     own_head  whether the LM head is trained, or stays what it begins as: the target's rows.
               InputError if it is to stay so and the target's LM head is of another width
 
-    accept    accept[n][r], how often guess r is right below n right guesses, and
-    tokens    tokens[d][n - 1], what dynamic trees give, both as in eagle.py. They are empty if
-              nobody has measured that
+    accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py. It is
+              empty if nobody has measured that
     levels    the most levels that `accept` can have
     """
+    title = "an EAGLE-3 layer"
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
         super().__init__()
-        self.taps, self.form, self.accept, self.tokens = taps, form, [], []
+        self.taps, self.form, self.accept = taps, form, []
         self.levels = DEPTH
         self.vocab = torch.tensor([*vocab], device=model.device)
         self.config, self.h, self.own_head = config, config.hidden_size, own_head
@@ -217,7 +220,7 @@ class Draft(torch.nn.Module):
         parts |= {f"midlayer.{name}": p for name, p in decoder.layers[0].named_parameters()}
         return parts | {f"fc_norm.{name}": p for name, p in self.norms.named_parameters()}
 
-    def trained(self) -> dict[str, torch.nn.Parameter]:
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return what is trained and kept in a file: all parts but an LM head of the target's."""
         return {name: p for name, p in self.parts().items()
                 if self.own_head or name != "lm_head.weight"}
@@ -262,8 +265,8 @@ class Passes:
         return 0
 
 
-def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
-                probs: torch.Tensor, passes: int, loss: str = "ce") -> torch.Tensor:
+def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
+                probs: torch.Tensor, passes: int) -> torch.Tensor:
     """Compute the loss of the training-time test (Section 3.2, and the released code).
 
     draft     the draft
@@ -272,10 +275,8 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
     learns    bool [B, T], which tokens are learned
     probs     [N, D], for each learned token the target's distribution over the draft's vocabulary
     passes    how often the layer runs
-    loss      ce or tv, by which guesses are compared (`compare_guesses` of models/training.py)
     returns   Σ_n decay^n times the mean loss of the guesses of pass n that are learned
     """
-    from models.training import compare_guesses
     R = ids.shape[1] - 2
     decay = MTP_DECAY if draft.form.mtp else DECAY
     number = learns.flatten().cumsum(0).view(learns.shape) - 1  # the row of `probs` of each token
@@ -286,7 +287,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
     for n in range(min(passes, R)):
         # Row j reads t_{j+1+n}. The last n rows have none: they read any token, and learn nothing.
         tokens = F.pad(ids[:, 1 + n:-1], (0, n))
-        inputs = draft.join(Pairs(None, g, tokens))
+        inputs = draft.join(Pairs(g, tokens))
         mask = torch.where(torch.cat(sees, 1), 0.0, -torch.inf).to(inputs)
         mask = mask.expand(len(ids), 1, -1, -1)  # [B, 1, R, (n + 1) R]
         places = torch.arange(n, R + n, device=ids.device)[None]
@@ -295,7 +296,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
         # Row j guesses t_{j+2+n}.
         learned = learns[:, 2 + n:]
         logits = draft.lm.lm_head(g[:, :R - n][learned]).float()
-        each = compare_guesses(loss, probs[number[:, 2 + n:][learned]], logits)
+        each = F.cross_entropy(logits, probs[number[:, 2 + n:][learned]], reduction="none")
         # The draft's vocabulary may lack all tokens of a pass. The mean of none would be NaN.
         total = total + decay ** n * (each.mean() if len(each) else each.sum())
         sees.append(own)
@@ -305,7 +306,7 @@ def unroll_loss(draft: Draft, ids: torch.Tensor, features: torch.Tensor, learns:
 # ---------------------------------------------------------------------------------- decoding
 
 def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
-           adapter: str = ADAPTER, accept: str = "", trained: Draft | None = None,
+           adapter: str = ADAPTER, accept: str = "", trained: Eagle3Layer | None = None,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
 
@@ -314,7 +315,7 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
     nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often. Without --nodes the clock may choose either
+             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
              id of a released head
     accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
@@ -344,8 +345,8 @@ def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor
 
 
 @torch.no_grad()
-def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidden: torch.Tensor,
-                   to_logits: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
+                   hidden: torch.Tensor, to_logits: Callable) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the tokens to be learned, and compute the target's distributions of them.
 
     ids        [B, T]
@@ -363,10 +364,10 @@ def choose_lessons(draft: Draft, ids: torch.Tensor, answers: torch.Tensor, hidde
 
 
 @torch.inference_mode()
-def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
+def compute_texts(model, draft: Eagle3Layer, data: list) -> list[tuple]:
     """Run the target over held-out pairs of a prompt and an answer.
 
-    returns  for each pair what `measure_draft` of eagle.py takes: ids [T], what is tapped
+    returns  for each pair what `measure_acceptance` of eagle.py takes: ids [T], what is tapped
              [T, t], and the length of the prompt
     """
     lm, texts = FeatureLM(model), []
@@ -377,8 +378,8 @@ def compute_texts(model, draft: Draft, data: list) -> list[tuple]:
     return texts
 
 
-def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: int, batch: int,
-        lr: float, loss: str = "ce", seed: int = 0, work: Path | None = None) -> dict:
+def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, steps: int,
+        batch: int, lr: float, seed: int = 0, work: Path | None = None) -> dict:
     """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
 
     model     the frozen target
@@ -389,13 +390,11 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
     steps     how many steps are trained
     batch     how many answers a step learns from
     lr        the highest learning rate
-    loss      ce or tv
     seed      chooses the answers of each step
     work      folder of checkpoints, or None to keep none
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (Training, count_tokens, digest, low_precision, pad_pairs,
-                                 sample_alike, tokens_of_pass, warm_linear)
+    from models.training import count_tokens, fit_part, pad_pairs, sample_alike, warm_linear
     scale = logits_of(model)  # from what an LM head gives to logits
     texts = compute_texts(model, draft, held_out)
     head = head_for(model.get_output_embeddings(), draft.vocab)
@@ -405,25 +404,19 @@ def fit(model, draft: Draft, data: list, held_out: list, *, passes: int, steps: 
         ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
         features, hidden = read_target(model, draft.taps, ids)
         learns, probs = choose_lessons(draft, ids, answers, hidden, lambda x: scale(head(x)))
-        return unroll_loss(draft, ids, features, learns, probs, passes, loss)
+        return unroll_loss(draft, ids, features, learns, probs, passes)
 
-    fingerprint = (digest(model.state_dict()), draft.taps, draft.form, draft.config.to_dict(),
-                   draft.vocab.tolist(), draft.own_head, data, held_out, batch, passes, loss)
-    curve = Training(draft.trained(), fingerprint, name="eagle3", steps=steps, lr=lr,
-                     rate=warm_linear, max_norm=math.inf, max_value=0.5, seed=seed,
-                     folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, batch)).train(
-                         loss_of, lambda: evaluate(draft, texts))
-    with low_precision(model.device, draft.lm):
-        measure_draft(draft, texts)
-    return curve
+    form = (draft.taps, draft.form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head,
+            batch, passes)
+    return fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, texts),
+                    name="eagle3", steps=steps, lr=lr, rate=warm_linear, max_norm=math.inf,
+                    max_value=0.5, seed=seed, folder=work, texts=batch)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           taps: str = "", passes: int = 5, norms: bool = False, mtp: bool = False,
-          head: str = "own", mlp: int = 0, vocab: int = 0, loss: str = "ce",
-          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
-          seed: int = 0) -> None:
+          head: str = "own", mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200,
+          steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     out:     the safetensors file to make
@@ -441,16 +434,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, with 0 for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
-    loss:    by what a guess is compared with the target's distribution. This is ce
-             (cross-entropy), or tv (mostly the distance of the two distributions, which is the
-             chance of a rejection)
     max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
     lr:      the learning rate after the warm-up of a twentieth of the steps
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, loss, steps=steps, batch=batch, max_new_tokens=max_new_tokens,
+    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens,
                              passes=passes)
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
@@ -464,28 +454,26 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                       most=50)
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
-    draft = Draft(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
-    print(f"{sum(x.numel() for x in draft.trained().values()):,} parameters")
-    fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, loss=loss,
-        seed=seed, work=work)
+    draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
+    fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
+        work=work)
     save_draft(out, draft, model)
 
 
 # ------------------------------------------------------------------------------------ the file
 
-def save_draft(path: Path, draft: Draft, model) -> None:
+def save_draft(path: Path, draft: Eagle3Layer, model) -> None:
     """Write a draft to a file, which `load_draft` reads.
 
     path    the safetensors file to make
     draft   the draft
     model   the target, whose fingerprint the file holds
     """
-    save_part(path, "an EAGLE-3 layer", model, draft.trained(), config=draft.config.to_dict(),
-              form=draft.form._asdict(), own_head=draft.own_head, taps=draft.taps,
-              vocab=draft.vocab.tolist(), accept=draft.accept, tokens=draft.tokens)
+    save_trained(path, draft, model, config=draft.config.to_dict(), form=draft.form._asdict(),
+                 own_head=draft.own_head, taps=draft.taps, vocab=draft.vocab.tolist())
 
 
-def load_draft(path: str | Path, model) -> Draft:
+def load_draft(path: str | Path, model) -> Eagle3Layer:
     """Read a draft from its file, or a released one from a directory or a hub id.
 
     path     the safetensors file, the directory or the hub id
@@ -494,16 +482,9 @@ def load_draft(path: str | Path, model) -> Draft:
     """
     if is_released(path):
         return load_released(str(path), model)
-    header, tensors = load_part(path, "an EAGLE-3 layer", model)
-    if max(header["taps"]) > depth_of(model):  # the embeddings may be those of a deeper model
-        raise InputError(f"--adapter must read some of {depth_of(model)} layers, got {str(path)!r} "
-                         f"that reads {header['taps']}")
-    draft = Draft(model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
-                  Form(**header["form"]), own_head=header.get("own_head", True))
-    fill(draft.trained(), tensors, path)
-    draft.to(model.dtype)
-    draft.accept, draft.tokens = header["accept"], header["tokens"]
-    return draft
+    return load_trained(path, Eagle3Layer.title, model, lambda header: Eagle3Layer(
+        model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
+        Form(**header["form"]), own_head=header.get("own_head", True)))
 
 
 # ------------------------------------------------------------------------------- released heads
@@ -559,7 +540,7 @@ def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Ten
     return vocab
 
 
-def load_released(path: str, model) -> Draft:
+def load_released(path: str, model) -> Eagle3Layer:
     """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
 
     path     a directory or hub id
@@ -576,12 +557,12 @@ def load_released(path: str, model) -> Draft:
                 fc_norm=any(name.startswith("fc_norm.") for name in tensors),
                 norm_output=bool(config.get("norm_output")))
     vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
-    draft = Draft(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
+    draft = Eagle3Layer(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
     own = take_embeddings(path, tensors, model, draft.h)
     if own is not None:
         draft.lm.set_input_embeddings(own)
     fill(draft.parts(), tensors, path)
-    return draft.to(model.dtype)
+    return match_type(draft, model)
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
@@ -597,8 +578,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])
-    measure_draft(draft, compute_texts(model, draft, data))
-    save_accept(out, model, draft, draft.accept, draft.tokens)
+    save_accept(out, model, draft, measure_acceptance(draft, compute_texts(model, draft, data)))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
@@ -630,5 +610,5 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle3], report, commands=[train, measure, export],
+    sys.exit(main([eagle3], commands=[train, measure, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

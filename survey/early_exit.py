@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import InputError, Sampler, greedy
-from survey.layerskip import collect_states, report, self_speculate
+from survey.layerskip import collect_states, self_speculate
 from survey.parts import MODELS, fill, load_part, save_part, score_with
 from survey.taps import FeatureLM
 from survey.views import depth_of, open_model, split_layers
@@ -192,18 +192,15 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require_training_options(lr, width=width, max_new_tokens=max_new_tokens, steps=steps,
                              batch=batch)
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
-    if work is None:
-        work = Path(f"{out}.work")
+    work = work or Path(f"{out}.work")
     split_layers(FeatureLM(model), E)  # refuses a model that cannot be split
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = Exit(model, E, width)
-    parameters = network.trainable()
-    print(f"{sum(p.numel() for p in parameters.values()):,} parameters")
     curve = fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed,
                 work=work)
-    save_part(out, "an early exit", model, parameters, E=E, width=width, **curve[steps])
+    save_part(out, "an early exit", model, network.trainable(), E=E, width=width, **curve[steps])
 
 
 # ------------------------------------------------------------------------------------- its file
@@ -223,5 +220,5 @@ def load_exit(path: str | Path, model) -> Exit:
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([early_exit], report, commands=[train],
+    sys.exit(main([early_exit], commands=[train],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

@@ -145,8 +145,7 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
     if E == 0 and not tuning:
         raise InputError("--E must be 1 or more without --tuning, got 0")
     model, tuned_E = target.once(("layerskip", tuning), lambda: load_tuned(tuning, target.model))
-    if E == 0:
-        E = tuned_E
+    E = E or tuned_E
     early, late = target.once(
         (model, E), lambda: split_layers(type(target)(model, target.vocab), E))
     yield from self_speculate(target, early, late, prompt, gamma, sample, log)
@@ -290,8 +289,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
                                  warm_linear)
     require_training_options(lr, rank=rank, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
-    if work is None:
-        work = Path(f"{out}.work")
+    work = work or Path(f"{out}.work")
     split_layers(FeatureLM(model), E)  # refuses a model that cannot be split
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     to_logits = logits_of(model)
@@ -300,7 +298,6 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         changes = add_low_rank(tuned, rank)
-    print(f"{sum(p.numel() for p in changes.values()):,} parameters")
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
@@ -346,19 +343,7 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
     print(f"python -m survey.layerskip --target {out} --tuning \"\" --E {E}")
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say how many guesses a round had, how many were accepted, and how many layers ran a token."""
-    drafted = sum(record["drafted"] for record in run.log)
-    accepted = sum(record["accepted"] for record in run.log)
-    layers = sum(record["layers"] for record in run.log)
-    n = len(run.log)
-    return (f"a round: {drafted / n:.1f} guesses, {accepted / n:.2f} accepted; "
-            f"{layers / run.tokens:.1f} layers run a token")
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([layerskip], report, lossy=[layerskip], commands=[tune, export],
+    sys.exit(main([layerskip], lossy=[layerskip], commands=[tune, export],
                   folders=[export], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

@@ -150,7 +150,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     embed = lm.model.get_input_embeddings()
     lm.start(prompt[:-1])
     if k == 0:
-        k = fastest(lm, ("space", tuning), lambda: list_plans(lm, all_right))
+        k = fastest(lm, ("space", tuning), lambda: plan_space(lm, all_right))
     root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
@@ -176,7 +176,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         yield chunk
 
 
-def list_plans(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
+def plan_space(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
     """Yield what `fastest` chooses from, for SPACE.
 
     A call has the root and k guesses, with k masks behind each. These are (1 + k) (1 + k) rows.
@@ -275,7 +275,6 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     table = model.get_input_embeddings().weight
     # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
     part["mask"] = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
-    print(f"{sum(x.numel() for x in part.values()):,} parameters")
 
     score, V = score_with(model), len(table)
 
@@ -326,16 +325,7 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
     return lm, mask.requires_grad_(False), header["right"]
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say what a run's rounds were like, on average."""
-    n = len(run.log)
-    drafted, accepted = (sum(r[name] for r in run.log) / n for name in ("drafted", "accepted"))
-    return f"a round: {drafted:.1f} guesses, {accepted:.2f} accepted; {run.tokens / n:.2f} tokens"
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([pass_sampling, space], report, lossy=[space], commands=[train, tune],
+    sys.exit(main([pass_sampling, space], lossy=[space], commands=[train, tune],
                   ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)}))

@@ -48,6 +48,9 @@ The output is the target's own, greedily or with one sample of the target at eac
 --typical the output may differ from the target's own, except at temperature 0.
 
 Departures (paper / here / why):
+    plan at a temperature: it is made for greedy decoding / the same / planned by the mass that the
+        target gives to each rank at temperature 1, trees of 16 nodes made 1.2% more tokens a call
+        there for Medusa's heads of models/, and 0.1% fewer for Hydra's
     LM heads: each head trains its own / all share the model's, frozen / they would multiply a file
         of a few MB. Released heads that have their own keep them
     W_k of Medusa: without a bias / with the bias b_k / as in the released code
@@ -69,9 +72,6 @@ Departures (paper / here / why):
     equally long paths with --typical: not told / the likeliest one / as in the released code
     Hydra's R_k before training: the released one is random / R_k z = f / an untrained head then
         says what the frozen LM head says
-    --loss tv: each head learns the text's tokens / with it each head learns the target's
-        distribution, mostly by ½‖p - q‖₁ (arXiv 2602.23881) / that is the chance of a rejection
-        where guesses are sampled
     Hydra's labels: tokens, or the model's distribution (Hydra++) / tokens / one loss for both kinds
     --vocab: FR-Spec counts tokens in a large corpus, and drops the others after training / counts
         them in prompts and answers, and trains heads with the few tokens / training then sees what
@@ -92,7 +92,8 @@ from typing import Callable, Iterator
 
 from common import CachedLM, InputError, Sampler, greedy, trie, walk
 from survey.clock import Node, best_tree, fastest, row_costs
-from survey.parts import MODELS, fill, head_for, load_part, logits_of, save_part
+from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+                          save_trained)
 from survey.released import (RANKS, is_released, load_measured, read_head, save_accept,
                              write_head)
 from survey.taps import FeatureLM
@@ -113,7 +114,7 @@ RELEASED_TREE = """
 
 # ------------------------------------------------------------------------- the heads, their loss
 
-class Heads(torch.nn.Module):
+class Heads(Part):
     """Guess the tokens ahead of a position by K small heads. Making heads freezes the model.
 
     model      the target, whose LM head all heads share
@@ -136,10 +137,9 @@ class Heads(torch.nn.Module):
         super().__init__()
         if kind not in KINDS:
             raise InputError(f"--heads must be medusa or hydra, got {kind}")
-        if K < 1:
-            raise InputError(f"--K must be 1 or more, got {K}")
         model.requires_grad_(False)
         self.kind = kind
+        self.title = f"{kind} heads"
         self.K = K
         self.residual = residual or {"medusa": "feature", "hydra": "trained"}[kind]
         self.accept = []
@@ -190,10 +190,6 @@ class Heads(torch.nn.Module):
         """
         return self.row_of[tokens.clamp(min=0)].masked_fill(tokens < 0, -100)
 
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return by name what is trained and kept in a file, which is all but the LM head."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
     def forward(self, k: int, f: torch.Tensor, between: torch.Tensor | None) -> torch.Tensor:
         """Compute what the LM head reads for head k.
 
@@ -239,42 +235,29 @@ def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
         yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
 
 
-def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens: torch.Tensor,
-               ahead: torch.Tensor | None = None) -> torch.Tensor:
+def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
+               tokens: torch.Tensor) -> torch.Tensor:
     """Compute the loss of all heads: the sum over k of DECAY^k times the mean loss of head k.
 
-    The loss of a head is -log p_k of the text's token, in nats. With `ahead` it is the loss tv of
-    `compare_guesses` (models/training.py). Medusa weighs heads so in Section 2.2.1. Hydra's
-    released train.py adds the losses of the heads as they are. A mean is over positions with a
-    label.
+    The loss of a head is -log p_k of the text's token, in nats. Medusa weighs heads so in Section
+    2.2.1. Hydra's released train.py adds the losses of the heads as they are. A mean is over
+    positions with a label.
 
     to_logits   a function that scales or caps the LM head's output where the model does so, as
                 `logits_of` of survey/parts.py finds out
-    ahead       [N, K, d], the features f_{t+1} … f_{t+K}, where the target itself says what comes
-                after the tokens that each head knows
 
     The other arguments are those of `head_states`.
     """
-    from models.training import compare_guesses, compute_in_parts
+    from models.training import compute_in_parts
 
-    def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor, *read: torch.Tensor):
-        """Return the losses [n] of a head, 0 without a label.
-
-        x        [n, d], what the head's LM head reads
-        labels   [n]
-        read     nothing, or what the target's LM head reads before the same tokens, [n, d]
-        """
+    def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the losses [n] of a head that read x [n, d]. They are 0 without a label."""
         logits = to_logits(lm_head(x).float())
-        if not read:
-            return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-        with torch.no_grad():
-            target_probs = to_logits(trained.lm_head(*read).float()).softmax(-1)
-        return compare_guesses("tv", target_probs, logits) * (labels >= 0)
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     loss = 0.0
     for k, x, labels in head_states(trained, model, f, tokens):
-        read = () if ahead is None else (ahead[:, k - 1].to(x.dtype),)
         each = compute_in_parts(partial(losses_of, trained.lm_head_of(k)), len(trained.vocab), x,
-                                labels, *read)
+                                labels)
         mean = each.sum() / (labels >= 0).sum().clamp(min=1)
         loss = loss + DECAY[trained.kind] ** k * mean
     return loss
@@ -332,8 +315,8 @@ def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int
 
 
 @torch.inference_mode()
-def grow(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
-         tree: list[Node]) -> list[int]:
+def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
+              tree: list[Node]) -> list[int]:
     """Fill a planned tree with the guesses of heads, of whichever kind they are.
 
     The arguments and the returned ids are those of `fill_medusa_tree`.
@@ -343,7 +326,7 @@ def grow(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
     return fill_hydra_tree(trained, target, f, root, tree)
 
 
-def plan_tree(trained: Heads, nodes: int) -> list[Node]:
+def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
     """Plan a tree of a given size. Heads that nobody has measured get the released code's tree.
 
     nodes     how many nodes the tree has, the root among them. 0: the root alone, or all nodes of
@@ -358,7 +341,7 @@ def plan_tree(trained: Heads, nodes: int) -> list[Node]:
     return [Node(0.0, parents[i], depths[i], ranks[i]) for i in range(len(ranks))]
 
 
-def list_plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
+def plan_medusa(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
     """Yield trees of all depths and sizes, for `fastest` to choose from.
 
     Trees are planned as in Medusa's Section 2.3.3. The costs are measured on this machine.
@@ -374,7 +357,7 @@ def list_plans(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tu
         tree = best_tree(trained.accept[:depth], MOST)
         # Growing takes a pass of heads and LM head for a level (Hydra) or for all (Medusa). One
         # measurement, of 16 nodes, serves every size, since each measurement costs time itself.
-        growing = min(timeit.repeat(lambda: grow(trained, target, f, 0, tree[:16]), number=1,
+        growing = min(timeit.repeat(lambda: fill_tree(trained, target, f, 0, tree[:16]), number=1,
                                     repeat=3))
         for n in range(1, len(tree) + 1):
             yield tree[:n], sum(node.chance for node in tree[:n]), costs[n] + growing
@@ -459,14 +442,14 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    tree = plan_tree(trained, nodes)  # the plan stays, its tokens change
+    tree = plan_medusa_tree(trained, nodes)  # the plan stays, its tokens change
     while True:
         # The clock chooses, and may choose anew as the context grows.
         if nodes == 0 and trained.accept:
-            tree = fastest(target, trained, lambda: list_plans(trained, target, f))
+            tree = fastest(target, trained, lambda: plan_medusa(trained, target, f))
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
         parents = [node.parent for node in tree]
-        ids = grow(trained, target, f, root, tree)
+        ids = fill_tree(trained, target, f, root, tree)
         logits = target.forward(ids, parents)  # [nodes, V]
         if typical:
             path, chunk = typical_path(ids, parents, logits, sample, epsilon, delta)
@@ -494,17 +477,15 @@ def count_positions(pair: tuple[list[int], list[int]]) -> int:
     return len(prompt) + len(answer) - 2 - max(0, len(prompt) - 2)
 
 
-def collect_features(model, data: list[tuple[list[int], list[int]]], K: int,
-                     loss: str = "ce") -> list[tuple[torch.Tensor, ...]]:
+def collect_features(model, data: list[tuple[list[int], list[int]]],
+                     K: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Compute what K heads learn from: features, and the tokens after each feature.
 
     model     the target
     data      pairs of a prompt and its answer
     K         how many heads there are
-    loss      ce or tv
     returns   for each pair the features [n, d] of its n positions in bfloat16, and tokens
-              [n, K + 1]: x_{t+1} … x_{t+K+1}, with -100 beyond the end of the text. For the loss tv
-              also the next K features [n, K, d], with zeros beyond the end
+              [n, K + 1]: x_{t+1} … x_{t+K+1}, with -100 beyond the end of the text
     """
     from models.training import read_texts
     texts = [prompt + answer for prompt, answer in data]
@@ -514,11 +495,7 @@ def collect_features(model, data: list[tuple[list[int], list[int]]], K: int,
         after = torch.tensor(text + [-100] * K, device=f.device).unfold(0, K + 1, 1)
         first = len(text) - 2 - n
         # Row i of `after` has the tokens i … i + K. The first of them follows position i - 1.
-        states = (f[first:-1], after[first + 1:first + 1 + n])
-        if loss == "tv":
-            ahead = F.pad(f[first + 1:], (0, 0, 0, K - 1)).unfold(0, K, 1)  # [n, d, K]
-            states += (ahead.movedim(-1, 1),)
-        found.append(states)
+        found.append((f[first:-1], after[first + 1:first + 1 + n]))
     return found
 
 
@@ -560,7 +537,7 @@ def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens
 
 
 def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        loss: str = "ce", seed: int = 0, work: Path | None = None) -> dict:
+        seed: int = 0, work: Path | None = None) -> dict:
     """Train heads on pairs of a prompt and its answer, and set their `accept`.
 
     AdamW's learning rate is a cosine after a warm-up of a twentieth of the steps. The model is
@@ -573,45 +550,34 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
     steps      how many steps are trained
     batch      how many positions a step learns from
     lr         the highest learning rate
-    loss       ce or tv
     seed       chooses the positions
     work       folder of checkpoints, or None to keep none.
     returns    {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
     """
-    from models.training import (Training, compute_frozen, digest, sample_rows,
-                                 tokens_of_pass, warm_cosine)
+    from models.training import compute_frozen, fit_part, sample_rows, warm_cosine
     to_logits = logits_of(model)
-    # A position has its own feature, and for the loss tv those of the K next positions.
-    features = 1 + trained.K if loss == "tv" else 1
-    states_of, texts = compute_frozen(
-        lambda pairs: collect_features(model, pairs, trained.K, loss), data,
-        features * trained.lm_head.weight.shape[1])
+    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
+                                      data, trained.lm_head.weight.shape[1])
     lengths = [*map(count_positions, data)]
     held_features, held_tokens = map(torch.cat, zip(*collect_features(model, held_out, trained.K)))
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        f, *others = sample_rows(states_of, texts, lengths, batch, rng)
-        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), *others)
+        f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
+        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
 
     def evaluate() -> tuple[dict, str]:
         losses, accept = accuracy(trained, model, to_logits, held_features, held_tokens)
         first = [round(ranks[0], 3) for ranks in accept]
         return ({"loss": losses, "accept": accept},
                 f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")
-    # A checkpoint is of the same training only if all of these are the same.
-    fingerprint = (digest(model.state_dict()), trained.kind, trained.K, trained.vocab.tolist(),
-                   data, held_out, batch, texts, loss)
-    curve = Training(trained.trainable(), fingerprint, name=trained.kind, steps=steps, lr=lr,
-                     rate=warm_cosine, seed=seed, folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, texts)).train(loss_of, evaluate)
-    trained.accept = curve[steps]["accept"]
-    return curve
+    form = trained.kind, trained.K, trained.vocab.tolist(), batch, texts
+    return fit_part(trained, model, form, data, held_out, loss_of, evaluate, name=trained.kind,
+                    steps=steps, lr=lr, rate=warm_cosine, seed=seed, folder=work, texts=texts)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          heads: str = "medusa", K: int = 4, vocab: int = 0, loss: str = "ce",
-          max_new_tokens: int = 200, steps: int = 1000, batch: int = 512, lr: float = 1e-3,
-          seed: int = 0) -> None:
+          heads: str = "medusa", K: int = 4, vocab: int = 0, max_new_tokens: int = 200,
+          steps: int = 1000, batch: int = 512, lr: float = 1e-3, seed: int = 0) -> None:
     """Train heads for a frozen model on its own answers. A stopped run goes on.
 
     out:    the safetensors file to make
@@ -620,8 +586,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     K:      how many heads are trained
     vocab:  how many tokens heads can guess, the most frequent of prompts and answers, with 0 for
             all
-    loss:   ce (cross-entropy with the text's token), or tv (mostly the distance to the target's
-            distribution, which is the chance that a sampled guess is rejected)
     max_new_tokens: the longest answer that is collected
     batch:  how many positions a step learns from
     lr:     the highest learning rate, after a warm-up. 1e-3 suited models of 10M to 135M
@@ -629,16 +593,14 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     from models.training import (collect_examples, find_frequent, require,
                                  require_training_options)
-    require_training_options(lr, loss, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
+    require_training_options(lr, K=K, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(vocab >= 0, "vocab", "0 or more", vocab)
     work = work or Path(f"{out}.work")
     trained = Heads(model, heads, K)
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     if vocab:
         trained.keep(find_frequent(data, vocab))
-    print(f"{sum(x.numel() for x in trained.trainable().values()):,} parameters")
-    fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, loss=loss, seed=seed,
-        work=work)
+    fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_heads(out, trained, model)
 
 
@@ -651,10 +613,7 @@ def save_heads(path: Path, trained: Heads, model) -> None:
     trained   the heads
     model     the model that they are for
     """
-    header = {"K": trained.K, "residual": trained.residual, "accept": trained.accept}
-    if len(trained.vocab) < len(trained.row_of):
-        header["vocab"] = trained.vocab.tolist()
-    save_part(path, f"{trained.kind} heads", model, trained.trainable(), **header)
+    save_trained(path, trained, model, K=trained.K, residual=trained.residual)
 
 
 def load_heads(path: str | Path, kind: str, model) -> Heads:
@@ -667,13 +626,8 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
     """
     if is_released(path):
         return load_released(str(path), kind, model)
-    header, tensors = load_part(path, f"{kind} heads", model)
-    trained = Heads(model, kind, header["K"], header.get("residual", "feature"))
-    fill(trained.trainable(), tensors, path)
-    trained.accept = header["accept"]
-    if "vocab" in header:
-        trained.keep(header["vocab"])
-    return trained.to(model.dtype)
+    return load_trained(path, f"{kind} heads", model, lambda header: Heads(
+        model, kind, header["K"], header.get("residual", "feature")))
 
 
 # ------------------------------------------------------------------------------- released heads
@@ -700,7 +654,7 @@ def load_released(path: str, kind: str, model) -> Heads:
     K = sum(number.isdigit() for number in numbers)
     trained = Heads(model, "medusa", K, own="0.1.weight" in tensors)
     fill(name_released(trained), tensors, path)
-    return trained.to(model.dtype)
+    return match_type(trained, model)
 
 
 def name_released(trained: Heads) -> dict[str, torch.nn.Parameter]:
@@ -744,19 +698,7 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     write_head(out, config, name_released(trained), "medusa_lm_head.safetensors")
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Return a line that says how many guesses a call of the target verified and accepted.
-
-    run   what was decoded; run.log holds the records that `medusa` logged
-    """
-    guessed = sum(record["guessed"] for record in run.log) / len(run.log)
-    accepted = sum(record["accepted"] for record in run.log) / len(run.log)
-    return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([medusa], report, commands=[train, measure, export],
+    sys.exit(main([medusa], commands=[train, measure, export],
                   folders=[export], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -239,6 +239,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     most = max(map(len, prompts))
     require(most <= longest, "prompts", f"texts of at most {longest} tokens", most)
     require(gamma <= longest, "gamma", f"at most {longest}", gamma)
+    work = work or Path(f"{out}.work")
     work.mkdir(parents=True, exist_ok=True)
     target = FeatureLM(model, vocab_size(model, tokenizer))
     first = CachedLM(small, vocab_size(small, tokenizer))
@@ -286,8 +287,7 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """
     require_training_options(lr, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
     first = draft_for(model, tokenizer, draft).float()
-    if work is None:
-        work = Path(f"{out}.work")
+    work = work or Path(f"{out}.work")
     data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
     second = copy.deepcopy(first).requires_grad_(True)
     score, score_first, score_second = map(score_with, (model, first, second))

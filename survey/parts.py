@@ -1,11 +1,14 @@
-"""This file keeps what was trained or measured for a model, and has four helpers of trained parts.
+"""This file keeps what was trained or measured for a model, and has helpers of trained parts.
 
+    Part, match_type          a module that is trained beside a frozen model
+    save_trained              a file of a Part, which `load_trained` reads
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
     check_file, explain       what is wrong with a file that cannot be read
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
+    follow                    the path of a tree along a known text
     head_for                  a smaller LM head, for a part of the vocabulary
 
 A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
@@ -16,7 +19,7 @@ import json
 from pathlib import Path
 from typing import Callable
 
-from common import InputError, load
+from common import InputError, ancestor_mask, load, walk
 from survey.taps import FeatureLM
 
 import torch
@@ -178,6 +181,69 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
         p.data.copy_(tensors[name])
 
 
+class Part(torch.nn.Module):
+    """Be a module that is trained beside a frozen model.
+
+    title   what it is, in words that an error message can use
+    facts   names of attributes that JSON can hold, which its file keeps
+    vocab   [V'], the tokens that it can guess
+    """
+    title = ""
+    facts = ("accept",)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return by name what is trained and kept in a file: all that is not the model's."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def save_trained(path: Path, part: Part, model, **form) -> None:
+    """Write a part to a file. Its vocabulary is written where it lacks tokens of the model.
+
+    path    the safetensors file to make
+    part    the part
+    model   the model that it is for
+    form    what makes the part again, which JSON can hold
+    """
+    header = form | {name: getattr(part, name) for name in part.facts}
+    if len(part.vocab) < len(model.get_output_embeddings().weight):
+        header["vocab"] = part.vocab.tolist()
+    save_part(path, part.title, model, part.trainable(), **header)
+
+
+def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Part]) -> Part:
+    """Read a part from a file that `save_trained` made, to run it in the type of its model.
+
+    path     the file
+    title    what the part must be
+    model    the model that it must be for
+    make     a function from the header to a part of this form. It raises any error if the header is
+             wrong
+    returns  the part. InputError if the file is damaged, of another kind, or for another model
+    """
+    header, tensors = load_part(path, title, model)
+    try:
+        part = make(header)
+        for name in part.facts:
+            setattr(part, name, header[name])
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"expected a file of {title} for this model, got {str(path)!r} with a "
+                         f"wrong header: {explain(error)}") from error
+    fill(part.trainable(), tensors, path)
+    if len(header.get("vocab", part.vocab)) < len(part.vocab):
+        part.keep(header["vocab"])
+    return match_type(part, model)
+
+
+def match_type(part: torch.nn.Module, model):
+    """Give the weights of a part the type of a model, and return the part.
+
+    Buffers keep theirs. Rotary frequencies would lose most of their digits in bfloat16.
+    """
+    for p in part.parameters():
+        p.data = p.data.to(model.dtype)
+    return part
+
+
 # ------------------------------------------------------------------------------- measured facts
 
 def save_facts(path: Path, models: dict, **facts) -> None:
@@ -281,6 +347,19 @@ def score_with(model) -> Callable[[torch.Tensor], torch.Tensor]:
     def score(x: torch.Tensor) -> torch.Tensor:
         return to_logits(head(x.to(head.weight.dtype)).float())
     return score
+
+
+def follow(ids: list[int], parents: list[int], text: list[int]) -> list[int]:
+    """Walk a tree along a text.
+
+    ids, parents   the tree
+    text           the tokens after the root
+    returns        the nodes of the path, the root first
+    """
+    depths = ancestor_mask(parents).sum(-1) - 1
+    # None comes after the text's last token.
+    after = [*text[:len(ids)], *[-1] * len(ids)]
+    return walk(ids, parents, [after[depth] for depth in depths.tolist()])[0]
 
 
 def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:

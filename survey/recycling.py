@@ -109,7 +109,7 @@ class Successors:
         return ids, parents
 
 
-def list_plans(target: CachedLM, rates: list[float]) -> Iterator[tuple]:
+def plan_recycling(target: CachedLM, rates: list[float]) -> Iterator[tuple]:
     """Yield trees of all sizes, for `fastest` to choose from.
 
     target   the model whose calls are timed
@@ -145,9 +145,11 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
         rates = successors.rates()
         if nodes:
             planned = best_tree([rates] * DEPTH, nodes)
-        else:  # the clock chooses anew where the counts have doubled, or the context
+        else:
+            # The clock chooses anew when there are twice as many counts. `fastest` does so as well
+            # when the context reaches a power of two, from 256 tokens on.
             name = ("recycling", successors.tried.bit_length())
-            planned = fastest(target, name, lambda: list_plans(target, rates))
+            planned = fastest(target, name, lambda: plan_recycling(target, rates))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.
@@ -162,16 +164,7 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
         yield chunk
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Return a line that counts the guesses and the accepted ones."""
-    guessed = sum(r["guessed"] for r in run.log)
-    accepted = sum(r["accepted"] for r in run.log)
-    return f"accepted {accepted} of {guessed} guesses, {accepted / len(run.log):.2f} a call"
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([recycling], report, shared={"successors": Successors},
+    sys.exit(main([recycling], shared={"successors": Successors},
                   ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -7,13 +7,11 @@ tensors tell what kind of head it is, since configurations say it in many ways o
     EAGLE-3     midlayer.hidden_norm.weight, or with layers.0          eagle3.py
     EAGLE       fc.weight, and none of EAGLE-3's                       eagle.py
     Medusa      0.0.linear.weight, of head 0                           medusa.py
-    Hydra++     hydra_mlp.0.1.linear.weight                            nothing here
-    Kangaroo    layers.0.self_attn.q_proj.weight, and no MLP           nothing here
 
-A file is refused if it has a tensor whose name is not expected. A pickled file may hold tensors
-alone, and no code of it is run. How often the guesses of a head are right is in no released file. A
-command `measure` of the files above measures it on the target's own answers, for the option
---accept.
+A head of any other kind is refused, and so is a file with a tensor whose name is not expected. A
+pickled file may hold tensors alone, and no code of it is run. How often the guesses of a head are
+right is in no released file. A command `measure` of the files above measures it on the target's own
+answers, for the option --accept.
 """
 import copy
 import json
@@ -34,16 +32,13 @@ from transformers.utils import cached_file
 # The first of these files that a repository has is read, since some have their weights in two
 # forms. The weights of a large head may come in parts, which an index lists.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-           "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt",
-           "hydra_lm_head.pt")
+           "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # What a message calls a kind of head, and names by which it is known. The kinds are tried in this
-# order: EAGLE-3 has the name of EAGLE, too, and both may have the name of Kangaroo.
+# order, since EAGLE-3 has the name of EAGLE, too.
 KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
-    "Hydra++ heads, which nothing here reads": r"hydra_mlp\..*",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
-    "an EAGLE head": r"fc\.weight",
-    "a Kangaroo adapter, which nothing here reads": r"layers\.0\.self_attn\.q_proj\.weight"}
+    "an EAGLE head": r"fc\.weight"}
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "head_dim", "rms_norm_eps")  # what a configuration says of a layer, but for its positions
 RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
@@ -136,8 +131,6 @@ def tell_kind(names: Collection[str]) -> str:
     """Tell from the names of its tensors what kind of head a file has, in the words of KINDS."""
     for kind, pattern in KINDS.items():
         if any(re.fullmatch(pattern, name) for name in names):
-            if "Kangaroo" in kind and any(".mlp." in name for name in names):
-                break  # a whole model has such an attention, too
             return kind
     return "a file without a head that is known here"
 
@@ -327,29 +320,26 @@ def is_head(fingerprint: list[float], part: torch.nn.Module) -> bool:
     return there.shape == here.shape and torch.allclose(there, here, rtol=0.02, atol=1e-6)
 
 
-def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[float]],
-                tokens: list[list[float]] = ()) -> None:
+def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[float]]) -> None:
     """Write how often the guesses of a head are right for a model, and print it for the likeliest.
 
     part     the head, whose fingerprint the file holds
     accept   accept[n][r] is how often the guess of rank r is right, at depth n of a tree or, for
              Medusa, of head n + 1
-    tokens   what dynamic trees give, if the head is one of EAGLE's
     """
     print(f"right {[round(ranks[0], 3) for ranks in accept]}")
-    save_facts(path, {"model": model}, head=some_weights(part), accept=accept, tokens=tokens)
+    save_facts(path, {"model": model}, head=some_weights(part), accept=accept)
 
 
-def load_accept(path: str, model,
-                part: torch.nn.Module) -> tuple[list[list[float]], list[list[float]]]:
+def load_accept(path: str, model, part: torch.nn.Module) -> list[list[float]]:
     """Read what `save_accept` wrote. InputError if it is damaged, or of another model or head.
 
     path     the JSON file
     model    the target
     part     the head, whose `levels` are the most that the table may have
-    returns  the tables accept and tokens, as `save_accept` describes them
+    returns  the table accept, as `save_accept` describes it
     """
-    def parse(facts: dict) -> tuple:
+    def parse(facts: dict) -> list[list[float]]:
         if not is_head(facts["head"], part):
             raise ValueError("another head's")
         accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
@@ -358,7 +348,7 @@ def load_accept(path: str, model,
             raise ValueError("no table of acceptance")
         if len(accept) > part.levels or max(map(len, accept)) > RANKS:
             raise ValueError(f"a table of more than {part.levels} levels with {RANKS} guesses each")
-        return accept, [[float(x) for x in row] for row in facts["tokens"]]
+        return accept
     return load_facts(path, {"model": model}, "what `measure` wrote for this model and this head",
                       parse)
 
@@ -381,6 +371,6 @@ def load_measured(target: CachedLM, name: str, adapter: str, accept: str,
 
     def give_table() -> torch.nn.Module:
         measured = copy.copy(part)
-        measured.accept, measured.tokens = load_accept(accept, target.model, part)
+        measured.accept = load_accept(accept, target.model, part)
         return measured
     return target.once((part, "accept", accept), give_table)

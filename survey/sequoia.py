@@ -177,8 +177,8 @@ def shape_of(parents: list[int]) -> Shape:
     return Shape(parents, children, levels, row)
 
 
-def list_plans(P: tuple[float, ...], sizes: Iterable[int], depths: Iterable[int], target: CachedLM,
-               draft: CachedLM) -> Iterator[tuple]:
+def plan_sequoia(P: tuple[float, ...], sizes: Iterable[int], depths: Iterable[int],
+                 target: CachedLM, draft: CachedLM) -> Iterator[tuple]:
     """Yield what `fastest` chooses from (Section 4.1).
 
     P        the rates, as for `tabulate`
@@ -218,8 +218,8 @@ def draw_children(q_logits: torch.Tensor, k: int, sample: Sampler) -> list[list[
     return q_logits.topk(k).indices.tolist()
 
 
-def grow(draft: CachedLM, unseen: list[int], shape: Shape,
-         sample: Sampler) -> tuple[list[int], dict[int, torch.Tensor]]:
+def draw_tree(draft: CachedLM, unseen: list[int], shape: Shape,
+              sample: Sampler) -> tuple[list[int], dict[int, torch.Tensor]]:
     """Draw the tokens of a tree, with a draft call for each level.
 
     draft    the model that guesses
@@ -294,7 +294,7 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
     ids          the token of each node
     shape        the shape of the tree
     logits       the target's logits [n, V] after each node
-    q_logits_of  what `grow` returned
+    q_logits_of  what `draw_tree` returned
     sample       makes p of the target's logits, and draws
     returns      path, the accepted nodes with the root first, and chunk, the accepted tokens and
                  the one that was drawn last
@@ -329,7 +329,7 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
     unseen = [root]  # final tokens that the draft has not been fed
     while True:
         shape = choose()
-        ids, q_logits_of = grow(draft, unseen, shape, sample)
+        ids, q_logits_of = draw_tree(draft, unseen, shape, sample)
         logits = target.forward(ids, shape.parents)  # [n, V]
         if sample.temperature == 0:
             path, chunk = walk(ids, shape.parents, sample(logits))
@@ -382,7 +382,7 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
         if nodes and depth:
             return target.once(settings, lambda: shape_of(
                 parents_of(tabulate(P, nodes, depth), nodes, depth)))
-        return fastest(target, settings, lambda: list_plans(P, sizes, depths, target, draft))
+        return fastest(target, settings, lambda: plan_sequoia(P, sizes, depths, target, draft))
     yield from decode(target, draft, prompt[-1], choose, sample, log)
 
 
@@ -442,14 +442,6 @@ def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
     return load_facts(path, {"target": target, "draft": draft}, expected, parse)
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say what a run's rounds were like, on average."""
-    drafted, accepted = (sum(r[x] for r in run.log) / len(run.log) for x in ("drafted", "accepted"))
-    return f"accepted {accepted:.2f} of {drafted:.0f} drafted tokens a round"
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([sequoia], report, commands=[calibrate], ranges=RANGES))
+    sys.exit(main([sequoia], commands=[calibrate], ranges=RANGES))

@@ -141,7 +141,7 @@ class Drawn(NamedTuple):
     nodes: dict[tuple[int, ...], int]  # prefix: the node of its last token in the model's own tree
 
 
-class Draft(NamedTuple):
+class DrawnDraft(NamedTuple):
     """Hold what the verification needs to know of one draft."""
     text: tuple[int, ...]  # its tokens
     probs: dict[tuple[int, ...], torch.Tensor]  # the `Drawn.probs` of the model that drew it
@@ -186,7 +186,7 @@ def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: 
     return Drawn(texts, probs, nodes)
 
 
-def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[Draft],
+def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[DrawnDraft],
                 sample: Sampler) -> tuple[tuple[int, ...], list[int], torch.Tensor]:
     """Go down the tree of drafts, from each node to the first draw that `rule` accepts.
 
@@ -272,7 +272,7 @@ def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedL
             path, [*guesses, root] = walk(ids, parents, sample(logits))
             guesses = tuple(guesses)
         else:
-            drafts = [Draft(text, drawn[m].probs, path)
+            drafts = [DrawnDraft(text, drawn[m].probs, path)
                       for m, text, path in zip(turns, texts, paths)]
             guesses, path, rest = verify_tree(rule, sample.probs(logits), drafts, sample)
             root = sample.draw(rest[None]).item()

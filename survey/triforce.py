@@ -82,11 +82,6 @@ class PartialLM(CachedLM):
 
     skipped = 0
 
-    @property
-    def text_length(self) -> int:
-        """Count all tokens of the text, also those that have no row."""
-        return self.skipped + self.length
-
     @torch.inference_mode()
     def take(self, lm: CachedLM, slots: dict[int, torch.Tensor], kept: int, length: int) -> None:
         """Replace all rows by copies of chosen rows from a cache of the same model.
@@ -307,7 +302,7 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
         # Update C_p, C_r and C_q. Then cut C_q, if its newest rows fill two windows
         update_caches(levels, text[:-1], len(text) - len(tokens) - 1)
         if small.prefix + small.length > sinks + 2 * window:
-            small.take(small, *choose_ends(small, sinks, window), small.text_length)
+            small.take(small, *choose_ends(small, sinks, window), small.skipped + small.length)
         move_counts(small, draft)  # `draft` itself was only called for the prompt
         if log is not None:
             log.append({"drafted": gamma, "accepted": accepted, "reviews": reviews})

@@ -438,7 +438,7 @@ def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
     assert command(*options, "--steps", "2") == 0
     text = capfd.readouterr().out
     assert "step 2: held-out loss" in text and out.stat().st_size < 10_000
-    assert f"{2 * 2 * 2 * 2 * 8 + 3 * 32:,} parameters" in text and "1 answers of" in text
+    assert f"{2 * 2 * 2 * 2 * 8 + 3 * 32:,} trained numbers" in text and "1 answers of" in text
     first = out.read_bytes()
     assert command(*options, "--steps", "3") == 0 and out.read_bytes() != first
     assert command(*options, "--steps", "2") == 0 and out.read_bytes() == first

@@ -14,7 +14,7 @@ from helpers import ROOT, tokens_of
 from mjsd import mjsd
 from ouroboros import ouroboros
 from speculative import speculative
-from survey.eagle import Draft, eagle, load_draft, save_draft
+from survey.eagle import EagleLayer, eagle, load_draft, save_draft
 from survey.lossy import bild, specdec
 from survey.medusa import Heads, load_heads, medusa, save_heads
 from survey.parts import save_facts
@@ -101,7 +101,7 @@ def test_heads_and_layers_that_overflow(value, some):
         chunks = medusa(FeatureLM(model), PROMPT, nodes=9, trained=heads.requires_grad_(False))
         assert tokens_of(chunks, 30) == expected
     for dynamic in (False, True):
-        draft = Draft(model)
+        draft = EagleLayer(model)
         draft.accept = [[0.5, 0.2, 0.1]] * 3
         draft.fc.weight.data[some] = value
         chunks = eagle(FeatureLM(model), PROMPT, nodes=9, dynamic=dynamic, trained=draft)
@@ -114,7 +114,7 @@ def test_a_layer_some_of_whose_passes_overflow(dynamic, kind):
     """Chances that are no numbers have no order, so a node could come before its parent."""
     model = tiny("llama", vocab_size=12)
     expected = tokens_of(autoregressive(FeatureLM(model), PROMPT[:1]), 80)
-    draft, target = Draft(model, begin="last"), FeatureLM(model)
+    draft, target = EagleLayer(model, begin="last"), FeatureLM(model)
     draft.accept = [[0.5, 0.4, 0.3, 0.2]] * 5
     target.memo[draft, "cached"] = Broken(draft.lm, kind)
     chunks = eagle(target, PROMPT[:1], nodes=12, dynamic=dynamic, trained=draft)
@@ -123,7 +123,7 @@ def test_a_layer_some_of_whose_passes_overflow(dynamic, kind):
 
 def test_files_of_numbers_that_are_not_finite_are_refused(tmp_path, embedded):
     model, path = tiny("llama"), tmp_path / "part"
-    heads, draft = Heads(model, "hydra", 2), Draft(model)
+    heads, draft = Heads(model, "hydra", 2), EagleLayer(model)
     heads.W[0].bias.data[3], draft.fc.bias.data[0] = torch.nan, torch.inf
     save_heads(path, heads, model)
     with pytest.raises(InputError, match="expected finite numbers, got"):

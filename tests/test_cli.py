@@ -487,11 +487,8 @@ survey.medusa | --epsilon 0.0 nan: above 0 | --delta -1.0: above 0
 survey.medusa train --out /no/x | --heads x: medusa or hydra | --K 0: 1 or more
 survey.medusa train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
 survey.medusa train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
-survey.medusa train --out /no/x | --loss x: ce or tv
 survey.eagle | --nodes -1 65: 0 to 64
 survey.eagle train --out /no/x | --begin x: random or last | --mlp -1: 0 or more
-survey.eagle train --out /no/x | --loss x: ce or tv
-survey.eagle3 train --out /no/x | --loss x: ce or tv
 survey.eagle train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
 survey.eagle train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
 survey.dflash | --nodes -1 65: 0 to 64
@@ -591,7 +588,6 @@ REFUSED = [
     ("survey.medusa --adapter models/hydra.safetensors", "one of hydra heads"),
     ("survey.eagle --adapter {odd}/none", "expected a trained file, or … got '{odd}/none'"),
     ("survey.dflash --adapter {odd}/none", "expected a file of a DFlash draft, got '{odd}/none'"),
-    ("survey.eagle train --out /no/such/x --inputs x", "--inputs must be shifted, … token, got x"),
     ("survey.rest --datastore {odd}/none", "expected a file of a REST datastore, got '{odd}/none'"),
     ("survey.hybrid --trust {odd}/none", "expected a file … made for this model"),
     ("survey.hybrid --datastore {odd}/none", "expected a file of a REST datastore, got"),

@@ -11,9 +11,9 @@ from common import InputError, Sampler, autoregressive
 from families import tiny
 from helpers import tokens_of
 from survey import dflash as module
-from survey.dflash import (EVERY, BlockLM, Draft, Text, block_logits, block_loss, calibrate,
-                           compute_texts, dflash, grow, load_draft, make_blocks,
-                           measure_acceptance, plan_sizes, run_block, run_blocks, sample_anchors,
+from survey.dflash import (EVERY, BlockLM, BlockDraft, Text, block_logits, block_loss, calibrate,
+                           compute_texts, dflash, grow_block, load_draft, make_blocks,
+                           measure_acceptance, plan_block, run_block, run_blocks, sample_anchors,
                            save_draft)
 from survey.parts import save_part
 from survey.taps import FeatureLM
@@ -22,9 +22,9 @@ MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
-def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> Draft:
+def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> BlockDraft:
     """Make a draft whose every weight is random."""
-    draft = Draft(model, [*taps], **dict(B=4, markov=8) | form)
+    draft = BlockDraft(model, [*taps], **dict(B=4, markov=8) | form)
     rng = torch.Generator().manual_seed(1)
     for p in draft.trainable().values():
         p.data = scale * torch.randn(p.shape, generator=rng) + (p.ndim == 1)
@@ -32,11 +32,11 @@ def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> Draft:
     return draft.requires_grad_(False)
 
 
-def texts_of(draft: Draft, folder, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
-    return compute_texts(model, draft.taps, [*pairs], folder)
+def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
+    return compute_texts(model, draft.taps, [*pairs])
 
 
-def z_by_decoding(draft: Draft, text: Text, anchor: int) -> torch.Tensor:
+def z_by_decoding(draft: BlockDraft, text: Text, anchor: int) -> torch.Tensor:
     """Compute a block's logits as decoding does, in a cache, with what was tapped before a root."""
     lm = BlockLM(draft.lm)
     lm.start([])
@@ -47,19 +47,18 @@ def z_by_decoding(draft: Draft, text: Text, anchor: int) -> torch.Tensor:
 # ---------------------------------------------------------------------------------- the network
 
 KINDS = {"both ways": {}, "causal": dict(causal=True), "no Markov head": dict(markov=0),
-         "one layer": dict(layers=1), "gains": dict(gains=True),
-         "random": dict(begin="random", mlp=24)}
+         "one layer": dict(layers=1), "random": dict(begin="random", mlp=24)}
 
 
 @pytest.mark.parametrize("form", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
-def test_packed_blocks_are_what_decoding_computes(family, form, tmp_path):
+def test_packed_blocks_are_what_decoding_computes(family, form):
     """Each of many anchors of two texts of different lengths, the first place among them."""
     if family == "gpt2" and "mlp" in form:
         pytest.skip("its MLP's width has another name")
     model = tiny(family)
     draft = make_draft(model, (0, 2), **form)
-    texts = texts_of(draft, tmp_path, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
+    texts = texts_of(draft, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
     anchors = [[0, 4, 7, 14], [0, 1, 6, 3]]
     hidden = make_blocks(draft, texts, anchors).hidden
     found = draft.lm.get_output_embeddings()(hidden)
@@ -97,9 +96,8 @@ def test_other_anchors_change_nothing():
         assert torch.allclose(packed[:, i], alone[:, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("gains", [False, True])
-def test_a_draft_begins_as_the_targets_last_layers(gains):
-    draft = Draft(MODEL, [0, 2], layers=2, gains=gains)
+def test_a_draft_begins_as_the_targets_last_layers():
+    draft = BlockDraft(MODEL, [0, 2], layers=2)
     for i in range(2):
         for mine, theirs in zip(draft.lm.model.layers[i].parameters(),
                                 MODEL.model.layers[1 + i].parameters(), strict=True):
@@ -116,16 +114,12 @@ def test_a_draft_begins_as_the_targets_last_layers(gains):
     assert torch.equal(draft.add_markov(z, torch.tensor([3, 4])), z)
 
 
-@pytest.mark.parametrize("gains", [False, True])
-def test_what_the_rows_of_a_block_read(gains):
+def test_what_the_rows_of_a_block_read():
     """Each a token or the mask, its place, and the H before the root."""
-    draft, H = make_draft(gains=gains), torch.randn(32)
+    draft, H = make_draft(), torch.randn(32)
     e = torch.stack([MODEL.get_input_embeddings().weight[7], *[draft.mask] * 3])
-    if gains:
-        expected = e + draft.gains * H
-    else:
-        of_root, of_masks = (draft.before.weight @ H).split(32)
-        expected = e @ draft.token.weight.T + torch.stack([of_root, *[of_masks] * 3])
+    of_root, of_masks = (draft.before.weight @ H).split(32)
+    expected = e @ draft.token.weight.T + torch.stack([of_root, *[of_masks] * 3])
     found = draft.embed_blocks(torch.tensor([7, 7]), H.expand(2, 32))
     assert torch.allclose(found, (expected + draft.place).expand(2, 4, 32), atol=1e-4)
 
@@ -135,7 +129,7 @@ def test_a_seed_makes_a_draft(begin):
     """Whatever random numbers were drawn before. Otherwise a stopped run would never go on."""
     def weights(seed: int) -> torch.Tensor:
         torch.rand(3)
-        draft = Draft(MODEL, [0, 2], B=4, markov=8, begin=begin, seed=seed)
+        draft = BlockDraft(MODEL, [0, 2], B=4, markov=8, begin=begin, seed=seed)
         return torch.cat([p.detach().flatten() for p in draft.trainable().values()])
     assert torch.equal(weights(0), weights(0)) and not torch.equal(weights(0), weights(1))
 
@@ -153,11 +147,11 @@ def test_the_markov_head_by_hand():
 
 @pytest.mark.parametrize("loss", ["ce", "tv"])
 @pytest.mark.parametrize("vocab", [None, [*range(0, 61, 2)]], ids=["all tokens", "some tokens"])
-def test_the_loss_by_hand(loss, vocab, tmp_path):
+def test_the_loss_by_hand(loss, vocab):
     """Guess by guess, as decoding computes them, with the target's distribution after each token
     and without tokens that the draft cannot guess."""
     draft, answer = make_draft(vocab=vocab, scale=1.0), TEXT[5:]
-    [text] = texts_of(draft, tmp_path)
+    [text] = texts_of(draft)
     every = vocab or [*range(61)]
     total = weights = 0.0
     for anchor in (4, 8, 13):
@@ -169,25 +163,25 @@ def test_the_loss_by_hand(loss, vocab, tmp_path):
                 p = MODEL(torch.tensor([TEXT[:place]])).logits[0, -1, every].softmax(-1)
                 term = -(p * q.log()).sum()
                 if loss == "tv":
-                    term = 0.1 * term + 0.9 * (1 - torch.minimum(p, q).sum())
+                    term = 0.1 * term + 0.9 * (p - q).abs().sum()
                 weight = 2.718281828 ** (-k / 4)
                 total, weights = total + weight * term, weights + weight
     found = block_loss(draft, lambda x: x, [text], [[4, 8, 13]], loss)
     assert len(answer) == 11 and found.item() == pytest.approx((total / weights).item(), rel=2e-3)
 
 
-def test_what_is_scaled_counts(tmp_path):
+def test_what_is_scaled_counts():
     draft = make_draft(markov=0)
-    [text] = texts_of(draft, tmp_path)
+    [text] = texts_of(draft)
     blocks = make_blocks(draft, [text], [[4]])
     plain, scaled = (block_logits(draft, lambda x: c * x, blocks.hidden, blocks.previous)
                      for c in (1, 3))
     assert torch.allclose(3 * plain, scaled)
 
 
-def test_blocks_end_with_the_text(tmp_path):
+def test_blocks_end_with_the_text():
     draft = make_draft(vocab=[*range(0, 61, 3)])
-    [text] = texts_of(draft, tmp_path)
+    [text] = texts_of(draft)
     blocks = make_blocks(draft, [text], [[4, 13, 14]])
     assert blocks.inside[0].tolist() == [[True] * 4, [True, True, False, False],
                                          [True, False, False, False]]
@@ -196,8 +190,8 @@ def test_blocks_end_with_the_text(tmp_path):
                                             for x in TEXT[5:9]]
 
 
-def test_anchors_are_those_of_the_answer(tmp_path):
-    [text] = texts_of(make_draft(), tmp_path)
+def test_anchors_are_those_of_the_answer():
+    [text] = texts_of(make_draft())
     assert text.anchors() == range(4, 15)
     few, many = (sample_anchors(text, n, random.Random(0)) for n in (11, 30))
     assert sorted(few) != few and {*few} <= {*range(4, 15)}
@@ -205,30 +199,13 @@ def test_anchors_are_those_of_the_answer(tmp_path):
     assert len(many) == 30
 
 
-def test_features_are_computed_once_and_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    draft = make_draft()
-    pairs = [(TEXT[:i], TEXT[i:]) for i in (2, 5, 9)]
-    whole = texts_of(draft, tmp_path / "a", pairs=pairs)
-    ran, start = [], FeatureLM.start
-
-    def note(self, ids, prefix=()):
-        ran.append(len(ids))
-        return start(self, ids, prefix)
-    monkeypatch.setattr(FeatureLM, "start", note)
-    again = texts_of(draft, tmp_path / "a", pairs=pairs)
-    assert ran == []
-    [file] = (tmp_path / "a").iterdir()
-    file.write_bytes(file.read_bytes()[:-1000])
-    half = texts_of(draft, tmp_path / "a", pairs=pairs)
-    assert len(ran) == 1
+def test_what_the_target_computed_of_a_text():
+    pairs = [(TEXT[:i], TEXT[i:]) for i in (2, 5)]
     hidden = MODEL(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-    for x, y, w, (prompt, _) in zip(whole, again, half, pairs):
-        assert torch.equal(x.features, y.features) and torch.equal(x.last, w.last)
-        assert torch.allclose(x.features.float(), torch.cat([hidden[1], hidden[3]], -1)[0],
-                              rtol=0.01, atol=0.01)
-        assert torch.equal(x.last, x.features[:, 32:]) and x.length == len(prompt)
-    [other] = compute_texts(MODEL, [1], pairs[:1], tmp_path / "b")
-    assert torch.equal(other.last, whole[0].last) and other.features.shape == (16, 32)
+    for text, (prompt, _) in zip(compute_texts(MODEL, [1], pairs), pairs, strict=True):
+        assert text.ids.tolist() == TEXT and text.length == len(prompt)
+        for found, expected in ((text.features, hidden[1]), (text.last, hidden[3])):
+            assert torch.allclose(found.float(), expected[0], rtol=0.01, atol=0.01)
 
 
 # ------------------------------------------------------------------------------------- the tree
@@ -240,7 +217,7 @@ def test_a_tree_has_the_likeliest_of_all_paths(form):
     the likeliest n of all."""
     draft = make_draft(**form)
     z = 2 * torch.randn(4, len(draft.vocab), generator=torch.Generator().manual_seed(3))
-    ids, parents, chances = grow(draft, z, 7, 40)
+    ids, parents, chances = grow_block(draft, z, 7, 40)
     known = {(): 1.0}
     for k in range(4):
         for path in [path for path in known if len(path) == k and known[path] > 1e-4]:
@@ -257,7 +234,7 @@ def test_a_tree_has_the_likeliest_of_all_paths(form):
     # ten guesses a node are kept, and here no node has a likelier eleventh
     assert chances == pytest.approx(sorted(known.values(), reverse=True)[:40], rel=1e-4)
     for n in (2, 5, 17):
-        assert grow(draft, z, 7, n) == (ids[:n], parents[:n], pytest.approx(chances[:n]))
+        assert grow_block(draft, z, 7, n) == (ids[:n], parents[:n], pytest.approx(chances[:n]))
 
 
 def test_a_draft_that_overflows_guesses_nothing_and_ends():
@@ -266,11 +243,11 @@ def test_a_draft_that_overflows_guesses_nothing_and_ends():
     late = torch.randn(4, 61, generator=torch.Generator().manual_seed(3))
     late[1] = torch.nan
     for z in (torch.full((4, 61), torch.nan), torch.zeros(4, 61), late):
-        ids, parents, chances = grow(draft, z, 7, 64)
+        ids, parents, chances = grow_block(draft, z, 7, 64)
         assert len(ids) == len(parents) <= 64 and ids[0] == 7
         assert all(parent < i for i, parent in enumerate(parents))
         assert chances[0] == 1.0 and chances == sorted(chances, reverse=True)
-    first = grow(draft, late[:1], 7, 11)
+    first = grow_block(draft, late[:1], 7, 11)
     assert (ids[:11], parents[:11]) == first[:2]
 
 
@@ -350,7 +327,7 @@ def test_a_long_prompt_comes_in_parts():
 
 # ----------------------------------------------------------------------------- what is measured
 
-class Knowing(Draft):
+class Knowing(BlockDraft):
     """A draft whose guesses are known: guess k after token t is t + 1, or t + 2 for k = 2."""
 
     def add_markov(self, z, tokens):
@@ -359,30 +336,30 @@ class Knowing(Draft):
         return 8.0 * torch.nn.functional.one_hot(best, 61)
 
 
-def counting(tmp_path, first=5) -> tuple[Draft, list[Text]]:
+def counting(first=5) -> tuple[BlockDraft, list[Text]]:
     """Make a draft that counts, and a text in which each token is the next number."""
     draft = Knowing(MODEL, [1], B=4, markov=8)
     ids = [*range(first, first + 21)]
-    return draft, compute_texts(MODEL, [1], [(ids[:4], ids[4:])], tmp_path)
+    return draft, compute_texts(MODEL, [1], [(ids[:4], ids[4:])])
 
 
-def test_acceptance_by_hand(tmp_path):
+def test_acceptance_by_hand():
     """The third guess is always wrong, and so the fourth, though right itself, is never reached."""
-    draft, texts = counting(tmp_path)
+    draft, texts = counting()
     assert measure_acceptance(draft, lambda x: x, texts) == [1.0, 1.0, 0.0, 0.0]
 
 
-def test_temperatures_and_tokens_by_hand(tmp_path, monkeypatch):
+def test_temperatures_and_tokens_by_hand(monkeypatch):
     """Where guesses are always right, the lowest temperature is the best, else the highest one.
     Trees are asked for at every EVERY-th place, and counted as far as the text goes."""
-    draft, texts = counting(tmp_path)
+    draft, texts = counting()
     asked = []
 
     def chain(draft, z, root, n):
         asked.append((root, n))
         wrong = [root, root + 1, root + 9, root + 2, root + 7]
         return wrong, [-1, 0, 0, 1, 3], [1.0] * 5
-    monkeypatch.setattr(module, "grow", chain)
+    monkeypatch.setattr(module, "grow_block", chain)
     calibrate(draft, lambda x: x, texts)
     low, high = module.TEMPERATURES[0], module.TEMPERATURES[-1]
     assert draft.temperatures[:2] == [low, low] and draft.temperatures[2] == high
@@ -416,9 +393,9 @@ def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [
         (10.0 if lm == "target" else 1.0) + 0.1 * n for n in range(most + 1)])
     grown = []
-    monkeypatch.setattr(module, "grow", lambda draft, z, root, n: grown.append(n))
+    monkeypatch.setattr(module, "grow_block", lambda draft, z, root, n: grown.append(n))
     monkeypatch.setattr(module.timeit, "repeat", lambda call, number, repeat: [call() or grown[-1]])
-    assert [*plan_sizes(draft, "draft", "target")] == [
+    assert [*plan_block(draft, "draft", "target")] == [
         (1, 1.0, pytest.approx(10.1)), (2, 1.8, pytest.approx(10.2 + 1.6 + 2)),
         (3, 2.2, pytest.approx(10.3 + 1.7 + 4))]
 
@@ -426,8 +403,7 @@ def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
 # ------------------------------------------------------------------------------------- the file
 
 def test_a_file_gives_the_same_draft(tmp_path):
-    draft = Draft(MODEL, [0, 2], vocab=[*range(0, 61, 2)], causal=True, layers=1, mlp=24, B=3,
-                  gains=True)
+    draft = BlockDraft(MODEL, [0, 2], vocab=[*range(0, 61, 2)], causal=True, layers=1, mlp=24, B=3)
     draft.tokens, draft.accept, draft.temperatures = [1.0, 1.5], [0.5] * 3, [0.8, 1.0, 1.2]
     for p in draft.trainable().values():
         p.data = torch.randn_like(p).bfloat16().float()
@@ -451,7 +427,7 @@ WRONG = {"a layer too many": dict(taps=[0, 9]), "no tap": dict(taps=[]),
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
-    draft = Draft(MODEL, [1, 3], B=4, markov=8)
+    draft = BlockDraft(MODEL, [1, 3], B=4, markov=8)
     header = dict(form=draft.form, taps=draft.taps, accept=draft.accept, tokens=draft.tokens,
                   temperatures=draft.temperatures)
     save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), **header)
@@ -462,9 +438,9 @@ def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
 
 
 def test_a_file_without_a_part_of_its_header_is_refused(tmp_path):
-    draft = Draft(MODEL, [1, 3], B=4, markov=8)
+    draft = BlockDraft(MODEL, [1, 3], B=4, markov=8)
     save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), form=draft.form)
-    with pytest.raises(InputError, match="wrong header: 'taps'"):
+    with pytest.raises(InputError, match="wrong header: it has no 'taps'"):
         load_draft(tmp_path / "x", MODEL)
 
 

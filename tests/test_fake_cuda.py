@@ -124,7 +124,7 @@ PLANTED = {
     "a head's tokens stay on the CPU": (
         medusa, "fill_hydra_tree", ", device=f.device", "", decode("hydra")),
     "a layer's tokens stay on the CPU": (
-        eagle.Draft, "join", ", device=pairs.features.device", "", decode("eagle")),
+        eagle.EagleLayer, "join", ", device=pairs.features.device", "", decode("eagle")),
     "an item in a capture": (
         StaticCache, "update", "if written is None:", "if int(written[0]) < 0:",
         decode("jacobi", GraphedLM)),
@@ -167,7 +167,6 @@ TRAININGS = {  # a command, and its options besides those of all
     "bita train": (bita.train, dict(P=2, M=2, anchors=4)),
     "bita train, shallow": (bita.train, dict(P=2, M=2, anchors=4, design="shallow")),
     "medusa train": (medusa.train, dict(K=2)),
-    "medusa train, distances": (medusa.train, dict(K=2, loss="tv")),
     "hydra train, few tokens": (medusa.train, dict(K=2, heads="hydra", vocab=9)),
     "eagle train": (eagle.train, {}),
     "eagle train, released": (eagle.train, dict(released=True)),

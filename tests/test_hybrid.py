@@ -12,9 +12,9 @@ from families import FAMILIES, SCALED, tiny
 from helpers import ROOT, per_call, tokens_of
 from survey import dflash, eagle3
 from survey import hybrid as module
-from survey.eagle import Draft, Pairs, feed
-from survey.hybrid import (Trained, choose_width, estimate_prices, fit, grow, hybrid, load_trust,
-                           replay_part, report)
+from survey.eagle import EagleLayer, Pairs, feed
+from survey.hybrid import (Trained, choose_width, estimate_prices, fit, grow_hybrid, hybrid,
+                           load_trust, replay_part, report)
 from survey.medusa import Heads
 from survey.ngrams import NGrams, fit_pool, fit_trust, pool_chances, split_chance
 from survey.parts import save_facts
@@ -29,11 +29,11 @@ POOL = [3.0, 0.5, 0.5, 0.9]
 FILES = dict(datastore="store", trust="trust", adapter="part")
 
 
-def prepared(model, texts=((3, 14, 15, 9, 2, 6),), eagle_reads="shifted") -> FeatureLM:
+def prepared(model, texts=((3, 14, 15, 9, 2, 6),)) -> FeatureLM:
     """Make a target with a datastore of texts, trust of one half, and random parts at hand."""
     target = FeatureLM(model)
     pools = {"none": []} | dict.fromkeys(KINDS, POOL)
-    draft = Draft(model, inputs=eagle_reads, seed=3)
+    draft = EagleLayer(model, seed=3)
     draft.accept = [[0.5]]
     target.memo |= {("rest", "store"): Datastore(BOUNDARY.join(as_text(x) for x in texts)),
                     ("trust", "trust"): {"trust": HALF, "pools": pools}, ("eagle", "part"): draft}
@@ -50,15 +50,15 @@ def prepared(model, texts=((3, 14, 15, 9, 2, 6),), eagle_reads="shifted") -> Fea
     return target
 
 
-def eagle3_draft(model, vocab=None) -> eagle3.Draft:
+def eagle3_draft(model, vocab=None) -> eagle3.Eagle3Layer:
     """Make a random draft of EAGLE-3. It taps what the LM head reads, as the other parts do."""
     vocab = vocab or range(len(model.get_output_embeddings().weight))
-    return eagle3.Draft(model, eagle3.make_config(model), [2], vocab, seed=3)
+    return eagle3.Eagle3Layer(model, eagle3.make_config(model), [2], vocab, seed=3)
 
 
-def block_draft(model, vocab=None) -> dflash.Draft:
+def block_draft(model, vocab=None) -> dflash.BlockDraft:
     """Make a random draft of blocks. It taps what the LM head reads, as the other parts do."""
-    draft = dflash.Draft(model, [2], B=4, markov=8, vocab=vocab)
+    draft = dflash.BlockDraft(model, [2], B=4, markov=8, vocab=vocab)
     rng = torch.Generator().manual_seed(3)
     for p in draft.trainable().values():
         p.data = 0.3 * torch.randn(p.shape, generator=rng)
@@ -174,7 +174,7 @@ def test_the_best_nodes_come_first_and_a_guess_at_the_root_alone():
     def guess(path):
         asked.append(1)
         return {"x": 0.9, "c": 0.1}
-    ids, parents, chances = grow(ngrams, part_of(guess), POOL, 20, 0.01)
+    ids, parents, chances = grow_hybrid(ngrams, part_of(guess), POOL, 20, 0.01)
     paths = [""]
     for node, parent in zip(ids[1:], parents[1:]):
         paths.append(paths[parent] + as_text([node]))
@@ -184,7 +184,7 @@ def test_the_best_nodes_come_first_and_a_guess_at_the_root_alone():
     pooled = pool_chances({"x": 0.9, "c": 0.1}, ngrams.predict(""), POOL[:3])
     assert known["x"] == pytest.approx(pooled["x"]) and known["c"] == pytest.approx(pooled["c"])
     assert known["ca"] == pytest.approx(known["c"] * ngrams.predict("c")["a"])
-    assert grow(ngrams, part_of(guess), POOL, 3, 0.01)[0] == ids[:3]
+    assert grow_hybrid(ngrams, part_of(guess), POOL, 3, 0.01)[0] == ids[:3]
 
 
 @pytest.mark.parametrize("passes, price, asked", [
@@ -204,18 +204,18 @@ def test_passes_are_bought_where_they_pay(passes, price, asked, monkeypatch):
     def guess(path):
         seen.append(path)
         return {"c": 1.0}
-    grow(ngrams, part_of(guess, 9, passes), [0.0, 1.0, 1.0, 0.9], 20, 0.01, price)
+    grow_hybrid(ngrams, part_of(guess, 9, passes), [0.0, 1.0, 1.0, 0.9], 20, 0.01, price)
     assert [path for path in seen if path in ("", "d", "c")] == asked
 
 
 def test_a_part_that_says_nothing_changes_nothing():
     """And a tree of the root alone asks none."""
     ngrams, asked = NGrams("abcabdab", Datastore("q"), HALF), []
-    grow(ngrams, part_of(asked.append), POOL, 1, 0.01)
+    grow_hybrid(ngrams, part_of(asked.append), POOL, 1, 0.01)
     assert asked == []
     for nothing in ({}, {"x": 0.0}):
-        found = grow(ngrams, part_of(lambda path: nothing), POOL, 20, 0.01)
-        assert found == grow(ngrams, None, [], 20, 0.01)
+        found = grow_hybrid(ngrams, part_of(lambda path: nothing), POOL, 20, 0.01)
+        assert found == grow_hybrid(ngrams, None, [], 20, 0.01)
 
 
 def test_a_pool_by_hand():
@@ -230,7 +230,7 @@ def test_a_pool_by_hand():
 
 def test_of_equally_likely_nodes_the_first_comes_first():
     ngrams = NGrams("abxacyaa", Datastore("q"), HALF)  # b, c, a, once each
-    assert as_text(grow(ngrams, None, [], 4, 0.01)[0]) == "abca"
+    assert as_text(grow_hybrid(ngrams, None, [], 4, 0.01)[0]) == "abca"
 
 
 COSTS = [0.0] + [2 + 0.1 * r for r in range(1, 17)]  # of r rows
@@ -269,7 +269,7 @@ def test_a_head_by_hand():
     target = prepared(model)
     target.start(text)
     heads, part = target.memo["hydra", "part"], Trained(target, "hydra", "part")
-    part.start(Pairs(text[:3], target.features[:3], text[1:]))
+    part.start(Pairs(target.features[:3], text[1:]))
     embedding = model.get_input_embeddings()(torch.tensor([9]))
     read = torch.cat([target.features[2:3], embedding], 1)
     logits = model.lm_head(heads.R[0](read) + torch.nn.functional.silu(heads.W[0](read)))[0]
@@ -294,11 +294,11 @@ def test_a_part_guesses_the_tokens_that_it_has(kind):
         for p in part.part.parameters():
             if p.requires_grad:
                 p.data.fill_(weight)
-        part.start(Pairs(text[:3], target.features[:3], text[1:]))
+        part.start(Pairs(target.features[:3], text[1:]))
         chances = part.predict()
         assert {*as_tokens("".join(chances))} == {2, 3, 5, 7, 11, 13}
         assert any(chances.values()) == (weight == 0.1)
-    part.start(Pairs([], target.features[:0], []))
+    part.start(Pairs(target.features[:0], []))
     assert part.predict() == {}
 
 
@@ -309,7 +309,7 @@ def test_a_block_guesses_for_all_depths_by_hand():
     target = prepared(model)
     target.start(text)
     draft, part = target.memo["dflash", "part"], Trained(target, "dflash", "part")
-    part.start(Pairs(text[:3], target.features[:3], text[1:]))
+    part.start(Pairs(target.features[:3], text[1:]))
     lm = dflash.BlockLM(draft.lm)
     lm.start([])
     with torch.inference_mode():
@@ -333,24 +333,24 @@ def test_a_layer_guesses_after_a_path_by_hand(kind):
     target = prepared(model)
     target.start(text)
     draft, part = target.memo[kind, "part"], Trained(target, kind, "part")
-    pairs = Pairs(text[:3], target.features[:3], text[1:])
+    pairs = Pairs(target.features[:3], text[1:])
     part.start(pairs)
     assert part.layer.length == 2  # the prompt is read, up to the pair with the root
     lm = FeatureLM(draft.lm)
     lm.start([])
     with torch.inference_mode():
         feed(draft, lm, [pairs])
-        lm.forward(draft.join(Pairs([9], lm.features[-1:], [7])), [-1])
+        lm.forward(draft.join(Pairs(lm.features[-1:], [7])), [-1])
         first = lm.features[-1:]
-        logits = {"75": lm.forward(draft.join(Pairs([7], first, [5])), [0])[0]}
-        logits["76"] = lm.forward(draft.join(Pairs([7], first, [6])), [0])[0]
+        logits = {"75": lm.forward(draft.join(Pairs(first, [5])), [0])[0]}
+        logits["76"] = lm.forward(draft.join(Pairs(first, [6])), [0])[0]
     paths = {"75": as_text([7, 5]), "76": as_text([7, 6])}
     for name, passes in (("75", 3), ("76", 1)):
         assert part.count_passes(paths[name]) == passes
         expected = guesses_of(logits[name])
         assert part.predict(paths[name]) == pytest.approx(expected, rel=1e-4)
     assert len(part.rows) == 4 and part.count_passes("") == 0
-    part.add(Pairs([9], target.features[3:], [7]))
+    part.add(Pairs(target.features[3:], [7]))
     assert part.layer.length == 3 and part.layer.parents == [] and part.count_passes("") == 1
 
 
@@ -367,7 +367,7 @@ def test_deeper_nodes_are_asked_as_far_as_a_block_goes():
     def guess(path):
         asked.append(path)
         return {"xyz"[len(path)]: 0.8}
-    ids, _, chances = grow(ngrams, part_of(guess, 2), [9.0, 1.0, 1.0, 0.9], 20, 0.01)
+    ids, _, chances = grow_hybrid(ngrams, part_of(guess, 2), [9.0, 1.0, 1.0, 0.9], 20, 0.01)
     assert {len(path) for path in asked} == {0, 1} and len({*asked}) == len(asked)
     x = 2.718281828 ** 9 * 0.8 * 0.001
     place, alone = as_text(ids).index("y"), x / (1 + x)  # no n-gram names what comes after x
@@ -384,7 +384,7 @@ def test_heads_of_models_that_scale_or_cap_their_logits(name, config, monkeypatc
         p.data.zero_()
     target.start([3, 14])
     part = Trained(target, "medusa", "part")
-    part.start(Pairs([3, 14], target.features, [14, 15]))
+    part.start(Pairs(target.features, [14, 15]))
     logits = model(torch.tensor([[3, 14]])).logits[0, -1]
     assert part.predict() == pytest.approx(guesses_of(logits), rel=0.01)
 
@@ -397,9 +397,9 @@ def test_a_part_reads_all_pairs_that_wait(kind):
     target.start(text)
     for ends in (range(1, 9), [1, 3, 4, 8], [7, 8]):
         part, first = Trained(target, kind, "part"), 0
-        part.start(Pairs([], target.features[:0], []))
+        part.start(Pairs(target.features[:0], []))
         for end in ends:
-            part.add(Pairs(text[first:end], target.features[first:end], text[first + 1:end + 1]))
+            part.add(Pairs(target.features[first:end], text[first + 1:end + 1]))
             first = end
             if end != 3:
                 chances = part.predict()
@@ -408,9 +408,8 @@ def test_a_part_reads_all_pairs_that_wait(kind):
         assert found[0] == pytest.approx(chances, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind, reads", [(kind, "shifted") for kind in KINDS]
-                         + [("eagle", "unshifted")])
-def test_a_part_knows_the_text_in_a_run(kind, reads, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_knows_the_text_in_a_run(kind, monkeypatch):
     """What it says in a run, over two prompts and accepted branches, is what a fresh one says that
     is told the whole text."""
     model, log, asked, texts = tiny("llama"), [], [], []
@@ -419,14 +418,14 @@ def test_a_part_knows_the_text_in_a_run(kind, reads, monkeypatch):
         whole = [*p, *answer]
         wrong = [[whole[i], (whole[i + 1] + 1) % 50 + 2] for i in range(1, 41, 3)]
         texts += [whole, *(3 * wrong)]
-    target, other = (prepared(model, texts, eagle_reads=reads) for _ in range(2))
+    target, other = (prepared(model, texts) for _ in range(2))
     predict = Trained.predict
 
     def checked(self, path=""):
         text = [*prompt, *answers[prompt]][:target.length + 1]
         other.start(text[:-1])
         part = Trained(other, kind, "part")
-        part.start(Pairs(text[:-1], other.features, text[1:]))
+        part.start(Pairs(other.features, text[1:]))
         asked.append(predict(self, path))
         assert asked[-1] == pytest.approx(predict(part, path), rel=1e-3, abs=1e-5)
         return asked[-1]
@@ -545,7 +544,7 @@ def test_chances_are_honest(embedded, held_out):
     for prompt, answer in held_out[::2]:
         ngrams = NGrams(as_text(prompt), store, trust)
         for i, token in enumerate(answer):
-            ids, parents, chances = grow(ngrams, None, [], 24, 0.05)
+            ids, parents, chances = grow_hybrid(ngrams, None, [], 24, 0.05)
             places = {0: i - 1}  # of each node that is right, its place in the answer
             for x in range(1, len(ids)):
                 place = places.get(parents[x], len(answer)) + 1
@@ -621,8 +620,7 @@ def test_a_part_is_replayed_in_rounds():
     features = torch.arange(8.0)[:, None]
     found = replay_part(part, [1, 2], [3, 4, 5, 6, 7, 8], features)
     assert asked == [[], [3], [], [5], [5, 6], []] and [*found[1].values()] == [0.05]
-    assert [(pairs.before, pairs.tokens) for pairs in told] == [
-        ([1], [2]), ([2, 3], [3, 4]), ([4, 5, 6], [5, 6, 7])]
+    assert [pairs.tokens for pairs in told] == [[2], [3, 4], [5, 6, 7]]
     assert torch.cat([pairs.features for pairs in told]).flatten().tolist() == [*range(6)]
 
 

@@ -15,7 +15,7 @@ from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMAL
                       tiny)
 from models import training
 from survey import layers
-from survey.eagle import Draft
+from survey.eagle import EagleLayer
 from survey.layers import list_layers, take_layers
 
 DEEP = SHAPE | dict(num_hidden_layers=4)
@@ -120,7 +120,7 @@ def test_layers_that_no_configuration_makes_are_refused(make):
         take_layers(model, [1, 3])
     for begin in "last", "random":
         with pytest.raises(InputError, match="layers 3 of GPT2LMHeadModel cannot be made into"):
-            Draft(model, begin=begin)
+            EagleLayer(model, begin=begin)
 
 
 def test_a_wrong_window_is_seen_whatever_its_length(make, monkeypatch):
@@ -143,8 +143,8 @@ def test_a_draft_layer_is_of_the_last_layers_kind(name, make):
     """With the last layer's weights, which only `begin` "last" copies, it computes what the last
     layer does, windows and rotary positions included; no norm follows."""
     model, seen = make(name), {}
-    draft = Draft(model, begin="last")
-    layer, fresh, last = (list_layers(x)[-1] for x in (draft.lm, Draft(model).lm, model))
+    draft = EagleLayer(model, begin="last")
+    layer, fresh, last = (list_layers(x)[-1] for x in (draft.lm, EagleLayer(model).lm, model))
     copied, random, own = (torch.cat([p.flatten() for p in x.parameters()])
                            for x in (layer, fresh, last))
     assert torch.equal(copied, own) and not torch.equal(random, own)

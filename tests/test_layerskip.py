@@ -8,10 +8,11 @@ import torch
 from torch.nn.utils import parametrize
 
 from cli.graphs import GraphedLM
+from cli.run import count_guesses
 from common import Sampler, autoregressive
 from families import deep, tiny
 from helpers import main, tokens_of
-from survey import draft_verify, layerskip as module
+from survey import layerskip as module
 from survey.layerskip import (collect_states, layerskip, load_tuned, measure_exit, tune,
                               tuning_loss)
 from survey.low_rank import add_low_rank
@@ -172,16 +173,17 @@ def test_a_tuning_decodes_as_its_tuned_model_and_leaves_the_target_alone(tmp_pat
     assert load_tuned("", model) == (model, 0)
 
 
-@pytest.mark.parametrize("report", [module.report, draft_verify.report])
-def test_the_report(report):
+def test_the_report():
     log = [{"drafted": 4, "accepted": 3, "layers": 20}, {"drafted": 4, "accepted": 1, "layers": 20}]
-    text = report(SimpleNamespace(log=log, tokens=6))
+    text = count_guesses(SimpleNamespace(log=log, tokens=6))
     assert text == "a round: 4.0 guesses, 2.00 accepted; 6.7 layers run a token"
+    log = [{"guessed": 7, "accepted": 3}, {"guessed": 3, "accepted": 0}]
+    assert count_guesses(SimpleNamespace(log=log)) == "a round: 5.0 guesses, 1.50 accepted"
 
 
 def test_the_embedded_tuning_decodes_without_options(capfd):
     """Its model is another one than the target, so a difference is no error."""
     argv = ["--device", "cpu", "--prompt", "Tom has 3 apples.", "--max-new-tokens", "9"]
-    assert main([layerskip], module.report, [*argv, "--compare"], lossy=[layerskip]) == 0
+    assert main([layerskip], argv=[*argv, "--compare"], lossy=[layerskip]) == 0
     out, err = capfd.readouterr()
     assert out.strip() and "layerskip: 9 tokens" in err and "layers run a token" in err

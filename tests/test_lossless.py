@@ -159,21 +159,21 @@ METHODS = {
         draft_verify.draft_verify,
         dict(gamma=4, threshold=0.02, skipped={"attention": [1], "mlp": []}), few=dict(gamma=2)),
     "eagle": lambda model: Line(
-        eagle.eagle, dict(nodes=9, trained=rand(eagle.Draft(model, begin="last"), RATES)),
+        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model, begin="last"), RATES)),
         few=dict(nodes=3)),
     "eagle, dynamic": lambda model: Line(
-        eagle.eagle, dict(nodes=9, dynamic=True, trained=rand(eagle.Draft(
-            model, "unshifted", "last"), RATES)), few=dict(nodes=3)),
+        eagle.eagle, dict(nodes=9, dynamic=True, trained=rand(eagle.EagleLayer(
+            model, "last"), RATES)), few=dict(nodes=3)),
     "eagle, released": lambda model: Line(
-        eagle.eagle, dict(nodes=9, trained=rand(eagle.Draft(
+        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(
             model, config=eagle.make_config(model), bias=False))), few=dict(nodes=3)),
     "eagle3": lambda model: Line(
-        eagle3.eagle3, dict(nodes=9, trained=rand(eagle3.Draft(
+        eagle3.eagle3, dict(nodes=9, trained=rand(eagle3.Eagle3Layer(
             model, eagle3.make_config(model), [0, 1, 2],
             range(0, len(model.get_output_embeddings().weight), 2)), RATES)),
         few=dict(nodes=3)),
     "dflash": lambda model: Line(
-        dflash.dflash, dict(nodes=9, trained=rand(dflash.Draft(model, [0, 2], B=4, markov=8))),
+        dflash.dflash, dict(nodes=9, trained=rand(dflash.BlockDraft(model, [0, 2], B=4, markov=8))),
         few=dict(nodes=3)),
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),
@@ -189,15 +189,15 @@ METHODS = {
         memo=trusting(model)),
     "hybrid, eagle": lambda model: Line(
         hybrid.hybrid, dict(guess="eagle", nodes=9, **FILES), few=dict(nodes=3),
-        memo=trusting(model, rand(eagle.Draft(model, begin="last"), RATES), "eagle")),
+        memo=trusting(model, rand(eagle.EagleLayer(model, begin="last"), RATES), "eagle")),
     "hybrid, eagle3": lambda model: Line(
         hybrid.hybrid, dict(guess="eagle3", nodes=9, **FILES), few=dict(nodes=3),
-        memo=trusting(model, rand(eagle3.Draft(
+        memo=trusting(model, rand(eagle3.Eagle3Layer(
             model, eagle3.make_config(model), [0, 1, 2],
             range(0, len(model.get_output_embeddings().weight), 2)), RATES), "eagle3")),
     "hybrid, dflash": lambda model: Line(
         hybrid.hybrid, dict(guess="dflash", nodes=9, **FILES), few=dict(nodes=3),
-        memo=trusting(model, rand(dflash.Draft(model, [0, 2], B=4, markov=8)), "dflash")),
+        memo=trusting(model, rand(dflash.BlockDraft(model, [0, 2], B=4, markov=8)), "dflash")),
     "early_exit": lambda model: Line(
         early_exit.early_exit, dict(gamma=4, trained=rand(early_exit.Exit(model, 1, 8))),
         few=dict(gamma=2)),

@@ -16,7 +16,7 @@ from helpers import mask_logits, per_call, tokens_of
 from models import training
 from survey import masks as module
 from survey.low_rank import add_low_rank
-from survey.masks import (list_plans, load_space, measure_all_right, pass_sampling, space, train,
+from survey.masks import (plan_space, load_space, measure_all_right, pass_sampling, space, train,
                           tune)
 from survey.parts import load_part, save_part, score_with
 
@@ -129,8 +129,8 @@ def test_spaces_candidates_are_those_behind_the_last_accepted_token(name, tmp_pa
 def test_as_many_masks_as_pay(monkeypatch):
     """11 masks behind each of 12 tokens are 144 rows, and the clock ends at 128."""
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [0.0, *range(1, most + 1)])
-    assert list(list_plans(None, [0.5, 0.25])) == [(1, 1.5, 4), (2, 1.75, 9)]
-    assert [k for k, _, _ in list_plans(None, [0.9] * 11)] == [*range(1, 11)]
+    assert list(plan_space(None, [0.5, 0.25])) == [(1, 1.5, 4), (2, 1.75, 9)]
+    assert [k for k, _, _ in plan_space(None, [0.9] * 11)] == [*range(1, 11)]
 
 
 # ---------------------------------------------------------------------------------- training

@@ -13,7 +13,7 @@ from families import CONTEXT, FAMILIES, SCALED, tiny
 from helpers import per_call, script, tokens_of
 from models import training
 from survey import medusa as module
-from survey.medusa import (Heads, accuracy, collect_features, fit, grow, load_heads, medusa,
+from survey.medusa import (Heads, accuracy, collect_features, fit, fill_tree, load_heads, medusa,
                            save_heads, train, typical_path)
 from survey.parts import save_part
 from survey.taps import FeatureLM
@@ -155,7 +155,7 @@ def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind):
     """Hydra's heads read the tokens down to the parent. The tokenizer knows the first 20 alone."""
     model, f = tiny("llama"), random_features(1)
     heads, tree = random_heads(model, kind), best_tree(ACCEPT, 16)
-    ids, parents = grow(heads, FeatureLM(model, 20), f, 3, tree), [node.parent for node in tree]
+    ids, parents = fill_tree(heads, FeatureLM(model, 20), f, 3, tree), [node.parent for node in tree]
     for token, node in zip(ids[1:], tree[1:], strict=True):
         above = torch.tensor([[ids[x] for x in path_to(node.parent, parents)]])
         x = heads(node.depth, f, model.get_input_embeddings()(above))
@@ -208,12 +208,12 @@ def test_typical_options_reach_the_rule(monkeypatch):
     (lambda n: n, 0, 1)])  # no guess is worth its row
 def test_the_tree_that_pays(cost, level, nodes, monkeypatch):
     heads = random_heads(tiny("llama"), "medusa")
-    clock = SimpleNamespace(repeat=lambda grow, number, repeat: grow())
+    clock = SimpleNamespace(repeat=lambda fill, number, repeat: fill())
     monkeypatch.setattr(module, "timeit", clock)
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [cost(n) for n in range(65)])
-    monkeypatch.setattr(module, "grow", lambda trained, lm, f, root, tree: [
+    monkeypatch.setattr(module, "fill_tree", lambda trained, lm, f, root, tree: [
         level * max(node.depth for node in tree)])
-    tree, *_ = max(module.list_plans(heads, None, None), key=lambda x: x[1] / x[2])
+    tree, *_ = max(module.plan_medusa(heads, None, None), key=lambda x: x[1] / x[2])
     assert len(tree) == nodes
 
 
@@ -284,59 +284,6 @@ def test_later_heads_of_medusa_weigh_less(kind, weights):
     losses, _ = accuracy(heads, model, same_logits, f.float(), tokens)
     loss = module.heads_loss(heads, model, same_logits, f.float(), tokens)
     assert loss.item() == pytest.approx(sum(w * x for w, x in zip(weights, losses)), rel=1e-4)
-
-
-@pytest.mark.parametrize("kind, vocab", [("medusa", range(61)), ("hydra", [8, 2, 4, 11, 30])])
-def test_the_distance_to_the_target_by_hand(kind, vocab):
-    """Head k is compared with what the target says after the tokens that head k knows. Tokens that
-    no head can guess do not count."""
-    model, K = tiny("llama"), 3
-    heads, embed, whole = (random_heads(model, kind), model.get_input_embeddings(),
-                           model.get_output_embeddings())
-    heads.keep([*vocab])
-    rows = {k: [] for k in (1, 2, 3)}
-    for prompt, answer in DATA:
-        text = torch.tensor(prompt + answer)
-        f = model.get_decoder()(text[None])[0][0]
-        for t in range(max(0, len(prompt) - 2), len(text) - 2):
-            for k in range(1, min(K, len(text) - t - 2) + 1):
-                if text[t + k + 1] in vocab:
-                    x = heads(k, f[t:t + 1], embed(text[None, t + 1:t + 1 + k]))
-                    p, q = (whole(y)[..., [*vocab]].flatten().softmax(-1) for y in (f[t + k], x))
-                    rows[k].append(0.1 * -(p * q.log()).sum() + 0.9 * (p - q).clamp(min=0).sum())
-    f, *others = (torch.cat(x) for x in zip(*collect_features(model, DATA, K, "tv")))
-    loss = module.heads_loss(heads, model, same_logits, f.float(), *others)
-    decay = {"medusa": 0.8, "hydra": 1.0}[kind]
-    expected = sum(decay ** k * sum(some) / len(some) for k, some in rows.items())
-    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)  # features are in bfloat16
-    assert min(map(len, rows.values())) > 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_heads_that_learn_the_distance_come_nearer(kind, monkeypatch):
-    """To the target's distributions, whether features are kept or computed by each step."""
-    model = tiny("llama")
-
-    def distance():
-        f, *others = (torch.cat(x) for x in zip(*collect_features(model, DATA, 2, "tv")))
-        with torch.no_grad():
-            return module.heads_loss(heads, model, same_logits, f.float(), *others).item()
-    for kept in (training.KEPT, 3 * 2 * 32 * 20):  # the second holds less than all pairs need
-        monkeypatch.setattr(training, "KEPT", kept)
-        heads = Heads(model, kind, 2)
-        start = distance()
-        fit(model, heads, DATA, DATA, steps=40, batch=16, lr=4e-2, loss="tv")
-        assert distance() < 0.7 * start
-
-
-def test_the_features_of_the_loss_tv_count_in_memory(monkeypatch):
-    """Heads that learn distances keep K features more of each position."""
-    widths, compute, model = [], training.compute_frozen, tiny("llama")
-    monkeypatch.setattr(training, "compute_frozen", lambda do, data, width: widths.append(width)
-                        or compute(do, data, width))
-    for loss in ("ce", "tv"):
-        fit(model, Heads(model, "medusa", 2), DATA, HELD_OUT, steps=1, batch=4, lr=1e-2, loss=loss)
-    assert widths == [32, 96]
 
 
 def test_the_loss_is_of_the_tokens_that_are_kept():
@@ -416,7 +363,7 @@ def test_train_makes_the_heads_that_were_asked_for(tmp_path, monkeypatch):
     """With the most frequent tokens of prompts and answers, held-out ones aside."""
     model, out, seen = tiny("llama"), tmp_path / "o", []
     data, held_out = [([9, 9], [7, 7, 7])], [([2, 2], [2] * 9)]
-    options = dict(steps=7, batch=3, lr=0.5, loss="tv", seed=9)
+    options = dict(steps=7, batch=3, lr=0.5, seed=9)
     monkeypatch.setattr(training, "collect_examples", lambda *_, seed: (data, held_out))
     monkeypatch.setattr(module, "fit", lambda model, heads, *given, **named: seen.append(
         (given, named)))
@@ -474,7 +421,7 @@ def test_train_and_decode_from_the_command_line(small_llama, tmp_path, capfd):
     assert "step 2: held-out loss" in capfd.readouterr().out
     assert script("survey.medusa", *argv, "--adapter", out, "--nodes", "5", "--compare") == 0
     err = capfd.readouterr().err
-    assert "output equals autoregressive output" in err and "a call: 4.0 guesses" in err
+    assert "output equals autoregressive output" in err and "a round: 4.0 guesses" in err
 
 
 @pytest.mark.parametrize("kind, least", [("medusa", 2.5), ("hydra", 2.8)])

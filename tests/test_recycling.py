@@ -9,7 +9,7 @@ from families import tiny
 from fake_models import counting
 from helpers import tokens_of
 from survey import recycling as module
-from survey.recycling import WIDTH, Successors, recycling, report
+from survey.recycling import WIDTH, Successors, recycling
 
 PROMPT = [3, 14, 15]
 
@@ -108,16 +108,10 @@ def test_a_tree_of_no_size_is_refused(nodes):
         next(recycling(CachedLM(tiny("llama")), PROMPT, nodes=nodes))
 
 
-def test_the_report():
-    class Run:
-        log = [{"guessed": 7, "accepted": 3}, {"guessed": 3, "accepted": 0}]
-    assert report(Run) == "accepted 3 of 10 guesses, 1.50 a call"
-
-
 def test_the_clock_plans_the_likeliest_tree(monkeypatch):
     monkeypatch.setattr(module, "row_costs", lambda target, most: [*range(most + 1)])
     rates = [0.4, 0.1]
-    plans = [*module.list_plans(None, rates)]
+    plans = [*module.plan_recycling(None, rates)]
     assert [len(tree) for tree, *_ in plans] == [seconds for *_, seconds in plans]
     tree, expected, _ = plans[9]
     assert tree == best_tree([rates] * 6, 10)

@@ -15,7 +15,7 @@ from helpers import ROOT, per_call, tokens_of
 from survey import rest as module
 from survey.parts import load_part, save_part
 from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_text, as_tokens,
-                         build, load_datastore, measure_tokens_per_call, report, rest, retrieve,
+                         build, load_datastore, measure_tokens_per_call, rest, retrieve,
                          retrieve_by_score)
 
 PROMPT = [3, 14, 15, 3, 14]
@@ -334,13 +334,6 @@ def test_too_little_text_is_refused(tmp_path, prompts):
         build(tiny("llama"), WORDLESS, prompts, out=tmp_path / "x", max_new_tokens=120)
     with pytest.raises(InputError, match="2 texts or more.*, got [01]"):
         build(tiny("llama"), None, [*prompts[:1], [4]], out=tmp_path / "x", text=True)
-
-
-def test_the_report():
-    log = [{"guessed": 8, "accepted": 3}, {"guessed": 0, "accepted": 0},
-           {"guessed": 4, "accepted": 0}]
-    assert report(SimpleNamespace(log=log)) == (
-        "a call: 4.0 guesses, 1.00 accepted; no guess in 1 of 3 calls")
 
 
 # ----------------------------------------------------------------------------- the committed one

@@ -15,8 +15,8 @@ from helpers import check_without_caches, tokens_of
 from laws import chi_square_ok, law, outcomes
 from survey import parts
 from survey.parts import save_facts
-from survey.sequoia import (calibrate, decode, draw_children, list_plans, load_rates, parents_of,
-                            report, sequoia, shape_of, tabulate, verify)
+from survey.sequoia import (calibrate, decode, draw_children, plan_sequoia, load_rates, parents_of,
+                            sequoia, shape_of, tabulate, verify)
 from test_lossless import Choosing, draw_by_choices
 
 PROMPT = [3, 14, 15]
@@ -119,7 +119,7 @@ def test_measured_costs_choose_the_tree(monkeypatch, t_target, t_draft, nodes, l
     monkeypatch.setattr(module, "row_costs", lambda lm, most: [costs[lm](n) for n in range(65)]
                         if most == 64 else None)
     P, (sizes, depths) = (0.6, 0.2, 0.1), module.RANGES.values()
-    found, best = [*list_plans(P, sizes, depths, "target", "draft")], tabulate(P, 64, 16)
+    found, best = [*plan_sequoia(P, sizes, depths, "target", "draft")], tabulate(P, 64, 16)
     for (n, d), (shape, tokens, seconds) in zip(itertools.product(sizes, depths), found,
                                                 strict=True):
         assert shape == shape_of(parents_of(best, n, d))
@@ -133,7 +133,7 @@ def test_measured_costs_choose_the_tree(monkeypatch, t_target, t_draft, nodes, l
 # --------------------------------------------------------------------- sampling, by enumeration
 
 def log_of(q: torch.Tensor) -> torch.Tensor:
-    """Turn q into logits as `grow` makes them."""
+    """Turn q into logits as `draw_tree` makes them."""
     return q.log().clamp(min=-1e9)
 
 
@@ -290,8 +290,8 @@ def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch, options, siz
 
     def spy(P, sizes, depths, *lms):
         seen.append((tuple(sizes), tuple(depths)))
-        return list_plans(P, sizes, depths, *lms)
-    monkeypatch.setattr(module, "list_plans", spy)
+        return plan_sequoia(P, sizes, depths, *lms)
+    monkeypatch.setattr(module, "plan_sequoia", spy)
     rates = rates_file(tmp_path, model, draft.model)
     tokens_of(sequoia(target, draft, PROMPT, rates=rates, log=log, **options), 30)
     assert target.calls == len(log) and seen == [(tuple(sizes), tuple(depths))]
@@ -370,11 +370,12 @@ class Vocabulary(SimpleNamespace):
 def calibrated(tmp_path, monkeypatch):
     """calibrated(model, small, …) runs `calibrate`: it returns its file and the ids of trees."""
     def run(model, small, prompts=(PROMPT,), vocab=VOCAB, eos=(), temperatures=(0.0,)):
-        tokenizer, seen, grow = Vocabulary(n=vocab), [], module.grow
+        tokenizer, seen, draw = Vocabulary(n=vocab), [], module.draw_tree
         monkeypatch.setattr(module, "TEMPERATURES", temperatures)
         monkeypatch.setattr(parts, "load", lambda *_: (small, tokenizer))
         monkeypatch.setattr(module, "eos_ids", lambda *_: {*eos})
-        monkeypatch.setattr(module, "grow", lambda *given: seen.append(grow(*given)) or seen[-1])
+        monkeypatch.setattr(module, "draw_tree",
+                            lambda *given: seen.append(draw(*given)) or seen[-1])
         calibrate(model, tokenizer, [*prompts], out=tmp_path / "rates.json")
         return tmp_path / "rates.json", [ids for ids, _ in seen]
     return run
@@ -437,8 +438,3 @@ def test_the_rates_of_the_embedded_pair(embedded):
     for P in measured.values():
         assert len(P) == module.B and 0.8 < P[0] < 0.95 and 0.98 < sum(P) <= 1.001
         assert P[0] > P[1] > P[2] > max(P[6:])
-
-
-def test_the_report():
-    log = [{"drafted": 15, "accepted": n, "ranks": [0] * n} for n in (4, 0, 1)]
-    assert report(SimpleNamespace(log=log)) == "accepted 1.67 of 15 drafted tokens a round"

@@ -9,8 +9,8 @@ from common import Sampler, greedy
 from fake_models import ScriptedLM, Zeros
 from families import near, tiny
 from helpers import check_without_caches
-from survey.several_drafts import (Draft, decode_by_rule, draw_drafts, find_rho, k_seq, multi_step,
-                                   specinfer, spectr, verify_tree)
+from survey.several_drafts import (DrawnDraft, decode_by_rule, draw_drafts, find_rho, k_seq,
+                                   multi_step, specinfer, spectr, verify_tree)
 
 RULES = {"multi_step": multi_step, "k_seq": k_seq}
 
@@ -106,7 +106,7 @@ def test_each_model_makes_its_own_drafts_alone():
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_guess_of_no_probability_is_never_accepted(rule):
     p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([0.5, 0.5])
-    drafts = [Draft((0,), {(): q}, [0, 1])]
+    drafts = [DrawnDraft((0,), {(): q}, [0, 1])]
     assert verify_tree(rule, p, drafts, Zeros())[:2] == ((), [0])
 
 
@@ -128,8 +128,8 @@ def test_two_drafts_that_begin_alike():
         return torch.tensor([float(x in (on, my)) for x in draws]), eye[3]
     first = {(): eye[0], (on,): eye[1], (on, the): eye[2]}
     second = {(): eye[4], (on,): eye[3], (on, my): eye[2]}
-    drafts = [Draft((on, the, mat), first, [0, 1, 2, 3]),
-              Draft((on, my, hat), second, [0, 1, 4, 5])]
+    drafts = [DrawnDraft((on, the, mat), first, [0, 1, 2, 3]),
+              DrawnDraft((on, my, hat), second, [0, 1, 4, 5])]
     target_probs = eye[[0, 1, 2, 3, 4, 0]]
     accepted, path, rest = verify_tree(rule, target_probs, drafts, Sampler())
     assert (accepted, path, rest.argmax()) == ((on, my), [0, 1, 4], 3)

@@ -81,8 +81,8 @@ def test_the_ends_are_chosen_also_of_a_cache_that_was_cut_before():
     slots, kept = choose_ends(part, 2, 3)
     assert kept == 2 and slots[0].tolist() == [[0, 1, 5, 6, 7]] * 2
     before = copy.deepcopy(part.cache.layers)
-    part.take(part, slots, kept, part.text_length)
-    assert (part.prefix, part.length, part.text_length) == (2, 3, 14)
+    part.take(part, slots, kept, (part.skipped + part.length))
+    assert (part.prefix, part.length, (part.skipped + part.length)) == (2, 3, 14)
     for layer, buffers in part.cache.layers.items():
         for ours, theirs in zip(buffers, before[layer]):
             assert torch.equal(ours[:, :, :5], theirs[:, :, [0, 1, 5, 6, 7]])
@@ -131,7 +131,8 @@ def test_the_caches_after_a_round_have_the_rows_of_the_text(monkeypatch):
     for _ in range(12):
         text = text + next(chunks)
         part, small = parts
-        assert target.length == part.text_length == len(text) - 1 >= small.text_length
+        assert target.length == part.skipped + part.length == len(text) - 1
+        assert small.skipped + small.length < len(text)
         assert part.prefix == 8 and part.skipped == 40 and small.prefix == 2
         sizes.append(small.length)
         for layer, (keys, _) in part.cache.layers.items():
