@@ -155,7 +155,8 @@ def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind):
     """Hydra's heads read the tokens down to the parent. The tokenizer knows the first 20 alone."""
     model, f = tiny("llama"), random_features(1)
     heads, tree = random_heads(model, kind), best_tree(ACCEPT, 16)
-    ids, parents = fill_tree(heads, FeatureLM(model, 20), f, 3, tree), [node.parent for node in tree]
+    ids = fill_tree(heads, FeatureLM(model, 20), f, 3, tree)
+    parents = [node.parent for node in tree]
     for token, node in zip(ids[1:], tree[1:], strict=True):
         above = torch.tensor([[ids[x] for x in path_to(node.parent, parents)]])
         x = heads(node.depth, f, model.get_input_embeddings()(above))
