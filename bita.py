@@ -285,11 +285,11 @@ def sar_loss(states: torch.Tensor, labels: torch.Tensor, score: Callable,
 
     states  what the LM head reads at masks, [B, G, M, d]
     labels  [B, G, M], -100 where there is none
-    score   a function from what the LM head reads to logits, as `score_with` of survey/parts.py
+    score   a function from what the LM head reads to logits, as `score_with` of training/parts.py
             makes it
     vocab   the number of logits
     """
-    from models.training import compute_in_parts
+    from training.loop import compute_in_parts
 
     def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropies of masks with states x [n, d] and labels y [n]."""
@@ -501,8 +501,8 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int,
     returns  the loss, a mean over passes, and how often each mask's guess of each rank is right, as
              in `Tuning.accept`
     """
-    from models.training import compute_in_parts
-    from survey.parts import score_with
+    from training.loop import compute_in_parts
+    from training.parts import score_with
     score, vocab = score_with(model), len(model.get_output_embeddings().weight)
     rng = random.Random(0)
     losses = []
@@ -537,8 +537,8 @@ def fit(model, tuning: Tuning, data: list, held_out: list, *, steps: int, batch:
 
     returns   {step: {"loss", "accept"}}, measured on `held_out`
     """
-    from models.training import Training, count_tokens, digest, sample_alike, tokens_of_pass
-    from survey.parts import score_with
+    from training.loop import Training, count_tokens, digest, sample_alike, tokens_of_pass
+    from training.parts import score_with
     model.requires_grad_(False)
     score, vocab = score_with(model), len(model.get_output_embeddings().weight)
 
@@ -578,7 +578,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     where the cosine of the learning rate begins. 3e-2 is the paper's, for 7B to 70B
             parameters, and suited 10M to 135M
     """
-    from models.training import collect_examples, require_training_options
+    from training.loop import collect_examples, require_training_options
     require_training_options(lr, P=P, M=M, max_new_tokens=max_new_tokens, steps=steps, batch=batch,
                              anchors=anchors)
     work = work or Path(f"{out}.work")
@@ -599,7 +599,7 @@ def some_embeddings(model) -> torch.Tensor:
 
 def save_tuning(path: Path, tuning: Tuning, model) -> None:
     """Write a tuning to a file, with the model that it is for."""
-    from models.files import write_whole
+    from training.files import write_whole
     tensors = {"prompts": tuning.soft_prompt, "masks": tuning.masks,
                "model": some_embeddings(model)}
     kept = {name: x.detach().cpu().to(torch.bfloat16) for name, x in tensors.items()}

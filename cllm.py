@@ -284,14 +284,14 @@ def losses(model, examples: list[dict], pairs: list[list[StatePair]], score: Cal
     examples  {"prompt", "answer", …} of each answer
     pairs     for each answer a list of states to learn from. The loss is Eq. 4 where y_goal is y*,
               and Eq. 5 where y_goal is the next state.
-    score     a function from what the LM head reads to logits, as `score_with` of survey/parts.py
+    score     a function from what the LM head reads to logits, as `score_with` of training/parts.py
               makes it
     kind      the distance D, one of DIVERGENCES
 
     returns   the consistency loss, a mean over all pairs of nodes that are compared, or 0 if there
               are none; and the AR loss, a mean over all tokens of the answers. Both are in nats.
     """
-    from models.training import compute_in_parts
+    from training.loop import compute_in_parts
     trees = [training_tree(example, some) for example, some in zip(examples, pairs)]
     ids, positions, visible = pad_trees([(ids, parents) for ids, parents, _ in trees])
     like, vocab = model.get_input_embeddings().weight, len(model.get_output_embeddings().weight)
@@ -415,8 +415,8 @@ def fit(model, examples: list[dict], held_out: list[dict], eos: set[int], n: int
     the held-out losses "consistency" and "ar", the figures of `decode_examples` and those of
     `watch`.
     """
-    from models.training import Training, digest, low_precision, tokens_of_pass, warm_linear
-    from survey.parts import score_with
+    from training.loop import Training, digest, low_precision, tokens_of_pass, warm_linear
+    from training.parts import score_with
     score = score_with(model.eval())  # dropout is not wanted
 
     def loss_of(rng: random.Random) -> torch.Tensor:
@@ -458,7 +458,7 @@ def read_examples(path: Path, model, seed: int) -> tuple[int, list[dict], list[d
              repeat themselves are in neither list, nor are texts that are longer than the training
              may have. InputError is raised if fewer than 2 are left.
     """
-    from models.training import SETTINGS
+    from training.loop import SETTINGS
     most = SETTINGS.get().max_length
     settings, examples = read_trajectories(path)
     whole = [example for example in examples if example["blocks"]]
@@ -498,9 +498,9 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     local:  use local consistency, Eq. 5, in place of global consistency, Eq. 4
     seed:   seed of the order of the examples and of the states drawn
     """
-    from models.files import save_model
-    from models.training import require, require_training_options
-    from survey.low_rank import add_low_rank, merge_changes
+    from training.files import save_model
+    from training.loop import require, require_training_options
+    from training.low_rank import add_low_rank, merge_changes
     require_training_options(lr, steps=steps, batch=batch, states=states)
     require(w >= 0, "w", "0 or more", w)
     require(rank >= 0, "rank", "0 or more", rank)
@@ -731,7 +731,7 @@ def resume(out: Path, settings: dict, prompts: list[list[int]]) -> set[int]:
     returns   the numbers of the prompts that the file has already. InputError is raised if the file
               has other settings or other prompts.
     """
-    from models.files import write_text
+    from training.files import write_text
     before, examples = settings, []
     if out.exists():
         before, examples = read_trajectories(out)
@@ -785,8 +785,8 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     augment: probability of setting a wrong token right, in half of the states
     seed:    seed of the first guesses and of the augmentation
     """
-    from models.training import digest, require
-    from survey.views import context_length
+    from training.loop import digest, require
+    from training.layers import context_length
     require(n >= 2, "n", "2 or more", n)
     require(max_new_tokens >= 1, "max_new_tokens", "1 or more", max_new_tokens)
     require(batch >= 1, "batch", "1 or more", batch)

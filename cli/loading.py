@@ -18,9 +18,9 @@ from transformers import AutoConfig
 from transformers.utils import chat_template_utils
 
 from common import CachedLM, InputError, check, encode, eos_ids, load
-from models.files import write_text
-from models.training import Pair, Settings
-from survey.parts import check_file, shorten
+from training.files import write_text
+from training.loop import Pair, Settings
+from training.parts import check_file, shorten
 
 LORA = "a LoRA adapter, which must be merged into its base model first"
 

@@ -24,9 +24,9 @@ from cli.options import (MODELS, list_reads, name_command, parse_command, parse_
 from cli.run import Run, TimedLM, count_guesses
 from cli.text import cut_message, read_texts, set_encodings, stream
 from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
-from models.files import check_result, sign_folder, write_text
-from models.training import use_settings
-from survey.views import context_length
+from training.files import check_result, sign_folder, write_text
+from training.layers import context_length
+from training.loop import use_settings
 
 
 @dataclass

@@ -18,8 +18,8 @@ from typing import Callable, Iterable
 
 from cli.text import Parser
 from common import InputError
-from models.tasks import read_pairs, read_prompts
-from models.training import Settings
+from cli.files import read_pairs, read_prompts
+from training.loop import Settings
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 KINDS = (bool, int, float, str, Path)  # annotations of keyword arguments that are options

@@ -3,7 +3,7 @@ import time
 from typing import Callable, Iterator
 
 from common import CachedLM, Sampler, until
-from survey.taps import FeatureLM
+from training.layers import FeatureLM
 
 import torch
 

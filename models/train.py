@@ -47,18 +47,17 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
 from cli.loading import encode_data, load_checked, open_chat  # noqa: E402
+from cli.main import run_script  # noqa: E402
 from cli.options import (add_own_options, add_prompt_options, list_reads,  # noqa: E402
                          select_settings)
-from cli.main import run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
-from models.files import check_result, save_model, sign_folder, write_text  # noqa: E402
-from models.training import (Settings, Training, answer_all, collect_examples,  # noqa: E402
+from training.files import check_result, save_model, sign_folder, write_text  # noqa: E402
+from training.layers import depth_of, take_layers  # noqa: E402
+from training.loop import (Settings, Training, answer_all, collect_examples,  # noqa: E402
                              compute_in_parts, digest, divergence, generate_answers,
                              low_precision, multiplies_bfloat16, require,
                              require_training_options, tokens_of_pass, use_settings, warm_linear)
-from survey.layers import take_layers  # noqa: E402
-from survey.parts import score_with, shorten  # noqa: E402
-from survey.views import depth_of  # noqa: E402
+from training.parts import score_with, shorten  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
 # The shares of the target's second phase have more math, since arithmetic is learnt last.

@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
+from cli.files import prompt_of, read_rows  # noqa: E402
 from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.main import run_script  # noqa: E402
@@ -42,14 +43,13 @@ from cli.run import Run, TimedLM  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from common import InputError, Sampler, check, eos_ids, vocab_size  # noqa: E402
 from models import tasks  # noqa: E402
-from models.files import check_result, write_text  # noqa: E402
-from models.training import collect_answers, require  # noqa: E402
 from ouroboros import PhrasePool  # noqa: E402
 from results.tables import TABLES  # noqa: E402
 from survey.hybrid import GUESSES  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
-from survey.views import context_length  # noqa: E402
-from survey.views import depth_of  # noqa: E402
+from training.files import check_result, write_text  # noqa: E402
+from training.layers import context_length, depth_of  # noqa: E402
+from training.loop import collect_answers, require  # noqa: E402
 
 
 # ----------------------------------------------------------------------------- what is measured
@@ -168,9 +168,9 @@ def by_category(path: str) -> dict[str, list[str]]:
     A line without a category belongs to "prompts".
     """
     groups = {}
-    for row in tasks.read_rows(path):
+    for row in read_rows(path):
         category = str(row.get("category", "prompts"))
-        groups.setdefault(category, []).append(tasks.prompt_of(row))
+        groups.setdefault(category, []).append(prompt_of(row))
     return groups
 
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 from cli.costs import describe, expected_speed, write_panel  # noqa: E402  (the path is set above)
 from cli.main import run_script  # noqa: E402
 from cli.trace import PAGE, Trace  # noqa: E402
-from models.files import write_text  # noqa: E402
 from results.bench import AR, Bench, Ours, build_rows, options, perform, table  # noqa: E402
+from training.files import write_text  # noqa: E402
 
 OFF = 0.15  # of the measured speed: how far the expected one may be from it
 WIDEST = 64  # rows of the largest trees, which the second runs have

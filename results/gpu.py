@@ -43,7 +43,7 @@ from bench import (ALL, Bench, build_peers, build_rows, options, run_script,  # 
 from cli.graphs import GraphedLM  # noqa: E402
 from cli.run import TimedLM  # noqa: E402
 from survey.clock import WIDTHS  # noqa: E402
-from models.files import check_result, write_text  # noqa: E402
+from training.files import check_result, write_text  # noqa: E402
 
 SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]

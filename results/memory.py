@@ -49,9 +49,10 @@ from cli.main import run_script  # noqa: E402
 from cli.options import parse_command, select_options, select_settings  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from common import InputError, check  # noqa: E402
-from models import files, train, training  # noqa: E402
+from models import train  # noqa: E402
 from results.bench import table  # noqa: E402
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online  # noqa: E402
+from training import files, loop as training  # noqa: E402
 
 aten = torch.ops.aten
 COMPARISONS = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}

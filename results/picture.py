@@ -13,9 +13,9 @@ sys.path.insert(0, str(ROOT))
 from cli.main import run_script  # noqa: E402  (the path is set above)
 from cli.text import split_text  # noqa: E402
 from cli.trace import Trace  # noqa: E402
-from models.files import write_text  # noqa: E402
 from results.bench import AR, Bench, options  # noqa: E402
 from results.who_picture import write_svg  # noqa: E402
+from training.files import write_text  # noqa: E402
 
 SLOWER = 30
 STYLE = """

@@ -47,12 +47,12 @@ sys.path.insert(0, str(ROOT))
 from bita import load_tuning  # noqa: E402  (the path is set above)
 from cli.costs import expected_tokens, read_table, time_calls  # noqa: E402
 from common import InputError  # noqa: E402
-from models.files import write_text  # noqa: E402
-from models.training import digest, read_kept, require  # noqa: E402
 from survey import dflash as dflash_file, eagle as eagle_file, hybrid as hybrid_file  # noqa: E402
 from survey import medusa as medusa_file, recycling as recycling_file  # noqa: E402
 from survey import rest as rest_file  # noqa: E402
 from survey.clock import Node, best_tree  # noqa: E402
+from training.files import write_text  # noqa: E402
+from training.loop import digest, read_kept, require  # noqa: E402
 
 LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 from cli.main import run_script  # noqa: E402  (the path is set above)
 from common import InputError  # noqa: E402
-from models.files import write_text as write_file  # noqa: E402
+from training.files import write_text as write_file  # noqa: E402
 
 STYLE = """
 svg { background: #ffffff; font: 20px system-ui, "Segoe UI", Arial, sans-serif; }

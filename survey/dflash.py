@@ -97,11 +97,10 @@ from typing import Callable, Iterator, NamedTuple
 from common import CachedLM, InputError, Sampler, attention_mask, greedy, walk, windows_of
 from survey.clock import WIDTHS, fastest, row_costs
 from survey.eagle import MOST, RANKS, copy_layer, make_layer
-from survey.layers import list_layers
-from survey.parts import (MODELS, Part, follow, head_for, load_trained, logits_of,
+from training.layers import (FeatureLM, context_length, depth_of, list_layers, read_taps,
+                             tap_target, tap_widths)
+from training.parts import (MODELS, Part, follow, head_for, load_trained, logits_of,
                           save_trained)
-from survey.taps import FeatureLM, read_taps, tap_target, tap_widths
-from survey.views import context_length, depth_of
 
 import torch
 import torch.nn.functional as F
@@ -119,7 +118,7 @@ class BlockDraft(Part):
     """Guess a block of tokens in one pass. Making a draft freezes the target.
 
     model    the target
-    taps     the layers of the target whose inputs it reads, by number (survey/taps.py)
+    taps     the layers of the target whose inputs it reads, by number (training/layers.py)
     layers   how many layers the draft has
     B        how many rows a block has, each of which makes a guess
     markov   the rank of the Markov head. 0: there is none
@@ -619,7 +618,7 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
     seed      chooses texts and anchors
     returns   {step: {"accept": ...}}, BlockDraft.accept after some of the steps
     """
-    from models.training import (compute_frozen, count_tokens, fit_part, low_precision,
+    from training.loop import (compute_frozen, count_tokens, fit_part, low_precision,
                                  sample_alike)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_texts(model, draft.taps, pairs), data,
@@ -682,7 +681,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     lr:      the learning rate after the warm-up of a twenty-fifth of the steps
     """
-    from models.training import (collect_examples, find_frequent, require,
+    from training.loop import (collect_examples, find_frequent, require,
                                  require_training_options)
     require_training_options(lr, layers=layers, B=B, anchors=anchors, steps=steps, batch=batch,
                              max_new_tokens=max_new_tokens)

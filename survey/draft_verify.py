@@ -53,10 +53,10 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, attention_mask, eos_ids, greedy
-from survey.clock import row_costs
 from speculative import verify_block as verify
-from survey.parts import MODELS, load_facts, save_facts
-from survey.views import copy_shallow, depth_of, name_of, open_model
+from survey.clock import row_costs
+from training.layers import copy_shallow, depth_of, name_of, open_model
+from training.parts import MODELS, load_facts, save_facts
 
 import torch
 from tqdm import tqdm
@@ -313,7 +313,7 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
     max_new_tokens: the most tokens of an answer on which agreement is measured
     passes: how often step 3 goes over all blocks
     """
-    from models.training import answer_all
+    from training.loop import answer_all
     answers = answer_all(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
     data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
     costs = measure_costs(model)

@@ -80,14 +80,12 @@ from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, check, greedy, walk
 from survey.clock import Node, best_tree, fastest, row_costs
-from survey.layers import take_layers
-from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+from training.layers import FeatureLM, depth_of, take_layers
+from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                           save_trained)
-from survey.released import (RANKS, describe_layer, is_released, load_measured, make_config,
+from training.released import (RANKS, describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
                              take_embeddings, write_head)
-from survey.taps import FeatureLM
-from survey.views import depth_of
 
 import torch
 import torch.nn.functional as F
@@ -247,12 +245,12 @@ def eagle_loss(draft: EagleLayer, to_logits: Callable, batch: list[Text],
 
     draft       the draft
     to_logits   a function that scales or caps the LM head's output where the target does so, as
-                `logits_of` of survey/parts.py finds out
+                `logits_of` of training/parts.py finds out
     batch       texts with their features
     rng         a generator of the draft's device, which draws the noise, and the rows whose
                 guesses are compared
     """
-    from models.training import compute_in_parts
+    from training.loop import compute_in_parts
     head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids = pad([ids for ids, _, _ in batch]).to(device)  # [B, T]
@@ -502,7 +500,7 @@ def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Tex
     data     pairs of a prompt and its answer
     returns  for each pair its ids [T], features [T, f] in bfloat16, and the length of the prompt
     """
-    from models.training import read_texts
+    from training.loop import read_texts
     texts = [prompt + answer for prompt, answer in data]
     return [(torch.tensor(text), f, len(prompt))
             for (prompt, _), text, f in zip(data, texts, read_texts(model, texts))]
@@ -565,7 +563,7 @@ def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
     held_out  texts with what the draft reads of them
     returns   {"accept": the table}, and a line to print
     """
-    from models.training import low_precision
+    from training.loop import low_precision
     with low_precision(draft.lm.device, draft.lm):
         accept = measure_acceptance(draft, held_out)
     return {"accept": accept}, f"held-out acceptance {[round(ranks[0], 3) for ranks in accept]}"
@@ -589,7 +587,7 @@ def fit(model, draft: EagleLayer, data: list, held_out: list, *, steps: int, bat
     work      folder of checkpoints, or None to keep none.
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import (compute_frozen, count_tokens, fit_part, sample_alike,
+    from training.loop import (compute_frozen, count_tokens, fit_part, sample_alike,
                                  warm_cosine)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
@@ -634,7 +632,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:      the highest learning rate, after a warm-up. 1e-3 suited targets of 10M to 135M
              parameters. The released command has 3e-5 for 7B
     """
-    from models.training import (collect_examples, find_frequent, require,
+    from training.loop import (collect_examples, find_frequent, require,
                                  require_training_options)
     require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(mlp >= 0, "mlp", "0 or more", mlp)
@@ -723,7 +721,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     max_new_tokens: the longest answer that is collected
     """
-    from models.training import collect_examples
+    from training.loop import collect_examples
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])

@@ -70,13 +70,13 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
 from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_acceptance
-from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
+                             tap_widths)
+from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                           save_trained)
-from survey.released import (describe_layer, is_released, load_measured, make_config,
+from training.released import (describe_layer, is_released, load_measured, make_config,
                              read_head, read_layer_config, refuse_settings, save_accept,
                              take_embeddings, write_head)
-from survey.taps import FeatureLM, choose_taps, read_taps, tap_layers, tap_target, tap_widths
-from survey.views import depth_of
 
 import torch
 import torch.nn.functional as F
@@ -394,7 +394,7 @@ def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, s
     work      folder of checkpoints, or None to keep none
     returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
     """
-    from models.training import count_tokens, fit_part, pad_pairs, sample_alike, warm_linear
+    from training.loop import count_tokens, fit_part, pad_pairs, sample_alike, warm_linear
     scale = logits_of(model)  # from what an LM head gives to logits
     texts = compute_texts(model, draft, held_out)
     head = head_for(model.get_output_embeddings(), draft.vocab)
@@ -438,7 +438,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     lr:      the learning rate after the warm-up of a twentieth of the steps
     """
-    from models.training import (collect_examples, find_frequent, require,
+    from training.loop import (collect_examples, find_frequent, require,
                                  require_training_options)
     require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens,
                              passes=passes)
@@ -574,7 +574,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     max_new_tokens: the longest answer that is collected
     """
-    from models.training import collect_examples
+    from training.loop import collect_examples
     draft = load_draft(adapter, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])

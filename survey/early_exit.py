@@ -38,9 +38,8 @@ from typing import Callable, Iterator
 
 from common import InputError, Sampler, greedy
 from survey.layerskip import collect_states, self_speculate
-from survey.parts import MODELS, fill, load_part, save_part, score_with
-from survey.taps import FeatureLM
-from survey.views import depth_of, open_model, split_layers
+from training.layers import FeatureLM, depth_of, open_model, split_layers
+from training.parts import MODELS, fill, load_part, save_part, score_with
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +90,7 @@ def exit_loss(score: Callable, network: Exit, early: torch.Tensor, last: torch.T
     vocab    the number of logits
     returns  the mean over the n positions, in nats
     """
-    from models.training import compute_in_parts
+    from training.loop import compute_in_parts
 
     def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropies of what the exit and the last norm give, both [n, d]."""
@@ -143,7 +142,7 @@ def fit(model, network: Exit, data: list, held_out: list, *, steps: int, batch: 
     returns   the figure {"right": r} of some steps and of the last one. r is how often the exit's
               likeliest token is the model's
     """
-    from models.training import (Training, compute_frozen, digest, sample_rows,
+    from training.loop import (Training, compute_frozen, digest, sample_rows,
                                  tokens_of_pass)
     model.requires_grad_(False)
     score = score_with(model)
@@ -188,7 +187,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was found for models
            of 10M to 135M parameters
     """
-    from models.training import collect_examples, require, require_training_options
+    from training.loop import collect_examples, require, require_training_options
     require_training_options(lr, width=width, max_new_tokens=max_new_tokens, steps=steps,
                              batch=batch)
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)

@@ -81,12 +81,11 @@ from survey.eagle3 import load_draft as load_eagle3
 from survey.medusa import load_heads
 from survey.ngrams import (SEEN, SOURCES, NGrams, fit_pool, fit_trust, mix_entries,
                            pool_chances)
-from survey.parts import MODELS, load_facts, logits_of, save_facts
 from survey.recycling import Successors
-from survey.released import is_head, some_weights
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
-from survey.taps import FeatureLM, tap_target, tap_widths
-from survey.views import depth_of
+from training.layers import FeatureLM, depth_of, tap_target, tap_widths
+from training.parts import MODELS, load_facts, logits_of, save_facts
+from training.released import is_head, some_weights
 
 import torch
 from tqdm import tqdm
@@ -493,7 +492,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
                eagle3.safetensors and dflash.safetensors, or of some of them
     max_new_tokens: the most tokens of an answer
     """
-    from models.training import collect_examples
+    from training.loop import collect_examples
     work = work or Path(f"{out}.work")
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=0), [])
     # Leave these answers out of the datastore, which would know them all by heart. A text of the

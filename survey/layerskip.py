@@ -59,10 +59,9 @@ from typing import Callable, Iterator
 
 from common import InputError, Sampler, greedy
 from speculative import verify_block as verify
-from survey.low_rank import add_low_rank, merge_changes, prepare_changes, share_weights
-from survey.parts import MODELS, fill, load_part, logits_of, save_part
-from survey.taps import FeatureLM
-from survey.views import depth_of, move_counts, open_model, split_layers, view
+from training.layers import FeatureLM, depth_of, move_counts, open_model, split_layers, view
+from training.low_rank import add_low_rank, merge_changes, prepare_changes, share_weights
+from training.parts import MODELS, fill, load_part, logits_of, save_part
 
 import torch
 import torch.nn.functional as F
@@ -203,7 +202,7 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
     rng        draws the layers that are left out and the exits
     returns    the loss, in nats
     """
-    from models.training import compute_in_parts, pad_pairs
+    from training.loop import compute_in_parts, pad_pairs
     _, decoder, _, norm = open_model(model)
     L = depth_of(model)
     head = model.get_output_embeddings()
@@ -239,7 +238,7 @@ def collect_states(model, data: list[tuple[list[int], list[int]]],
     returns  for each pair [tokens of the answer, d]: for each token the state of the position
              before it, in bfloat16
     """
-    from models.training import read_texts
+    from training.loop import read_texts
     if layers < depth_of(model):
         model = view(model, 0, layers)
     states = read_texts(model, [prompt + answer[:-1] for prompt, answer in data])
@@ -284,7 +283,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     lr:    the highest learning rate. It is reached after a twentieth of the steps, and falls to 0.
            5e-4 was found for 10M parameters
     """
-    from models.training import (Training, collect_examples, count_tokens, digest, require,
+    from training.loop import (Training, collect_examples, count_tokens, digest, require,
                                  require_training_options, sample_alike, tokens_of_pass,
                                  warm_linear)
     require_training_options(lr, rank=rank, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
@@ -337,7 +336,7 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
     tuning: the file of the low-rank changes, made by `python -m survey.layerskip tune`
     out:    the directory to make
     """
-    from models.files import save_model
+    from training.files import save_model
     tuned, E = load_tuned(tuning, model)
     save_model(out, merge_changes(tuned), tokenizer)
     print(f"python -m survey.layerskip --target {out} --tuning \"\" --E {E}")

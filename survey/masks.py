@@ -78,9 +78,9 @@ from survey.clock import WIDTHS, fastest, row_costs
 import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
 from speculative import verify_block as verify
-from survey.low_rank import add_low_rank, prepare_changes, share_weights
-from survey.parts import MODELS, fill, load_part, save_part, score_with
-from survey.views import move_counts
+from training.layers import move_counts
+from training.low_rank import add_low_rank, prepare_changes, share_weights
+from training.parts import MODELS, fill, load_part, save_part, score_with
 
 import torch
 
@@ -229,7 +229,7 @@ def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64)
     anchors  the most places of an answer behind which masks stand
     returns  k numbers: the share of the places at which the first 1, 2, …, k guesses are ALL right
     """
-    from models.training import compute_in_parts
+    from training.loop import compute_in_parts
     rng, score = random.Random(0), score_with(model)
     V = len(model.get_output_embeddings().weight)
     hits, total = 0, 0
@@ -260,7 +260,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: the most tokens of an answer that have masks behind them
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
-    from models.training import (Training, collect_examples, compute_in_parts, count_tokens,
+    from training.loop import (Training, collect_examples, compute_in_parts, count_tokens,
                                  digest, divergence, guess_answers, read_answers,
                                  require_training_options, sample_alike, tokens_of_pass,
                                  warm_linear)

@@ -92,11 +92,11 @@ from typing import Callable, Iterator
 
 from common import CachedLM, InputError, Sampler, greedy, trie, walk
 from survey.clock import Node, best_tree, fastest, row_costs
-from survey.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+from training.layers import FeatureLM
+from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                           save_trained)
-from survey.released import (RANKS, is_released, load_measured, read_head, save_accept,
+from training.released import (RANKS, is_released, load_measured, read_head, save_accept,
                              write_head)
-from survey.taps import FeatureLM
 
 import torch
 import torch.nn.functional as F
@@ -244,11 +244,11 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
     positions with a label.
 
     to_logits   a function that scales or caps the LM head's output where the model does so, as
-                `logits_of` of survey/parts.py finds out
+                `logits_of` of training/parts.py finds out
 
     The other arguments are those of `head_states`.
     """
-    from models.training import compute_in_parts
+    from training.loop import compute_in_parts
 
     def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the losses [n] of a head that read x [n, d]. They are 0 without a label."""
@@ -487,7 +487,7 @@ def collect_features(model, data: list[tuple[list[int], list[int]]],
     returns   for each pair the features [n, d] of its n positions in bfloat16, and tokens
               [n, K + 1]: x_{t+1} … x_{t+K+1}, with -100 beyond the end of the text
     """
-    from models.training import read_texts
+    from training.loop import read_texts
     texts = [prompt + answer for prompt, answer in data]
     found = []
     for pair, text, f in zip(data, texts, read_texts(model, [text[:-1] for text in texts])):
@@ -554,7 +554,7 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
     work       folder of checkpoints, or None to keep none.
     returns    {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
     """
-    from models.training import compute_frozen, fit_part, sample_rows, warm_cosine
+    from training.loop import compute_frozen, fit_part, sample_rows, warm_cosine
     to_logits = logits_of(model)
     states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
                                       data, trained.lm_head.weight.shape[1])
@@ -591,7 +591,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     the highest learning rate, after a warm-up. 1e-3 suited models of 10M to 135M
             parameters, and is that of Medusa's released command for 7B
     """
-    from models.training import (collect_examples, find_frequent, require,
+    from training.loop import (collect_examples, find_frequent, require,
                                  require_training_options)
     require_training_options(lr, K=K, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(vocab >= 0, "vocab", "0 or more", vocab)
@@ -675,7 +675,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     max_new_tokens: the longest answer that is collected
     """
-    from models.training import collect_examples
+    from training.loop import collect_examples
     trained = load_heads(adapter, heads, model)
     data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
                                 work or Path(f"{out}.work"), seed=0), [])

@@ -40,15 +40,14 @@ from pathlib import Path
 from typing import Iterator
 
 from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size
-from models.files import check_result, save_model, sign_folder
-from models.training import (Training, collect_examples, compute_in_parts, count_tokens, digest,
+from speculative import report_acceptance, speculative
+from training.files import check_result, save_model, sign_folder
+from training.layers import FeatureLM, context_length, move_counts
+from training.loop import (Training, collect_examples, compute_in_parts, count_tokens, digest,
                              guess_answers, read_answers, require, require_training_options,
                              sample_alike, tokens_of_pass, warm_linear)
-from models.training import divergence as measure_divergence
-from speculative import report_acceptance, speculative
-from survey.parts import MODELS, draft_for, score_with
-from survey.taps import FeatureLM
-from survey.views import context_length, move_counts
+from training.loop import divergence as measure_divergence
+from training.parts import MODELS, draft_for, score_with
 
 import torch
 from tqdm import tqdm

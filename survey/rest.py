@@ -80,8 +80,8 @@ from typing import Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, trie, walk
 from survey.clock import WIDTHS, fastest, row_costs
-from survey.views import context_length
-from survey.parts import MODELS, follow, load_part, save_part
+from training.layers import context_length
+from training.parts import MODELS, follow, load_part, save_part
 
 import torch
 
@@ -391,7 +391,7 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     text: keep the texts of the file of prompts themselves, and no answers
     max_new_tokens: the most tokens of an answer
     """
-    from models.training import collect_answers
+    from training.loop import collect_answers
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens must be 1 or more, got {max_new_tokens}")
     longest = context_length(model) - max_new_tokens

@@ -68,8 +68,8 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size, walk
 from survey.clock import WIDTHS, fastest, row_costs
-from survey.parts import MODELS, draft_for, load_facts, save_facts
-from survey.views import context_length
+from training.layers import context_length
+from training.parts import MODELS, draft_for, load_facts, save_facts
 
 import torch
 from tqdm import tqdm

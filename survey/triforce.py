@@ -57,7 +57,7 @@ from common import CachedLM, InputError, KVCache, Sampler, greedy, grouped_atten
 from speculative import report_acceptance
 from speculative import verify_block as verify
 from survey.cascade import Level, review
-from survey.views import move_counts
+from training.layers import move_counts
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface

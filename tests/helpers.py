@@ -17,8 +17,8 @@ from bita import mask_states
 from cli.main import main as run_command_line
 from common import Sampler, until
 from fake_models import uncached
-from survey.parts import score_with
-from survey.taps import FeatureLM
+from training.layers import FeatureLM
+from training.parts import score_with
 
 ROOT = Path(__file__).resolve().parent.parent
 

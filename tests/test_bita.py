@@ -18,8 +18,8 @@ from survey.clock import best_tree
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, tiny
 from helpers import ROOT, main, mask_logits, per_call, said_in_one_line, tokens_of
-from models import training
-from survey.parts import score_with
+from training import loop as training
+from training.parts import score_with
 
 PROMPT = [3, 14, 15]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11])]

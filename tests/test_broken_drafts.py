@@ -17,10 +17,10 @@ from speculative import speculative
 from survey.eagle import EagleLayer, eagle, load_draft, save_draft
 from survey.lossy import bild, specdec
 from survey.medusa import Heads, load_heads, medusa, save_heads
-from survey.parts import save_facts
 from survey.sequoia import sequoia
 from survey.several_drafts import specinfer, spectr
-from survey.taps import FeatureLM
+from training.layers import FeatureLM
+from training.parts import save_facts
 
 PROMPT = [3, 14, 15, 9]
 NEARLY_GREEDY = Sampler(1e-4)  # the likeliest token has all of the mass, so it alone is right

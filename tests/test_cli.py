@@ -22,20 +22,20 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 import bita
-from cli.main import explain_slowdown
 from cli.graphs import GraphedLM
+from cli.main import explain_slowdown
+from cli.options import name_command, read_options
 from cli.run import Run, TimedLM
 from cli.trajectory import show_trajectory
-from cli.options import name_command, read_options
 from common import CachedLM, InputError, autoregressive, encode, eos_ids, greedy, load
 from families import near, tiny
 from helpers import (ROOT, forget_project, fork, main, said_in_one_line, script,
                      tokens_of)
-from models import training
-from models.files import BEGINS, check_replaceable
-from models.tasks import read_prompts
+from cli.files import read_prompts
 from speculative import report as acceptance
 from speculative import speculative
+from training import loop as training
+from training.files import BEGINS, check_replaceable
 from test_structure import FILES, METHODS, functions_of, path_of
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
@@ -682,7 +682,8 @@ def test_a_stream_that_ended_may_begin_again(small, quick, tmp_path):
 
 def test_a_head_that_cannot_be_reached_is_one_line(ask, monkeypatch, caplog):
     """No attempt of the hub's client is told of, which makes several."""
-    monkeypatch.setattr("survey.released.cached_file", lambda *_, **__: hub.warning("Retrying in"))
+    monkeypatch.setattr("training.released.cached_file",
+                        lambda *_, **__: hub.warning("Retrying in"))
     hub = logging.get_logger("huggingface_hub.utils._http")
     logging.set_verbosity_warning()
     assert "got 'none'" in refusal(ask("--adapter", "none", file="survey.eagle"))

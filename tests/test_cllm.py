@@ -18,10 +18,10 @@ from common import CachedLM, InputError, Sampler, autoregressive, check, load
 from fake_models import ScriptedLM, path_to
 from families import CONTEXT, tiny
 from helpers import ROOT, main, said_in_one_line, tokens_of
-from models import training
-from models.training import Settings, digest, use_settings
-from survey.low_rank import add_low_rank
-from survey.parts import score_with
+from training import loop as training
+from training.loop import Settings, digest, use_settings
+from training.low_rank import add_low_rank
+from training.parts import score_with
 
 
 

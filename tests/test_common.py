@@ -16,12 +16,12 @@ from cli.graphs import GraphedLM
 from cli.loading import check_passes, load_checked
 from cli.run import Run, TimedLM
 from common import (CachedLM, InputError, KVCache, Sampler, ancestor_mask, attention_mask,
-                    autoregressive, check, eos_ids, greedy, load, trie, until, walk)
-from survey.views import context_length
+                    check, eos_ids, greedy, load, trie, until, walk)
 from survey.clock import best_tree, fastest, row_costs
+from training.layers import context_length
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, VOCAB, tiny
-from helpers import ROOT, prefill, tokens_of
+from helpers import ROOT, prefill
 from laws import chi_square_ok
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)

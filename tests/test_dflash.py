@@ -15,8 +15,8 @@ from survey.dflash import (EVERY, BlockLM, BlockDraft, Text, block_logits, block
                            compute_texts, dflash, grow_block, load_draft, make_blocks,
                            measure_acceptance, plan_block, run_block, run_blocks, sample_anchors,
                            save_draft)
-from survey.parts import save_part
-from survey.taps import FeatureLM
+from training.layers import FeatureLM
+from training.parts import save_part
 
 MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]

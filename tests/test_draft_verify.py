@@ -11,7 +11,7 @@ from helpers import ROOT, per_call
 from survey import draft_verify as module
 from survey.draft_verify import (agreement, draft_verify, load_blocks, measure_costs,
                                  move_threshold, predict_speed, search, without)
-from survey.parts import save_facts
+from training.parts import save_facts
 from test_layerskip import WORDLESS
 
 PROMPT = [3, 14, 15]

@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import random
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +16,12 @@ from survey.clock import best_tree
 from fake_models import path_to
 from families import FAMILIES, SCALED, tiny
 from helpers import per_call, script, tokens_of
-from models import training
 from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, EagleLayer, Pairs, compute_features, count_levels, eagle,
                           eagle_loss, feed, fit, load_draft, measure_acceptance,
                           plan_eagle, save_draft, train)
-from survey.taps import FeatureLM
+from training import loop as training
+from training.layers import FeatureLM
 
 PROMPT = [3, 14, 15]
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]

@@ -15,14 +15,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from common import InputError, autoregressive
 from families import tiny
 from helpers import tokens_of
-from models.training import pad_pairs
 from survey.eagle import Pairs
 from survey.eagle3 import (Eagle3Layer, Form, choose_lessons, eagle3, export, load_draft,
                            make_config, measure, read_target, save_draft, unroll_loss)
-from survey.parts import head_for
-from survey.released import load_accept, read_released
-from survey.taps import FeatureLM, choose_taps, read_taps, tap_layers, tap_target, tap_widths
-from survey.views import depth_of
+from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
+                             tap_widths)
+from training.loop import pad_pairs
+from training.parts import head_for
+from training.released import load_accept, read_released
 
 MODEL = tiny("llama", num_hidden_layers=7)
 WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed

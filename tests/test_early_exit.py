@@ -11,7 +11,7 @@ from families import deep, tiny
 from helpers import per_call
 from survey.early_exit import Exit, early_exit, exit_loss, fit, load_exit, train
 from survey.layerskip import collect_states
-from survey.taps import FeatureLM
+from training.layers import FeatureLM
 
 PROMPT = [3, 14, 15]
 

@@ -23,9 +23,9 @@ from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
 from helpers import ROOT, main
-from models.training import Settings, use_settings
 from survey import (dflash, draft_verify, eagle, eagle3, early_exit, hybrid, layerskip, masks,
                     medusa, online, rest, sequoia)
+from training.loop import Settings, use_settings
 from test_lossless import texts_on
 
 

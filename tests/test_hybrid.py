@@ -17,11 +17,11 @@ from survey.hybrid import (Trained, choose_width, estimate_prices, fit, grow_hyb
                            load_trust, replay_part, report)
 from survey.medusa import Heads
 from survey.ngrams import NGrams, fit_pool, fit_trust, pool_chances, split_chance
-from survey.parts import save_facts
 from survey.recycling import Successors
-from survey.released import some_weights
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
-from survey.taps import FeatureLM
+from training.layers import FeatureLM
+from training.parts import save_facts
+from training.released import some_weights
 
 HALF = [[[0.5] * 3] * 5] * 3
 KINDS = module.GUESSES[1:]

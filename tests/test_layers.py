@@ -13,10 +13,10 @@ import train as recipe
 from common import InputError, check
 from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
                       tiny)
-from models import training
-from survey import layers
 from survey.eagle import EagleLayer
-from survey.layers import list_layers, take_layers
+from training import loop as training
+from training import layers
+from training.layers import list_layers, take_layers
 
 DEEP = SHAPE | dict(num_hidden_layers=4)
 KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]

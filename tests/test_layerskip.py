@@ -15,9 +15,9 @@ from helpers import main, tokens_of
 from survey import layerskip as module
 from survey.layerskip import (collect_states, layerskip, load_tuned, measure_exit, tune,
                               tuning_loss)
-from survey.low_rank import add_low_rank
-from survey.parts import save_part
-from survey.taps import FeatureLM
+from training.layers import FeatureLM
+from training.low_rank import add_low_rank
+from training.parts import save_part
 
 PROMPT = [3, 14, 15]
 WORDLESS = SimpleNamespace(eos_token_id=None)

@@ -16,7 +16,7 @@ from cli.loading import check_passes, encode_chat, encode_prompts, load_checked
 from common import CachedLM, InputError, autoregressive, encode, load, vocab_size
 from families import SHAPE, tiny
 from helpers import ROOT, fork, script, tokens_of
-from survey.views import context_length
+from training.layers import context_length
 
 EMBEDDED = ROOT / "models/target"
 

@@ -43,7 +43,7 @@ from laws import law, outcomes
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     hybrid, layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
                     several_drafts, triforce)
-from survey.released import some_weights
+from training.released import some_weights
 from toy_tokenizers import TOKENIZERS
 
 ALL = FAMILIES | MORE_FAMILIES

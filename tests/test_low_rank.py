@@ -4,8 +4,8 @@ import torch
 
 from common import InputError
 from families import deep, tiny
-from survey import low_rank as module
-from survey.low_rank import (LowRank, add_low_rank, list_changed, merge_changes, prepare_changes,
+from training import low_rank as module
+from training.low_rank import (LowRank, add_low_rank, list_changed, merge_changes, prepare_changes,
                              share_weights)
 
 

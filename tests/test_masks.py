@@ -13,12 +13,12 @@ from bita import Tuning, load_tuning, mask_states, sample_anchors, sar_loss, sha
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from families import tiny
 from helpers import mask_logits, per_call, tokens_of
-from models import training
 from survey import masks as module
-from survey.low_rank import add_low_rank
 from survey.masks import (plan_space, load_space, measure_all_right, pass_sampling, space, train,
                           tune)
-from survey.parts import load_part, save_part, score_with
+from training import loop as training
+from training.low_rank import add_low_rank
+from training.parts import load_part, save_part, score_with
 
 PROMPT = [3, 14, 15]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]

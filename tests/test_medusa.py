@@ -11,12 +11,12 @@ from survey.clock import best_tree
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, SCALED, tiny
 from helpers import per_call, script, tokens_of
-from models import training
 from survey import medusa as module
 from survey.medusa import (Heads, accuracy, collect_features, fit, fill_tree, load_heads, medusa,
                            save_heads, train, typical_path)
-from survey.parts import save_part
-from survey.taps import FeatureLM
+from training import loop as training
+from training.layers import FeatureLM
+from training.parts import save_part
 
 KINDS = ("medusa", "hydra")
 ACCEPT = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.1]]  # trees of up to three levels

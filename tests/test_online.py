@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from common import InputError, Sampler, autoregressive
 from families import near, tiny
 from helpers import tokens_of
-from models import training
 from survey import online as module
 from survey.online import Learner, boost, online, serve
-from survey.taps import FeatureLM
+from training import loop as training
+from training.layers import FeatureLM
 
 PROMPT = [3, 14, 15]
 PROMPTS = [[x, 3, 7] for x in range(4, 10)]

@@ -8,8 +8,8 @@ from safetensors import safe_open
 from common import InputError
 from families import tiny
 from helpers import ROOT
-from survey import parts
-from survey.parts import (belongs, draft_for, fill, head_for, load_facts, load_part, logits_of,
+from training import parts
+from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_part, logits_of,
                           save_facts, save_part, some_embeddings)
 
 LLAMA = tiny("llama")

@@ -19,9 +19,9 @@ from helpers import ROOT, said_in_one_line, script, tokens_of
 from survey import eagle, eagle3, layerskip, medusa
 from survey.eagle import Pairs
 from survey.layerskip import load_tuned
-from survey.low_rank import add_low_rank
-from survey.parts import save_part
-from survey.released import load_accept, make_config, read_layer_config
+from training.low_rank import add_low_rank
+from training.parts import save_part
+from training.released import load_accept, make_config, read_layer_config
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
 LEVELS = [[(7, -1)], [(8, 0), (9, 0)], [(10, 2)]]  # a tree of drafted rows: tokens, rows above
@@ -641,7 +641,7 @@ def test_the_command_line_says_in_one_line_what_it_refuses(tmp_path, capfd):
 
 
 def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(monkeypatch):
-    monkeypatch.setattr("survey.released.cached_file", None)
+    monkeypatch.setattr("training.released.cached_file", None)
     for load_part in LOADERS.values():
         with pytest.raises(InputError, match="No such file"):
             load_part("gone.safetensors", MODEL)

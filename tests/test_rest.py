@@ -13,10 +13,10 @@ from fake_models import ScriptedLM, markov, scripted
 from families import near, tiny
 from helpers import ROOT, per_call, tokens_of
 from survey import rest as module
-from survey.parts import load_part, save_part
 from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_text, as_tokens,
                          build, load_datastore, measure_tokens_per_call, rest, retrieve,
                          retrieve_by_score)
+from training.parts import load_part, save_part
 
 PROMPT = [3, 14, 15, 3, 14]
 WORDLESS = SimpleNamespace(eos_token_id=None, pad_token_id=None)  # a tokenizer that ends nothing

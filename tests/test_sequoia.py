@@ -13,10 +13,10 @@ from fake_models import ScriptedLM, Zeros, markov
 from families import CONTEXT, VOCAB, near, tiny
 from helpers import check_without_caches, tokens_of
 from laws import chi_square_ok, law, outcomes
-from survey import parts
-from survey.parts import save_facts
 from survey.sequoia import (calibrate, decode, draw_children, plan_sequoia, load_rates, parents_of,
                             sequoia, shape_of, tabulate, verify)
+from training import parts
+from training.parts import save_facts
 from test_lossless import Choosing, draw_by_choices
 
 PROMPT = [3, 14, 15]

@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -20,10 +19,10 @@ from safetensors.torch import load_file
 from cli.options import read_options
 from common import CachedLM, autoregressive, encode, eos_ids
 from helpers import ROOT, fork, forget_project, main, tokens_of
-from models.tasks import read_prompts
+from cli.files import read_prompts
 from mutants import commands_of, list_mutants
-from survey.low_rank import add_low_rank
-from survey.parts import save_part
+from training.low_rank import add_low_rank
+from training.parts import save_part
 
 FILES = ("speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm",
          "survey.several_drafts", "survey.lossy", "survey.medusa", "survey.eagle",
@@ -63,6 +62,19 @@ def copied_with(name: str) -> set[str]:
     return {name}.union(*(copied_with(x) for x in needs(name)))
 
 
+def written() -> list[str]:
+    """The project's own texts; a checkout may have no git, but environments and work beside it."""
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [x for x in folders if x[0] not in "._" and x != "work"]
+        found += [os.path.relpath(os.path.join(folder, name), ROOT) for name in names
+                  if name.endswith((".py", ".md")) or name == "Makefile"]
+    return sorted(found)
+
+
+PRODUCT = [name for name in written() if not name.startswith("tests")]
+
+
 METHODS = [(name, method.__name__) for name in FILES for method in functions_of(name)[0]]
 
 
@@ -75,30 +87,35 @@ def imported(nodes: list) -> set[str]:
             for x in found if isinstance(x, (ast.Import, ast.ImportFrom)) for alias in x.names}
 
 
-@pytest.mark.parametrize("name", [*FILES, "common", "survey.layers", "survey.low_rank",
-                                  "survey.parts", "survey.views"])
-def test_a_method_file_needs_common_alone(name):
-    """Besides packages, and in survey/ what is listed above. The training is imported where
-    something is trained, the command line where the file is run."""
+ROOMS = {  # what the files of each room import, where they do not run their command line
+    "common": set(), "root": {"common", "training"}, "training": {"common", "training"},
+    "survey": {"common", "root", "survey", "training"},
+    "cli": {"cli", "common", "survey", "training"},
+    "models": {"cli", "common", "models", "training"}}
+
+
+def room_of(module: str) -> str:
+    """The folder of a module; "common" for common.py itself."""
+    folder, dot, _ = module.partition(".")
+    return folder if dot else "common" if module == "common" else "root"
+
+
+@pytest.mark.parametrize("name", [name[:-3].replace("/", ".") for name in PRODUCT
+                                  if name.endswith(".py") and not name.startswith("results")])
+def test_imports_run_one_way(name):
+    """common.py, then methods, then survey/; training/ beside them; then cli/. A root file is
+    imported with common.py alone: what trains or loads a file is imported where it is done."""
+    if name == "survey.common":  # it makes way for the real one
+        return
     *body, last = ast.parse(path_of(name).read_text()).body
-    own = {"common", "speculative", "bita", "survey"} if name != "common" else set()
-    own |= {"models"} if name == "survey.online" else set()
-    inner = [x for x in ast.walk(ast.Module(body, [])) if isinstance(x, ast.FunctionDef)]
-    tried = [x for block in body if isinstance(block, ast.Try) for x in block.body]
-    outer = [x for x in body + tried if isinstance(x, (ast.Import, ast.ImportFrom))]
-    assert imported(outer) <= {*sys.stdlib_module_names} | PACKAGES | own
-    assert imported(body) - imported(outer) <= {"models", "survey"}
-    trains = {x.name for x in inner if {"models", "survey"} & imported(x.body)}
-    assert trains <= {"fit", "train", "collect", "build", "tune", "search", "measure", "accuracy",
-                      "tuning_loss", "sar_loss", "losses", "heads_loss", "eagle_loss", "exit_loss",
-                      "unroll_loss", "block_loss", "bita", "list_plans",
-                      "collect_features", "compute_features", "collect_states",
-                      "compute_texts", "evaluate",
-                      "measure_all_right", "read_examples",
-                      "save_part", "save_facts", "save_tuning", "write_head", "export", "resume"}
+    inner = [x for x in ast.walk(ast.Module(body, [])) if isinstance(x, ast.ImportFrom)]
+    found = {room_of(x.module) for x in inner if path_of(x.module).exists()}
+    clock = {"survey"} if name == "bita" else set()  # of its best tree
+    assert found <= ROOMS[room_of(name)] | clock
+    if room_of(name) == "root":
+        assert needs(name) == set()
     if name in FILES:
         assert ast.unparse(last.test) == "__name__ == '__main__'" and imported([last]) == {"cli"}
-        assert "from cli.main import main" in ast.unparse(last)  # `cli.main` by itself is a module
 
 
 EXACT = {  # options with which a method's greedy text is the target's; {} is the folder models/
@@ -160,7 +177,7 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path, embedded):
     for name in FILES:
         folder = tmp_path / name
         (folder / "survey").mkdir(parents=True)
-        (folder / "models").mkdir()
+        (folder / "training").mkdir()
         for file in {"common", *copied_with(name)}:
             (folder / path_of(file).relative_to(ROOT)).write_text(path_of(file).read_text())
     text = read_prompts(ROOT / "models/examples.jsonl")[0]
@@ -200,19 +217,6 @@ def test_a_copied_file_says_where_the_command_line_is(tmp_path):
 
 
 # -------------------------------------------------------------------------------- short, narrow
-
-def written() -> list[str]:
-    """The project's own texts; a checkout may have no git, but environments and work beside it."""
-    found = []
-    for folder, folders, names in os.walk(ROOT):
-        folders[:] = [x for x in folders if x[0] not in "._" and x != "work"]
-        found += [os.path.relpath(os.path.join(folder, name), ROOT) for name in names
-                  if name.endswith((".py", ".md")) or name == "Makefile"]
-    return sorted(found)
-
-
-PRODUCT = [name for name in written() if not name.startswith("tests")]
-
 
 @functools.cache
 def find_prose(source: str) -> set[int]:
@@ -284,7 +288,7 @@ def test_which_lines_count(tmp_path):
     assert wide(file) == [f"a.md:{n}: 101 columns" for n in (1, 6, 8, 10)]
     (tmp_path / "Makefile").write_text(f"{'é' * 100}\n| {long}\n")
     assert wide(tmp_path / "Makefile") == ["Makefile:2: 103 columns"]
-    assert {"common.py", "cli/main.py", "cli/graphs.py", "models/training.py", "README.md",
+    assert {"common.py", "cli/main.py", "cli/graphs.py", "training/loop.py", "README.md",
             "Makefile", "models/README.md", "models/tasks.py", "tests/conftest.py",
             *(f"{x.replace('.', '/')}.py" for x in FILES)} <= {*written()}
     assert not any("site-packages" in name for name in written())

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from cli.files import read_pairs, read_prompts
 import tasks
 from helpers import ROOT, said_in_one_line
 
@@ -112,17 +113,17 @@ MARK = b"\xef\xbb\xbf"  # the byte order mark, with which some editors begin a f
 def test_prompts_of_a_file(tmp_path, data, texts):
     file = tmp_path / "prompts"
     file.write_bytes(data)
-    assert tasks.read_prompts(file) == tasks.read_prompts(str(file)) == texts
+    assert read_prompts(file) == read_prompts(str(file)) == texts
 
 
 @pytest.mark.parametrize("line", [b"x", b"[1, 2]", b'"a"', b'x {"prompt": "c"}', b"7", b"null"])
 def test_all_lines_of_a_jsonl_file_are_json(line, tmp_path):
     file = tmp_path / "prompts.JSONL"
     file.write_bytes(MARK + b"\n  " + rows({"prompt": "a"}) + MARK + rows({"question": "b"}))
-    assert tasks.read_prompts(file) == ["a", "b"]
+    assert read_prompts(file) == ["a", "b"]
     file.write_bytes(rows({"prompt": "a"}) + line)
     with pytest.raises(argparse.ArgumentTypeError, match="prompts.JSONL': line 2: no "):
-        tasks.read_prompts(file)
+        read_prompts(file)
 
 
 def test_what_tasks_prints_can_be_read_back(tmp_path):
@@ -130,8 +131,8 @@ def test_what_tasks_prints_can_be_read_back(tmp_path):
                              check=True).stdout
     (tmp_path / "prompts").write_bytes(printed)
     some = [e.prompt for task in tasks.TASKS for e in tasks.take(task, "train", 3, -2)]
-    assert tasks.read_prompts(tmp_path / "prompts") == some and any("\n" in x for x in some)
-    assert len(tasks.read_prompts(ROOT / "models/examples.jsonl")) == 3
+    assert read_prompts(tmp_path / "prompts") == some and any("\n" in x for x in some)
+    assert len(read_prompts(ROOT / "models/examples.jsonl")) == 3
 
 
 @pytest.mark.parametrize("data", [
@@ -143,7 +144,7 @@ def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data):
     file = tmp_path / "prompts"
     file.write_bytes(data)
     with pytest.raises(argparse.ArgumentTypeError) as error:
-        tasks.read_prompts(file)
+        read_prompts(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
     assert len(str(error.value)) < 300 + len(str(file))
 
@@ -151,7 +152,7 @@ def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data):
 def test_what_is_no_file_is_refused(tmp_path):
     for path in tmp_path, tmp_path / "none", tmp_path / "a\nb", "x\0y":
         with pytest.raises(argparse.ArgumentTypeError) as error:
-            tasks.read_prompts(path)
+            read_prompts(path)
         assert repr(str(path)) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -168,8 +169,8 @@ def test_pairs_of_a_file(tmp_path):
     lines = [json.dumps(rows[0], ensure_ascii=False), "  ", json.dumps(rows[1]),
              "\ufeff" + json.dumps(rows[2])]
     file.write_bytes("\ufeff".encode() + "\n".join(lines).encode())
-    assert tasks.read_pairs(file) == [row | {"where": f"{str(file)!r}, line {n}"}
-                                      for row, n in zip(rows, (1, 3, 4))]
+    assert read_pairs(file) == [row | {"where": f"{str(file)!r}, line {n}"}
+                                for row, n in zip(rows, (1, 3, 4))]
 
 
 @pytest.mark.parametrize("line, reason", [
@@ -184,7 +185,7 @@ def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp
     file = tmp_path / "pairs"
     file.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
     with pytest.raises(argparse.ArgumentTypeError) as error:
-        tasks.read_pairs(file)
+        read_pairs(file)
     assert f"{str(file)!r}, line 2: " in str(error.value) and reason in str(error.value)
 
 
@@ -192,7 +193,7 @@ def test_a_file_without_pairs_is_refused(tmp_path):
     (tmp_path / "empty").write_text("\n")
     for name, reason in (("empty", "no line in it"), ("missing", "No such file")):
         with pytest.raises(argparse.ArgumentTypeError, match=reason):
-            tasks.read_pairs(tmp_path / name)
+            read_pairs(tmp_path / name)
 
 
 def test_the_command_prints_prompts_of_every_task_or_of_those_named(capsys):

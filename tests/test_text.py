@@ -13,8 +13,8 @@ from cli.text import KEPT, TokenTexts, cut_message, read_texts, set_encodings, s
 from cli.trace import collect_tokens, say_tokens
 from common import InputError
 from helpers import ROOT, main
-from models.training import read_whole_lines
 from speculative import report, speculative
+from training.loop import read_whole_lines
 from test_structure import PRODUCT
 
 

@@ -16,8 +16,9 @@ from helpers import ROOT, interrupting, said_in_one_line, tokens_of
 sys.path.append(str(ROOT / "models"))
 import train as recipe  # noqa: E402  (the path is set above)
 from common import CachedLM, InputError, autoregressive, load  # noqa: E402
-from models import training  # noqa: E402
-from tasks import read_prompts, take  # noqa: E402
+from training import loop as training  # noqa: E402
+from cli.files import read_prompts  # noqa: E402
+from tasks import take  # noqa: E402
 
 PROMPTS = ["Tom has 3 apples.", "Ann has 4 cakes.", "He buys 7 pens.", "SELECT name"]
 IDS = torch.tensor([[5, 9, 30, 2], [8, 7, 1, 1]])

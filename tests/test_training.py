@@ -18,16 +18,16 @@ import train as recipe
 from common import InputError, autoregressive
 from families import FAMILIES, SCALED, deep, near, tiny
 from helpers import interrupting, tokens_of
-from models import training
-from models.files import write_text, write_whole
-from models.training import (Settings, Training, answer_all, collect_answers,
+from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, online
+from training import loop as training
+from training.files import write_text, write_whole
+from training.layers import FeatureLM
+from training.loop import (Settings, Training, answer_all, collect_answers,
                              collect_examples, compute_frozen, compute_in_parts,
                              cosine, digest, divergence, find_frequent, generate_answers,
                              low_precision, read_answers, read_texts, recompute_layers,
                              sample_alike, sample_rows, score_answers, use_settings, warm_cosine,
                              warm_linear)
-from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, online
-from survey.taps import FeatureLM
 
 
 class WORDLESS:
@@ -347,7 +347,7 @@ def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
 
 
 def interrupted_at(number: int, act) -> None:
-    """Call act(), with Ctrl-C at the line of this number that runs in models/training.py.
+    """Call act(), with Ctrl-C at the line of this number that runs in training/loop.py.
 
     It runs in a thread of its own: an interrupted `with torch.autocast` would leave the type of
     this thread's passes changed.

@@ -6,8 +6,7 @@ import torch
 
 from common import InputError
 from families import FAMILIES, MORE_FAMILIES, deep, tiny
-from survey.taps import FeatureLM
-from survey.views import depth_of, move_counts, split_layers, view
+from training.layers import FeatureLM, depth_of, move_counts, split_layers, view
 
 PROMPT = [3, 14, 15]
 # GPT-2 and OPT add positions before the first layer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Callable
 
 from common import InputError, ancestor_mask, load, walk
-from survey.taps import FeatureLM
+from training.layers import FeatureLM
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +104,7 @@ def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **
     tensors  the tensors, by name
     header   other facts about the part, which JSON can hold
     """
-    from models.files import write_whole
+    from training.files import write_whole
     kept = {}
     for name, x in (tensors | {"model": some_embeddings(model)}).items():
         dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
@@ -253,7 +253,7 @@ def save_facts(path: Path, models: dict, **facts) -> None:
     models  {the name of a model in the file: the model}. Their fingerprints are kept
     facts   what was measured, which JSON can hold
     """
-    from models.files import write_text
+    from training.files import write_text
     fingerprints = {}
     for name, model in models.items():
         rows = some_embeddings(model)[:16, :16].tolist()

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Callable, Collection, Iterable
 
 from common import CachedLM, InputError
-from survey.parts import (belongs, check_file, check_numbers, explain, load_facts, read_json,
+from training.layers import context_length
+from training.parts import (belongs, check_file, check_numbers, explain, load_facts, read_json,
                           save_facts, shorten, some_rows)
-from survey.views import context_length
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -293,7 +293,7 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
     tensors  the head's, by the names of the released form
     name     the file of the tensors
     """
-    from models.files import write_whole
+    from training.files import write_whole
     kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
 
     def write(folder: Path) -> None:

@@ -25,7 +25,7 @@ Departures from LoRA:
 import copy
 
 from common import InputError
-from survey.views import open_model
+from training.layers import open_model
 
 import torch
 import torch.nn.functional as F

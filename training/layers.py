@@ -1,0 +1,508 @@
+"""This file takes a model apart: it reads, splits and copies its layers.
+
+    taps     what enters some layers is kept, for a draft to read. FeatureLM is a CachedLM that does
+    views    a model of its own that has only some of the layers, and copies no weights
+    layers   some layers are copied into a smaller model, to be trained, saved and loaded
+"""
+import copy
+import json
+from contextlib import contextmanager
+from typing import Callable, Iterator
+
+from common import CachedLM, InputError
+
+import torch
+from transformers import AutoModelForCausalLM
+
+# Three kinds of settings change with the layers. Lists with an entry for each layer, such as
+# layer_types, need no names here, since their length tells.
+NUMBERS = ("mlp_only_layers", "moe_layers")  # lists of the numbers of some layers
+# How many of a model's first layers are of one kind:
+COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+
+
+def depth_of(model) -> int:
+    """Count a model's layers."""
+    return model.config.get_text_config().num_hidden_layers
+
+
+def context_length(model) -> int:
+    """Find how many tokens a model is made for.
+
+    With LongRoPE the limit is the original length. Beyond it all keys are turned at another rate,
+    so the keys in the cache would be wrong.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # nested by kind of layer
+    lengths = [x["original_max_position_embeddings"] for x in kinds if "longrope" in x.values()]
+    return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
+
+
+def list_layers(model) -> torch.nn.ModuleList:
+    """Find the list of a model's decoder layers.
+
+    model     any causal model
+    returns   the module that lists them. InputError if there is none of the model's depth
+    """
+    for part in model.get_decoder().modules():
+        if isinstance(part, torch.nn.ModuleList) and len(part) == depth_of(model):
+            return part
+    raise InputError(f"{type(model).__name__} has no list of {depth_of(model)} layers")
+
+
+# -------------------------------------------------------------------------------------------- taps
+# A tap is the number of the layer whose input is kept for a draft to read. The number of all layers
+# is the tap of what the LM head reads. Here taps 2, 3 and 6 of a model of six layers are read:
+#
+#     tokens ── 0 ── 1 ─┬─ 2 ─┬─ 3 ── 4 ── 5 ── norm ─┬─ LM head
+#                       │     │                       │
+#                     tap 2  tap 3                  tap 6          joined: [n, 3h]
+#
+# Hooks keep what is tapped, and hang on the model only during a pass of the CachedLM that asks.
+
+
+def choose_taps(model) -> list[int]:
+    """Choose the three layers that EAGLE-3 taps: an early, a middle and a late one.
+
+    model    the target
+    returns  the numbers 2, L/2 and L - 3. InputError if the model has fewer than 7 layers, since
+             these are not three numbers in ascending order then
+    """
+    L = depth_of(model)
+    if L < 7:
+        raise InputError("expected a model of 7 layers or more, of which layers 2, L/2 and L - 3 "
+                         f"are read, got {L} layers: train a draft for it with --taps")
+    return [2, L // 2, L - 3]
+
+
+def read_taps(text: str, model) -> list[int]:
+    """Read the option `--taps`.
+
+    text     numbers of layers with commas between them. If it is empty, `choose_taps` chooses them
+    model    the target
+    returns  the numbers. InputError if they are not in ascending order, or no layers of the model
+    """
+    if not text:
+        return choose_taps(model)
+    numbers = [int(x) if x.strip().isdecimal() else -1 for x in text.split(",")]
+    if sorted(set(numbers)) != numbers or not 0 <= numbers[0] <= numbers[-1] <= depth_of(model):
+        raise InputError(f"--taps must be numbers from 0 to {depth_of(model)} in ascending "
+                         f"order, got {text}")
+    return numbers
+
+
+def tap_widths(model, taps: list[int]) -> list[int]:
+    """Return the width of what each tap reads. InputError if the model lacks a layer.
+
+    The LM head's input may be of another width than the layers' (in OPT-350m, for one).
+    """
+    L, inside = depth_of(model), model.config.get_text_config().hidden_size
+    if not 0 <= min(taps) <= max(taps) <= L:
+        raise InputError(f"expected numbers of layers from 0 to {L}, got {taps}")
+    last = model.get_output_embeddings().weight.shape[1]
+    return [inside if i < L else last for i in taps]
+
+
+@contextmanager
+def tap_layers(model, taps: list[int] | None, seen: list):
+    """Keep what enters some layers in every pass of a model, until the `with` block ends.
+
+    model   the target
+    taps    numbers of layers, in ascending order. The number of all layers stands for what the LM
+            head reads, as None does
+    seen    a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
+    """
+    layers = [] if taps is None else list_layers(model)
+
+    def keep_input(module, args, kwargs) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    hooks = [layers[i].register_forward_pre_hook(keep_input, with_kwargs=True)
+             for i in taps or [] if i < len(layers)]
+    if taps is None or len(layers) in taps:
+        hooks.append(model.get_decoder().register_forward_hook(
+            lambda module, args, output: seen.append(output[0])))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class FeatureLM(CachedLM):
+    """Be a CachedLM that keeps what the LM head read.
+
+    features   [n, d], of the rows of the last call. After `start`: of all tokens of the text
+    taps       the numbers of the layers whose inputs are the features instead, in `tap_target`
+    """
+
+    def __init__(self, model, vocab: int | None = None):
+        super().__init__(model, vocab)
+        self.taps = None
+        self.parts = None  # the features of each part of a prompt, while there is one
+
+    def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
+        self.parts = []
+        super().start(ids, prefix)
+        self.features = torch.cat(self.parts) if self.parts else self.weight[:0]
+        self.parts = None
+
+    def forward(self, *args, **options) -> torch.Tensor:
+        logits = super().forward(*args, **options)
+        if self.parts is not None:
+            self.parts.append(self.features)
+        return logits
+
+    def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
+        seen = []
+        with tap_layers(self.model, self.taps, seen):
+            logits = super().run_model(inputs, positions, mask, keep)
+        self.features = torch.cat(seen, -1)[0]
+        return logits
+
+
+@contextmanager
+def tap_target(target: FeatureLM, taps: list[int]):
+    """Make what enters some layers the features of a target, until the `with` block ends.
+
+    target  its `features` [n, t] are then what was tapped in the last call, where t is the width of
+            all taps
+    taps    numbers of layers, as for `tap_layers`
+    """
+    before = target.taps
+    target.taps = taps
+    try:
+        yield
+    finally:
+        target.taps = before
+
+
+# ------------------------------------------------------------------------------------------- views
+# A view of a model is a model of its own that has only some of the layers, and copies no weights.
+#
+# layerskip.py and early_exit.py split a model into two views. The first one drafts, and the second
+# goes on from the hidden states of the first. Here E = 2 of L = 3 layers are early ones:
+#
+#     the model   tokens ── 1 ── 2 ── 3 ── norm ── LM head
+#     early       tokens ── 1 ── 2 ─┬─ end ── LM head          `end` is the norm, or a trained exit
+#                                   x                          x is [n, d], the features of `early`
+#     late                          └─ 3 ── norm ── LM head
+#
+# A layer keeps its number in a view, since a cache finds the layer's rows by this number. So each
+# view has a cache that holds only its own layers.
+
+
+def copy_shallow(module: torch.nn.Module) -> torch.nn.Module:
+    """Copy a module so that its parts can be replaced in the copy.
+
+    module   any module
+    returns  a copy that has the same parts and weights, not copies of them
+    """
+    new = copy.copy(module)
+    new._modules = dict(module._modules)
+    return new
+
+
+def name_of(parts: Iterator[tuple[str, torch.nn.Module]], fits: Callable,
+            expected: str = "a decoder of layers with a norm after the last") -> str:
+    """Find the name of the first module that fits.
+
+    parts     pairs of a name and a module, such as `named_children` gives
+    fits      fits(module) says whether a module is the wanted one
+    expected  what the InputError says was expected, if no module fits
+    returns   the name
+    """
+    for name, part in parts:
+        if fits(part):
+            return name
+    raise InputError(f"expected {expected}")
+
+
+def open_model(model) -> tuple:
+    """Copy a model down to its list of layers, so that the list can be replaced in the copy.
+
+    The modules on the way from the model to its list of layers are copied. The list itself, all
+    layers and all weights are those of the model.
+
+    returns  the copy, its decoder, the decoder's name for its list of layers, and its name for the
+             norm after the last layer. InputError if the model has no such list or no such norm
+    """
+    top = copy_shallow(model)
+    decoder = top
+    for name in name_of(model.named_modules(), lambda x: x is model.get_decoder()).split("."):
+        decoder._modules[name] = copy_shallow(decoder._modules[name])
+        decoder = decoder._modules[name]
+    layers = name_of(decoder.named_children(), lambda x: isinstance(x, torch.nn.ModuleList))
+    norm = name_of(decoder.named_children(), lambda x: "Norm" in type(x).__name__)
+    return top, decoder, layers, norm
+
+
+def view(model, first: int, last: int, end: torch.nn.Module | None = None):
+    """Make a view of a model.
+
+    The features of a view that ends early are the hidden states after its own last layer, without
+    a norm. So another view can go on with them. The LM head reads them through `end`.
+
+    first    how many layers the view lacks at the beginning of the model
+    last     how many layers of the model come before the end of the view. So the view has the
+             layers first + 1 … last, if the first layer of the model is layer 1
+    end      the module before the LM head of a view that ends early. None: the model's last norm
+    returns  the view, with a config of its own
+    """
+    new, decoder, layers, norm = open_model(model)
+    decoder._modules[layers] = decoder._modules[layers][first:last]
+    L = depth_of(model)
+    new.config = copy.deepcopy(model.config)
+    decoder.config = new.config.get_text_config()
+    for name, value in vars(decoder.config).items():
+        # A list with a value for each layer, such as the layer's kind of attention, is cut as well.
+        if isinstance(value, list) and len(value) == L:
+            setattr(decoder.config, name, value[first:last])
+    decoder.config.num_hidden_layers = last - first
+    if last < L:
+        head = name_of(model.named_children(), lambda x: x is model.get_output_embeddings())
+        if end is None:
+            end = decoder._modules[norm]
+        # The norm moves from the decoder, whose output is the features, to the LM head.
+        new._modules[head] = torch.nn.Sequential(end, new._modules[head])
+        decoder._modules[norm] = torch.nn.Identity()
+    return new
+
+
+def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
+    """Split a model into two views, and check that one after the other is the whole model.
+
+    Families fail the check if a layer reads more than hidden states and positions, or if the model
+    adds positions before its first layer, as GPT-2 does.
+
+    target   the whole model. What it has cached is lost in the check
+    E        how many layers the first view has, 1 or more and fewer than all
+    end      the module before the LM head of the first view. None: the model's last norm
+    returns  early and late, each a CachedLM with a cache of its own. InputError if E does not fit
+             or the check fails
+    """
+    model = target.model
+    L = depth_of(model)
+    if not 1 <= E < L:
+        raise InputError(f"--E must be 1 to {L - 1} for a model of {L} layers, got {E}")
+    early = type(target)(view(model, 0, E, end), target.vocab)
+    late = type(target)(view(model, E, L), target.vocab)
+    ids, parents = [3, 1, 2, 0, 3], [-1, 0, 0, 1, 2]  # a tree, so masks are checked too
+    for lm in (target, early, late):
+        lm.start([])
+    whole = target.forward(ids, parents, counts=False).float()
+    early.forward(ids, parents, counts=False)
+    both = late.forward(early.features, parents, counts=False).float()
+    # A view may round differently in 16 bits, and a wrong one is off by far more than this.
+    error = (both - whole).abs().mean() / whole.abs().mean()
+    if not error < (1e-5 if model.dtype == torch.float32 else 0.05):
+        raise InputError("expected a model whose early and late layers make the whole, got "
+                         f"{type(model).__name__}: off by {error:.1e}")
+    return early, late
+
+
+def move_counts(part: CachedLM, whole: CachedLM) -> None:
+    """Move the counts of a model that ran in the place of another to the counts of the other.
+
+    part   the model that ran: late layers, a tuned copy or a draft with fewer rows. Afterwards its
+           counts are 0
+    whole  the model in whose place it ran. A report shows the counts of this model alone
+    """
+    whole.calls += part.calls
+    whole.rows += part.rows
+    whole.seconds += part.seconds
+    part.calls = 0
+    part.rows = 0
+    part.seconds = 0.0
+
+
+# ----------------------------------------------------------------------------------- copied layers
+# Some layers of a model become a smaller model, to be trained, saved and loaded. The configuration
+# says by number what each layer is like: its window, its rotary positions, its experts. So the
+# smaller model needs a configuration with new numbers. Here layers 2 and 5 of six are taken:
+#
+#     layer            0      1      2      3      4      5      ->    0      1
+#     layer_types      slide  full   slide  full   slide  full   ->    slide  full
+#     mlp_only_layers  [0, 5]                                    ->    [1]         layer 5 is now 1
+#     first_k_dense…   3, which are layers 0, 1 and 2            ->    1           layer 2 is now 0
+#
+# The smaller model is made from this configuration, as it would be loaded from a file. It must
+# compute what the model itself computes when all its other layers pass their input on. Layers that
+# no configuration of the family can describe are refused.
+
+
+def renumber(config, numbers: list[int]):
+    """Copy a model's configuration, and keep in the copy what it says of some layers.
+
+    config    the model's configuration, whose text part may be nested
+    numbers   the layers that are kept, in ascending order
+    returns   the copy, as it would be read back from a file
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    total = text.num_hidden_layers
+    step = getattr(text, "decoder_sparse_step", None)
+    if step:
+        # Qwen has experts in every step-th layer that is not listed as having none. The new numbers
+        # would break the step. So each layer without experts is listed, and the step becomes 1.
+        text.mlp_only_layers = [i for i in range(total)
+                                if i in text.mlp_only_layers or (i + 1) % step > 0]
+        text.decoder_sparse_step = 1
+    for name, value in list(vars(text).items()):
+        if name in NUMBERS and value is not None:
+            setattr(text, name, [new for new, old in enumerate(numbers) if old in value])
+        elif name in COUNTS and value is not None:
+            setattr(text, name, sum(old < value for old in numbers))
+        elif isinstance(value, list) and len(value) == total and "token_id" not in name:
+            setattr(text, name, [value[old] for old in numbers])
+    text.num_hidden_layers = len(numbers)
+    return type(config).from_dict(json.loads(config.to_json_string()))
+
+
+@torch.no_grad()
+def copy_weights(model, small, numbers: list[int]) -> None:
+    """Copy some layers of a model into a smaller one, and all else of the same name and shape.
+
+    model     the model that is copied from
+    small     the smaller model that is copied into
+    numbers   the layers of the model that the layers of the smaller one are
+    """
+    layers, few = list_layers(model), list_layers(small)
+    for layer, old in zip(few, numbers, strict=True):
+        layer.load_state_dict(layers[old].state_dict())
+    copied = {id(x) for x in few.state_dict(keep_vars=True).values()}
+    # Outside the layers names tell what belongs together. Two models of different classes, one with
+    # images and one without, have the same names only inside the decoder and inside the LM head.
+    pairs = [(model.get_decoder(), small.get_decoder()),
+             (model.get_output_embeddings(), small.get_output_embeddings())]
+    if type(small) is type(model):
+        pairs = [(model, small)]
+    for source, part in pairs:
+        weights = source.state_dict()
+        for name, x in part.state_dict(keep_vars=True).items():
+            if id(x) not in copied and name in weights and weights[name].shape == x.shape:
+                x.copy_(weights[name])
+
+
+def pass_on(layer, args: tuple, kwargs: dict, output):
+    """Make a layer pass its input on, as its forward hook.
+
+    layer         the layer, whose own result is thrown away
+    args, kwargs  what the layer was given: its input comes first, or by name
+    output        what the layer computed, the hidden state or a tuple that begins with it
+    returns       the same as `output`, with the layer's input for the hidden state
+    """
+    hidden = args[0] if args else kwargs["hidden_states"]
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+@contextmanager
+def narrow_windows(config):
+    """Let layers with a sliding window see 3 tokens for a while.
+
+    A check runs few tokens. With a wide window they would not show which layers have one.
+
+    config   the model's configuration, which gets its window back at the end
+    """
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    if window is not None:
+        text.sliding_window = 3
+    try:
+        yield
+    finally:
+        if window is not None:
+            text.sliding_window = window
+
+
+@torch.inference_mode()
+def run_layers(model, numbers: list[int], inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Run a model of which only some layers compute. All others pass their input on.
+
+    model     the model
+    numbers   the layers that compute
+    inputs    input embeddings [1, n, d]
+    returns   features [1, n, f] and logits [1, n, V], in float32
+    """
+    hooks = [layer.register_forward_hook(pass_on, with_kwargs=True)
+             for i, layer in enumerate(list_layers(model)) if i not in numbers]
+    features = []
+    hooks.append(model.get_decoder().register_forward_hook(
+        lambda module, args, output: features.append(output[0].float())))
+    try:
+        with narrow_windows(model.config):
+            output = model(inputs_embeds=inputs, use_cache=False, return_dict=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [features[0], output.logits.float()]
+
+
+def check_layers(model, small, numbers: list[int]) -> None:
+    """Raise an InputError unless a smaller model computes what some layers of a model do.
+
+    model     the model
+    small     the smaller model
+    numbers   the layers of the model that the layers of the smaller one are
+    """
+    table = model.get_input_embeddings()
+    first = len(table.weight) // 2  # the first tokens of a vocabulary are special ones
+    ids = torch.arange(first, first + 12, device=table.weight.device) % len(table.weight)
+    with torch.inference_mode():
+        inputs = table(ids[None])
+    expected = run_layers(model, numbers, inputs)
+    found = run_layers(small, list(range(len(numbers))), inputs)
+    for x, y in zip(expected, found):
+        if x.shape != y.shape:  # the smaller model has another vocabulary: features must do
+            continue
+        error = (y - x).abs().mean() / x.abs().mean()
+        if not error < (1e-3 if model.dtype == torch.float32 else 0.02):
+            raise InputError(f"no configuration makes them alone, outputs are off by {error:.1e}")
+
+
+def make_smaller(model, config, numbers: list[int], changes: dict):
+    """Make a smaller model from one configuration.
+
+    model     the model whose layers are taken
+    config    its configuration, or that of its text model
+    numbers   the layers, in ascending order
+    changes   other settings of the text model, by name
+    returns   the smaller model, which was checked
+    """
+    config = renumber(config, numbers)
+    text = config.get_text_config()
+    for name, value in changes.items():
+        setattr(text, name, value)
+    attention = model.config.get_text_config()._attn_implementation
+    # The new model begins with random weights. Drawing them must not change what is drawn later.
+    with torch.random.fork_rng():
+        small = AutoModelForCausalLM.from_config(config, dtype=model.dtype,
+                                                 attn_implementation=attention)
+    small = small.to(model.device).eval()
+    copy_weights(model, small, numbers)
+    check_layers(model, small, numbers)
+    return small
+
+
+def take_layers(model, numbers: list[int], **changes):
+    """Make a smaller model of some layers of a model, in its type and on its device.
+
+    model     the model whose layers are taken
+    numbers   the layers, in ascending order
+    changes   other settings of the text model, such as a vocabulary of another size
+    returns   the smaller model. Its LM head and embeddings are copies of the model's, if their
+              sizes are the same. InputError if the family's configuration cannot describe these
+              layers alone
+    """
+    text = model.config.get_text_config()
+    # A model that reads images too has a text model inside. That is tried first, for it is smaller.
+    configs = [model.config] if text is model.config else [text, model.config]
+    for config in configs:
+        try:
+            return make_smaller(model, config, numbers, changes)
+        except Exception as error:  # each family has its own ways of refusing a configuration
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    listed = ", ".join(map(str, numbers))
+    raise InputError(f"layers {listed} of {type(model).__name__} cannot be made into a model of "
+                     f"their own: {said}")
