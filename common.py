@@ -1,4 +1,4 @@
-"""This file holds everything that the methods share: token trees, a model with its cache,
+"""This file holds everything that the methods share: token trees, a model with its cache, masks,
 sampling, decoding and loading.
 
 Read it first. Every method here does one thing in its own way. It grows a small *token tree* at the
@@ -12,7 +12,7 @@ end of the text, runs the model once over the whole tree, and keeps one path of 
     context    the text without its last token; its keys and values are cached
     root       the last token of the text: it is known but not cached, so every call feeds it
     tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it
-    accepted   said of a guess that the target would have chosen as well
+    accepted   said of a guess if the target chose it and every guess above it
     chunk      the tokens that a round adds to the text: the accepted guesses, then one token that
                the target chose itself
 
@@ -31,7 +31,7 @@ The life of a round, with this tree:
                      parents     -1   0    1    2    0    4
 
     3. mask      Build the mask. Siblings are alternatives and must not see each other, so each node
-                 sees the context, its ancestors and itself. Siblings have the same position.
+                 sees the context, its ancestors and itself. Nodes of one depth have one position.
 
                                  … the cat   sat  on  the  mat  in   a
                             sat   x   x  x    x
@@ -41,8 +41,8 @@ The life of a round, with this tree:
                             in    x   x  x    x                  x
                             a     x   x  x    x                  x   x
 
-    4. forward   Run the model once over all rows. Each row predicts the next token as if the path
-                 to it were the whole text:   sat → on   on → my   the → …   mat → …   in → …
+    4. forward   Run the model once over all rows. Each row predicts the next token as if the text
+                 were the context and the path to this row:   sat → on   on → my   the → …   in → …
 
     5. walk      From the root, follow what the target chose: 0 (sat), 1 (on). No child of node 1
                  holds "my". The path is [0, 1], and the chunk is [on, my].
@@ -50,17 +50,19 @@ The life of a round, with this tree:
     6. commit    The rows of "sat" and "on" join the context, and the others are forgotten. "my" is
                  the root of the next round, which begins with step 2.
 
-Step 1 is `CachedLM.start`, steps 3 and 4 are `CachedLM.forward`, and step 6 is `CachedLM.commit`.
+Step 1 is `CachedLM.start`, steps 3 and 4 are `CachedLM.forward`, step 5 is `walk`, and step 6 is
+`CachedLM.commit`.
 
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
 the answer.
 
 Left out:
-    batches                          one text at a time is what these methods make faster
+    batches                          these methods speed up one text at a time
     quantisation                     a question of the model, not of the method
     encoder-decoder models           their cache has two parts
     attention by distance (ALiBi)    it takes more than a mask and positions; `load` refuses it
 """
+import itertools
 import time
 from typing import Callable, Container, Iterable, Iterator
 
@@ -113,34 +115,35 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
     returns   path, the accepted nodes with the root first; and chunk, the tokens chosen after each
               of them: the accepted guesses and, last, one token of the target's own
 
-    Sampling stays exact if the tree was built before anything was sampled, and if no two children
-    of a node hold the same token.
+    Sampling stays exact if the tree was built before `chosen` was sampled. Children of a node hold
+    different tokens, since the walk would see only the last of equal ones.
     """
     node_of = {edge: node for node, edge in enumerate(zip(parents, ids))}
     path = [0]
     while (path[-1], chosen[path[-1]]) in node_of:
         path.append(node_of[path[-1], chosen[path[-1]]])
-    # What the target chose after the last accepted node is no guess, and final all the same.
+    # The last token is not a guess. The target chose it, so it is final as well.
     return path, [chosen[node] for node in path]
 
 
 def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
-    """Put a tree below tokens that come before its root and are not cached yet.
+    """Put a tree below tokens that come before its root and are not cached, as in a draft model
+    that has fallen behind the text.
 
     Here "the" and "cat" are such a chain, and "sat" is the root of a tree of three nodes:
 
+                                the cat sat  on   in
         node of the tree                 0    1    2
         parents of the tree             -1    0    0
-                                the cat sat  on   in
-        pending node              0   1   2    3    4        node i of the tree is len(chain) + i
-        parents                  -1   0   1    2    2
+        node of the whole         0   1   2    3    4        node i of the tree is len(chain) + i
+        parents of the whole     -1   0   1    2    2
 
     chain     the tokens before the root, perhaps none
     ids       the tokens of the tree
     parents   the parents of the tree
     returns   ids and parents of the chain with the tree below it
     """
-    return chain + ids, [*range(-1, len(chain) - 1), *(len(chain) + x for x in parents)]
+    return chain + ids, [*range(-1, len(chain) - 1), *(len(chain) + p for p in parents)]
 
 
 def ancestor_mask(parents: list[int]) -> torch.Tensor:
@@ -152,7 +155,7 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            mask[node] |= mask[parent]  # parents come first, so the row of this one is complete
+            mask[node] |= mask[parent]  # a parent comes before its children, so its row is complete
     return mask
 
 
@@ -202,38 +205,39 @@ class CachedLM:
     model            any model that `load` lets pass
     vocab            how many logits count, since embeddings are often padded beyond the tokenizer.
                      None: all
-    max_length       how many tokens the model is made for
+    max_length       how many tokens the model is made for. No limit in its config: 10 ** 9
     length           how many tokens of context are cached
     parents          the parents of the pending nodes: earlier pending nodes, or -1 for the context
-    prefix           how many rows before the context only some nodes see (BiTA)
-    calls, rows      how many calls there were, and how many rows they had together
-    seconds          how long the calls took. A prompt is no call
+    prefix           how many rows lie before the context, for nodes with `sees_prefix` (in BiTA)
+    calls, rows      how many calls there were, and how many rows they had together. What `start`
+                     runs does not count
+    seconds          how long Python spent in the calls; a GPU may still be at work after them
     memo             results of `once`, by name
     """
-    PART = 128  # tokens of a prompt in one pass, whose mask has a number for each pair of tokens
+    PART = 128  # tokens of a prompt in one pass, which keeps its mask small
 
     def __init__(self, model, vocab: int | None = None):
         self.model, self.vocab = model, vocab
         self.windows = windows_of(model)
         listed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = listed or 10 ** 9
-        self.weight = model.get_input_embeddings().weight  # inputs go where it is
+        self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
         self.cache = KVCache()
         self.prefix, self.length, self.parents = 0, 0, []
         self.calls, self.rows, self.seconds = 0, 0, 0.0
         self.memo = {}
 
     @torch.inference_mode()
-    def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
-        """Forget everything and cache a text.
+    def start(self, ids: list[int], prefix: Iterable[tuple] = ()) -> None:
+        """Drop the cached context, the prefix and the pending nodes, and cache a new context.
 
-        ids      the tokens of the text; a method leaves out the last one, which is its first root
+        ids      its tokens: those of a prompt without the last one, which is the first root
         prefix   for each layer keys and values [heads, P, d] of P rows. Only nodes with
                  `sees_prefix` attend to these rows. They have no position and are not part of
                  `length`
         """
         if len(ids) > self.max_length:
-            raise InputError(f"a prompt has at most {self.max_length} tokens, got {len(ids)}")
+            raise InputError(f"expected at most {self.max_length} tokens, got {len(ids)}")
         self.prefix, self.length, self.parents, self.cache.start = 0, 0, [], 0
         for layer, (keys, values) in enumerate(prefix):
             self.cache.update(keys[None], values[None], layer)
@@ -261,15 +265,16 @@ class CachedLM:
         n, old = len(ids), len(self.parents)
         parents = list(range(old - 1, old + n - 1) if parents is None else parents)
         sees_prefix = [False] * n if sees_prefix is None else sees_prefix
-        earlier = all(-1 <= parent < old + i for i, parent in enumerate(parents))
-        if not (0 < n == len(parents) == len(sees_prefix) and earlier):
-            raise ValueError(f"expected {n} parents, earlier nodes or -1, got {parents}")
+        ordered = all(-1 <= parent < old + i for i, parent in enumerate(parents))
+        if not (0 < n == len(parents) == len(sees_prefix) and ordered):
+            raise ValueError(f"expected {n} parents, earlier nodes or -1, and {n} sees_prefix, got "
+                             f"{parents} and {sees_prefix}")
         positions, mask = self.layout(self.parents + parents, sees_prefix)
         # The new rows get the slots after all earlier pending nodes.
         self.cache.start = self.prefix + self.length + old
         inputs = torch.as_tensor(ids)[None].to(self.weight.device)
         logits = self.run_model(inputs, positions, mask, n if keep is None else keep)
-        # Nothing has changed until here, so a pass that raised leaves the tree as it was.
+        # The tree changes only now, so a pass that raises leaves it as it was.
         self.parents = self.parents + parents
         if counts:
             self.calls += 1
@@ -286,15 +291,15 @@ class CachedLM:
         """
         n = len(sees_prefix)
         ancestors = ancestor_mask(parents)
-        # The position of a node is the index that its token would have if the path to it were
-        # appended to the text. A guess may lie beyond the model's last position, which a learned
-        # table does not have. It gets the last one, and the driver cuts it off later.
+        # The position of a node is the index of its token if the path to it follows the context.
+        # A guess may lie beyond the last position that a learned table has. It gets the last one,
+        # since an answer ends there anyway.
         nodes = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
         # A node sees the prefix if it asks for it, the whole context, its ancestors and itself.
         prefix = torch.tensor(sees_prefix)[:, None].expand(n, self.prefix)
         context = torch.ones(n, self.length, dtype=torch.bool)
         visible = torch.cat([prefix, context, ancestors[-n:]], 1)
-        # A window hides slots far before a node. Position 10 ** 9 keeps the prefix inside of all.
+        # A window hides slots far before a node. Position 10 ** 9 keeps the prefix in every window.
         slots = torch.cat([torch.full((self.prefix,), 10 ** 9), torch.arange(self.length), nodes])
         positions = nodes[None, -n:]
         mask = attention_mask(self.windows, visible[None], positions, slots[None], self.weight)
@@ -310,8 +315,8 @@ class CachedLM:
         returns     logits [1, keep, V]
         """
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-        # The rows are given by their indices, since transformers takes a number of 0 for all rows,
-        # and a slice makes bfloat16 copy the LM head on a CPU.
+        # Indices are given. transformers takes a count of 0 for all rows, and makes a slice of any
+        # other count, with which PyTorch copies the LM head on a CPU in bfloat16.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
         return self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True, logits_to_keep=read).logits
@@ -329,7 +334,8 @@ class CachedLM:
         if path != list(range(len(path))):  # otherwise its rows are in place already
             first = self.prefix + self.length
             rows = first + torch.tensor(path)
-            for buffer in (buffer for pair in self.cache.layers.values() for buffer in pair):
+            for buffer in itertools.chain(*self.cache.layers.values()):
+                # The rows on the right are a copy, so the two places may overlap.
                 buffer[:, :, first:first + len(path)] = buffer[:, :, rows.to(buffer.device)]
         self.length, self.parents = self.length + len(path), []
 
@@ -341,6 +347,8 @@ class CachedLM:
 
     def once(self, name, make: Callable):
         """Return make(), which runs only when this name is asked for the first time.
+
+        A method is called anew for each prompt, and prepares here what serves all prompts.
 
         name   any hashable name; each CachedLM has names of its own
         make   a function without arguments
@@ -354,7 +362,8 @@ def windows_of(model) -> dict[str, int | None]:
     """Find how many tokens each kind of layer looks back; None where it sees all of them."""
     config = model.config.get_text_config()
     listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    kinds = sorted(set(listed or ["sliding_attention"]))  # not listed: all of one kind
+    # Not listed: all layers are alike, and have a window if the config has one.
+    kinds = sorted(set(listed or ["sliding_attention"]))
     if set(kinds) - {"full_attention", "sliding_attention"}:
         raise InputError(f"expected layers of full or sliding attention, got {', '.join(kinds)}")
     window = getattr(config, "sliding_window", None)
@@ -384,14 +393,13 @@ def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
 class Sampler:
     """Draw tokens from logits; `sample(logits)` returns one token for each row of logits [n, V].
 
-    Three steps make a distribution of the logits, in this order, as transformers has it:
+    The first three turn logits into a distribution, in this order, as in transformers. A value out
+    of range raises InputError.
 
     temperature   divides the logits. 0 stands for the argmax
     top_k         keeps this many of the largest, and all that tie with the last one. 0 keeps all
-    top_p         keeps the smallest set of the likeliest tokens whose probabilities sum to top_p
+    top_p         keeps the fewest of the likeliest tokens that sum to at least top_p
     seed          starts the random generators, one for each device
-
-    InputError where a value is out of range.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
@@ -437,7 +445,7 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor) -> list[int]:
         if self.temperature == 0:
-            return logits.float().argmax(-1).tolist()  # in bfloat16 it is slow on a CPU
+            return logits.float().argmax(-1).tolist()  # argmax of bfloat16 is slow on a CPU
         return self.draw(self.probs(logits)).tolist()
 
 
@@ -450,7 +458,7 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
 
     prompt   token ids
     sample   `greedy`, or a Sampler
-    log      not used here, but every method takes one
+    log      a list to which methods append a record of each round; this one has none
     Yields chunks of 1 token.
     """
     target.start(prompt[:-1])
@@ -462,7 +470,7 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
 
 
 def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = ()):
-    """Cut a method's chunks after `limit` tokens, or after the first token that ends an answer.
+    """Yield a method's chunks up to `limit` tokens, or up to the first token that ends an answer.
 
     chunks   what a method yields
     limit    how many tokens are wanted at most
@@ -471,8 +479,7 @@ def until(chunks: Iterator[list[int]], limit: int, eos: Container[int] = ()):
     while limit > 0:
         chunk = next(chunks)[:limit]
         ends = [i + 1 for i, token in enumerate(chunk) if token in eos]
-        chunk = chunk[:ends[0]] if ends else chunk
-        yield chunk
+        yield chunk[:ends[0]] if ends else chunk
         limit = 0 if ends else limit - len(chunk)
 
 
@@ -492,13 +499,13 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True, **options)  # the second message names them
+            ignore_mismatched_sizes=True, **options)  # weights of a wrong size are reported below
         model.to(device)
     except Exception as error:  # each reader of a file format raises errors of its own
         raise InputError(f"expected a model directory or hub id that {device} can load as {dtype}, "
                          f"got {str(path)!r}: {' '.join(str(error).split())[:300]}") from error
     missing = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
-    if missing:  # transformers would leave them random, and decode garbage
+    if missing:  # they would stay random, and the output would be garbage
         raise InputError(f"expected all weights of {type(model).__name__}, got {str(path)!r}: "
                          f"{len(missing)} are missing or of another size: {', '.join(missing[:3])}")
     return check(model), tokenizer
@@ -508,8 +515,8 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
 def check(model, run_as: type[CachedLM] = CachedLM):
     """Refuse a model whose token trees give other logits than their paths do alone.
 
-        context d b c ── e ─┬─ c ── d     a to e are five ordinary tokens from the middle of the
-                            └─ a ── b     vocabulary, since the first ones are often special
+        d b c     e ─┬─ c ── d     a to e are five ordinary tokens from the middle of the
+        context      └─ a ── b     vocabulary, since the first ones are often special
 
     Models whose attention takes more than a mask and positions (BLOOM, MPT) fail this check.
 
@@ -522,10 +529,11 @@ def check(model, run_as: type[CachedLM] = CachedLM):
     lm = run_as(model.eval())
     a, b, c, d, e = range((len(lm.weight) - 5) // 2, len(lm.weight))[:5]
     lm.start([d, b, c])
-    tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2])[[0, 1, 3, 0, 2, 4]].float()
+    tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2])[[0, 1, 3, 0, 2, 4]].float()  # by path
     paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)
     alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
     error = (tree - alone).abs().mean() / alone.abs().mean()
+    # Half precision rounds; a wrong mask or position is off by far more. A nan is refused as well.
     if not error < (1e-3 if model.dtype == torch.float32 else 0.1):
         raise InputError(f"expected a model whose token trees equal their paths, got "
                          f"{type(model).__name__}: off by {error:.1e}")
@@ -556,7 +564,7 @@ def encode(tokenizer, text: str) -> list[int]:
 
 # ------------------------------------------------------------------------- grouped attention
 def grouped_attention(module, query, key, value, attention_mask, **options):
-    """Compute attention with the query heads that share a key head as more rows of that head.
+    """Compute attention, treating query heads that share a key head as extra rows of that head.
 
     transformers' own function, given a mask, would copy the whole cache for each query head.
 
@@ -565,7 +573,7 @@ def grouped_attention(module, query, key, value, attention_mask, **options):
     attention_mask  [B, 1, n, slots]. None: the pass is not one of ours
     returns         the output [B, n, heads, d], and no weights
     """
-    if attention_mask is None:  # the pass is not one of ours
+    if attention_mask is None:
         return AttentionInterface()["sdpa"](module, query, key, value, None, **options)
     B, heads, n, d = query.shape
     rows = query.reshape(B, key.shape[1], -1, d)
