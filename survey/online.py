@@ -45,7 +45,7 @@ from models.training import (Training, collect_examples, compute_in_parts, count
                              guess_answers, read_answers, require, require_training_options,
                              sample_alike, tokens_of_pass, warm_linear)
 from models.training import divergence as measure_divergence
-from speculative import report_acceptance, speculative
+from speculative import speculative
 from survey.parts import MODELS, draft_for, score_with
 from survey.taps import FeatureLM
 from survey.views import context_length, move_counts
@@ -331,5 +331,6 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.run import report_acceptance
     sys.exit(main([online], report_acceptance, commands=[serve, boost],
                   folders=[boost], ranges={"gamma": (2, 4, 6, 8)}))
