@@ -43,7 +43,7 @@ from cli.text import Parser  # noqa: E402
 from cllm import cllm  # noqa: E402
 from common import (InputError, Sampler, autoregressive, check,  # noqa: E402
                     eos_ids, vocab_size)
-from jacobi import jacobi, lookahead  # noqa: E402
+from jacobi import jacobi, lookahead, prompt_lookup  # noqa: E402
 from mjsd import mjgd, mjsd  # noqa: E402
 from models import tasks  # noqa: E402
 from models.files import check_result, write_text  # noqa: E402
@@ -191,11 +191,12 @@ def by_category(path: str) -> dict[str, list[str]]:
 
 
 METHODS = {f.__name__: f for f in (
-    autoregressive, speculative, ouroboros, jacobi, lookahead, bita, cllm, mjsd, mjgd, medusa,
-    eagle, eagle3, dflash, sequoia, early_exit, draft_verify, layerskip, pass_sampling, space,
-    recycling, rest, hybrid, cascade, triforce, specinfer, spectr, bild, specdec, online)}
+    autoregressive, speculative, ouroboros, jacobi, lookahead, prompt_lookup, bita, cllm, mjsd,
+    mjgd, medusa, eagle, eagle3, dflash, sequoia, early_exit, draft_verify, layerskip,
+    pass_sampling, space, recycling, rest, hybrid, cascade, triforce, specinfer, spectr, bild,
+    specdec, online)}
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
-       "lookahead --W 0", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
+       "prompt_lookup", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
        "eagle", "eagle --no-dynamic", "eagle3", "dflash", "sequoia", "early_exit", "draft_verify",
        "layerskip", "pass_sampling", "space", "recycling", "rest", "rest --no-grow",
        *(f"hybrid --guess {guess}" for guess in GUESSES), "cascade", "specinfer --gamma 6",
@@ -506,8 +507,8 @@ def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
     if bench.draft:
         peers["speculative --gamma 6"] = ("`generate`, assistant, draft of 6 tokens",
                                           bench.theirs("draft"))
-    peers["lookahead --W 0"] = ("`generate`, prompt lookup of 4",
-                                bench.theirs(prompt_lookup_num_tokens=4))
+    peers["prompt_lookup"] = ("`generate`, prompt lookup of 4",
+                              bench.theirs(prompt_lookup_num_tokens=4))
     return peers
 
 

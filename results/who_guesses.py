@@ -50,7 +50,7 @@ from bita import bita, load_tuning  # noqa: E402  (the path is set above)
 from cli.run import Run  # noqa: E402
 from common import CachedLM, InputError, autoregressive, greedy  # noqa: E402
 from survey.clock import Node, best_tree  # noqa: E402
-from jacobi import lookahead  # noqa: E402
+from jacobi import prompt_lookup  # noqa: E402
 from models.files import write_text  # noqa: E402
 from models.training import digest, read_whole_lines  # noqa: E402
 from speculative import speculative  # noqa: E402
@@ -303,8 +303,7 @@ class Drafters:
             return LONGEST, lambda k: self.run(
                 hybrid_file.hybrid, guess="hydra", nodes=1 + k, datastore=str(datastore),
                 trust=str(trust), adapter=str(heads))
-        self.add("n-grams", lambda: (LONGEST, lambda k: self.run(
-            lookahead, W=0, N=1 + k, G=1)))
+        self.add("n-grams", lambda: (LONGEST, lambda k: self.run(prompt_lookup, N=1 + k, G=1)))
         self.add("REST", store, "rest.safetensors")
         self.add("recycling", lambda: (LONGEST, lambda k: self.run(
             recycling_file.recycling, nodes=1 + k)))

@@ -242,7 +242,7 @@ def test_make_bench_prints_rows_beside_transformers_own(models, monkeypatch, cap
     folder = models[models.index("--target") + 1].removesuffix("target")
     another = f"cllm --target {folder}cllm"
     argv = ["results/bench.py", *models, "--max-new-tokens", "12", "--only", "speculative",
-            "lookahead --W", "--row", another, "--row", "medusa --nodes 4"]
+            "prompt_lookup", "--row", another, "--row", "medusa --nodes 4"]
     monkeypatch.setattr(sys, "argv", argv)
     module.main()
     text = capsys.readouterr().out
@@ -253,7 +253,7 @@ def test_make_bench_prints_rows_beside_transformers_own(models, monkeypatch, cap
     speculation = "speculative --gamma 6"
     assisted = "`generate`, assistant, draft of 6 tokens"
     assert names_of(rows) == [
-        "autoregressive", speculation, "lookahead --W 0", another, "`generate`", assisted,
+        "autoregressive", speculation, "prompt_lookup", another, "`generate`", assisted,
         "`generate`, prompt lookup of 4"]
     same, per_call = column(rows, "output as AR's"), column(rows, "tokens per target call")
     assert same.pop(another) != "3 of 3" and set(same.values()) == {"3 of 3"}
@@ -277,19 +277,19 @@ def test_make_bench_prints_rows_beside_transformers_own(models, monkeypatch, cap
         share = 100 * float(x_ar[row[0]]) / float(per_call[row[0]])
         assert float(row[place - 1].rstrip("%")) == pytest.approx(share, abs=2)
     assert names_of(ratios) == ["autoregressive / `generate`", f"{speculation} / {assisted}",
-                                "lookahead --W 0 / `generate`, prompt lookup of 4"]
+                                "prompt_lookup / `generate`, prompt lookup of 4"]
 
 
 def test_without_a_draft_there_are_the_methods_that_need_none(models, monkeypatch, capsys):
     """Sampled outputs are not compared with AR's, and are graded all the same."""
-    only = ["--max-new-tokens", "4", "--temperature", "1", "--only", "look", "specu"]
+    only = ["--max-new-tokens", "4", "--temperature", "1", "--only", "look", "prompt", "specu"]
     monkeypatch.setattr(sys, "argv", ["bench.py", *models[:2], *models[4:], *only])
     module.main()
     text = capsys.readouterr().out
     assert "speculative --gamma 6 left out: expected a --draft\n" in text
     rows, ratios = tables_of(text)
     assert rows[0][-2:] == ["rest", "right answers"] and len(ratios) == 3
-    assert names_of(rows) == ["autoregressive", "lookahead", "lookahead --W 0", "`generate`",
+    assert names_of(rows) == ["autoregressive", "lookahead", "prompt_lookup", "`generate`",
                               "`generate`, prompt lookup of 4"]
 
 
