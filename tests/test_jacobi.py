@@ -176,6 +176,7 @@ def test_the_window_of_the_survey(monkeypatch, found):
         [(3, 304, 405, 506), (204, 305, 406, 507), (205, 306, 407, 508), (206, 307, 408, 509),
          (207, 308, 409, 510)]]
     assert [r["rows"] for r in log] == [7, 12, 15, 15, 15]
+    assert {r["guessed"] for r in log} == {0}  # no n-gram of the pool begins with a root
 
 
 def test_the_window_of_a_sampled_text_holds_argmaxes(found):
