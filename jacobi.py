@@ -1,21 +1,20 @@
-"""Jacobi and lookahead decoding: a model guesses its own next tokens, all positions at once.
+"""Jacobi decoding, lookahead decoding and prompt lookup: guesses without a second model.
 
-jacobi      Santilli et al., "Accelerating Transformer Inference for Translation via Parallel
-            Decoding", arXiv 2305.10427; with the KV cache as in Kou et al., "CLLMs: Consistency
-            Large Language Models", arXiv 2403.00835, Alg. 3
-lookahead   Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
-            arXiv 2402.02057
+jacobi          y_i <- argmax p(. | y_<i, x) for all i of a block at once, until nothing changes.
+                Santilli et al., "Accelerating Transformer Inference for Translation via Parallel
+                Decoding", arXiv 2305.10427; with the KV cache as in Kou et al., "CLLMs: Consistency
+                Large Language Models", arXiv 2403.00835, Alg. 3
+lookahead       W columns run this iteration ahead of the text, and the n-grams that a column passes
+                through become guesses. Fu et al., "Break the Sequential Dependency of LLM Inference
+                Using Lookahead Decoding", arXiv 2402.02057
+prompt_lookup   The tokens that followed the last token earlier in the text become guesses. Saxena,
+                "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
-    Jacobi:     y_i <- argmax p(. | y_<i, x) for all i of a block at once, until nothing changes
-    lookahead:  W columns run this iteration ahead of the text, and the n-grams that a column passes
-                through become guesses
+All are lossless. A guess becomes final only if it equals the token that the target chooses in its
+place: the argmax or, at a temperature, one sample after each node.
 
-Both are lossless. A guess becomes final only where it equals the token that the target chooses in
-its place. The target chooses the argmax, or at a temperature one sample after each node.
-
-A block of Jacobi decoding with n = 5, where the text ends in "sat". What stands left of the bar is
-final. A call is fed the last final token and all guesses, and gives the argmax after each of them.
-The argmax after a token stands one position behind that token:
+A block of Jacobi decoding with n = 5, where the text ends in "sat". A call is fed the last final
+token and all guesses, and gives the argmax after each of them. Tokens left of the bar are final:
 
     position      0     1      2      3      4      5
     y(0)         sat │ the    cat    sat    the            the root and random tokens of the prompt
@@ -26,10 +25,9 @@ The argmax after a token stands one position behind that token:
     call 3                           mat    and    the     the guess "mat" was right, so that its
     y(3)         sat   on     the    mat    and  │         argmax "and" is final as well
 
-Each state is the final tokens and the newest argmaxes, cut off after n tokens. Call 2 guessed "mat"
-in the right place, although it was fed wrong tokens before it. So three calls make four tokens
-final. The last of them, "and", is the next root. Were the guess at position 4 right too, the argmax
-at position 5 would be final, and would be the next root.
+Call 2 guessed "mat" in the right place, although it was fed a wrong token before it. So three calls
+make four tokens final. The last of them, "and", is the next root. If the guess at position 4 had
+also been right, the argmax at position 5 would be final, and would be the next root.
 
 The lookahead window with W = 3 columns and N = 4 has N - 1 = 3 levels. A letter is a level. A
 number says how many positions after the root the token would stand:
@@ -40,30 +38,22 @@ number says how many positions after the root the token would stand:
     level 2     c2     c3     c4                  │      └─ b2 ─── c3 ─> d4
     new         d3     d4     d5                  └─ b1 ─── c2 ─> d3
 
-One call gives the new level d, which is the argmax (─>) after every token of level 2. Each column,
-read downwards, is now an n-gram: (root, b1, c2, d3), (a1, b2, c3, d4), (a2, b3, c4, d5). Then level
-0 is dropped, b becomes level 0, and the next root stands in the place of b1.
+One call gives the new level d, the argmax (─>) after each token of level 2. Each column is now an
+n-gram, as (a1, b2, c3, d4). Then b becomes level 0, with the next root in the place of b1.
 
-Departures (paper / here / why):
-    first guesses: Santilli has padding / random tokens of the prompt / this is CLLM's rule
-    first root: CLLM's Alg. 3 computes it from the prompt / it is the prompt's last token / that
-        saves a call
-    end of a block: CLLM's Alg. 3 as printed never ends, since i* is at most len - 1 / a block ends
-        when its last token is final, and the last token that is final is the next root / the next
-        root needs no call of its own
-    end of the text: Santilli's third algorithm goes on token by token after a given length / blocks
-        follow one another, and the driver stops at EOS / how long an answer is, nobody knows before
-    sampling with Jacobi: Santilli and CLLM are greedy / at a temperature too / one sample after
-        each node is exact
-    sampling with lookahead: Fu's Alg. 4 tries a position's guesses one after the other, each
-        against what p has left / one sample after each node is compared with the guesses / the law
-        is the same, and a call draws once
-    n-grams of the text: Fu's pool has the n-grams of the window, and the released code may add
-        the prompt's / the n-grams of the growing text enter too / answers copy from the text
-    no window: W is 1 or more / with W = 0 the pool has the n-grams of the text alone / this is
-        prompt lookup with several candidates in one call
+Departures:
+- Jacobi's blocks. Paper: CLLM's Alg. 3 computes the first root from the prompt, and as printed it
+  never ends, since i* is at most len - 1. Here: the first root is the prompt's last token, and a
+  block ends when its last token is final. Why: no call is spent only on a root.
+- Sampling. Paper: Santilli and CLLM are greedy. Fu's Alg. 4 tries the guesses of a position one
+  after the other. Here: one sample after each node is compared with the guesses. Why: the
+  distribution is the same, and a call draws once.
+- N-grams. Paper: Fu's are the window's, and in the released code also the prompt's. Saxena tries
+  what followed the first match of the last 3 tokens, or else of 2 or 1. Here: all n-grams of the
+  growing text that begin with its last token are tried in one call. Why: answers repeat the text.
 
-Left out: several GPUs.
+Left out: Santilli's other two algorithms, which are Jacobi iteration over the whole answer and a
+hybrid that goes on token by token after a given length; lookahead on several GPUs.
 """
 import random
 import sys
@@ -73,7 +63,6 @@ from common import CachedLM, InputError, Sampler, greedy, trie, walk
 
 
 # ------------------------------------------------------------------------------------ Jacobi
-
 def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Guess the n - 1 tokens that follow the root in a block, and recompute in each call all
@@ -82,9 +71,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
     n: tokens of a block, its root included, 2 or more
 
     Yields chunks of 1 to n tokens; logs {"states", "final"} a block. Every call extends both lists.
-    The state y(j) of the Jacobi trajectory is states[j], a list of n tokens with the root first.
-    The number of its leading tokens that are final is final[j]. Where the token after the block is
-    final as well, final[j] is n + 1, and that token is the next root.
+    states[j] is the state y(j) of the Jacobi trajectory, n tokens with the root first. final[j] is
+    how many of its leading tokens are final. It is n + 1 if the token after the block is final too.
     """
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
@@ -113,45 +101,69 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become argmaxes, also with sampling. The next call
-            # draws every token anew, and the argmax is the likeliest to be drawn
+            # Lines 10 and 14: the other guesses become argmaxes, even with sampling. The next call
+            # draws every token again, and the argmax is the likeliest to be drawn
             y = (y[:final] + chunk + guesses[agreed + 1:])[:n]
             final += agreed + 1  # line 11
             trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)
             yield chunk
-        root = chunk[-1]  # y's last token where final is n, the token after y where it is n + 1
+        root = chunk[-1]  # the last token of y if final is n, the token after y if it is n + 1
 
 
-# --------------------------------------------------------------------------------- lookahead
+# ------------------------------------------------------------------ prompt lookup, lookahead
+def remember(pool: dict[int, dict[tuple, None]], ngrams: list[tuple[int, ...]], G: int) -> None:
+    """Put n-grams into the pool, each as the newest one of its first token.
 
-def remember(pool: dict[int, dict[tuple, None]], ngram: tuple[int, ...], G: int) -> None:
-    """Put an n-gram into the pool as the newest one of its first token.
-
-    If the pool then has more than G n-grams of this first token, the oldest of them is dropped.
-
-    pool    for each first token the other N - 1 tokens of its n-grams, the oldest first; changed in
-            place. The keys of a dictionary serve as a set with an order
-    ngram   N tokens
-    G       how many n-grams of one first token are kept
+    pool     for each first token a set of the other N - 1 tokens of its n-grams, the oldest first
+    ngrams   tuples of N tokens
+    G        how many n-grams of one first token are kept, the newest ones
     """
-    rests = pool.setdefault(ngram[0], {})
-    rests.pop(ngram[1:], None)  # an n-gram that is known already becomes the newest again
-    rests[ngram[1:]] = None
-    if len(rests) > G:
-        oldest = next(iter(rests))
-        del rests[oldest]
+    for first, *rest in ngrams:
+        rests = pool.setdefault(first, {})
+        rests.pop(tuple(rest), None)  # a known n-gram becomes the newest again
+        rests[tuple(rest)] = None
+        if len(rests) > G:
+            del rests[next(iter(rests))]  # the oldest
 
 
-def list_ngrams(text: list[int], N: int, first: int = 0) -> list[tuple[int, ...]]:
-    """Return the n-grams of a text that begin at token number `first` or later.
+def last_ngrams(text: list[int], N: int, new: int) -> list[tuple[int, ...]]:
+    """Return the n-grams (of N tokens) that end in one of the last `new` tokens of a text."""
+    first = max(len(text) - new - N + 1, 0)
+    return [tuple(text[i:i + N]) for i in range(first, len(text) - N + 1)]
 
-    text      tokens
-    N         tokens of an n-gram
-    first     a number of a token, counted from 0. A negative one stands for 0
-    returns   the n-grams in the order of the text
+
+def check_ranges(**options: tuple[int, int]) -> None:
+    """Raise InputError for an option, given as name=(value, least), that is below its least."""
+    for name, (value, least) in options.items():
+        if value < least:
+            raise InputError(f"--{name} must be {least} or more, got {value}")
+
+
+def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 15,
+                  sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+    """Guess the tokens that followed the text's last token earlier in the text.
+
+    N: tokens of an n-gram, 2 or more. A guess has N - 1 tokens
+    G: how many guesses a call verifies, the newest ones
+
+    Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows"} a call, counts of tokens.
     """
-    return [tuple(text[i:i + N]) for i in range(max(first, 0), len(text) - N + 1)]
+    check_ranges(N=(N, 2), G=(G, 1))
+    target.start(prompt[:-1])
+    text = []
+    chunk = prompt
+    pool = {}
+    while True:
+        text += chunk
+        remember(pool, last_ngrams(text, N, len(chunk)), G)
+        # The n-grams that begin with the last token, which is the root, make a tree
+        ids, parents, _ = trie(text[-1], pool.get(text[-1], ()))
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        target.commit(path)
+        if log is not None:
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "rows": len(ids)})
+        yield chunk
 
 
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
@@ -203,82 +215,55 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
     return [*levels[1:], new], list(columns)
 
 
-def check_lookahead(W: int, N: int, G: int, prompt_ngrams: bool) -> None:
-    """Raise InputError if an option of lookahead cannot be used."""
-    if W < 0:
-        raise InputError(f"--W must be 0 or more, got {W}")
-    if N < 2:
-        raise InputError(f"--N must be 2 or more, got {N}")
-    if G < 1:
-        raise InputError(f"--G must be 1 or more, got {G}")
-    if W == 0 and not prompt_ngrams:
-        raise InputError("--W must be 1 or more with --no-prompt-ngrams, got 0: nothing is left "
-                         "to guess from")
-
-
 def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G: int = 15,
               prompt_ngrams: bool = True, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
-    """Run W columns of Jacobi iteration, and verify up to G n-grams that earlier calls have found.
-    Both happen in one call. Fu et al., Sections 3.1 to 3.3.
+    """Run W columns of Jacobi iteration, and verify up to G n-grams of the pool in the same call.
+    Fu et al., Sections 3.1 to 3.3.
 
-    W: columns of the window, or 0 for no window
+    W: columns of the window. 0 leaves the window out, which is prompt lookup
     N: tokens of an n-gram, 2 or more. The window has N - 1 levels, and a guess has N - 1 tokens
-    G: how many n-grams are kept for each first token. All n-grams of the root are verified
+    G: how many n-grams that begin with the root a call verifies, the newest ones
     prompt_ngrams: the n-grams of the prompt and of the text as it grows enter the pool too
 
-    Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows", "ngrams"} a call. These are
-    the numbers of guesses, of accepted guesses and of rows, and a list of n-grams. The call has put
-    these n-grams into the pool.
+    Yields chunks of 1 to N tokens; logs as prompt_lookup does, the window counted as rows only.
     """
-    check_lookahead(W, N, G, prompt_ngrams)
+    check_ranges(W=(W, 0), N=(N, 2), G=(G, 1))
+    if W == 0 and not prompt_ngrams:
+        raise InputError("--W must be 1 or more with --no-prompt-ngrams, got 0")
+    if W == 0:  # this yields for ever, so nothing below runs
+        yield from prompt_lookup(target, prompt, N=N, G=G, sample=sample, log=log)
     target.start(prompt[:-1])
-    root = prompt[-1]
-    text = list(prompt)
+    text = []
+    chunk = prompt
     pool = {}
-    # levels[l][i] guesses the token i + l positions after the root. The window always moves by one
-    # position. So its positions are only roughly right once a call has accepted a guess.
-    levels = []
-    if W > 0:
-        # The window starts as one level of W + N - 2 tokens, the root and random ones. It loses a
-        # column each time that it gets a level, which happens N - 2 times.
-        levels = [[root, *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
-    if prompt_ngrams:
-        for ngram in list_ngrams(text, N):
-            remember(pool, ngram, G)
+    # levels[l][i] guesses the token i + l positions after the root. This is rough, since the window
+    # moves by one position even if a call accepts several tokens. It starts as one level of
+    # W + N - 2 tokens, and loses a column each time that it gets a level, so N - 2 times.
+    levels = [[prompt[-1], *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
     while True:
+        text += chunk
+        root = text[-1]
+        if prompt_ngrams:
+            remember(pool, last_ngrams(text, N, len(chunk)), G)
         # Verification branch (Section 3.2): the n-grams that begin with the root make a trie
         ids, parents, _ = trie(root, pool.get(root, ()))
         size = len(ids)
-        # Lookahead branch (Section 3.1): the window hangs below the root too. Its nodes are not
-        # merged with those of the trie, since the walk goes over the trie alone.
+        # Lookahead branch (Section 3.1): the window hangs below the root too, apart from the trie
         last_level = add_window(levels, ids, parents)
-        # Section 3.3: both branches in one call
-        logits = target.forward(ids, parents)  # [nodes, V]
+        logits = target.forward(ids, parents)  # [nodes, V]; both branches in one call (Section 3.3)
         path, chunk = walk(ids[:size], parents[:size], sample(logits[:size]))
         target.commit(path)
-        found = []
-        if levels:
-            levels, found = move_window(levels, root, greedy(logits[last_level]), N)
-        root = chunk[-1]
-        text += chunk
-        if prompt_ngrams:  # add the n-grams of the text that end in the chunk
-            found += list_ngrams(text, N, len(text) - len(chunk) - N + 1)
-        for ngram in found:
-            remember(pool, ngram, G)
+        levels, found = move_window(levels, root, greedy(logits[last_level]), N)
+        remember(pool, found, G)
         if log is not None:
-            log.append({"guessed": size - 1, "accepted": len(path) - 1, "rows": len(ids),
-                        "ngrams": found})
+            log.append({"guessed": size - 1, "accepted": len(path) - 1, "rows": len(ids)})
         yield chunk
 
 
 # ------------------------------------------------------------------------- the command line
-
 def report(run) -> str:
-    """Return a line that says what the calls of a run did.
-
-    run   a run of the command line
-    """
+    """Return a line that says what the calls of a run of the command line did."""
     if run.method is jacobi:
         calls = [len(block["states"]) - 1 for block in run.log]
         return f"{len(calls)} blocks, {sum(calls) / len(calls):.2f} calls for each"
@@ -290,5 +275,6 @@ def report(run) -> str:
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
     from cli.trajectory import show_trajectory
-    sys.exit(main([jacobi, lookahead], report, viewers={jacobi: show_trajectory}, ranges={
-        "n": (2, 4, 8, 16, 32), "W": (0, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}))
+    ranges = {"n": (2, 4, 8, 16, 32), "W": (0, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}
+    sys.exit(main([jacobi, lookahead, prompt_lookup], report, viewers={jacobi: show_trajectory},
+                  ranges=ranges))

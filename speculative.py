@@ -11,37 +11,29 @@ Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
 letters are Leviathan's, and Chen swaps them. In the code they are `target_probs` and `draft_probs`.
 
-The method is lossless: its output has exactly the target's distribution. At temperature 0 both p
-and q are one-hot, and the output is the target's greedy output.
-
-This rule looks at one token after the other (`verify_tokens`). Sun's rule looks at the whole draft
-(`verify_block`), has the same distribution, and never accepts fewer tokens on average. So it is the
-default. At temperature 0 both rules accept the same guesses.
+The method is lossless: its output has exactly the target's distribution. At temperature 0 p and q
+are one-hot, and the output is the target's greedy output.
 
 A round with γ = 3 after "… the cat sat", where "my" is rejected:
 
     draft, 3 calls    sat ─> on       on ─> my       my ─> hat              x_i drawn from q_i
     target, 1 call    sat ─> p_1      on ─> p_2      my ─> p_3    hat ─> p_4
-    verify tokens     on: accepted    my: rejected   hat: not looked at
+    verify_tokens     on: accepted    my: rejected   hat: not looked at
     chunk             on, the         "the" is drawn from norm(max(0, p_2 - q_2))
 
-The target is fed the root and all guesses, and gives a distribution after each of them. So p_i
-stands in the place of the guess x_i. The last one, p_4, is for the token after a draft that is
-accepted as a whole.
+p_i is the target's distribution in the place of the guess x_i. The last one, p_4, is for the token
+after a draft that is accepted as a whole.
 
-With --confidence the draft ends after the first guess that it finds less likely than that. The
-unsure guess is verified too, since it is drawn already. Whether another guess follows is decided
-before it is drawn, by the guesses so far alone. So both rules stay exact at every temperature.
-Counted on 18 held-out prompts of the embedded pair, greedy and with γ = 6, a confidence of 0.4
-leaves out 22% of the draft's calls, for 3% more of the target's. Its speed was not measured, so the
-default is 0.
+Departures:
+- The rule. Paper: Leviathan and Chen judge one guess after the other (`verify_tokens`). Here: the
+  default is Sun's rule, which judges the draft as a whole (`verify_block`). Why: the output has the
+  same distribution, and on average never fewer guesses are accepted. At temperature 0 both rules
+  accept the same guesses.
+- The length of a draft. Paper: always γ. Here: with --confidence the draft ends after the first
+  guess that the draft model finds less likely than that. Why: a later guess would rarely count.
+  Whether to draw another guess is decided before it is drawn, so the output stays exact.
 
-Departures: none.
-
-Left out:
-    batches       one text at a time is what the method makes faster
-    lenience      Leviathan's App. A.5 accepts more guesses and is lossy
-    beam search   Leviathan's App. A.4
+Left out: lenience, which is lossy (Leviathan's App. A.5), and beam search (App. A.4).
 """
 import sys
 from typing import Iterator
@@ -55,34 +47,31 @@ import torch.nn.functional as F
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Compute norm(max(0, p - q)), the distribution that a token is drawn from after a rejection.
 
-    p        [..., V], the target's distribution
-    q        [..., V], the distribution that the rejected guess was drawn from
-    returns  [..., V]. Where p equals q nothing is left to draw from, and p itself is returned. Only
-             rounding can have rejected a guess there
+    p        [V], the target's distribution
+    q        [V], the distribution that the rejected guess was drawn from
+    returns  [V]. If p equals q, nothing is left to draw from. Then only rounding can have rejected
+             the guess, and p itself is returned
     """
     left = (p - q).clamp(min=0)
-    total = left.sum(-1, keepdim=True)
-    # An `if` on `total` would make the CPU wait until a GPU has computed it.
-    return torch.where(total > 0, left / total, p)
+    total = left.sum()
+    if total > 0:
+        return left / total
+    return p
 
 
-def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: torch.Tensor,
-              sample: Sampler) -> tuple[int, int]:
-    """Draw the token that follows the accepted guesses.
+def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
+              sample: Sampler) -> int:
+    """Draw and return the token that follows the accepted guesses.
 
     probs         [γ+1, V], the target's distribution in each place, or a share of it
-    draft_probs   [γ, V], the draft's distributions, which are taken off and the rest normalised
-    accepted      [1], how many guesses are accepted
+    draft_probs   [γ, V], the draft's distributions, which are subtracted
+    accepted      how many guesses are accepted
     sample        the Sampler that draws the token
-    returns       how many guesses are accepted, and the token
     """
-    # Behind the last guess the draft has no distribution. With 0 in its place nothing is taken off,
-    # and the token is drawn from p_{γ+1} itself.
+    # After the last guess the draft has no distribution. With 0 for it nothing is subtracted, so
+    # the token is drawn from p_{γ+1} itself.
     q = F.pad(draft_probs, (0, 0, 0, 1))  # [γ+1, V]
-    token = sample.draw(residual(probs[accepted], q[accepted]))  # [1]
-    # Both numbers leave a GPU together, since the CPU waits each time.
-    accepted, token = torch.cat([accepted, token]).tolist()
-    return accepted, token
+    return sample.draw(residual(probs[accepted], q[accepted])[None]).item()
 
 
 def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
@@ -93,61 +82,62 @@ def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses
     draft_probs   [γ, V], the draft's distributions q_1 … q_γ
     guesses       γ tokens x_1 … x_γ, where x_i was drawn from q_i
     sample        the Sampler that flips the coins and draws the token
-    returns       accepted, how many guesses are accepted; and token, which follows the accepted
-                  guesses
+    returns       accepted, how many guesses are accepted; and token, the one after them
     """
     x = torch.tensor(guesses, dtype=torch.long, device=target_probs.device)[:, None]  # [γ, 1]
     ratio = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x) / q(x)
     # A coin u ~ U[0, 1) is below the ratio with probability min(1, p(x) / q(x)).
     passed = sample.uniform(ratio.shape, ratio.device) < ratio
-    # Count the guesses before the first that does not pass. Guesses behind it do not count, also
-    # where they pass, since the target was fed the wrong token before them.
-    accepted = passed.cumprod(0).sum(0)  # [1]
-    return draw_next(target_probs, draft_probs, accepted, sample)
+    # Count the guesses before the first that does not pass. Later guesses do not count, even if
+    # they pass, since the target was fed the wrong token before them.
+    accepted = passed.cumprod(0).sum().item()
+    return accepted, draw_next(target_probs, draft_probs, accepted, sample)
 
 
 def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
                  sample: Sampler) -> tuple[int, int]:
     """Accept leading guesses by looking at the whole draft. Sun et al., Algorithm 2.
 
-    Let p(x_1) be half of q(x_1), and p(x_2) twice q(x_2). Then both guesses together are as likely
-    under the target as under the draft. `verify_tokens` rejects x_1 half of the time all the same,
-    and here both are always accepted. The paper writes p_i for a number (the header's p_i are
-    distributions): the probability that the first i guesses are accepted, with or without those
-    behind them. Below, p(x) and q(x) are what the target and the draft say of the next token x
-    after i guesses, and p(x_i) and q(x_i) what they say of guess i:
+    An example: q(x_1) = 0.4, p(x_1) = 0.2, and q(x_2) = 0.3, p(x_2) = 0.6. Both guesses together
+    are as likely under the target as under the draft. Here they are always accepted, and
+    `verify_tokens` rejects x_1 half of the time.
 
-        p_0 = 1,    p_i = min(1, p_{i-1} p(x_i) / q(x_i))
+    The probability that the first i guesses are all accepted, perhaps with later ones, is called
+    joint_i here and p_i in the paper:
+
+        joint_0 = 1,    joint_i = min(1, joint_{i-1} p(x_i) / q(x_i))
 
     A coin for each i says whether guess i is accepted, and with it all guesses before it. The coin
-    passes with the chance h_i. No guess stands behind the last one, so h_γ = p_γ. Any other guess i
-    is also accepted if a later one is. The probability of that is the mean of p_{i+1} over the next
-    guess x ~ q, which is Σ_x min(p_i p(x), q(x)) = p_i - Z_i. Guess i fails if neither happens:
+    passes with probability h_i. After the last guess nothing follows, so h_γ = joint_γ. Any other
+    guess i is also accepted if a later one is. The probability of that is the mean of joint_{i+1}
+    over the next guess x ~ q, where p and q are the distributions after i guesses:
 
-        Z_i = Σ_x max(0, p_i p(x) - q(x))
-        1 - p_i = (1 - h_i) (1 - (p_i - Z_i)),    so    h_i = Z_i / (Z_i + 1 - p_i)
+        Σ_x min(joint_i p(x), q(x)) = joint_i - Z_i,    Z_i = Σ_x max(0, joint_i p(x) - q(x))
 
-    After i accepted guesses the next token is drawn from norm(max(0, p_i p - q)), and after a whole
-    draft from p. The arguments and what is returned are those of `verify_tokens`.
+    Guess i is not accepted if neither happens, which determines h_i:
+
+        1 - joint_i = (1 - h_i) (1 - (joint_i - Z_i)),    so    h_i = Z_i / (Z_i + 1 - joint_i)
+
+    After i accepted guesses the next token is drawn from norm(max(0, joint_i p - q)), and after a
+    whole draft from p. The arguments and returned values are those of `verify_tokens`.
     """
     x = torch.tensor(guesses, dtype=torch.long, device=target_probs.device)[:, None]  # [γ, 1]
     ratios = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x_i) / q(x_i)
-    kept = [target_probs.new_ones(1)]  # p_0, p_1, …, p_γ
-    for ratio in ratios:
-        kept.append((kept[-1] * ratio).clamp(max=1))
-    p = torch.stack(kept)  # [γ+1, 1]
-    scaled = p * target_probs  # [γ+1, V], p_i p(x) for i = 0 … γ
+    joint = torch.ones_like(target_probs[:, :1])  # [γ+1, 1], joint_0 … joint_γ
+    for i, ratio in enumerate(ratios):
+        joint[i + 1] = (joint[i] * ratio).clamp(max=1)
+    scaled = joint * target_probs  # [γ+1, V], joint_i p(x)
     Z = (scaled[:-1] - draft_probs).clamp(min=0).sum(-1, keepdim=True)  # [γ, 1], Z_0 … Z_{γ-1}
-    # Where p_i is 1 and Z_i is 0, h_i would be 0 / 0. No coin is below that, and none needs to be:
-    # the target and the draft say the same of the next token, so that p_{i+1} is 1 as well.
-    h = torch.cat([Z / (Z + 1 - p[:-1]), p[-1:]])[1:]  # h_1 … h_γ
+    # If joint_i is 1 and Z_i is 0, then h_i is 0 / 0. No coin is below that, and none needs to be:
+    # the target and the draft say the same of the next token, so joint_{i+1} is 1 as well.
+    h = torch.cat([Z / (Z + 1 - joint[:-1]), joint[-1:]])[1:]  # h_1 … h_γ, without h_0
     passed = sample.uniform(h.shape, h.device) < h
-    # The last coin that passes counts, also where coins before it do not. In front of them stands
-    # a coin for i = 0, no guess at all, which always passes.
-    numbers = torch.arange(1 + len(guesses), device=h.device)[:, None]
-    accepted = (numbers * F.pad(passed, (0, 0, 1, 0), value=True)).amax(0)  # [1]
-    # The token is drawn as in verify_tokens, but p_i p(x) stands in the place of p(x).
-    return draw_next(scaled, draft_probs, accepted, sample)
+    accepted = 0
+    for i, coin in enumerate(passed.tolist()):
+        if coin[0]:
+            accepted = i + 1  # the last coin that passes counts, even if coins before it failed
+    # The token is drawn as in verify_tokens, with joint_i p(x) for p(x).
+    return accepted, draw_next(scaled, draft_probs, accepted, sample)
 
 
 VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option's values
@@ -156,17 +146,15 @@ VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option
 def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6,
                 confidence: float = 0.0, verification: str = "block", sample: Sampler = greedy,
                 log: list | None = None) -> Iterator[list[int]]:
-    """Draft gamma tokens one by one, and verify all of them in one target call. The chunk is the
-    accepted tokens and one more that is drawn from the target.
+    """Draft gamma tokens one by one, and verify all of them in one target call.
 
     gamma: tokens drafted a round (γ), 1 or more
     confidence: a probability. The draft ends after the first guess that is less likely by the
-        draft's own distribution, which no temperature changed. With 0 it drafts gamma tokens
-    verification: token for Leviathan's and Chen's rule, block for Sun's. At temperature 0 both
-        accept the same tokens
+        draft's own distribution, before temperature, top-k and top-p. 0 always drafts gamma tokens
+    verification: token for Leviathan's and Chen's rule, block for Sun's
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
-    numbers of drafted tokens and of those that the target accepted.
+    Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token that is drawn from
+    the target. Logs {"drafted", "accepted"} a round, the numbers of guesses and of accepted ones.
     """
     if gamma < 1:
         raise InputError(f"--gamma must be 1 or more, got {gamma}")
@@ -178,26 +166,23 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     draft.start(prompt[:-1])
     root = prompt[-1]
     unseen = [root]  # final tokens that the draft has not been fed, the root last
-    verify = VERIFICATIONS[verification]
     while True:
         # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
-        drawn = []
+        guesses = []
         draft_probs = []
         feed = unseen
-        for _ in range(gamma):
-            logits = draft.forward(feed)
-            q = sample.probs(logits[-1:])  # [1, V]
-            feed = sample.draw(q)  # [1]; it stays on the device, and the CPU need not wait for it
+        while len(guesses) < gamma:
+            logits = draft.forward(feed)[-1:]  # [1, V]
+            q = sample.probs(logits)  # [1, V]
+            feed = sample.draw(q).tolist()  # one token, which the next draft call is fed
+            guesses += feed
             draft_probs.append(q)
-            drawn.append(feed)
-            if confidence > 0 and logits[-1].float().softmax(-1)[feed] < confidence:
+            if confidence > 0 and logits.float().softmax(-1)[0, feed[0]] < confidence:
                 break
-        guesses = torch.cat(drawn).tolist()
         # Second step: compute p_1 … p_{γ+1} in one target call
-        logits = target.forward([root, *guesses])
-        target_probs = sample.probs(logits)  # [γ+1, V]
-        # Third and fourth step: count the accepted guesses, and draw one more token. Without that
-        # token a round whose first guess is rejected would add nothing to the text.
+        target_probs = sample.probs(target.forward([root, *guesses]))  # [γ+1, V]
+        # Third and fourth step: count the accepted guesses, and draw one more token
+        verify = VERIFICATIONS[verification]
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         # Keep the rows of what became final. The target was fed the root and all guesses. The draft
         # was fed `unseen` and all guesses but the last one.
@@ -214,54 +199,30 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
 
 
 # ------------------------------------------------------------------------- the command line
-
-def report_acceptance(run) -> str:
-    """Return a line that counts the drafted tokens, the accepted tokens and the draft calls.
-
-    run   a run of the command line. Its target may have any number of draft models
-    """
-    _, *drafts = run.models.values()
-    drafted = sum(r["drafted"] for r in run.log)
-    accepted = sum(r["accepted"] for r in run.log)
-    calls = sum(draft.calls for draft in drafts)
-    return (f"accepted {accepted} of {drafted} drafted tokens, {accepted / len(run.log):.2f} a "
-            f"round; {calls} draft calls")
-
-
-def count_tried(record: dict) -> int:
-    """Count the guesses of a round that were tried.
-
-    A round tries every guess up to the first rejected one, or all of them where none is rejected.
-
-    record    what the method logged for the round
-    returns   a number from 1 to "drafted", or a smaller one where `until` cut the round's chunk
-    """
-    if "cut" in record:  # every guess that was kept was accepted, and those behind it do not count
-        return record["accepted"]
-    return min(record["accepted"] + 1, record["drafted"])
-
-
 def report(run) -> str:
-    """Return lines with the acceptance rate α of a run and the speed-up that α predicts.
+    """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
 
-    The prediction is Leviathan's Theorem 3.8. In the theorem c is the time of a draft call over the
-    time of a target call, and both are taken from this run. After block verification α is the rate
-    that `verify_tokens` would need to accept as much. If drafts end early, γ is their mean length.
+    Leviathan's Theorem 3.8 predicts it from γ, from c, the time of a draft call over the time of a
+    target call, and from α. α is the share of accepted guesses among those that were tried: in each
+    round those up to the first rejected one.
 
     run   a run of the command line
     """
-    target = run.models["target"]
-    draft = run.models["draft"]
-    tried = sum(map(count_tried, run.log))
-    alpha = sum(r["accepted"] for r in run.log) / tried
-    gamma = sum(r["drafted"] for r in run.log) / len(run.log)
+    target, draft = run.models.values()
+    drafted = sum(r["drafted"] for r in run.log)
+    accepted = sum(r["accepted"] for r in run.log)
+    # A round rejects one guess, unless all are accepted or the end of the answer cut the round off.
+    tried = accepted + sum(r["accepted"] < r["drafted"] and "cut" not in r for r in run.log)
+    alpha = accepted / tried
+    gamma = drafted / len(run.log)
     c = (draft.seconds / draft.calls) / (target.seconds / target.calls)
     per_call = gamma + 1  # the limit of the formula for α = 1, where it would divide by 0
     if alpha < 1:
         per_call = (1 - alpha ** (gamma + 1)) / (1 - alpha)
-    return (f"{report_acceptance(run)}\nacceptance rate {alpha:.1%} of {tried} tried; predicted "
-            f"from it, a draft call costing {c:.2f} of a target call: {per_call:.2f} tokens per "
-            f"call, speed-up {per_call / (gamma * c + 1):.2f}x")
+    return (f"accepted {accepted} of {drafted} drafted tokens, {accepted / len(run.log):.2f} a "
+            f"round; {draft.calls} draft calls\nacceptance rate {alpha:.1%} of {tried} tried; "
+            f"predicted from it, a draft call costing {c:.2f} of a target call: {per_call:.2f} "
+            f"tokens per call, speed-up {per_call / (gamma * c + 1):.2f}x")
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def find_methods() -> dict:
 
 METHODS = find_methods()
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
-       "lookahead --W 0", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
+       "prompt_lookup", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
        "eagle", "eagle --no-dynamic", "eagle3", "dflash", "sequoia", "early_exit", "draft_verify",
        "layerskip", "pass_sampling", "space", "recycling", "rest", "rest --no-grow",
        *(f"hybrid --guess {guess}" for guess in GUESSES), "cascade", "specinfer --gamma 6",
@@ -468,8 +468,8 @@ def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
     if bench.draft:
         peers["speculative --gamma 6"] = ("`generate`, assistant, draft of 6 tokens",
                                           bench.theirs("draft"))
-    peers["lookahead --W 0"] = ("`generate`, prompt lookup of 4",
-                                bench.theirs(prompt_lookup_num_tokens=4))
+    peers["prompt_lookup"] = ("`generate`, prompt lookup of 4",
+                              bench.theirs(prompt_lookup_num_tokens=4))
     return peers
 
 

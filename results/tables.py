@@ -29,7 +29,7 @@ TABLES = {
     "dflash": [f"dflash --nodes {n}" for n in NODES],
     "sequoia": [f"sequoia --nodes {n}" for n in NODES],
     "rest": [f"rest --nodes {n} {how}" for how in ("--grow", "--no-grow") for n in NODES]
-    + [f"rest --alpha {x}" for x in (1, 2, 4)] + ["lookahead --W 0"],
+    + [f"rest --alpha {x}" for x in (1, 2, 4)] + ["prompt_lookup"],
     "recycling": [f"recycling --nodes {n}" for n in NODES],
     "masks": [f"pass_sampling --L {n}" for n in (1, 2, 3, 4, 5)] + [
         f"space --k {n}" for n in (0, 1, 2, 3)],

@@ -67,7 +67,7 @@ DRAFTERS = {
     "MTP": "eagle3 --nodes {n} --adapter {folder}/mtp.safetensors",
     "Hydra": "medusa --heads hydra --nodes {n}", "Medusa": "medusa --nodes {n}",
     "DFlash": "dflash --nodes {n}", "BiTA": "bita --tree efficient --k 1",
-    "PaSS": "pass_sampling --L {L}", "n-grams": "lookahead --W 0 --G 1 --N {n}",
+    "PaSS": "pass_sampling --L {L}", "n-grams": "prompt_lookup --G 1 --N {n}",
     "REST": "rest --nodes {n}", "recycling": "recycling --nodes {n}",
     "hybrid": "hybrid --guess hydra --nodes {n}"}
 # Tokens of a round that are no guesses. A call of PaSS drafts, and its first token is the target's

@@ -48,7 +48,6 @@ from itertools import takewhile
 from typing import Iterator, Sequence
 
 from common import CachedLM, InputError, Sampler, greedy
-from speculative import report_acceptance
 from speculative import verify_block as verify
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
@@ -272,4 +271,5 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.run import report_acceptance
     sys.exit(main([cascade], report_acceptance, ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))

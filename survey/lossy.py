@@ -42,7 +42,6 @@ import sys
 from typing import Callable, Iterator
 
 from common import CachedLM, InputError, Sampler, greedy
-from speculative import report_acceptance
 
 import torch
 
@@ -159,5 +158,6 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.run import report_acceptance
     sys.exit(main([bild, specdec], report_acceptance, lossy=[bild, specdec], ranges={
         "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)}))

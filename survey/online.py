@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Iterator
 
 from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size
-from speculative import report_acceptance, speculative
+from speculative import speculative
 from training.files import check_result, save_model, sign_folder
 from training.layers import FeatureLM, context_length, move_counts
 from training.loop import (Training, collect_examples, compute_in_parts, count_tokens, digest,
@@ -330,5 +330,6 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.run import report_acceptance
     sys.exit(main([online], report_acceptance, commands=[serve, boost],
                   folders=[boost], ranges={"gamma": (2, 4, 6, 8)}))

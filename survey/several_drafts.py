@@ -43,7 +43,7 @@ import sys
 from typing import Callable, Iterator, NamedTuple, Sequence
 
 from common import CachedLM, InputError, Sampler, greedy, trie, walk
-from speculative import report_acceptance, residual
+from speculative import residual
 
 import torch
 
@@ -327,5 +327,6 @@ def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int =
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.run import report_acceptance
     sys.exit(main([specinfer, spectr], report_acceptance, ranges={
         "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)}))

@@ -54,7 +54,6 @@ from contextlib import contextmanager
 from typing import Iterator
 
 from common import CachedLM, InputError, KVCache, Sampler, greedy, grouped_attention
-from speculative import report_acceptance
 from speculative import verify_block as verify
 from survey.cascade import Level, review
 from training.layers import move_counts
@@ -311,5 +310,6 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.run import report_acceptance
     sys.exit(main([triforce], report_acceptance,
                   ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}, graphs=False))

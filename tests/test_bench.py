@@ -171,7 +171,7 @@ def test_without_a_prompt_there_is_no_benchmark(argv, said, monkeypatch, models)
 def test_make_bench_prints_rows_beside_transformers_own(models, monkeypatch, capsys):
     speculation = "speculative --gamma 6"
     argv = ["results/bench.py", *models, "--max-new-tokens", "12", "--only", "speculative",
-            "lookahead --W", "--row", "medusa --nodes 4"]
+            "prompt_lookup", "--row", "medusa --nodes 4"]
     monkeypatch.setattr(sys, "argv", argv)
     module.main()
     text = capsys.readouterr().out
@@ -188,12 +188,12 @@ def test_make_bench_prints_rows_beside_transformers_own(models, monkeypatch, cap
     assert column(rows, "rows a call")[speculation] == "7.0"
     assert [row[0] for row in ratios[1:]] == [
         "autoregressive / `generate`", f"{speculation} / {assisted}",
-        "lookahead --W 0 / `generate`, prompt lookup of 4"]
+        "prompt_lookup / `generate`, prompt lookup of 4"]
 
 
 def test_without_a_draft_there_are_the_methods_that_need_none(models, monkeypatch, capsys):
     """Sampled outputs are not compared with AR's, and are graded all the same."""
-    only = ["--max-new-tokens", "4", "--temperature", "1", "--only", "look", "specu"]
+    only = ["--max-new-tokens", "4", "--temperature", "1", "--only", "look", "prompt", "specu"]
     monkeypatch.setattr(sys, "argv", ["bench.py", *models[:2], *models[4:], *only])
     module.main()
     text = capsys.readouterr().out

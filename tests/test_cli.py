@@ -465,6 +465,7 @@ speculative | --gamma 0 -3: 1 or more | --max-new-tokens 0: 1 or more
 speculative | --confidence -0.1 1.0 nan: 0 or more and below 1
 jacobi | --n 1: 2 or more
 jacobi --method lookahead | --W -1: 0 or more | --N 1: 2 or more | --G 0: 1 or more
+jacobi --method prompt_lookup | --N 1: 2 or more | --G 0: 1 or more
 ouroboros | --gamma 0: 1 or more | --W 0: 1 or more | --beta 1: 2 or more
 ouroboros | --K 0: 1 or more | --G 0: 1 or more
 mjsd | --gamma 0: 1 or more | --beams 0: 1 or more | --tau -1.0 nan: 0 or more
@@ -570,7 +571,7 @@ REFUSED = [
     ("jacobi --W 4", "--W is no option of jacobi"),
     ("jacobi --draft a --draft b --draft c", "--draft is no option of jacobi, got 'a'"),
     ("jacobi --method lookahead --n 4", "--n is no option of lookahead"),
-    ("jacobi --method lookahead --W 0 --no-prompt-ngrams", "nothing is left to guess from"),
+    ("jacobi --method lookahead --W 0 --no-prompt-ngrams", "1 or more with --no-prompt-ngrams"),
     ("ouroboros --history maybe", "unrecognized arguments: maybe"),
     ("mjsd --K 3", "--K is no option of mjsd"),
     ("mjsd --method mjgd --temperature 1", "--temperature must be 0 for joint greedy"),
@@ -752,6 +753,7 @@ ACCEPTED = [  # command lines with values at the ends of what each option takes
     "jacobi --n 2 --temperature 1", "jacobi --n 16 --show always --compare",
     "jacobi --method lookahead --W 1 --N 2 --G 1 --no-prompt-ngrams",
     "jacobi --method lookahead --W 0 --N 4 --G 5 --prompt-ngrams --temperature 1",
+    "jacobi --method prompt_lookup --N 2 --G 1 --compare",
     "ouroboros --W 1 --beta 2 --K 1 --G 1 --no-phrases --no-lengthen --no-history",
     "ouroboros --W 3 --beta 4 --K 3 --no-verification --temperature 1",
     "mjsd --beams 2 --width 1 --tau 0", "mjsd --beams 8 --width 2 --tau 7 --temperature 1",

@@ -1,5 +1,5 @@
-"""Jacobi and lookahead decoding: the target's own output; what the iteration and the window do,
-step by step."""
+"""Jacobi decoding, lookahead decoding and prompt lookup: what they do, step by step."""
+import ast
 import inspect
 import itertools
 import random
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 import jacobi as module
 from cllm import cllm
 from cli.trajectory import show_trajectory
-from common import CachedLM, Sampler, until
+from common import CachedLM, Sampler, trie, until
 from fake_models import Recorder, ScriptedLM, counting, markov, scripted
 from families import tiny
 from helpers import prefill, tokens_of
-from jacobi import jacobi, list_ngrams, lookahead, remember, report
+from jacobi import jacobi, lookahead, prompt_lookup, remember, report
 
 PROMPT = [3, 14, 15, 3, 14]
 
@@ -71,8 +71,11 @@ def test_first_guesses_are_tokens_of_the_prompt():
 
 
 def test_a_cllm_decodes_by_the_same_loop():
-    """Word for word: who compares the two files has nothing to compare."""
-    loops = [inspect.getsource(method).split('"""')[2] for method in (jacobi, cllm)]
+    """Line for line, comments aside: who compares the two files has nothing to compare."""
+    loops = []
+    for method in jacobi, cllm:
+        [function] = ast.parse(inspect.getsource(method)).body
+        loops.append(ast.unparse(function.body[1:]))
     assert loops[0] == loops[1] and "target.forward" in loops[0]
 
 
@@ -130,7 +133,19 @@ def test_the_trajectory_on_a_terminal(capsys, monkeypatch):
 
 # ----------------------------------------------------------------------------------- lookahead
 
-def test_the_window_of_the_survey(monkeypatch):
+@pytest.fixture
+def found(monkeypatch) -> list:
+    """A list of the n-grams that enter the pool, a list for each time."""
+    lists = []
+
+    def watch(pool, ngrams, G):
+        lists.append(ngrams)
+        remember(pool, ngrams, G)
+    monkeypatch.setattr(module, "remember", watch)
+    return lists
+
+
+def test_the_window_of_the_survey(monkeypatch, found):
     """W = 5, N = 4: the colours of the figure as hundreds, the position as units: blue 0, orange 1,
     green 2, red 3, grey 4. What the model puts after blue p is blue p + 1; after orange p green
     p + 1, and so on."""
@@ -154,16 +169,17 @@ def test_the_window_of_the_survey(monkeypatch):
         ([2, *range(103, 107), *range(203, 208), *range(304, 309)], chain[:5] + columns),
         ([3, *range(204, 208), *range(304, 309), *range(405, 410)], chain[:5] + columns),
         ([4, *range(305, 309), *range(405, 410), *range(506, 511)], chain[:5] + columns)]
-    assert [r["ngrams"] for r in log[:4]] == [
+    assert found[:4] == [
         [], [],
         [(2, 203, 304, 405), (103, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408),
          (106, 207, 308, 409)],
         [(3, 304, 405, 506), (204, 305, 406, 507), (205, 306, 407, 508), (206, 307, 408, 509),
          (207, 308, 409, 510)]]
     assert [r["rows"] for r in log] == [7, 12, 15, 15, 15]
+    assert {r["guessed"] for r in log} == {0}  # no n-gram of the pool begins with a root
 
 
-def test_the_window_of_a_sampled_text_holds_argmaxes():
+def test_the_window_of_a_sampled_text_holds_argmaxes(found):
     """The text is drawn, guesses are not: each token of a column is the model's argmax after the
     one a level up. The first may have given way to the text's last token."""
     model, log = markov(5, vocab=9), []
@@ -173,61 +189,52 @@ def test_the_window_of_a_sampled_text_holds_argmaxes():
                        sample=Sampler(1.5, seed=2), log=log)
     text = [2, *tokens_of(chunks, 80)]
     assert sum(best[a] != b for a, b in zip(text, text[1:])) > 20
-    ngrams = [ngram for r in log for ngram in r["ngrams"]]
+    ngrams = [ngram for some in found for ngram in some]
     assert len(ngrams) == 4 * (len(log) - 3)
     assert all(best[a] == b for ngram in ngrams for a, b in zip(ngram[1:], ngram[2:]))
 
 
 @pytest.mark.parametrize("prompt", [[1], [0, 1, 2, 0, 1]])
-def test_each_ngram_of_the_text_is_remembered_once(prompt):
-    """Those that end in the prompt before the first call, all others after the call that ends them;
-    with the log's figures as they follow from the trees."""
-    model, log, N = markov(3), [], 3
+def test_prompt_lookup_tries_what_followed_the_last_token(prompt):
+    """By a search of the text before each call: the newest G guesses, each of them once."""
+    model, log, N, G = markov(3), [], 3, 2
     target = Recorder(lambda tokens: model([0, *tokens]))
-    chunks = lookahead(target, prompt, W=0, N=N, G=2, sample=Sampler(0.5), log=log)
-    chunks = list(itertools.islice(chunks, 30))
-    text = prompt + [token for chunk in chunks for token in chunk]
-    ends = range(max(N, len(prompt) + 1), len(text) + 1)
-    assert [ngram for r in log for ngram in r["ngrams"]] == [tuple(text[i - N:i]) for i in ends]
-    assert [r["accepted"] for r in log] == [len(chunk) - 1 for chunk in chunks]
-    assert [r["rows"] for r in log] == [r["guessed"] + 1 for r in log]
-    assert [r["rows"] for r in log] == [len(ids) for ids, _ in target.trees]
+    chunks = list(itertools.islice(
+        prompt_lookup(target, prompt, N=N, G=G, sample=Sampler(0.5), log=log), 30))
+    text = [*prompt]
+    for chunk, (ids, parents), record in zip(chunks, target.trees, log):
+        places = [i for i in range(len(text) - N + 1) if text[i] == text[-1]]
+        newest = dict.fromkeys(tuple(text[i + 1:i + N]) for i in reversed(places))
+        tree = trie(text[-1], [*newest][:G][::-1])
+        assert (ids, parents) == tree[:2]
+        assert record == {"guessed": len(ids) - 1, "accepted": len(chunk) - 1, "rows": len(ids)}
+        text += chunk
     assert max(r["guessed"] for r in log) > 2 and max(r["accepted"] for r in log) == N - 1
 
 
-def test_the_ngrams_of_a_text():
-    """All of them, those of its end alone, and none of a text that is too short."""
-    assert list_ngrams([1, 2, 3, 4], 3) == [(1, 2, 3), (2, 3, 4)]
-    assert list_ngrams([1, 2, 3, 4], 3, 1) == [(2, 3, 4)] and list_ngrams([1, 2, 3, 4], 3, 2) == []
-    assert list_ngrams([1, 2, 3], 3, -4) == [(1, 2, 3)] and list_ngrams([1, 2], 3, -5) == []
+def test_lookahead_without_a_window_is_prompt_lookup():
+    runs = []
+    for method, options in (lookahead, dict(W=0)), (prompt_lookup, {}):
+        log = []
+        chunks = method(ScriptedLM(markov(3)), [0, 1, 2, 0, 1], N=3, G=2, sample=Sampler(0.5),
+                        log=log, **options)
+        runs.append((list(itertools.islice(chunks, 20)), log))
+    assert runs[0] == runs[1]
 
 
 def test_the_pool_keeps_the_newest():
     pool = {}
-    for ngram in [(1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 5, 6), (2, 2, 3)]:
-        remember(pool, ngram, 2)
+    remember(pool, [(1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 5, 6), (2, 2, 3)], 2)
     assert {key: list(tails) for key, tails in pool.items()} == {1: [(2, 3), (5, 6)], 2: [(2, 3)]}
 
 
 def test_a_periodic_text_is_accepted_whole():
-    """Once the period is in the pool, every call yields N tokens; with W = 0 the prompt's n-grams
-    suffice."""
-    def lengths(prompt, calls, **options):
+    """Once the period is in the pool, every call yields N tokens; the prompt's n-grams suffice."""
+    def lengths(method, prompt, calls, **options):
         target = scripted(lambda text: (text[-1] + 1) % 6, 6)
-        return [len(c) for c in itertools.islice(lookahead(target, prompt, N=4, **options), calls)]
-    assert lengths([0, 1, 2, 3, 4, 5, 0, 1, 2], 4, W=0) == [4, 4, 4, 4]
-    assert lengths([0], 30, W=4, prompt_ngrams=False)[-10:] == [4] * 10
-
-
-def test_the_window_is_seeded_by_the_sampler():
-    """The first call has the root and a chain of W + N - 3 guesses from the prompt."""
-    windows = []
-    for seed in (0, 1, 0):
-        target = Recorder(markov(1))
-        next(lookahead(target, [0, 1, 2, 3], W=15, N=5, prompt_ngrams=False,
-                       sample=Sampler(0, seed=seed)))
-        windows.append(target.trees[0][0])
-    assert windows[0] == windows[2] != windows[1] and len(windows[0]) == 1 + 15 + 5 - 3
+        return [len(c) for c in itertools.islice(method(target, prompt, N=4, **options), calls)]
+    assert lengths(prompt_lookup, [0, 1, 2, 3, 4, 5, 0, 1, 2], 4) == [4, 4, 4, 4]
+    assert lengths(lookahead, [0], 30, W=4, prompt_ngrams=False)[-10:] == [4] * 10
 
 
 # ----------------------------------------------------------------------------------- the report

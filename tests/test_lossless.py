@@ -118,9 +118,11 @@ FILES = dict(datastore="store", trust="trust", adapter="part")
 METHODS = {
     "jacobi": lambda model: Line(jacobi.jacobi, dict(n=8), few=dict(n=3)),
     "lookahead": lambda model: Line(
-        jacobi.lookahead, dict(W=4, N=4, G=4), few=dict(W=0, N=3, G=2)),
+        jacobi.lookahead, dict(W=4, N=4, G=4), few=dict(W=1, N=3, G=2)),
     "lookahead, no prompt": lambda model: Line(
         jacobi.lookahead, dict(W=2, N=7, G=2, prompt_ngrams=False)),
+    "prompt_lookup": lambda model: Line(
+        jacobi.prompt_lookup, dict(N=4, G=4), few=dict(N=3, G=2)),
     "cllm": lambda model: Line(cllm.cllm, dict(n=8), few=dict(n=3)),
     "speculative": lambda model: Line(
         speculative.speculative, dict(gamma=4), [near(model, 0.02)], dict(gamma=2)),
