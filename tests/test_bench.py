@@ -180,7 +180,7 @@ def test_make_bench_prints_rows_beside_transformers_own(models, monkeypatch, cap
     rows, ratios = tables_of(text)
     assisted = "`generate`, assistant, draft of 6 tokens"
     same, per_call = column(rows, "output as AR's"), column(rows, "tokens per target call")
-    assert [*same] == ["autoregressive", speculation, "lookahead --W 0", "`generate`", assisted,
+    assert [*same] == ["autoregressive", speculation, "prompt_lookup", "`generate`", assisted,
                        "`generate`, prompt lookup of 4"] and {*same.values()} == {"3 of 3"}
     assert per_call["autoregressive"] == per_call["`generate`"] == "1.00"
     assert float(per_call[speculation]) == float(per_call[assisted]) > 2
