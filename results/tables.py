@@ -6,14 +6,14 @@ say, such as prompts and rounds, are options of bench.py.
 
 NODES = (4, 8, 16, 32, 64)
 WARM = "--temperature 1 --top-p 0.8"
-OFF = "--no-phrases --no-lengthen --no-verification --no-history"  # Ouroboros' mechanisms
+OFF = "--no-phrases --no-lengthen --no-verification"  # Ouroboros' mechanisms
 
 TABLES = {
     "speculative": [f"speculative --gamma {n}" for n in (1, 2, 4, 6, 8)] + [
         "speculative --gamma 6 --verification token"],
     "ouroboros": [f"ouroboros {OFF}", f"ouroboros {OFF} --phrases",
-                  f"ouroboros {OFF} --phrases --lengthen", "ouroboros --no-history", "ouroboros",
-                  *(f"ouroboros --no-history --K {k}" for k in (1, 2, 3, 5, 8)),
+                  f"ouroboros {OFF} --phrases --lengthen", "ouroboros",
+                  *(f"ouroboros --K {k}" for k in (1, 2, 3, 5, 8)),
                   *(f"{x} {WARM}" for x in ("autoregressive", "speculative", "ouroboros"))],
     "bita": ["bita", "bita --tree chain", *(f"bita --tree {tree} --k {k}" for tree, k in (
         ("efficient", 1), ("efficient", 3), ("efficient", 5), ("full", 1), ("full", 2),

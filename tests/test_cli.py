@@ -469,7 +469,6 @@ jacobi --method prompt_lookup | --N 1: 2 or more | --G 0: 1 or more
 ouroboros | --gamma 0: 1 or more | --W 0: 1 or more | --beta 1: 2 or more
 ouroboros | --K 0: 1 or more | --G 0: 1 or more
 mjsd | --gamma 0: 1 or more | --beams 0: 1 or more | --tau -1.0 nan: 0 or more
-mjsd | --width 9: 1 to the 8 of --beams
 mjsd --method mjgd | --K 0: 1 or more | --beams 0: 1 or more
 bita | --tree oak: best, efficient, full, chain
 bita | --k -1: 0 or more | --k 3: left out with --tree best
@@ -572,7 +571,7 @@ REFUSED = [
     ("jacobi --draft a --draft b --draft c", "--draft is no option of jacobi, got 'a'"),
     ("jacobi --method lookahead --n 4", "--n is no option of lookahead"),
     ("jacobi --method lookahead --W 0 --no-prompt-ngrams", "1 or more with --no-prompt-ngrams"),
-    ("ouroboros --history maybe", "unrecognized arguments: maybe"),
+    ("ouroboros --phrases maybe", "unrecognized arguments: maybe"),
     ("mjsd --K 3", "--K is no option of mjsd"),
     ("mjsd --method mjgd --temperature 1", "--temperature must be 0 for joint greedy"),
     ("bita --adapter /no/such", "a file made by `python bita.py train`, got '/no/such'"),
@@ -754,9 +753,9 @@ ACCEPTED = [  # command lines with values at the ends of what each option takes
     "jacobi --method lookahead --W 1 --N 2 --G 1 --no-prompt-ngrams",
     "jacobi --method lookahead --W 0 --N 4 --G 5 --prompt-ngrams --temperature 1",
     "jacobi --method prompt_lookup --N 2 --G 1 --compare",
-    "ouroboros --W 1 --beta 2 --K 1 --G 1 --no-phrases --no-lengthen --no-history",
+    "ouroboros --W 1 --beta 2 --K 1 --G 1 --no-phrases --no-lengthen",
     "ouroboros --W 3 --beta 4 --K 3 --no-verification --temperature 1",
-    "mjsd --beams 2 --width 1 --tau 0", "mjsd --beams 8 --width 2 --tau 7 --temperature 1",
+    "mjsd --beams 2 --tau 0", "mjsd --beams 8 --tau 7 --temperature 1",
     "mjsd --method mjgd --K 3 --beams 4 --temperature 0",
     "bita --tree efficient --temperature 1", "bita --tree full --k 0", "bita --tree chain --graphs",
     "survey.recycling --nodes 1 --compare", "cllm --n 2 --compare",
@@ -854,9 +853,8 @@ def test_tune_leaves_out_values_that_do_not_go_with_the_others(quick, small):
     argv = ["--tune", "--prompt", "Tom", "--max-new-tokens", "1"]
     _, out, _ = quick("survey.several_drafts", *["--draft", str(small / "draft")] * 2, *argv)
     assert re.findall(r"^--K (\d)", out, re.M) == ["2", "3", "4"]
-    for file, own in ("mjsd", "--width 2"), ("jacobi", "--method lookahead --no-prompt-ngrams"):
-        status, out, _ = quick(file, *own.split(), *argv)
-        assert status == 0 and "fastest: " in out
+    status, out, _ = quick("jacobi", "--method", "lookahead", "--no-prompt-ngrams", *argv)
+    assert status == 0 and "fastest: " in out
 
 
 # ----------------------------------------------------------------------------- commands

@@ -17,12 +17,17 @@ from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 OFF = dict(phrases=False, lengthen=False, verification=False)
 
 
-def pool_of(*phrases: tuple[int, ...], **limits: int) -> PhrasePool:
+def pool_of(*phrases: tuple[int, ...]) -> PhrasePool:
     """Make a pool of these phrases, the newest last."""
-    pool = PhrasePool(**limits)
+    pool = PhrasePool()
     for phrase in phrases:
         pool.add(phrase)
     return pool
+
+
+def phrases_in(pool: PhrasePool) -> list[tuple[int, ...]]:
+    """List the phrases of a pool, those of a key in their order."""
+    return [phrase for some in pool.phrases.values() for phrase in some]
 
 
 def first(chunks, n: int) -> list[list[int]]:
@@ -46,7 +51,7 @@ def test_phrases_from_verification_enter_the_pool():
         options = dict(gamma=5, beta=3, phrases=False, lengthen=False, verification=verification)
         chunks = ouroboros(counting(exceptions={6: 9}), counting(), [2, 3], pool=pool, log=log,
                            **options)
-        assert next(chunks) == [4, 5, 6, 9] and list(pool.phrases) == found
+        assert next(chunks) == [4, 5, 6, 9] and phrases_in(pool) == found
         assert log == [{"drafted": 5, "calls": 5, "accepted": 3, "matched": 4, "phrases": found}]
 
 
@@ -74,7 +79,7 @@ def test_tried_suffixes_are_corrected_also_after_a_rejection():
         options = dict(gamma=3, beta=3, phrases=False, pool=pool, log=log)
         next(ouroboros(counting(exceptions=exceptions), counting(), [2, 3], **options))
         assert log[0]["accepted"] == accepted
-        assert set(pool.rests[6]) == {(7, 8), (7, 12)}
+        assert phrases_in(pool)[:2] == [(6, 7, 8), (6, 7, 12)]
 
 
 def test_the_newest_suffix_stays_the_newest():
@@ -83,30 +88,16 @@ def test_the_newest_suffix_stays_the_newest():
     pool, log, target = pool_of((6, 2, 2), (6, 7, 3), (6, 11, 2)), [], counting(exceptions={4: 9})
     options = dict(gamma=3, beta=3, K=2, phrases=False, pool=pool, log=log)
     assert next(ouroboros(target, counting(), [2, 3], **options)) == [4, 9]
-    assert list(pool.phrases) == [(6, 2, 2), (6, 7, 8), (6, 7, 12), (5, 6, 7)]
-    assert pool.newest(6, 2) == [(7, 12), (7, 8)]
+    assert phrases_in(pool) == [(6, 2, 2), (6, 7, 8), (6, 7, 12), (5, 6, 7)]
+    assert pool.newest(6, 2) == [(6, 7, 12), (6, 7, 8)]
     assert log[0]["phrases"] == [(6, 7, 8), (6, 7, 12), (5, 6, 7)]
 
 
-def test_a_phrase_longer_than_beta_is_tried_cut_and_removed_whole():
-    """As a suffix, where its correction is a phrase of beta, and as the draft's guess, where it
-    stays: a guess 4 5 6 7 after 3 gives the draft 4 5 and what follows."""
-    pool, target = pool_of((6, 7, 8, 9, 10)), counting()
-    options = dict(gamma=3, beta=3, phrases=False, pool=pool)
-    assert next(ouroboros(target, counting(), [2, 3], **options)) == [4, 5, 6, 7, 8, 9]
-    assert target.trees == [([3, 4, 5, 6, 7, 8], [-1, 0, 1, 2, 3, 4])]
-    assert list(pool.phrases) == [(6, 7, 8)]
-    pool, draft = pool_of((3, 4, 5, 6, 7)), counting()
-    assert next(ouroboros(counting(), draft, [2, 3], gamma=3, beta=3, W=1, pool=pool))
-    assert draft.trees[0][0][:3] == [3, 4, 5] and draft.trees[0][0][3] != 6
-    assert draft.tokens[:4] == [2, 3, 4, 5] and (3, 4, 5, 6, 7) in pool.phrases
-
-
-def test_phrases_outlive_a_prompt_or_not():
-    for history, chunk in ((True, [4, 5, 6, 7, 8, 9]), (False, [4, 5, 6, 7])):
-        options = dict(gamma=3, beta=3, W=4, pool=PhrasePool(), history=history)
+def test_prompts_share_a_pool_or_not():
+    """The first prompt's window finds phrases that lengthen the second prompt's draft."""
+    for shared, chunk in ((True, [4, 5, 6, 7, 8, 9]), (False, [4, 5, 6, 7])):
+        options = dict(gamma=3, beta=3, W=4, pool=PhrasePool() if shared else None)
         first(ouroboros(counting(), counting(), [2, 3], **options), 10)
-        assert bool(options["pool"].phrases) == history
         options["phrases"] = False
         assert next(ouroboros(counting(), counting(), [9, 3], **options)) == chunk
 
@@ -137,7 +128,8 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     monkeypatch.setattr(module.random, "Random", Oranges)
     eye = torch.eye(900)
     draft = Recorder(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])
-    pool = pool_of((1, 2, 9), (1, 2, 3), (5, 6, 7, 8), (7, 9))
+    known = [(1, 2, 9), (1, 2, 3), (5, 6, 7, 8), (7, 9)]
+    pool = pool_of(*known)
     drafter = Drafter(draft, [0], pool, W=5, beta=4, G=2, seed=0)
     draft.start([])
 
@@ -156,36 +148,23 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     assert draft.tokens == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
     found = [(5, 203, 304, 405), (103, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408),
              (106, 207, 308, 409)]
-    assert list(pool.phrases)[4:] == found
+    assert {*phrases_in(pool)} == {*known, *found}
     # the guess of root 7 is wrong; the window has moved on by one level
     assert drafter.step([6, 7]) == [8]
     assert draft.trees[3] == (
         [6, 7, 9, *range(204, 208), *range(304, 309), *range(405, 410)],
         [-1, 0, 1, 1, 3, 4, 5, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11])
-    assert list(pool.phrases)[9:] == [(7, 304, 405, 506), *(
-        (p, p + 101, p + 202, p + 303) for p in range(204, 208))]
+    found += [(7, 304, 405, 506), *((p, p + 101, p + 202, p + 303) for p in range(204, 208))]
+    assert {*phrases_in(pool)} == {*known, *found}
     assert draft.tokens[-2:] == [6, 7]
 
 
-def test_the_pool_is_bounded_and_keeps_the_newest():
-    pool = pool_of((1, 2), (1, 3), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), most=2, size=4)
-    assert list(pool.phrases) == [(1, 4), (2, 1), (3, 1), (4, 1)]
-    assert pool.newest(1, 5) == [(4,)] and pool.newest(2, 5) == [(1,)] and pool.newest(9, 5) == []
-    pool.add((1, 5, 6, 7))
-    assert pool.newest(1, 5) == [(5, 6, 7)]
-    pool.add((1, 6))
-    assert pool.newest(1, 2) == [(6,), (5, 6, 7)] and pool.newest(1, 1) == [(6,)]
-    pool.add((1, 5, 6, 7))  # it is known, and becomes the newest
-    assert pool.newest(1, 2) == [(5, 6, 7), (6,)] and [*pool.phrases][-1] == (1, 5, 6, 7)
+def test_the_pool_finds_the_newest():
+    pool = pool_of((1, 2), (1, 3), (1, 2), (1, 4), (2, 1))
+    assert pool.newest(1, 5) == [(1, 4), (1, 2), (1, 3)] and pool.newest(1, 1) == [(1, 4)]
+    pool.remove((1, 4))
+    assert pool.newest(1, 1) == [(1, 2)] and pool.newest(9, 5) == []
     pool.remove((7, 7))
-
-
-@pytest.mark.parametrize("name", ["K", "G"])
-def test_a_pool_keeps_as_many_phrases_as_are_tried(name):
-    for most, kept in (16, 20), (50, 50):
-        pool = PhrasePool(most)
-        next(ouroboros(counting(), counting(), [2, 3], pool=pool, **{name: 20}))
-        assert pool.most == kept
 
 
 def test_the_draft_is_fed_what_it_has_not_seen_and_no_more():
@@ -220,10 +199,6 @@ def test_the_report():
               "draft": SimpleNamespace(calls=6, seconds=1.2)}
     log = [dict(drafted=6, calls=3, accepted=7, matched=6),
            dict(drafted=7, calls=3, accepted=1, matched=4)]
-    run = SimpleNamespace(models=models, log=log, options={"pool": pool_of((1, 2), (3, 4))})
-    text = ("a round: 6.50 tokens drafted in 3.00 draft calls, 5.00 are the target's choice, "
-            "4.00 accepted, 0.50 of them from suffixes")
-    end = "\npredicted, a draft call costing 0.10 of a target call: speed-up 3.85x"
-    assert module.report(run) == f"{text}; 2 phrases kept{end}"
-    run.options["history"] = False
-    assert module.report(run) == text + end
+    assert module.report(SimpleNamespace(models=models, log=log)) == (
+        "a round: 6.50 tokens drafted in 3.00 draft calls, 5.00 are the target's choice, "
+        "4.00 accepted\npredicted, a draft call costing 0.10 of a target call: speed-up 3.85x")
