@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bench as module
-from bita import Tuning, save_tuning, shape_of
+from bita import Tuning, save_tuning
 from bench import Bench, Count, Ours, Results, by_category, options
 from common import CachedLM, InputError, Sampler, autoregressive
 from families import near, tiny
@@ -51,7 +51,7 @@ def models(tmp_path_factory, embedded):
                         ("cllm", near(target, 0.02))):
         model.save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
-    save_tuning(path / "bita.safetensors", Tuning(shape_of(target), P=4), target)
+    save_tuning(path / "bita.safetensors", Tuning(target, P=4), target)
     return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
             str(path), *TINY]
 

@@ -80,8 +80,8 @@ def test_states_are_not_kept_as_they_are_not_at_a_real_size(monkeypatch):
 
 def test_options_and_settings_are_told_apart():
     """Two passes take what eight take, since gradients are there from the second on."""
-    name, options, settings = memory.read_options("bita --batch 4 --recompute --design deep")
-    assert (name, options) == ("bita", {"batch": 4, "design": "deep"})
+    name, options, settings = memory.read_options("bita --batch 4 --recompute --P 2")
+    assert (name, options) == ("bita", {"batch": 4, "P": 2})
     assert settings == {"recompute": True, "accumulate": 1}
     assert memory.read_options("eagle --accumulate 8")[2] == {"accumulate": 2}
 
