@@ -10,13 +10,14 @@ guess is right; this file measures what calls take here, and compares.
 """
 import heapq
 import timeit
-from typing import Callable, Iterable, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM
 
 import torch
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the calls that the clock measures
+MASK_ROWS = 64  # the most rows of a call with masks after each node
 
 
 class Node(NamedTuple):
@@ -78,3 +79,40 @@ def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
     """
     power = max(lm.length, 255).bit_length()
     return lm.once((name, power), lambda: max(choices(), key=lambda x: x[1] / x[2])[0])
+
+
+# ------------------------------------------------------- a tree with masks after each node (BiTA)
+
+def list_mask_trees(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
+    """Yield the trees that `bita --tree best` has to choose from, for `fastest`.
+
+    target   the model, whose calls are timed
+    accept   how often the guess of each rank of each mask is right, as in bita's `Tuning`
+    yields   a pair (nodes, M), the tokens to be expected of a call, and the seconds of the call.
+             Each node has M masks after it, and is at most M levels below the root
+    """
+    costs = row_costs(target, MASK_ROWS)
+    for M in range(len(accept) + 1):
+        tree = best_tree(accept[:M], MASK_ROWS // (1 + M))
+        for n in range(1, len(tree) + 1):
+            tokens = sum(node.chance for node in tree[:n])
+            yield (tree[:n], M), tokens, costs[n * (1 + M)]  # a node and its masks are 1 + M rows
+
+
+def fill_tree(plan: list[Node], candidates: list[list[int]],
+              root: int) -> tuple[list[int], list[int]]:
+    """Put tokens into a planned tree. Levels for which there are no candidates are left out.
+
+    plan         the nodes of the planned tree
+    candidates   for each level below the root its likeliest tokens, the best first
+    root         the token of node 0
+    returns      ids and parents
+    """
+    ids, parents = [root], [-1]
+    built = {0: 0}  # for each node of the plan its number in the tree
+    for i, node in enumerate(plan[1:], 1):
+        if node.depth <= len(candidates):
+            built[i] = len(ids)
+            ids.append(candidates[node.depth - 1][node.rank])
+            parents.append(built[node.parent])
+    return ids, parents

@@ -103,8 +103,8 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
     `trained` is used instead of the file.
     """
     trained = trained or target.once(("pass", tokens), lambda: load_tuning(tokens, target.model))
-    prompt_rows, lookahead = trained.for_decoding(target.model)  # lookahead: [L, d]
-    if prompt_rows:
+    lookahead = trained.masks.detach().to(target.weight)  # [L, d]
+    if trained.prompts.numel() > 0:
         raise InputError(f"--tokens must be a file without prompt tokens, got {tokens!r}")
     if not 0 <= L <= len(lookahead):
         raise InputError(f"--L must be 1 to {len(lookahead)}, or 0, got {L}")
@@ -211,7 +211,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:      the learning rate at which the cosine begins. 3e-2 is that of BiTA's paper, for 7B to
              70B parameters, and suited 10M to 135M
     """
-    bita.train(model, tokenizer, prompts, out=out, work=work, design="none", M=L,
+    bita.train(model, tokenizer, prompts, out=out, work=work, P=0, M=L,
                max_new_tokens=max_new_tokens, steps=steps, batch=batch, anchors=anchors, lr=lr,
                seed=seed)
 
@@ -291,7 +291,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
             teacher, _ = read_answers(model, pairs)
         student, _ = read_answers(tuned, pairs)
         plain = compute_in_parts(kept_loss, V, teacher, student)
-        return plain.mean() + sar_loss(masked, labels.to(model.device), score, V)
+        return plain.mean() + sar_loss(masked, labels, score, V)
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:

@@ -8,7 +8,7 @@ import torch
 
 import bench as module
 from bench import Bench, Count, Ours, Results, by_category, options
-from bita import Tuning, save_tuning, shape_of
+from bita import Tuning, save_tuning
 from cli.run import TimedLM
 from common import InputError, Sampler
 from families import near, tiny
@@ -42,7 +42,7 @@ def models(tmp_path_factory, embedded):
     for name, model in ("target", target), ("draft", near(target, 0.01)):
         model.save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
-    save_tuning(path / "bita.safetensors", Tuning(shape_of(target), P=4), target)
+    save_tuning(path / "bita.safetensors", Tuning(target, P=4), target)
     return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
             str(path), *TINY]
 

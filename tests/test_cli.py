@@ -471,7 +471,7 @@ ouroboros | --K 0: 1 or more | --G 0: 1 or more
 mjsd | --gamma 0: 1 or more | --beams 0: 1 or more | --tau -1.0 nan: 0 or more
 mjsd --method mjgd | --K 0: 1 or more | --beams 0: 1 or more
 bita | --tree oak: best, efficient, full, chain
-bita | --k -1: 0 or more | --k 3: left out with --tree best
+bita | --k 0: 1 or more
 bita train --out /no/x | --steps 0: 1 or more
 cllm | --n 1: 2 or more
 cllm collect --out /no/x | --n 1: 2 or more
@@ -574,7 +574,7 @@ REFUSED = [
     ("ouroboros --phrases maybe", "unrecognized arguments: maybe"),
     ("mjsd --K 3", "--K is no option of mjsd"),
     ("mjsd --method mjgd --temperature 1", "--temperature must be 0 for joint greedy"),
-    ("bita --adapter /no/such", "a file made by `python bita.py train`, got '/no/such'"),
+    ("bita --adapter /no/such", "a file of prompt and mask tokens, got '/no/such'"),
     ("bita train", "the following arguments are required: --out"),
     ("bita train --out /no/such/x --k 3", "unrecognized arguments: --k 3"),
     ("cllm train --out /no/such/x", "the following arguments are required: --data, --lr"),
@@ -722,7 +722,7 @@ def small(tmp_path_factory):
     for name, model in ("target", target), ("cllm", target), ("draft", near(target, 0.02)):
         model.save_pretrained(top / name)
         tokenizer.save_pretrained(top / name)
-    bita.save_tuning(top / "bita.safetensors", bita.Tuning(bita.shape_of(target), P=4), target)
+    bita.save_tuning(top / "bita.safetensors", bita.Tuning(target, P=4), target)
     return top
 
 
@@ -757,7 +757,7 @@ ACCEPTED = [  # command lines with values at the ends of what each option takes
     "ouroboros --W 3 --beta 4 --K 3 --no-verification --temperature 1",
     "mjsd --beams 2 --tau 0", "mjsd --beams 8 --tau 7 --temperature 1",
     "mjsd --method mjgd --K 3 --beams 4 --temperature 0",
-    "bita --tree efficient --temperature 1", "bita --tree full --k 0", "bita --tree chain --graphs",
+    "bita --tree efficient --temperature 1", "bita --tree full --k 1", "bita --tree chain --graphs",
     "survey.recycling --nodes 1 --compare", "cllm --n 2 --compare",
     "cllm --n 16 --temperature 1 --dtype bfloat16"]
 

@@ -131,7 +131,8 @@ PLANTED = {
     "the paths that loading checks stay on the CPU": (
         common, "check", ", device=lm.weight.device", "", lambda folder: load_tiny(folder)),
     "labels stay on the CPU": (
-        bita, "fit", "labels.to(model.device)", "labels", lambda folder: run("bita train", folder)),
+        bita, "sar_loss", "labels.to(states.device)", "labels",
+        lambda folder: run("bita train", folder)),
     "the tokens behind features stay on the CPU": (
         medusa, "collect_features", ", device=f.device", "",
         lambda folder: run("medusa train", folder)),
@@ -165,7 +166,6 @@ def load_tiny(folder):
 
 TRAININGS = {  # a command, and its options besides those of all
     "bita train": (bita.train, dict(P=2, M=2, anchors=4)),
-    "bita train, shallow": (bita.train, dict(P=2, M=2, anchors=4, design="shallow")),
     "medusa train": (medusa.train, dict(K=2)),
     "hydra train, few tokens": (medusa.train, dict(K=2, heads="hydra", vocab=9)),
     "eagle train": (eagle.train, {}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import test_lossless as lossless
-from bita import Tuning, bita, shape_of
+from bita import Tuning, bita
 from cli import graphs
 from cli.graphs import GraphedLM
 from cli.run import TimedLM
@@ -137,7 +137,7 @@ def on_gpu(family: str, run_as=GraphedLM, **changes):
 def random_tuning(model, seed: int) -> Tuning:
     """Make weights far from zero, so that a real token that saw any of them would notice."""
     torch.manual_seed(seed)
-    tuning = Tuning(shape_of(model), "deep", 4, 3)
+    tuning = Tuning(model, 4, 3)
     for p in tuning.parameters():
         p.data.normal_()
     return tuning.to(model.device)

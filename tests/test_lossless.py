@@ -107,9 +107,9 @@ def trusting(model, part=None, kind: str = "none") -> Callable:
                            (kind, "part"): part}
 
 
-def tuning_of(model, design: str, M: int) -> bita.Tuning:
-    """Make M mask tokens and some prompt tokens for a model."""
-    return rand(bita.Tuning(bita.shape_of(model), design, 4, M), RATES[:M]).to(model.device)
+def tuning_of(model, P: int, M: int) -> bita.Tuning:
+    """Make P prompt tokens and M mask tokens for a model."""
+    return rand(bita.Tuning(model, P, M), RATES[:M]).to(model.device)
 
 
 RATES = [[0.5, 0.3, 0.1]] * 3
@@ -147,10 +147,10 @@ METHODS = {
         ouroboros.ouroboros, dict(gamma=4, W=3, pool=pool_of(own_texts(model))),
         [near(model, 0.02)], dict(gamma=1, K=2, phrases=False), vocab=2),
     "bita": lambda model: Line(
-        bita.bita, dict(tree="efficient", k=3, tuning=tuning_of(model, "deep", 3)),
+        bita.bita, dict(tree="efficient", k=3, tuning=tuning_of(model, 4, 3)),
         few=dict(k=1)),
     "bita, full tree": lambda model: Line(
-        bita.bita, dict(tree="full", k=2, tuning=tuning_of(model, "shallow", 2))),
+        bita.bita, dict(tree="full", k=2, tuning=tuning_of(model, 4, 2))),
     "cascade": lambda model: Line(
         cascade.cascade, dict(gamma=4, inner=2, tail=2, grams=""),
         [near(model, 0.02), near(model, 0.05)], dict(gamma=1, inner=1, tail=0), vocab=2),
@@ -206,7 +206,7 @@ METHODS = {
     "layerskip": lambda model: Line(
         layerskip.layerskip, dict(gamma=4, E=1, tuning=""), few=dict(gamma=2)),
     "pass": lambda model: Line(
-        masks.pass_sampling, dict(L=3, trained=tuning_of(model, "none", 3)), few=dict(L=1)),
+        masks.pass_sampling, dict(L=3, trained=tuning_of(model, 0, 3)), few=dict(L=1)),
     "space": lambda model: Line(
         masks.space, dict(k=3, tuning="own"), few=dict(k=2), text_of=near(model, 0.1),
         memo=lambda target: {("space", "own"): (

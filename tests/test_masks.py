@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from bita import Tuning, load_tuning, mask_states, sample_anchors, sar_loss, shape_of
+from bita import Tuning, load_tuning, mask_states, sample_anchors, sar_loss
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from families import tiny
 from helpers import mask_logits, per_call, tokens_of
@@ -25,7 +25,7 @@ DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2
 
 
 def random_tokens(model, L=3) -> Tuning:
-    tokens = Tuning(shape_of(model), "none", 4, L)
+    tokens = Tuning(model, 0, L)
     rng = torch.Generator().manual_seed(0)
     for p in tokens.parameters():
         p.data = 0.5 * torch.randn(p.shape, generator=rng)
@@ -215,7 +215,7 @@ def test_what_is_kept_is_measured_on_the_tuned_model(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize("file, name, options", [
     ("survey.masks", "tune", dict(k=2)), ("survey.masks", "train", dict(L=2)),
-    ("bita", "train", dict(design="shallow")), ("survey.medusa", "train", dict(heads="medusa")),
+    ("bita", "train", dict(P=2)), ("survey.medusa", "train", dict(heads="medusa")),
     ("survey.medusa", "train", dict(heads="hydra")), ("survey.eagle", "train", dict(begin="last")),
     ("survey.early_exit", "train", dict(E=1)), ("survey.layerskip", "tune", dict(E=1))])
 def test_what_is_trained_for_a_model_in_bfloat16_is_float32(tmp_path, monkeypatch, file, name,
@@ -239,7 +239,7 @@ def test_pass_tokens_are_trained_without_prompt_tokens(tmp_path):
     model = tiny("llama", vocab_size=24)
     train(model, Tokenizer, PROMPTS, out=tmp_path / "t", L=3, **SMALL)
     tokens = load_tuning(str(tmp_path / "t"), model)
-    assert tokens.masks.shape == (3, 32) and tokens.soft_prompt.numel() == 0
+    assert tokens.masks.shape == (3, 32) and tokens.prompts.numel() == 0
     assert next(pass_sampling(CachedLM(model), PROMPT, tokens=str(tmp_path / "t")))
 
 

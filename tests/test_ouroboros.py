@@ -5,7 +5,6 @@ import itertools
 import random
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 import jacobi

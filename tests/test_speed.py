@@ -100,12 +100,12 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
     """Of a longer prompt the backward pass of BiTA's training keeps only what the mask tokens' own
     attention reads: keys, values and a mask. The model's weights may want gradients or not."""
     model, kept, passes = tiny("llama"), [], []
-    forward, tuning = bita.run_model, bita.Tuning(bita.shape_of(model), "deep", 4, 3)
+    forward, tuning = bita.run_rows, bita.Tuning(model, 4, 3)
 
     def spy(*args, **options):
         passes.append(forward(*args, **options))
         return passes[-1]
-    monkeypatch.setattr(bita, "run_model", spy)
+    monkeypatch.setattr(bita, "run_rows", spy)
     assert all(p.requires_grad for p in model.parameters())
     for n in (20, 120):
         ids, anchors, _ = bita.sample_anchors([([7] * n, [1, 2, 3, 4])], 3, 2, random.Random(0))
@@ -115,13 +115,13 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
             seen[x.untyped_storage().data_ptr()] = x.untyped_storage()
             return x
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            bita.mask_states(model, tuning.masks, tuning.soft_rows(model), ids, anchors)
+            bita.mask_states(model, tuning.masks, tuning.prompts, ids, anchors)
         kept.append(sum(storage.nbytes() for storage in seen.values()))
         context, masks = passes[-2:]
-        assert context[0].shape[-1] == masks[0].shape[-1] == 32  # states, not logits of 61 tokens
-        assert not any(x.requires_grad for pair in context[1] for x in pair)
-        assert all(x.requires_grad for pair in masks[1] for x in pair)
-    per_layer = 2 * 2 * 8 + 2 * 6  # keys and values of 2 heads of 8; a mask for 2 x 2 groups of 3
+        assert context.shape[-1] == masks.shape[-1] == 32  # states, not logits of 61 tokens
+        assert masks.requires_grad and not context.requires_grad
+    # Keys and values of 2 heads of 8, in buffers that have doubled; a mask for 2 x 2 groups of 3
+    per_layer = 2 * 2 * 2 * 8 + 2 * 6
     assert 0 < kept[1] - kept[0] <= 100 * 2 * per_layer * 4
 
 

@@ -120,7 +120,7 @@ def test_imports_run_one_way(name):
 
 EXACT = {  # options with which a method's greedy text is the target's; {} is the folder models/
     "bild": {"fallback": 2.0, "rollback": 0.0}, "mjsd": {"tau": 1.0}, "mjgd": {"K": 1},
-    "specdec": {"beta": 1}, "bita": {"adapter": "{}/bita.safetensors", "tree": "chain"},
+    "specdec": {"beta": 1}, "bita": {"tree": "efficient"},
     "medusa": {"adapter": "{}/medusa.safetensors", "nodes": 4},
     "eagle": {"adapter": "{}/eagle.safetensors", "nodes": 8},
     "eagle3": {"adapter": "{}/eagle3.safetensors", "nodes": 8},
@@ -162,6 +162,8 @@ def decode_alone(top, text: str, space: str) -> int:
         options = own_options.get(method, EXACT.get(method, {}))
         options = {name: value.replace("{}", f"{ROOT}/models") if isinstance(value, str) else value
                    for name, value in options.items()}
+        if name == "bita":
+            options["tuning"] = module.Tuning(models[0])  # its file is read by training/parts.py
         prompt = common.encode(tokenizer, text)
         lms = [function.__annotations__[x](model) for x, model in zip(names, models)]
         chunks = function(*lms, prompt, **options)

@@ -463,13 +463,6 @@ def make_llama(noise: float = 0.0):
     return model
 
 
-def train_tuning(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, design="deep", P=3, M=2,
-                 **options):
-    model = make_llama(noise)
-    tuning = bita.Tuning(bita.shape_of(model), design, P, M)
-    bita.fit(model, tuning, data, held_out, work=work, **FIT | dict(anchors=2) | options)
-
-
 def train_cllm(work, noise=0.0, rows=ROWS[1:], held_out=ROWS[:1], eos=frozenset({1}), n=6,
                **options):
     cllm.fit(make_llama(noise), rows, held_out, {*eos}, n, work=work,
@@ -574,8 +567,7 @@ SPLIT = ALWAYS + changes(data=PAIRS[:2], held_out=PAIRS)
 ANSWERS = ALWAYS + changes(prompts=PROMPTS[::-1], max_new_tokens=5)
 TASKS = changes(lr=2e-2, size=40, tokens=250, accumulate=2)
 TRAININGS = {  # name: a function of a folder and of changes, and changes that begin another run
-    "bita": (train_tuning, SPLIT + changes(P=4, M=3, anchors=1,
-                                           design=("none", "shallow"))),
+    "bita": (train_by(bita.train, P=3, M=2), ANSWERS + changes(P=(0, 4), M=3, anchors=1)),
     "cllm": (train_cllm, ALWAYS + changes(
         rows=ROWS[:0:-1], held_out=ROWS[1:], eos=frozenset({2}), n=3, states=2, w=3.0,
         divergence="jsd", local=True)),

@@ -20,10 +20,10 @@ PREFIX = ".new-"  # how the folders begin in which results are written
 # Pages, pictures and figures have no command. PaSS's tokens are a tuning without prompt tokens. So
 # `bita train` replaces no such tuning, not even its own.
 PART = '.{8}{"__metadata__":{"part":"{"kind": "'
-BITA = '.{8}{"__metadata__":{"bita":"{[^}]*"design": '
+MASKS = f'{PART}prompt and mask tokens", "P": '
 BEGINS = {
     "": '<!doctype html>|<svg |{\n "', "train prompts": r'{"prompt": "[^\n]*"}\n',
-    "bita train": f'{BITA}"(deep|shallow)"', "masks train": f'{BITA}"none"',
+    "bita train": f"{MASKS}[1-9]", "masks train": f"{MASKS}0",
     "medusa train": f'{PART}(medusa|hydra) heads"', "masks tune": f'{PART}a SPACE tuning"',
     "eagle train": f'{PART}an EAGLE layer"', "eagle3 train": f'{PART}an EAGLE-3 layer"',
     "dflash train": f'{PART}a DFlash draft"', "early_exit train": f'{PART}an early exit"',

@@ -12,8 +12,7 @@
     head_for                  a smaller LM head, for a part of the vocabulary
 
 A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
-that it was made for. So a file of another model is refused. The file format of bita.py is another
-one, because bita.py works without survey/.
+that it was made for. So a file of another model is refused.
 """
 import json
 from pathlib import Path
