@@ -95,7 +95,7 @@ def test_a_method_file_needs_common_alone(name):
                       "collect_features", "compute_features", "collect_states",
                       "compute_texts", "evaluate",
                       "measure_all_right", "read_examples",
-                      "save_part", "save_facts", "save_tuning", "write_head", "export", "resume"}
+                      "save_part", "save_facts", "save_tuning", "write_head", "export"}
     if name in FILES:
         assert ast.unparse(last.test) == "__name__ == '__main__'" and imported([last]) == {"cli"}
         assert "from cli.main import main" in ast.unparse(last)  # `cli.main` by itself is a module
