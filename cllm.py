@@ -165,6 +165,7 @@ def report(run) -> str:
     return (f"{blocks} complete blocks: {gained:.2f} tokens fast-forwarded a call, "
             f"{stationary:.2f} stationary tokens a block")
 
+
 # ----------------------------------------------------------------- Alg. 1: the trajectories
 
 def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: set[int],
@@ -184,7 +185,7 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
         y_star = (prompt + answer)[start:start + n]  # fewer than n at the answer's end
         states = [y[:len(y_star)] for y in record["states"]]
         blocks.append((start, [*(y for y in states if y != y_star), y_star]))
-        start += record["final"][-1] - 1
+        start += record["final"][-1] - 1  # the last token that is final is the next root
     return answer, blocks
 
 
