@@ -148,15 +148,16 @@ def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED,
     """
     eos = eos_ids(model, tokenizer)
     trained, _ = load(after, str(model.device), model.dtype)
-    print("| model | complete blocks | n-token sequence length | fast-forward token count | "
-          "stationary token count |\n| --- | --- | --- | --- | --- |")
+    table = ("| model | complete blocks | n-token sequence length | fast-forward token count | "
+             "stationary token count |\n| --- | --- | --- | --- | --- |")
     for name, lm in (model.name_or_path, model), (after, trained):
         target, log = CachedLM(lm), []
-        for prompt in tqdm(prompts, desc=f"profile {Path(name).name}"):
+        for prompt in prompts:
             limit = min(max_new_tokens, target.max_length - len(prompt))
             list(until(cllm(target, prompt, n=n, log=log), limit, eos))
         blocks, gained, stationary = profile_of(log, eos)
-        print(f"| {name} | {blocks} | {n} | {gained:.2f} | {stationary:.2f} |")
+        table += f"\n| {name} | {blocks} | {n} | {gained:.2f} | {stationary:.2f} |"
+    print(table)
 
 
 def report(run) -> str:
@@ -351,8 +352,7 @@ def read_examples(path: Path, seed: int) -> tuple[int, list[dict], list[dict]]:
     if len(examples) < 2:
         raise InputError(f"--data must have trajectories of 2 prompts or more, got {len(examples)} "
                          f"in {str(path)!r}")
-    print(f"{len(examples)} answers; {len(lines) - len(examples)} repeat themselves or are longer "
-          f"than {most} tokens")
+    print(f"{len(lines)} answers, {len(lines) - len(examples)} of them repetitive or too long")
     random.Random(seed).shuffle(examples)
     few = max(1, min(20, len(examples) // 10))
     return n, examples[few:], examples[:few]
