@@ -445,12 +445,27 @@ def test_a_checkpoint_is_whole_at_any_time(tmp_path, monkeypatch):
     assert train_toy(tmp_path) == train_toy()
 
 
+LOOP = "She then has four apples. Tom is here. "
+
+
+@pytest.mark.parametrize("tokens, text, found", [
+    ([3, 4, *[7] * 12, 5], "", True), ([7] * 11, "", False),
+    ([1, 2, 3] * 5, "", True), ([1, 2, 3] * 4 + [1, 2], "", False),
+    ([9, *[1, 2, 3, 4, 5, 6, 7, 8] * 5, 9, 9], "", True),
+    ([], LOOP * 3, True), ([], LOOP * 2, False),
+    ([], "    result.append(first_item)\n" * 3, True),
+    ([], "        return\n        }\n" * 3, False)])  # lines of ordinary code are short
+def test_an_answer_that_repeats_itself_is_seen(tokens, text, found):
+    assert training.repeats(tokens, text) == found
+
+
 # ------------------------------------------------------------------------------ every training
 
 PAIRS = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 HELD_OUT = [([50, 51], [52, 53, 54])]
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
-ROWS = [dict(prompt=p, answer=a[:4], blocks=[(len(p) - 1, [[p[-1], x, x] for x in a[:2]])])
+ROWS = [dict(prompt=p, answer=a[:4], blocks=[
+    (len(p) - 1, [[p[-1], wrong, *a[1:4]] for wrong in (40, 41)] + [[p[-1], *a[:4]]])])
         for p, a in PAIRS]
 FIT = dict(steps=4, batch=2, lr=1e-2)
 
@@ -463,10 +478,11 @@ def make_llama(noise: float = 0.0):
     return model
 
 
-def train_cllm(work, noise=0.0, rows=ROWS[1:], held_out=ROWS[:1], eos=frozenset({1}), n=6,
-               **options):
-    cllm.fit(make_llama(noise), rows, held_out, {*eos}, n, work=work,
-             **FIT | dict(w=10.0) | options)
+def train_cllm(work, noise=0.0, rows=ROWS, n=6, **options):
+    lines = [{"model": "m", "n": n}, *rows]
+    (work / "data").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cllm.train(make_llama(noise), WORDLESS, data=work / "data", out=work / "out", work=work,
+               **FIT | options)
 
 
 def train_heads(work, kind="hydra", noise=0.0, data=PAIRS, held_out=HELD_OUT, K=2,
@@ -569,8 +585,7 @@ TASKS = changes(lr=2e-2, size=40, tokens=250, accumulate=2)
 TRAININGS = {  # name: a function of a folder and of changes, and changes that begin another run
     "bita": (train_by(bita.train, P=3, M=2), ANSWERS + changes(P=(0, 4), M=3, anchors=1)),
     "cllm": (train_cllm, ALWAYS + changes(
-        rows=ROWS[:0:-1], held_out=ROWS[1:], eos=frozenset({2}), n=3, states=2, w=3.0,
-        divergence="jsd", local=True)),
+        rows=ROWS[::-1], n=3, states=2, rank=1, w=3.0, divergence="jsd")),
     "medusa": (lambda work, **change: train_heads(work, "medusa", **change), SPLIT + changes(K=1)),
     "hydra": (train_heads, SPLIT + changes(kind="medusa", K=1, vocab=range(60))),
     "eagle": (train_eagle, SPLIT + changes(begin="last", mlp=24, vocab=range(60), released=True)),

@@ -27,6 +27,7 @@ import itertools
 import json
 import math
 import random
+import re
 import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -349,6 +350,25 @@ def cut_answers(pairs: list[Pair], longest: int) -> list[Pair]:
     cut = [(list(prompt), answer[:max(0, longest - len(prompt))])
            for prompt, answer in answer_of.items()]
     return [(prompt, answer) for prompt, answer in cut if len(answer) > 1]
+
+
+def repeats(tokens: list[int], text: str) -> bool:
+    """Tell whether an answer repeats itself, token by token or sentence by sentence.
+
+    Token by token: the same 1 to 8 tokens are found five times or more in a row, and are 12 tokens
+    or more in all. Sentence by sentence: the same line or sentence of 20 characters or more is
+    found three times anywhere. Ordinary code passes, since its lines that recur are short.
+
+    tokens   token ids of the answer
+    text     the same answer as a string
+    """
+    for period in range(1, 9):
+        size = max(12, 5 * period)
+        for i in range(len(tokens) - size + 1):
+            if tokens[i:i + size - period] == tokens[i + period:i + size]:
+                return True
+    sentences = [s for s in map(str.strip, re.split(r"\n|(?<=[.!?])\s", text)) if len(s) >= 20]
+    return any(sentences.count(s) >= 3 for s in sentences)
 
 
 def tokens_of_pass(data: list[Pair], batch: float) -> float:

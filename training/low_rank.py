@@ -1,8 +1,8 @@
 """Changes of low rank: a matrix W of a model becomes W + B A, and only A and B are trained.
 
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. layerskip.py and
-masks.py tune a model this way, where their papers train all weights. What is trained and kept in a
-file is then a small part of the model.
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. layerskip.py,
+masks.py and cllm.py (--rank) tune a model this way, where their papers train all weights. What is
+trained is then a small part of the model, and so is a file of it.
 
     x ──┬── W [out, in], frozen ─────────────────────────── + ── y
         └── A [rank, in] ── B [out, rank]: the branch ──────┘
@@ -72,6 +72,22 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     if not changes:
         raise InputError(f"expected matrices of type Linear in {type(model).__name__}")
     return changes
+
+
+def choose_weights(model, rank: int, seed: int) -> dict[str, torch.nn.Parameter]:
+    """Choose what is trained of a model, in place: changes of low rank, or all weights.
+
+    model    the model. All of its weights become float32 if they are trained, since in half
+             precision most steps of AdamW would round to nothing
+    rank     the rank of the changes. 0: all weights
+    seed     the seed of the changes
+    returns  the parameters to train, by name
+    """
+    if rank == 0:
+        return dict(model.float().named_parameters())
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return add_low_rank(model.requires_grad_(False), rank)
 
 
 def share_weights(model):
