@@ -409,7 +409,7 @@ MUTANTS = {
          "it learns from the held-out answers"),
     ],
     "cllm.py": [
-        ("root = chunk[-1]  # y's last", "root = y[-1]  # y's last",
+        ("root = chunk[-1]  # the last token of y", "root = y[-1]  # the last token of y",
          "the next root is the block's last token, also where one more is final"),
         ("chunk = chosen[:agreed + 1]", "chunk = guesses[:agreed + 1]",
          "argmaxes become final at a temperature"),
