@@ -18,7 +18,6 @@ import argparse
 import functools
 import importlib
 import inspect
-import json
 import shlex
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from typing import Callable
 
 import torch
 from tqdm import tqdm
@@ -47,7 +47,7 @@ from ouroboros import PhrasePool  # noqa: E402
 from results.tables import TABLES  # noqa: E402
 from survey.hybrid import GUESSES  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
-from training.files import check_result, write_text  # noqa: E402
+from training.files import check_result  # noqa: E402
 from training.layers import context_length, depth_of  # noqa: E402
 from training.loop import collect_answers, require  # noqa: E402
 
@@ -64,9 +64,7 @@ class Count:
     draft: float = 0.0
     output: list[int] = field(default_factory=list)
     log: list[dict] = field(default_factory=list)
-    draft_calls: int = 0
     rows: int = 0  # of all calls of the target
-    draft_rows: int = 0
 
 
 class Ours:
@@ -95,6 +93,13 @@ class Ours:
         """Make a run of the method, which goes on with what the prompts of the round share."""
         return Run(self.method, self.models, self.shared | self.options, self.eos)
 
+    def record(self, trace, prompts: list[list[int]]) -> None:
+        """Decode prompts while a Trace of cli/trace.py watches."""
+        for prompt in prompts:
+            run = self.start_run()
+            for _ in trace.watch(run, prompt, run.decode(prompt, self.limit, self.sample)):
+                pass
+
     def __call__(self, prompt: list[int]) -> Count:
         for lm in self.models.values():
             lm.calls, lm.rows, lm.seconds, lm.prompt_seconds = 0, 0, 0.0, 0.0
@@ -105,7 +110,6 @@ class Ours:
                       output=run.outputs[0], log=run.log, rows=target.rows)
         if draft := self.models.get("draft"):
             count.draft = draft.seconds + draft.prompt_seconds
-            count.draft_calls, count.draft_rows = draft.calls, draft.rows
         return count
 
 
@@ -129,7 +133,7 @@ class Theirs:
             self.options["assistant_model"] = models["draft"]
 
     def new_round(self) -> None:
-        pass
+        """Do nothing, since prompts share nothing here."""
 
     def __call__(self, prompt: list[int]) -> Count:
         target, hooks = self.models["target"], []
@@ -152,7 +156,7 @@ class Theirs:
         for hook in hooks:
             hook.remove()
         return Count(len(output), calls["target"], total, seconds["target"],
-                     seconds.get("draft", 0.0), output, draft_calls=calls.get("draft", 0))
+                     seconds.get("draft", 0.0), output)
 
 
 def clock(device: torch.device) -> float:
@@ -172,6 +176,22 @@ def by_category(path: str) -> dict[str, list[str]]:
         category = str(row.get("category", "prompts"))
         groups.setdefault(category, []).append(prompt_of(row))
     return groups
+
+
+def guesses_of(record: dict) -> int:
+    """Return how many guesses a round had, which some methods call drafted tokens."""
+    return record.get("guessed", record.get("drafted", 0))
+
+
+def keep_fitting(names, act: Callable) -> dict:
+    """Return what act(name) gives for each name, unless it refuses its files or models."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = act(name)
+        except InputError as error:
+            print(f"{name} left out: {error}\n")
+    return found
 
 
 def find_methods() -> dict:
@@ -339,15 +359,11 @@ class Bench:
 
     def warm_up(self, runs: dict, pairs: list) -> dict:
         """Run methods on prompts, and return those that did not refuse their files or models."""
-        fitting = {}
-        for method, run in runs.items():
-            try:
-                for _, prompt in pairs:
-                    run(prompt)
-                fitting[method] = run
-            except InputError as error:
-                print(f"{method} left out: {error}\n")
-        return fitting
+        def run_all(name: str):
+            for _, prompt in pairs:
+                runs[name](prompt)
+            return runs[name]
+        return keep_fitting(runs, run_all)
 
     def measure(self, runs: dict) -> "Results":
         """Run every method on every prompt in each round, after a few prompts to warm up.
@@ -399,45 +415,34 @@ class Results:
         """Return how many times as fast a method is as another in each round."""
         return [a / b for a, b in zip(self.speeds(method, category), self.speeds(other, category))]
 
-    def per_call(self, method) -> float:
-        """Return the tokens per target call of all rounds together."""
-        return sum(self.sums(method, "tokens")) / sum(self.sums(method, "calls"))
+    def per_call(self, method, what: str = "tokens") -> float:
+        """Return the tokens, or the rows, per target call of all rounds together."""
+        return sum(self.sums(method, what)) / sum(self.sums(method, "calls"))
 
     def per_token(self, method, what: str) -> float:
         """Return the milliseconds a token in `total`, or in passes of `target` or `draft`."""
         return median(1000 * seconds / tokens for seconds, tokens
                       in zip(self.sums(method, what), self.sums(method, "tokens")))
 
+    def log(self, method) -> list[dict]:
+        return [record for some in self.rounds(method) for count in some for record in count.log]
+
     def guesses(self, method) -> float:
         """Return the mean number of guesses that a call verifies, by the method's log."""
-        found = [record.get("guessed", record.get("drafted", 0)) for some in self.rounds(method)
-                 for count in some for record in count.log]
-        return mean(found) if found else 0.0
+        return mean(map(guesses_of, self.log(method))) if self.log(method) else 0.0
 
     def layers(self, method, L: int) -> float:
         """Count the layers of the target that run one after the other for each token.
 
         L  all layers of the target
         """
-        records = [record for some in self.rounds(method) for count in some for record in count.log]
-        run = sum(record.get("layers", 0) for record in records)
+        run = sum(record.get("layers", 0) for record in self.log(method))
         return (run or L * sum(self.sums(method, "calls"))) / sum(self.sums(method, "tokens"))
 
     def same(self, method, other) -> str:
         """Count the outputs of the first round that equal another method's."""
         ours, theirs = self.rounds(method)[0], self.rounds(other)[0]
         return f"{sum(a.output == b.output for a, b in zip(ours, theirs))} of {len(ours)}"
-
-
-def save(path: str, results: Results, methods) -> None:
-    """Write what gpu.py reads: the counts of all methods."""
-    counted = {}
-    for method in methods:
-        sums = {x: sum(results.sums(method, x)) for x in (
-            "tokens", "calls", "draft_calls", "total", "target", "draft", "rows", "draft_rows")}
-        counted[method] = sums | {"rows": sums["rows"] / sums["calls"],
-                                  "draft_rows": sums["draft_rows"] / max(1, sums["draft_calls"])}
-    write_text(Path(path), json.dumps({"methods": counted}, indent=1) + "\n")
 
 
 def table(rows: list[list[str]]) -> str:
@@ -450,13 +455,7 @@ def table(rows: list[list[str]]) -> str:
 
 def build_rows(bench: Bench, lines: list[str]) -> dict[str, Ours]:
     """Build the methods of rows; where there is no draft, those that need none."""
-    runs = {}
-    for line in lines:
-        try:
-            runs[line] = bench.row(line)
-        except InputError as error:
-            print(f"{line} left out: {error}\n")
-    return runs
+    return keep_fitting(lines, bench.row)
 
 
 def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
@@ -486,8 +485,7 @@ def make_line(bench: Bench, results: Results, method: str) -> list[str]:
     """Make the line of a method in the table."""
     per_call, ratios = results.per_call(method), results.ratios(method, AR)
     total, *parts = (results.per_token(method, x) for x in ("total", "target", "draft"))
-    rows = sum(results.sums(method, "rows")) / sum(results.sums(method, "calls"))
-    cells = [method, f"{per_call:.2f}", f"{rows:.1f}",
+    cells = [method, f"{per_call:.2f}", f"{results.per_call(method, 'rows'):.1f}",
              f"{results.guesses(method):.1f}",
              f"{results.layers(method, depth_of(bench.target)):.1f}",
              f"{median(results.speeds(method)):.0f}", f"{median(ratios):.2f}",
@@ -508,8 +506,6 @@ def print_tables(bench: Bench) -> None:
     runs, peers = build_rows(bench, choose_lines(bench.args)), build_peers(bench)
     both = runs if bench.args.table else runs | dict(peers.values())
     results, names = bench.measure(both), list(bench.prompts)
-    if bench.args.save:
-        save(bench.args.save, results, [x for x in runs if x in results.counts])
     head = ["method", "tokens per target call", "rows a call", "guesses a call",
             "target layers a token", "tokens/s", "x AR", "range", *(f"x AR, {x}" for x in names),
             "realised share", "ms a token: target", "draft", "rest"]
@@ -551,21 +547,15 @@ def options(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def check_results(args: argparse.Namespace) -> None:
-    """Refuse, before any work, the places of a script's results that `check_result` refuses."""
-    given = vars(args)
-    for option in "save", "out", "picture":
-        if given.get(option):
-            check_result(option, Path(given[option]))
-
-
 def perform(parser: argparse.ArgumentParser, tables) -> None:
     """Load what the command line asks for, print the command and the machine, and print the tables.
 
     tables  a function of the loaded Bench that prints them
     """
     args = parser.parse_args()
-    check_results(args)
+    for option in "out", "picture":  # a script has some of them
+        if path := getattr(args, option, None):
+            check_result(option, Path(path))
     bench = Bench(args)
     print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
           f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
@@ -581,7 +571,6 @@ def main() -> None:
     parser.add_argument("--row", action="append", default=[],
                         help='another row, such as "medusa --nodes 16", repeatable')
     parser.add_argument("--table", choices=TABLES, help="the rows of one page")
-    parser.add_argument("--save", metavar="FILE", help="write the counts, which gpu.py reads")
     perform(parser, print_tables)
 
 

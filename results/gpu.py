@@ -13,8 +13,6 @@ step saves each row as soon as it is measured. So a run that was cut off is stil
     launches    kernels, waits and copies of some methods, as torch's profiler counts them
     sizes       milliseconds of calls of 1 to 64 rows, of models as large as Llama's 1B, 3B and 8B,
                 whose weights are random numbers in bfloat16
-    predicted   what methods would make at 8B, if only calls took time. Their tokens and rows are
-                those of runs on a CPU (*.run.json, by `results/bench.py --save`)
     trainings   the peak memory of every training of memory.md at 8B
 """
 import argparse
@@ -52,7 +50,7 @@ FEW = {"autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "bita",
 SIZES = {"8B": memory.BIG, "1B": memory.DRAFT,
          "3B": memory.DRAFT | dict(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24,
                                    head_dim=128)}
-SLOW = "EAGLE", "EAGLE-3", "LayerSkip", "CLLM", "distil", "boost", "online"  # trained last
+SLOW = "eagle", "layerskip", "cllm", "distil", "boost"  # trained last
 CALLS = {"launches": ("cudaLaunch", "cuLaunch"), "waits": ("Memcpy DtoH",),
          "copies": ("Memcpy HtoD",), "ends": ("cudaDeviceSynchronize",)}
 
@@ -188,41 +186,20 @@ def sizes(args, kept):
         gc.collect()
 
 
-def predicted(args, kept):
-    def cost(size: str, how: str, rows: float) -> float:
-        width = next(n for n in WIDTHS if n >= min(64, rows))
-        row = kept.get("sizes", {}).get(f"{size}, {how}", {})
-        return row.get(str(width), float("nan"))  # if it was not measured
-
-    def predict(row: dict, how: str) -> float:
-        took = row["calls"] * cost("8B", how, row["rows"])
-        if row["draft_calls"]:
-            took += row["draft_calls"] * cost("1B", how, row["draft_rows"])
-        return row["tokens"] * cost("8B", how, 1) / took
-    for file in sorted((ROOT / "results").glob("*.run.json")):
-        for name, row in json.loads(file.read_text(encoding="utf-8"))["methods"].items():
-            if row["target"] + row["draft"] >= 0.9 * row["total"]:  # else other work counts too
-                yield f"{file.stem}: {name}", {
-                    "tokens per call": row["tokens"] / row["calls"], "rows": row["rows"],
-                    "x AR, eager": predict(row, "eager"), "x AR, graphs": predict(row, "graphs")}
-
-
 def trainings(args, kept):
     def measure(line: str) -> dict:
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        texts = memory.Texts(9, 6) if args.small else memory.Texts()
-        memory.run_training(line, memory.SMALL if args.small else memory.BIG, texts)
+        memory.run_training(line, *((memory.SMALL, (9, 6)) if args.small else (memory.BIG,)))
         peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
         return {"peak, GB": peak / 1e9}
     memory.make_model = partial(memory.make_model, device=args.device)
-    for title, line, _ in sorted(memory.ROWS, key=lambda row: row[0].startswith(SLOW)):
-        yield title, try_row(measure, line)
+    for line in sorted(memory.LINES, key=lambda line: line.startswith(SLOW)):
+        yield line, try_row(measure, line)
         gc.collect()
 
 
-STEPS = {machine: 30, exact: 110, decode: 130, launches: 20, sizes: 35, predicted: 10,
-         trainings: 40}  # seconds
+STEPS = {machine: 30, exact: 110, decode: 130, launches: 20, sizes: 35, trainings: 40}  # seconds
 
 
 def perform(args, step) -> None:

@@ -24,24 +24,21 @@ from fake_cuda import FakeCuda  # noqa: E402  (the path is set in bench.py and a
 
 
 class Meter:
-    """Count what happens in the target's calls, and forget what a prompt takes.
+    """Count the kernels of the target's calls, and forget what a prompt takes.
 
     gpu       the simulated GPU
     launches  kernels of the target's calls so far
-    calls     how many calls those were
     """
 
     def __init__(self, gpu: FakeCuda, target):
-        self.gpu, self.launches, self.calls = gpu, 0, 0
+        self.gpu, self.launches = gpu, 0
         self.forward, self.start = target.forward, target.start
         target.forward, target.start = self.count_call, self.forget_prompt
 
     def count_call(self, *args, counts: bool = True, **options):
         before = self.gpu.counts["launches"]
         logits = self.forward(*args, counts=counts, **options)
-        if counts:
-            self.launches += self.gpu.counts["launches"] - before
-            self.calls += 1
+        self.launches += counts * (self.gpu.counts["launches"] - before)
         return logits
 
     def forget_prompt(self, *args, **options) -> None:
@@ -55,12 +52,14 @@ def count(gpu: FakeCuda, name: str, method: Ours, prompts: list[list[int]]) -> l
     meter = Meter(gpu, method.models["target"])
     method(prompts[0])  # whatever is made once is made now
     gpu.counts.clear()
-    meter.launches = meter.calls = 0
-    tokens = sum(method(prompt).tokens for prompt in prompts)
-    call = f"{meter.launches / meter.calls:.0f}" if meter.calls else "-"
+    meter.launches = 0
+    counts = [method(prompt) for prompt in prompts]
+    tokens, calls = sum(x.tokens for x in counts), sum(x.calls for x in counts)
     launches, *others = (gpu.counts[kind] / tokens
                          for kind in ("launches", "waits", "copies", "syncs"))
-    return [name, call, f"{launches:.0f}", *(f"{a_token:.1f}" for a_token in others)]
+    print(name, file=sys.stderr)
+    return [name, f"{meter.launches / calls:.0f}", f"{launches:.0f}",
+            *(f"{a_token:.1f}" for a_token in others)]
 
 
 def main() -> None:
@@ -70,13 +69,10 @@ def main() -> None:
     with FakeCuda() as gpu:
         bench = Bench(args)
         prompts = [prompt for _, prompt in bench.pairs()]
-        rows = [["method", "launches a target call", "launches a token", "waits a token",
-                 "copies a token", "ends a token"]]
-        for name, method in build_rows(bench, ALL).items():
-            rows.append(count(gpu, name, method, prompts))
-            print(name, file=sys.stderr)
+        rows = [count(gpu, *row, prompts) for row in build_rows(bench, ALL).items()]
     print("Counted on a simulated GPU; nothing was measured on one.\n")
-    print(table(rows))
+    print(table([["method", "launches a target call", "launches a token", "waits a token",
+                  "copies a token", "ends a token"], *rows]))
 
 
 if __name__ == "__main__":

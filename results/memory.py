@@ -1,7 +1,7 @@
 """Compute the peak memory of every training for a model of 8B, by shapes alone: without a GPU.
 
-    python results/memory.py                    # the table of results/memory.md
-    python results/memory.py "bita --batch 4"   # one training with options
+    python results/memory.py "bita --batch 4"   # one training with options, or several
+    python results/memory.py                    # those of results/memory.md at their defaults
 
 Each command of the project runs for two updates, with all its models, losses and optimizers. What
 is missing are the numbers:
@@ -14,24 +14,21 @@ is missing are the numbers:
                               a storage that nobody has any more: its bytes are taken off
 
 An operation's own scratch memory is not seen, nor are CUDA's context and the gaps between tensors.
-So a training fits a GPU here only where 2 GB are left over. Everything is counted as if it were on
+So a training fits a GPU only if 2 GB are left over. Everything is counted as if it were on
 the GPU, also what a program keeps beside it. Attention counts as a kernel that keeps no scores.
 """
-import argparse
-import contextlib
 import inspect
 import io
-import logging
 import random
+import re
 import shlex
 import sys
 import tempfile
 import warnings
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,14 +47,13 @@ from cli.options import parse_command, select_options, select_settings  # noqa: 
 from cli.text import Parser  # noqa: E402
 from common import InputError, check  # noqa: E402
 from models import train  # noqa: E402
-from results.bench import table  # noqa: E402
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online  # noqa: E402
 from training import files, loop as training  # noqa: E402
 
 aten = torch.ops.aten
 COMPARISONS = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-SPARE = 2e9  # bytes of a GPU that are left for what is not counted
+LENGTHS = 312, 200  # tokens of each prompt and of each answer
 BIG = dict(vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
            num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072)
 DRAFT = BIG | dict(hidden_size=2048, num_hidden_layers=16, head_dim=64, intermediate_size=8192,
@@ -151,23 +147,10 @@ def convert(self, change, recurse: bool = True):
 
 # -------------------------------------------------------------------------------------- trainings
 
-class Texts(NamedTuple):
-    """Say how many tokens each prompt and each answer has; all are of one length."""
-    prompt: int = 312
-    answer: int = 200
-
-    def make(self, n: int) -> list:
-        """Make n pairs of a prompt and its answer, token ids from 3 to 999."""
-        rng = random.Random(n)
-        return [tuple([rng.randrange(3, 1000) for _ in range(k)] for k in self) for _ in range(n)]
-
-
-class Tokenizer:
-    """Stand in for a tokenizer where texts are made already."""
-    eos_token_id, bos_token_id, pad_token_id = 2, 1, 0
-
-    def save_pretrained(self, folder) -> None:
-        """Do nothing."""
+def make_texts(lengths: tuple[int, int], n: int) -> list:
+    """Make n pairs of a prompt and its answer of these lengths, token ids from 3 to 999."""
+    rng = random.Random(n)
+    return [tuple([rng.randrange(3, 1000) for _ in range(k)] for k in lengths) for _ in range(n)]
 
 
 def make_model(shape: dict, device: str = "cpu"):
@@ -209,113 +192,82 @@ COMMANDS = {"answers": collect_answers, "medusa": medusa.train, "eagle": eagle.t
             "eagle3": eagle3.train, "bita": bita.train, "pass": masks.train, "space": masks.tune,
             "layerskip": layerskip.tune, "exit": early_exit.train, "cllm": cllm.train,
             "distil": distil, "boost": online.boost}
-SMALLER = "--batch 4 --accumulate 4 --recompute"
-# The name of a training, its command, and the options with which it fits 24 GB, or None where it
-# cannot: the weights of the target, what is trained and AdamW's moments take more by themselves
-ROWS = [("Collecting answers", "answers", ""), ("Medusa", "medusa", ""),
-        ("Hydra", "medusa --heads hydra", "--K 3"),
-        ("EAGLE", "eagle", "--batch 2 --accumulate 8"),
-        ("EAGLE-3", "eagle3", "--batch 1 --accumulate 16 --mlp 4096 --vocab 8000"),
-        ("BiTA", "bita", SMALLER), ("PaSS", "pass", SMALLER),
-        ("SPACE", "space", SMALLER), ("LayerSkip", "layerskip", SMALLER), ("exit", "exit", ""),
-        ("CLLM, low rank", "cllm --rank 16", SMALLER), ("distil, 4 layers", "distil", None),
-        ("boost, draft of 1B", "boost", None)]
+LINES = [*COMMANDS, "medusa --heads hydra", "cllm --rank 16"]
+LINES.remove("cllm")  # all its weights take 128 GB
 
 
-def run_training(line: str, shape: dict, texts: Texts) -> int:
-    """Run a command for two updates, on texts of one length; return how many numbers it trained.
+def replace_parts(data: tuple[list, list]) -> list:
+    """List what a training of made-up texts does not do: (its owner, what takes its place)."""
+    def skip(*_, **__) -> None:
+        pass
+    examples = [make_trajectory(*pair) for pair in data[0][:18]]
+    # A hash reads numbers, and the states of this little data would be kept.
+    given = {"collect_examples": lambda *_, **__: data, "digest": lambda *_: ""}
+    # Acceptance is measured text by text. Without numbers a text would have a round a token.
+    measured = {"measure_acceptance": lambda *_: [[0.5]]}
+    return [(training, given | {"write_whole": skip, "KEPT": 0}), (files, {"write_whole": skip}),
+            (online, given | {"draft_for": make_draft}),
+            (train, given | {"measure_agreement": lambda *_: (0.0, 0.0)}),
+            (eagle, measured), (eagle3, measured),
+            (cllm, {"read_examples": lambda *_: (16, examples[2:], examples[:2])}),
+            (torch.backends.cpu, {"get_cpu_capability": lambda: "AVX512"})]  # as on a GPU
+
+
+def run_training(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> None:
+    """Run a command for two updates, on texts of one length.
 
     line     the command's name and options
     shape    of the target. The draft of the trainings that have one goes with it
+    lengths  tokens of each prompt and of each answer
     """
     name, *words = shlex.split(line) or [""]
     if name not in COMMANDS:
         raise InputError(f"expected a training, one of {', '.join(COMMANDS)}, got {name!r}")
-    command, update, trained = COMMANDS[name], training.Training.update, [0]
-    given = ["--steps", "2", "--out", "part", "--lr", "1e-4"]
-    args = parse_command(command, [*words, *given, *["--data", "none"] * (name == "cllm")])
-    if "accumulate" in args:  # gradients are there from the second pass on. More take no more
-        args.accumulate = min(2, args.accumulate)
-    options = select_options(args, command, [])
-    data = texts.make(64), texts.make(8 if name == "eagle3" else 32)
-    if "prompts" in inspect.signature(command).parameters:
-        options["prompts"] = texts.make(training.TOKENS)[:64] if name == "answers" else []
-    with ExitStack() as stack:
-        def replace(owner, name: str, new) -> None:
-            stack.enter_context(patch.object(owner, name, new))
-
-        def count_trained(self, loss_of) -> float:
-            trained.append(sum(p.numel() for p in self.parameters.values()))
-            return update(self, loss_of)
-        for owner, function in (training.Training, "save"), (files, "write_whole"):
-            replace(owner, function, lambda *_, **__: None)
-        for module in (training, online, train):
-            replace(module, "collect_examples", lambda *_, **__: data)
-            replace(module, "digest", lambda *_: "")  # it reads numbers
-        examples = [make_trajectory(*pair) for pair in data[0][:18]]
-        replace(cllm, "read_examples", lambda *_: (16, examples[2:], examples[:2]))
-        replace(online, "draft_for", make_draft)
-        replace(train, "measure_agreement", lambda *_: (0.0, 0.0))  # row by row, after the peak
-        # Acceptance is measured text by text. Without numbers a text would have a round a token.
-        for module in (eagle, eagle3):
-            replace(module, "measure_acceptance", lambda *_: [[0.5]])
-        replace(training.Training, "update", count_trained)
-        replace(training, "KEPT", 0)  # the states of this little data would be kept
-        replace(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # bfloat16, as on a GPU
+    command, held_out = COMMANDS[name], 8 if name == "eagle3" else 32
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        given = ["--steps", "2", "--lr", "1e-4", "--out", f"{folder}/part"]
+        args = parse_command(command, [*words, *given, *["--data", "none"] * (name == "cllm")])
+        if "accumulate" in args:  # gradients are there from the second pass on. More take no more
+            args.accumulate = min(2, args.accumulate)
+        options = select_options(args, command, [])
+        if "prompts" in inspect.signature(command).parameters:
+            options["prompts"] = make_texts(lengths, 64) if name == "answers" else []
+        data = make_texts(lengths, 64), make_texts(lengths, held_out)
+        for owner, parts in replace_parts(data):
+            stack.enter_context(patch.multiple(owner, **parts))
         stack.enter_context(training.use_settings(select_settings(args)))
-        options["out"] = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "part"
-        command(make_model(shape), Tokenizer(), **options)
-    return trained[-1]
+        tokenizer = SimpleNamespace(eos_token_id=2, bos_token_id=1, pad_token_id=0,
+                                    save_pretrained=lambda folder: None)
+        command(make_model(shape), tokenizer, **options)
 
 
-# ------------------------------------------------------------------------------------ the peaks
+def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int]) -> tuple[int, str]:
+    """Run a command on shapes.
 
-def count_by_shapes(line: str, shape: dict, texts: Texts) -> tuple[int, int]:
-    """Run a command on shapes; return the peak in bytes, and how many numbers it trained."""
+    returns  the peak in bytes, and how many numbers are trained, as the training says
+    """
+    said = io.StringIO()
     with (patch.object(torch.nn.Module, "_apply", convert), warnings.catch_warnings(),
-          contextlib.redirect_stdout(io.StringIO()), Ledger() as ledger):
+          redirect_stdout(said), Ledger() as ledger):
         warnings.simplefilter("ignore")  # what has no numbers is asked where they are
-        trained = run_training(line, shape, texts)
-    return ledger.peak, trained
-
-
-def fits(peak: int, gigabytes: int) -> str:
-    """Say whether a peak leaves enough of a GPU free."""
-    return "yes" if peak + SPARE <= gigabytes * 1e9 else "no"
-
-
-def make_table(texts: Texts) -> str:
-    """Make the table of peaks at 8B."""
-    rows = [["training", "trained numbers", "peak, GB", "on 80 GB", "options for 24 GB", "peak, GB",
-             "on 24 GB"]]
-    for title, line, options in ROWS:
-        peak, trained = count_by_shapes(line, BIG, texts)
-        row = [title, f"{trained:,}", f"{peak / 1e9:.1f}", fits(peak, 80)]
-        if options:
-            peak, _ = count_by_shapes(f"{line} {options}", BIG, texts)
-        said = "none would do" if options is None else options or "as before"
-        rows.append([*row, said, f"{peak / 1e9:.1f}", fits(peak, 24)])
-        print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    return table(rows)
+        run_training(line, shape, lengths)
+    return ledger.peak, re.search(r"[\d,]+ trained numbers|$", said.getvalue())[0]
 
 
 def main() -> None:
-    """Print the table, or the peak of one training."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print the peak of each training."""
+    parser = Parser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("training", nargs="?", help="one of " + ", ".join(COMMANDS) + ", with its options")
-    add("--prompt", type=int, default=312, help="tokens of each prompt")
-    add("--answer", type=int, default=200, help="tokens of each answer")
+    add("trainings", nargs="*", metavar="TRAINING", default=LINES,
+        help="with its options, one of " + ", ".join(COMMANDS))
+    add("--prompt", type=int, default=LENGTHS[0], help="tokens of each prompt")
+    add("--answer", type=int, default=LENGTHS[1], help="tokens of each answer")
     args = parser.parse_args()
-    for option in "prompt", "answer":
-        training.require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    texts = Texts(args.prompt, args.answer)
-    if args.training is None:
-        print(make_table(texts))
-    else:
-        peak, trained = count_by_shapes(args.training, BIG, texts)
-        print(f"{trained:,} trained numbers, peak {peak / 1e9:.2f} GB")
+    training.require(args.prompt >= 1, "prompt", "1 or more", args.prompt)
+    training.require(args.answer >= 1, "answer", "1 or more", args.answer)
+    for line in args.trainings:
+        peak, trained = count_by_shapes(line, BIG, (args.prompt, args.answer))
+        print(f"{line}: peak {peak / 1e9:.2f} GB, {trained or '0 trained numbers'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,6 @@ a round begins where the one before it ended, as in use, and not at places that 
 guess that a drafter does not make, since it finds nothing, counts as wrong. A round that the end of
 an answer cuts says nothing of the guesses behind the end.
 
-The check decodes once more, with chains of half as many guesses. The acceptance of the long chains
-must predict the tokens per round of these, and that of one half of the prompts those of the other.
-
 Costs are measured with chains of three lengths. Their unit is a round of AR, which is a call of one
 row. A round of a chain of k guesses takes the time to guess and a call of k + 1 rows:
 
@@ -40,7 +37,8 @@ from unittest.mock import patch
 import torch
 from tqdm import tqdm
 
-from bench import AR, ROOT, Bench, Ours, options, perform, run_script, table
+from bench import (AR, ROOT, Bench, Ours, guesses_of, keep_fitting, options, perform, run_script,
+                   table)
 from who_picture import draw_figure, read_curves
 
 sys.path.insert(0, str(ROOT))
@@ -56,7 +54,6 @@ from training.loop import digest, read_kept, require  # noqa: E402
 
 LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown
-NEAR = 0.05  # how far a prediction may be off
 TIMED = 64  # tokens that a drafter decodes of each prompt while the clock runs
 # The row of the bench that lets a drafter guess chains of k tokens, which are n = k + 1 nodes
 DRAFTERS = {
@@ -162,113 +159,50 @@ def find_drafters(bench: Bench) -> dict[str, str]:
 
     returns  for each a name and a hash of what was trained or collected for it
     """
-    found = {}
-    for name in DRAFTERS:
-        if name == "distilled" and not bench.args.distilled:
-            continue
-        try:
-            found[name] = make_chain(bench, name)
-        except InputError as error:
-            print(f"{name} left out: {error}\n")
+    known = [name for name in DRAFTERS if name != "distilled" or bench.args.distilled]
+    found = keep_fitting(known, lambda name: make_chain(bench, name))
     hashes = {}
     for name, run in bench.warm_up(found, bench.pairs()[:1]).items():
         files = [Path(x) for x in run.options.values() if isinstance(x, str) and Path(x).is_file()]
         draft = run.models["draft"].model.state_dict() if "draft" in run.models else {}
-        hashes[name] = f"{name} {digest(draft, *(file.read_bytes() for file in files))}"
+        hashes[name] = f"chains of {name} {digest(draft, *(file.read_bytes() for file in files))}"
     return hashes
 
 
 # --------------------------------------------------------------------------------- acceptance
 
-def decode_all(run: Ours, prompts: list[list[int]]) -> list[dict]:
-    """Decode prompts, and return for each its tokens and what its rounds accepted.
+def decode_all(run: Ours, prompts: list[list[int]]) -> dict:
+    """Decode prompts, and count what their rounds accepted.
 
-    returns  {"tokens": of the answer, "accepted": [guesses of each round], "most": guesses that a
-             round had at most, "cut": whether the answer's end cut the last round}
+    returns  {"most": guesses of the longest chain, "counts": what `measure_acceptance` returned}
     """
     run.new_round()
-    answers = []
-    for prompt in prompts:
-        count = run(prompt)
-        answers.append({"tokens": count.tokens, "accepted": [x["accepted"] for x in count.log],
-                        "most": max(map(guesses_of, count.log)), "cut": "cut" in count.log[-1]})
-    return answers
+    logs = [run(prompt).log for prompt in prompts]
+    most = max(1, *(guesses_of(record) for log in logs for record in log))
+    return {"most": most, "counts": measure_acceptance(logs, most)}
 
 
-def decode_twice(bench: Bench, name: str) -> dict:
-    """Decode all prompts with a drafter's longest chains, and with chains of half as many guesses.
-
-    returns  {"most": guesses of the longest chain, "long", "short": what `decode_all` returned}
-    """
-    prompts = [prompt for _, prompt in bench.pairs()]
-    long = decode_all(make_chain(bench, name), prompts)
-    most = max(1, *(answer["most"] for answer in long))
-    return {"most": most, "long": long,
-            "short": decode_all(make_chain(bench, name, max(1, most // 2)), prompts)}
-
-
-def measure_acceptance(answers: list[dict], most: int) -> list[tuple[int, int]]:
+def measure_acceptance(logs: list[list[dict]], most: int) -> list[tuple[int, int]]:
     """Count how often each guess of a chain was tried, and how often it was right.
 
-    answers   what `decode_all` returned
+    logs      a record of each round, for each answer
     most      guesses of a chain
     returns   for each guess (rounds in which all guesses before it were right, those of them in
               which it was right too)
     """
     tried, right = [0] * most, [0] * most
-    for answer in answers:
-        last = len(answer["accepted"]) - 1
-        for i, accepted in enumerate(answer["accepted"]):
-            judged = accepted + 1  # the first wrong guess is judged as well
-            if answer["cut"] and i == last:
-                judged = accepted
-            for k in range(min(judged, most)):
-                tried[k] += 1
-                right[k] += k < accepted
+    for record in itertools.chain(*logs):
+        accepted = record["accepted"]
+        judged = accepted + ("cut" not in record)  # the first wrong guess is judged as well
+        for k in range(min(judged, most)):
+            tried[k] += 1
+            right[k] += k < accepted
     return list(zip(tried, right))
 
 
 def rates_of(counts: list[tuple[int, int]]) -> list[float]:
     """Return the acceptance of each guess, 0 where it was never tried."""
     return [right / max(1, tried) for tried, right in counts]
-
-
-def predict_tokens_per_round(rates: list[float], own: int, lengths: list[int]) -> float:
-    """Predict the tokens per round of answers whose last round is cut at their end.
-
-    rates     the acceptance of each guess of the chain
-    own       tokens of a round that are no guesses
-    lengths   tokens of each answer
-    """
-    reached = [1.0, *itertools.accumulate(rates, lambda chance, rate: chance * rate), 0.0]
-    chances = [here - after for here, after in itertools.pairwise(reached)]  # of 0, 1, … accepted
-    rounds = [0.0]  # rounds[t] are expected for t tokens
-    for t in range(1, 1 + max(lengths)):
-        left = [rounds[max(0, t - own - accepted)] for accepted in range(len(chances))]
-        rounds.append(1 + sum(chance * more for chance, more in zip(chances, left)))
-    return sum(lengths) / sum(rounds[t] for t in lengths)
-
-
-def count_tokens_per_round(answers: list[dict]) -> float:
-    """Count the tokens per round that answers really had."""
-    tokens = sum(answer["tokens"] for answer in answers)
-    return tokens / sum(len(answer["accepted"]) for answer in answers)
-
-
-def check_prediction(name: str, long: list[dict], short: list[dict],
-                     most: int) -> tuple[float, float, float]:
-    """Compare the tokens per round of short chains with what the long ones' acceptance predicts.
-
-    name          of the drafter
-    long, short   what `decode_all` returned, for chains of `most` guesses and for half of it
-    returns       the prediction, what was measured, and how far the prediction is off, as a share
-                  of what was measured
-    """
-    rates = rates_of(measure_acceptance(long, max(1, most // 2)))
-    lengths = [answer["tokens"] for answer in short]
-    predicted = predict_tokens_per_round(rates, OWN[name], lengths)
-    measured = count_tokens_per_round(short)
-    return predicted, measured, predicted / measured - 1
 
 
 # -------------------------------------------------------------------------------------- costs
@@ -311,11 +245,6 @@ def count_read(run: Ours, prompt: list[int], limit: int) -> tuple[int, int, int]
     finally:
         hook.remove()
     return sum(read), rounds, sum(map(guesses_of, job.log[1:]))
-
-
-def guesses_of(record: dict) -> int:
-    """Return how many guesses a round had, which some methods call drafted tokens."""
-    return record.get("guessed", record.get("drafted"))
 
 
 def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
@@ -382,41 +311,31 @@ def find_best(name: str, rates: list[float], costs: dict) -> dict:
 
 # ------------------------------------------------------------------------------------- tables
 
-def table_acceptance(answers: dict[str, dict]) -> tuple[str, list[str]]:
-    """Make the table of the acceptance of each guess and of the check of the prediction.
+def table_acceptance(answers: dict[str, dict]) -> str:
+    """Make the table of the acceptance of each guess.
 
-    answers   for each drafter what `decode_twice` returned
-    returns   the table, and the drafters whose prediction is off by more than NEAR
+    answers   for each drafter what `decode_all` returned
     """
-    rows = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds",
-             "tokens a round, half the chain", "predicted", "off", "off, other prompts"]]
-    misses = []
+    rows = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds"]]
     for name, found in answers.items():
-        long, short, most = found["long"], found["short"], found["most"]
-        counts = measure_acceptance(long, most)
+        counts = found["counts"] + [(0, 0)] * (LONGEST - found["most"])
         cells = [f"{right / tried:.2f}" if tried >= FEWEST else "" for tried, right in counts]
-        predicted, measured, off = check_prediction(name, long, short, most)
-        other = ""
-        if len(long) > 1:
-            other = f"{check_prediction(name, long[::2], short[1::2], most)[-1]:+.1%}"
-        if abs(off) > NEAR:
-            misses.append(name)
-        rows.append([name, *cells, *[""] * (LONGEST - most), str(counts[0][0]), f"{measured:.2f}",
-                     f"{predicted:.2f}", f"{off:+.1%}", other])
-    return table(rows), misses
+        rows.append([name, *cells, str(counts[0][0])])
+    return table(rows)
 
 
-def table_costs(rates: dict[str, list[float]], costs: dict) -> str:
+def table_costs(answers: dict[str, dict], costs: dict) -> str:
     """Make the table of what a guess costs, and of what the fastest chain makes of it.
 
-    rates     the acceptance of each drafter
+    answers   for each drafter what `decode_all` returned
     costs     what `measure_costs` returned
     """
     rows = [["drafter", "a guess costs", "weights a guess reads, MB", "of the target's",
              "best chain", "tokens a round", "a round costs", "x AR"]]
-    for name in rates:
+    for name, found in answers.items():
         if costs["rounds"][name]:
-            best, read = find_best(name, rates[name], costs), costs["read"][name]
+            best = find_best(name, rates_of(found["counts"]), costs)
+            read = costs["read"][name]
             rows.append([name, f"{best['guess']:.3f}", f"{read / 1e6:.1f}",
                          f"{read / costs['weights']:.1%}", str(best["length"]),
                          f"{best['tokens']:.2f}", f"{best['cost']:.2f}", f"{best['speed']:.2f}"])
@@ -430,20 +349,18 @@ def compare(bench: Bench) -> None:
     require(args.timed >= 1, "timed", "1 or more", args.timed)
     kept = Kept(bench)
     names, answers = find_drafters(bench), {}
+    prompts = [prompt for _, prompt in bench.pairs()]
     for name in tqdm(names, desc="drafters", leave=False):
-        answers[name] = kept(names[name], lambda: decode_twice(bench, name))
-    mosts = {name: found["most"] for name, found in answers.items()}
+        answers[name] = kept(names[name], lambda: decode_all(make_chain(bench, name), prompts))
     timed = f"costs {torch.get_num_threads()} {args.timed} {sorted(names.values())}"
     if args.time_again:
         kept.known.pop(timed, None)
+    mosts = {name: found["most"] for name, found in answers.items()}
     costs = kept(timed, lambda: measure_costs(bench, mosts))
-    acceptance, misses = table_acceptance(answers)
-    prices = table_costs({name: rates_of(measure_acceptance(found["long"], found["most"]))
-                          for name, found in answers.items()}, costs)
-    print(f"{acceptance}\n{prices}\nA round of AR took {1000 * costs['AR']:.1f} ms. The prediction "
-          f"is off by more than {NEAR:.0%} for: {', '.join(misses) or 'none'}.\n")
+    tables = f"{table_acceptance(answers)}\n{table_costs(answers, costs)}"
+    print(f"{tables}\nA round of AR took {1000 * costs['AR']:.1f} ms.\n")
     if args.picture:
-        write_text(args.picture, draw_figure(read_curves(f"{acceptance}\n{prices}")))
+        write_text(args.picture, draw_figure(read_curves(tables)))
 
 
 # ---------------------------------------------------------------------------- the command line

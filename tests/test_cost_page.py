@@ -13,7 +13,6 @@ from cli.run import Run, TimedLM
 from cli.trace import Trace
 from common import encode, greedy
 from families import tiny
-from helpers import ROOT
 from results.cost_page import write_page
 from speculative import speculative
 
@@ -177,9 +176,3 @@ def test_the_script_has_the_same_formula():
     said = subprocess.run(["node", "-e", ask], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["true", "false"]
     assert len({tuple(x) for x in entries()[0]["checks"]}) >= 16
-
-
-@pytest.mark.parametrize("name", ["costs", "trace"])
-def test_readmes_screenshots_are_small(name):
-    data = (ROOT / f".github/{name}.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and len(data) < 150_000

@@ -27,27 +27,13 @@ SPACE = "{http://www.w3.org/2000/svg}"
 
 # --------------------------------------------------------------------------------- acceptance
 
-def test_acceptance_and_its_prediction_by_hand():
+def test_acceptance_by_hand():
     """Four rounds of up to three guesses: 0, 3, 1 and 2 are accepted. The last one is cut, so
     nobody knows whether its third guess was right."""
-    answers = [{"tokens": 6, "accepted": [0, 3], "cut": False},
-               {"tokens": 5, "accepted": [1, 2], "cut": True}]
-    counts = module.measure_acceptance(answers, 3)
+    logs = [[{"accepted": 0}, {"accepted": 3}], [{"accepted": 1}, {"accepted": 2, "cut": True}]]
+    counts = module.measure_acceptance(logs, 3)
     assert counts == [(4, 3), (3, 2), (1, 1)]
     assert module.rates_of([*counts, (0, 0)]) == [3 / 4, 2 / 3, 1, 0]
-    assert module.count_tokens_per_round(answers) == 11 / 4
-    # With one guess that is right half of the time two tokens take 1.5 rounds on average.
-    assert module.predict_tokens_per_round([0.5], 1, [1, 2]) == 3 / 2.5
-    assert module.predict_tokens_per_round([0.5], 2, [3]) == 3 / 1.5
-    assert module.predict_tokens_per_round([1, 1], 1, [9, 3]) == 3
-    assert module.predict_tokens_per_round([0.5, 0.5], 1, [20_000]) == pytest.approx(1.75, rel=1e-3)
-    # Of long chains the first guess is right in 3 of 4 rounds: 5 of 4 rounds for two tokens each.
-    short = [{"tokens": 2, "accepted": [1], "cut": False}]
-    predicted, measured, off = module.check_prediction("EAGLE", answers, short, 3)
-    assert (predicted, measured, off) == (2 / 1.25, 2, 1.6 / 2 - 1)
-    found = {"x": {"most": 3, "long": answers[:1], "short": short}}
-    [rows] = tables_of(module.table_acceptance({"EAGLE": found["x"]})[0])
-    assert rows[1][-1] == "" and module.table_acceptance({"EAGLE": found["x"]})[1] == ["EAGLE"]
 
 
 def run_of(draft, gamma: int, limit: int = 40) -> Ours:
@@ -56,16 +42,16 @@ def run_of(draft, gamma: int, limit: int = 40) -> Ours:
 
 
 def test_a_perfect_drafter_and_one_that_is_always_wrong():
-    counts = module.measure_acceptance(module.decode_all(run_of(MODEL, 4), [PROMPT]), 4)
-    assert {right / tried for tried, right in counts} == {1.0} and counts[0][0] == 8
+    perfect = module.decode_all(run_of(MODEL, 4), [PROMPT])
+    assert perfect == {"most": 4, "counts": [(8, 8)] * 4}
     opposite = copy.deepcopy(MODEL)
     head = opposite.get_output_embeddings()
     head.weight = torch.nn.Parameter(-head.weight.detach())
-    assert module.decode_all(run_of(opposite, 4, limit=7), [PROMPT, [5, 6]]) == [
-        {"tokens": 7, "accepted": [0] * 7, "most": 4, "cut": False}] * 2
-    # 9 tokens are 5 and 4 of 5: the second round is cut.
-    assert module.decode_all(run_of(MODEL, 4, limit=9), [PROMPT]) == [
-        {"tokens": 9, "accepted": [4, 4], "most": 4, "cut": True}]
+    assert module.decode_all(run_of(opposite, 4, limit=7), [PROMPT, [5, 6]]) == {
+        "most": 4, "counts": [(14, 0), *[(0, 0)] * 3]}
+    # 8 tokens are 5 and 3 of 5: the second round is cut, and its fourth guess is not judged.
+    assert module.decode_all(run_of(MODEL, 4, limit=8), [PROMPT])["counts"] == [
+        *[(2, 2)] * 3, (1, 1)]
 
 
 # -------------------------------------------------------------------------------------- costs
@@ -203,7 +189,7 @@ def test_tables_and_the_figure_are_made_and_kept(
         out = capfd.readouterr().out
         assert "REST left out: expected " in out
         acceptance, costs = tables_of(out[out.index("| drafter"):])
-        assert [*column(acceptance, "off")] == [*column(costs, "x AR")] == [
+        assert [*column(acceptance, "guess 1")] == [*column(costs, "x AR")] == [
             "small model", "n-grams", "recycling"]
         [file] = (tmp_path / "work").iterdir()
         lines = file.read_text().splitlines()
