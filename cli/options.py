@@ -17,12 +17,12 @@ from inspect import Parameter, getdoc, getfile, signature
 from pathlib import Path
 from typing import Callable, Iterable
 
+from cli.files import read_pairs, read_prompts
 from cli.text import Parser
 from common import InputError
-from cli.files import read_pairs, read_prompts
 from training.loop import Settings
+from training.parts import MODELS
 
-MODELS = Path(__file__).resolve().parent.parent / "models"
 # annotations of keyword arguments that are options
 KINDS = (bool, int, float, str, Path, list[int])
 METAVARS = {int: "N", float: "X", Path: "FILE"}  # what --help writes for a value; else the name

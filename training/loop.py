@@ -44,9 +44,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, eos_ids
-from training.files import write_whole
+from training.files import shorten, write_whole
 from training.layers import context_length
-from training.parts import shorten
 
 PAUSE = 120  # the fewest seconds between two checkpoints
 SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
