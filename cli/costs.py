@@ -18,33 +18,11 @@ The page's sliders multiply a_d, what rows cost beyond the first, and the second
 """
 import json
 import math
-import timeit
 from pathlib import Path
-from statistics import median
-
-from common import CachedLM
-from survey.clock import WIDTHS
 
 PANEL = Path(__file__).with_name("costs.html")
-TURNS = 5  # calls of each width that are timed
 SLIDERS = ((1, 1, 1), (0.5, 1, 1), (1.5, 1, 1), (1, 0, 1), (1, 2.5, 1), (1, 1, 0), (1, 1, 3),
            (0.8, 0.3, 2))  # positions for which the page's script is checked
-
-
-def time_calls(lm: CachedLM, most: int) -> list[tuple[int, float]]:
-    """Measure what calls of 1 to `most` rows take at the present length of the context.
-
-    most      how many rows, 128 or fewer
-    returns   (rows, seconds) of each width, the median of some calls. All widths take turns, so
-              that a busy moment of the machine meets all alike
-    """
-    lm.truncate(lm.length)
-    widths = [width for width in WIDTHS if width < 2 * most]
-    seconds = {width: [] for width in widths}
-    for n in TURNS * widths:
-        seconds[n].append(timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1))
-        lm.truncate(lm.length)
-    return [(width, median(some)) for width, some in seconds.items()]
 
 
 def read_table(table: list[tuple[int, float]], rows: float) -> float:

@@ -2,6 +2,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Callable
 
 
 def read_prompts(path: str | Path) -> list[str]:
@@ -31,16 +32,9 @@ def read_rows(path: str | Path) -> list[dict]:
     returns  a dictionary for each line, {"prompt": line} for a plain one
     raises   ArgumentTypeError, a line that argparse prints, where no prompts are to be had
     """
-    rows, number = [], 0
-    try:
-        for number, line in read_lines(path):
-            rows.append(parse_line(line, Path(path).suffix.lower() == ".jsonl"))
-    except (OSError, ValueError, RecursionError) as error:
-        where = f"line {number}: " if number else ""
-        refuse_prompts(path, f"{where}{error}", error)
-    if not "".join(map(prompt_of, rows)):
-        refuse_prompts(path, "no prompt in it")
-    return rows
+    is_json = Path(path).suffix.lower() == ".jsonl"
+    return parse_lines(path, lambda line: parse_line(line, is_json), prompt_of,
+                       "a file of prompts, one a line or JSON lines, in UTF-8")
 
 
 def read_pairs(path: str | Path) -> list[dict]:
@@ -52,28 +46,43 @@ def read_pairs(path: str | Path) -> list[dict]:
     returns  the dictionary of each line, to which "where" is added: the file and the line's number
     raises   ArgumentTypeError, a line that argparse prints, for a line that is none of these
     """
-    rows, number = [], 0
+    rows = parse_lines(path, parse_pair, str, 'lines of {"prompt", "answer"} or {"messages"}')
+    numbers = [number for number, _ in read_lines(path)]
+    return [row | {"where": f"{str(path)!r}, line {number}"} for number, row in zip(numbers, rows)]
+
+
+def parse_lines(path: str | Path, parse: Callable, text_of: Callable, expected: str) -> list[dict]:
+    """Read all lines of a file.
+
+    parse     turns a line into a dictionary, or raises a ValueError
+    text_of   gives the text of a dictionary. One line at least must have some
+    expected  what the message of an ArgumentTypeError says was expected
+    """
+    rows, where = [], ""
     try:
         for number, line in read_lines(path):
-            row = parse_pair(line)
-            rows.append(row | {"where": f"{str(path)!r}, line {number}"})
-        number = 0
-        if not rows:
-            raise ValueError("no line in it")
+            where = f", line {number}"
+            rows.append(parse(line))
+        where = ""
+        if not "".join(map(text_of, rows)):
+            raise ValueError("nothing in it")
     except (OSError, ValueError, RecursionError) as error:
-        where = f", line {number}" if number else ""
-        raise argparse.ArgumentTypeError(
-            'expected lines of {"prompt", "answer"} or {"messages"}, got '
-            f"{str(path)!r}{where}: {error}") from error
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {str(path)!r}{where}: "
+                                         f"{error}") from error
     return rows
+
+
+def parse_json(line: str):
+    """Parse a line; the ValueError for one that is no JSON says where."""
+    try:
+        return json.loads(line.strip())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error.msg} at column {error.colno}") from error
 
 
 def parse_pair(line: str) -> dict:
     """Return what a line says; ValueError unless it has a prompt with an answer, or messages."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error.msg} at column {error.colno}") from error
+    row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError("it is no object")
     if row.get("messages") is not None:
@@ -106,21 +115,13 @@ def check_messages(messages: object) -> None:
         raise ValueError("the last message says nothing")
 
 
-def refuse_prompts(path: str | Path, reason: str, error: Exception | None = None) -> None:
-    """Raise the error that a file of prompts cannot be used, for this reason."""
-    raise argparse.ArgumentTypeError("expected a file of prompts, one a line or JSON lines, in "
-                                     f"UTF-8, got {str(path)!r}: {reason}") from error
-
-
 def parse_line(line: str, is_json: bool) -> dict:
     """Return what a line of a file of prompts says; ValueError where it has no prompt."""
     if not is_json and not line.lstrip().startswith("{"):
         return {"prompt": line}
+    row = parse_json(line)
     try:
-        row = json.loads(line.strip())
         prompt = prompt_of(row)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error.msg} at column {error.colno}") from error
     except (LookupError, TypeError, AttributeError):
         prompt = None
     if not isinstance(prompt, str):

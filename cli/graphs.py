@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from cli.run import TimedLM
 from common import InputError, KVCache
 from survey.clock import WIDTHS
+from training.files import shorten
 from training.layers import FeatureLM
-from training.parts import shorten
 
 
 def capture(function, inputs: tuple[torch.Tensor, ...]):

@@ -2,7 +2,6 @@
 
 `common.load` says what transformers says. The functions here look at a directory that could not be
 loaded, so that its user learns which file is wrong and what to do about it."""
-import json
 import re
 from argparse import Namespace
 from contextlib import contextmanager
@@ -18,9 +17,8 @@ from transformers import AutoConfig
 from transformers.utils import chat_template_utils
 
 from common import CachedLM, InputError, check, encode, eos_ids, load
-from training.files import write_text
+from training.files import check_file, read_json, shorten, write_text
 from training.loop import Pair, Settings
-from training.parts import check_file, shorten
 
 LORA = "a LoRA adapter, which must be merged into its base model first"
 
@@ -48,6 +46,7 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
                          f"{path!r}: {shorten(error)}") from error
     try:
         model, tokenizer = load(path, device, dtype, **change_settings(path))
+        return check_passes(model), tokenizer
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
         if found:
@@ -57,7 +56,6 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     except Exception as error:  # a pass that does not take what it is given raises anything
         raise InputError("expected a model that takes positions, a mask and a cache, got "
                          f"{path!r}: {shorten(error)}") from error
-    return check_passes(model), tokenizer
 
 
 def change_settings(path: str) -> dict:
@@ -116,51 +114,27 @@ def find_fault(folder: Path, said: str) -> str:
         return "it brings code of its own, which is never run here"
     if folder.is_dir() and not (folder / "config.json").exists():
         return "it has no config.json, which every model of transformers has"
-    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    for index in sorted(folder.glob("*.index.json")):
-        listed = {*read_json(index).get("weight_map", {}).values()}
+    weights = sorted(folder.glob("*.safetensors"))
+    names = []
+    for file in [*weights, *sorted(folder.glob("*.bin")), *sorted(folder.glob("*.json"))]:
+        try:
+            check_file(file)
+            if file in weights:
+                with safe_open(file, "pt") as tensors:
+                    names += tensors.keys()
+            is_told = file.name.endswith((".index.json", "config.json"))
+            facts = read_json(file) if is_told else {}
+        except (SafetensorError, OSError, ValueError) as error:
+            return f"{file.name} is cut off or damaged: {shorten(error)}"
+        listed = {*facts.get("weight_map", {}).values()}
         lacking = sorted(name for name in listed if not (folder / name).exists())
         if lacking:
             return f"{len(lacking)} of its {len(listed)} files are missing, as {lacking[0]}"
-    for file in [*weights, *sorted(folder.glob("*.json"))]:
-        try:
-            check_file(file)
-        except ValueError as error:
-            return str(error)
-    names = []
-    for file in weights:
-        if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, "pt") as tensors:
-                    names += tensors.keys()
-            except (SafetensorError, OSError) as error:
-                return f"{file.name} is cut off or damaged: {shorten(error)}"
-    return name_kind(read_json(folder / "config.json"), names)
-
-
-def name_kind(config: dict, names: list[str]) -> str:
-    """Say what kind of weights stands under these names, where it is none for transformers."""
-    kind = config.get("quantization_config") or {}
-    if any(name.endswith((".scales", ".biases")) for name in names) and "quantization" in config:
-        return "its weights are quantised by MLX; take the model that it was made from"
-    if isinstance(kind, dict) and kind.get("quant_method"):
-        return (f"its weights are quantised ({kind['quant_method']}); take the model that it was "
-                "made from")
+        if file.name == "config.json" and {"quantization", "quantization_config"} & {*facts}:
+            return "its weights are quantised; take the model that it was made from"
     if any(".base_layer." in name or ".lora_" in name for name in names):
         return f"its names show {LORA}"
-    for prefix in "_orig_mod.", "module.":  # of torch.compile, and of training on several GPUs
-        if names and all(name.startswith(prefix) for name in names):
-            return f"the names of its weights begin with {prefix!r}, which must be taken off"
     return ""
-
-
-def read_json(file: Path) -> dict:
-    """Read a JSON file; what cannot be read as a dictionary counts as an empty one."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the loader has said so already
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # ------------------------------------------------------------------------------- the prompts
@@ -222,11 +196,7 @@ def keep_date(tokenizer, args: Namespace):
     file = (getattr(args, "work", None) or Path(f"{args.out}.work")) / "date"
     if not file.exists():
         write_text(file, datetime.now().isoformat())
-    try:
-        date = datetime.fromisoformat(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"expected the date of an earlier run, got {str(file)!r}: {error}; "
-                         "without the file the date is today's") from error
+    date = datetime.fromisoformat(file.read_text(encoding="utf-8"))
     clock = chat_template_utils.datetime  # which `strftime_now` reads
     chat_template_utils.datetime = SimpleNamespace(now=lambda: date)
     try:
@@ -322,25 +292,21 @@ def make_messages(tokenizer, *texts: str) -> list[dict]:
     """Make the messages of a chat; InputError where the chat template does not take the first one.
 
     texts    what the user says and, if it is given, what the assistant answers
-    returns  messages, whose contents are texts or lists of one part, as the template takes them
+    returns  the messages
     """
     if not tokenizer.chat_template:
         raise InputError("expected a model with a chat template for --chat, got one without")
+    messages = [{"role": role, "content": text}
+                for role, text in zip(("user", "assistant"), texts)]
     try:
-        for parts in False, True:  # nearly all templates take a text, a few a list of parts
-            messages = [as_message(role, text, parts)
-                        for role, text in zip(("user", "assistant"), texts)]
-            if not find_lost(tokenizer, messages[:1]):
-                return messages
+        lost = find_lost(tokenizer, messages[:1])
     except Exception as error:  # a template is a program of somebody else's
         raise InputError("expected a chat template that takes a prompt, but the model's says: "
                          f"{shorten(error) or type(error).__name__}") from error
-    raise InputError("expected a chat template that takes a prompt, but the model's leaves it out")
-
-
-def as_message(role: str, text: str, parts: bool) -> dict:
-    """Make a message, whose content is a text or a list of one part."""
-    return {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+    if lost:
+        raise InputError("expected a chat template that takes a prompt, but the model's leaves it "
+                         "out")
+    return messages
 
 
 def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[str, str]:

@@ -20,11 +20,11 @@ from transformers.utils import logging
 from cli.costs import find_reason
 from cli.loading import check_passes, encode_data, encode_prompts, load_checked
 from cli.options import (MODELS, list_reads, name_command, parse_command, parse_decoding,
-                         read_options, select_options, select_settings, write_option)
+                         read_options, select_options, select_settings)
 from cli.run import Run, TimedLM, count_guesses
-from cli.text import cut_message, read_texts, set_encodings, stream
+from cli.text import MOST, read_texts, set_encodings, stream
 from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
-from training.files import check_result, sign_folder, write_text
+from training.files import check_result, shorten, sign_folder, write_text
 from training.layers import context_length
 from training.loop import use_settings
 
@@ -86,10 +86,6 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
     if any(tokenizer.get_vocab() != vocabulary for _, tokenizer in models.values()):
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary; "
                          "survey/another_tokenizer.py takes it")
-    sizes = [vocab_size(*pair) for pair in models.values()]
-    if len({*sizes}) > 1:
-        raise InputError(f"expected a draft with logits of the target's {sizes[0]} tokens, got "
-                         f"{min(sizes[1:])}")
     return models
 
 
@@ -118,10 +114,8 @@ class Session:
         self.run_as = self.check_graphs() if graphs else TimedLM
         self.texts = read_texts(args.prompt) if args.prompt else args.prompts
         readers = [*self.models.values()]
-        if "tokenizers" in signature(method).parameters:  # then a draft may have other tokens
-            vocabulary = self.tokenizer.get_vocab()
-            readers = [model for name, model in self.models.items()
-                       if self.tokenizers[name].get_vocab() == vocabulary]
+        if "tokenizers" in signature(method).parameters:  # then drafts read tokens of their own
+            readers = readers[:1]
         self.prompts = encode_prompts(readers, self.tokenizer, self.texts, args.chat)
         self.eos = eos_ids(self.models["target"], self.tokenizer)
         self.context = min(map(context_length, self.models.values()))
@@ -132,13 +126,6 @@ class Session:
                              f"got {longest}")
         if args.max_new_tokens < 1:
             raise InputError(f"--max-new-tokens must be 1 or more, got {args.max_new_tokens}")
-
-    def check_options(self, options: dict) -> None:
-        """Refuse numbers that no text has room for: they would take all memory, or all day."""
-        for name, value in options.items():
-            if isinstance(value, int) and value > self.context:
-                raise InputError(f"{write_option(name)} must be at most the context of "
-                                 f"{self.context} tokens, got {value}")
 
     def check_graphs(self) -> type[TimedLM]:
         """Check the models once more, by what a replay gives; return the class that replays."""
@@ -313,7 +300,6 @@ def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> 
         check_result("trace", args.trace, list_reads(args, method))
     options = select_options(args, method, methods)
     session = Session(args, method, report, extras.shared)
-    session.check_options(options)
     if args.tune:
         tune(session, method, options, extras.ranges)
         return 0
@@ -351,7 +337,7 @@ def run_script(act: Callable[[], int | None]) -> int:
             MemoryError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # a mistake of this project, not of its user
-        said = cut_message(str(error)) or "out of memory"
+        said = shorten(error, MOST) or "out of memory"
         print(f"{Path(sys.argv[0]).name}: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

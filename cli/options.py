@@ -9,6 +9,7 @@
 becomes `--W 7` and `--exact` or `--no-exact`, and --help prints the docstring. Keyword arguments of
 other kinds (`sample`, `log`, objects) are filled in by the command line itself and are no options.
 """
+import os
 import sys
 from argparse import (SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace,
                       RawDescriptionHelpFormatter)
@@ -16,13 +17,14 @@ from inspect import Parameter, getdoc, getfile, signature
 from pathlib import Path
 from typing import Callable, Iterable
 
+from cli.files import read_pairs, read_prompts
 from cli.text import Parser
 from common import InputError
-from cli.files import read_pairs, read_prompts
 from training.loop import Settings
+from training.parts import MODELS
 
-MODELS = Path(__file__).resolve().parent.parent / "models"
-KINDS = (bool, int, float, str, Path)  # annotations of keyword arguments that are options
+# annotations of keyword arguments that are options
+KINDS = (bool, int, float, str, Path, list[int])
 METAVARS = {int: "N", float: "X", Path: "FILE"}  # what --help writes for a value; else the name
 
 
@@ -60,7 +62,9 @@ def name_command(command) -> str:
 def write_usage(functions: list, commands: Iterable) -> str:
     """Return how the file of these functions is called, a line for it and for each command."""
     file = Path(getfile(functions[0]))
-    name = f"-m survey.{file.stem}" if file.parent.name == "survey" else file.name
+    name = os.path.relpath(file, MODELS.parent)
+    if file.parent.name == "survey":
+        name = f"-m survey.{file.stem}"
     lines = [f"usage: python {name} [options]"]
     lines += [f"       python {name} {command.__name__} --help" for command in commands]
     return "\n".join(lines)
@@ -159,6 +163,8 @@ def add_own_options(parser: ArgumentParser, function) -> None:
         how = {"type": kind, "metavar": METAVARS.get(kind)}
         if kind is bool:
             how = {"action": BooleanOptionalAction}
+        if kind == list[int]:
+            how = {"type": int, "nargs": "+", "metavar": "N"}
         group.add_argument(write_option(name), default=SUPPRESS,
                            required=default is Parameter.empty, **how)
 

@@ -1,4 +1,4 @@
-"""Reads prompts, shortens messages, and turns tokens into text while they come.
+"""Reads prompts, keeps messages short, and turns tokens into text while they come.
 
 Text that comes in and goes out is UTF-8, whatever the locale of the machine says."""
 import io
@@ -9,10 +9,12 @@ from argparse import ArgumentParser
 from typing import Iterable, Iterator
 
 from common import InputError
+from training.files import shorten
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer says for bytes that are no character yet
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # the name of a token that is one byte
 KEPT = 64  # tokens that are decoded once more with every new one
+MOST = 600  # characters of a message
 
 
 # ------------------------------------------------------------------------------- the streams
@@ -31,8 +33,6 @@ def set_encodings() -> None:
 
 def read_stdin() -> str:
     """Read standard input, which is UTF-8 with or without a byte order mark."""
-    if sys.stdin is None:  # Python's way to say that it is closed
-        raise InputError("--prompt - reads standard input, which is closed")
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -63,28 +63,17 @@ def read_texts(given: list[str]) -> list[str]:
     return [read_stdin() if text == "-" else read_argument(text) for text in given]
 
 
-def cut_message(message: str, most: int = 600) -> str:
-    """Return a message as one line, without its middle where it is long.
-
-    A message may quote what it refuses, and that may be a whole file; its end often has the reason.
-    """
-    line = " ".join(message.split())
-    if len(line) <= most:
-        return line
-    return f"{line[:most * 2 // 3]} … {line[-most // 3:]}"
-
-
 class Parser(ArgumentParser):
     """An argument parser whose messages are short, whatever the argument that they quote."""
 
     def error(self, message: str) -> None:
         """Refuse the command line; what is not known may be a word that --help explains."""
         hint = " (--help lists all options)" if message.startswith("unrecognized") else ""
-        self.exit(2, f"{self.prog}: error: {cut_message(message)}{hint}")
+        self.exit(2, f"{self.prog}: error: {shorten(message, MOST)}{hint}")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         """End the process with a message; all messages of argparse come here last."""
-        super().exit(status, f"{cut_message(message)}\n" if message else None)
+        super().exit(status, f"{shorten(message, MOST)}\n" if message else None)
 
 
 # ------------------------------------------------------------------------------ tokens as text

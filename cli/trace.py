@@ -39,10 +39,10 @@ from typing import Iterator
 
 import torch
 
-from cli.costs import describe, time_calls, write_panel
+from cli.costs import describe, write_panel
 from cli.text import split_text
 from common import CachedLM
-from survey.clock import WIDTHS
+from survey.clock import WIDTHS, time_calls
 
 PAGE = Path(__file__).with_name("trace.html")
 PATCHED = ("start", "forward", "commit", "truncate")

@@ -16,15 +16,14 @@ distilled from the target.
 2. The target has Llama's architecture with grouped-query attention. It learns to predict the next
    token of the training split, which has no end: no example is seen twice.
 3. The draft is a smaller model that learns the same. Then it is distilled (DistillSpec: Zhou et
-   al., arXiv 2310.08461). The draft or the target samples answers, both models score them, and the
-   draft learns the target's distribution under a divergence. The rate at which speculative
-   sampling accepts the draft's tokens is the mean of 1 - TVD(target, draft) over positions
-   (Leviathan et al., arXiv 2211.17192, Cor. 3.6).
+   al., arXiv 2310.08461). The target samples answers, both models score them, and the draft learns
+   the target's distribution under the forward KL divergence. The rate at which speculative sampling
+   accepts the draft's tokens is the mean of 1 - TVD(target, draft) over positions (Leviathan et
+   al., arXiv 2211.17192, Cor. 3.6).
 4. The evaluation measures the losses on held-out examples, the accuracy on each task, how many
    answers loop, and the acceptance rate.
 """
 import argparse
-import copy
 import itertools
 import json
 import random
@@ -46,18 +45,15 @@ import tasks
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
-from cli.loading import encode_data, load_checked, open_chat  # noqa: E402
-from cli.main import run_script  # noqa: E402
-from cli.options import (add_own_options, add_prompt_options, list_reads,  # noqa: E402
-                         select_settings)
+from cli.loading import open_chat  # noqa: E402
+from cli.main import main, run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
-from training.files import check_result, save_model, sign_folder, write_text  # noqa: E402
+from training.files import save_model, write_text  # noqa: E402
 from training.layers import depth_of, take_layers  # noqa: E402
-from training.loop import (Settings, Training, answer_all, collect_examples,  # noqa: E402
-                             compute_in_parts, digest, divergence, generate_answers,
-                             low_precision, multiplies_bfloat16, require,
-                             require_training_options, tokens_of_pass, use_settings, warm_linear)
-from training.parts import score_with, shorten  # noqa: E402
+from training.loop import (Training, answer_all, collect_examples, compute_in_parts,  # noqa: E402
+                           digest, divergence, low_precision, multiplies_bfloat16, require,
+                           require_numbers, require_training_options, tokens_of_pass, warm_linear)
+from training.parts import score_with  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
 # The shares of the target's second phase have more math, since arithmetic is learnt last.
@@ -68,7 +64,8 @@ SIZES = {"target": dict(hidden_size=256, intermediate_size=704, num_hidden_layer
                        num_attention_heads=4, num_key_value_heads=2)}
 PROMPT_WEIGHT = 0.1  # Prompts are mostly chance, so their tokens count less than the answers'.
 CONTEXT = 2048
-DIVERGENCES = ("forward-kl", "reverse-kl", "jsd", "tvd")
+# How many tokens each training of an embedded model reads:
+TOKENS = {"target": 6_000_000, "target-later": 3_000_000, "draft": 1_500_000, "distilled": 800_000}
 POOL = 512  # the examples among which a batch of like length is chosen
 
 Row = tuple[list[int], list[float]]  # token ids, and each token's weight in the loss
@@ -183,7 +180,7 @@ def answer_prompts(model, tokenizer, prompts: list[str], temperature: float,
 def sample_answers(source, tokenizer, size: int, rng: random.Random):
     """Sample answers to training prompts that are alike in length, about `size` tokens in all.
 
-    source   the model that answers, which is the draft that is trained or its teacher
+    source   the model that answers
     rng      the generator
     returns  ids and weights, as `pad_rows` does
     """
@@ -221,11 +218,10 @@ def read_tokens(model, ids, weights):
     return hidden[weights[:, 1:] > 0]
 
 
-def make_distance(target, draft, kind: str):
-    """Return a function that measures a divergence on a batch, as `pad_rows` makes one.
+def make_distance(target, draft):
+    """Return a function that measures KL(target, draft) on a batch, as `pad_rows` makes one.
 
-    kind     which divergence of the draft from the target is measured
-    returns  a function of a batch that returns the mean over its tokens with a weight
+    It returns the mean over the batch's tokens with a weight.
     """
     score_target, score_draft = score_with(target), score_with(draft)
     vocab = len(draft.get_output_embeddings().weight)
@@ -233,7 +229,7 @@ def make_distance(target, draft, kind: str):
     def distances_of(teacher, student):
         with torch.no_grad():
             p = score_target(teacher)
-        return divergence(kind, p, score_draft(student))
+        return divergence("forward-kl", p, score_draft(student))
 
     def measure(batch):
         with torch.no_grad():
@@ -314,87 +310,65 @@ def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int
         work=work, tokens=size)
 
 
-def distill(name: str, target, draft, kind: str, source, tokenizer, *, tokens: int, work: Path,
-            size: int = 4096) -> None:
-    """Move the draft towards the target on answers that `source` samples (DistillSpec).
+def distil_on_tasks(name: str, target, draft, tokenizer, *, tokens: int, work: Path,
+                    size: int = 4096) -> None:
+    """Move the draft towards the target on answers that the target samples (DistillSpec).
 
-    kind    which divergence is made small
-    source  the target or the draft, which samples answers
     tokens  the number of tokens of all batches
     work    the folder of checkpoints
     size    about the number of tokens of a batch
     """
-    measure = make_distance(target, draft, kind)
+    measure = make_distance(target, draft)
 
     def loss_of(rng):
-        return measure(sample_answers(source, tokenizer, size, rng))
-    fingerprint = (digest(target.state_dict()), kind, source is draft, size)
-    fit(name, draft, loss_of, loss_of, fingerprint, lr=2e-3, steps=tokens // size, work=work,
-        models=(target, draft), tokens=size)
+        return measure(sample_answers(target, tokenizer, size, rng))
+    fit(name, draft, loss_of, loss_of, (digest(target.state_dict()), size), lr=2e-3,
+        steps=tokens // size, work=work, models=(target, draft), tokens=size)
 
 
 # ----------------------------------------------------------------------------- for any target
 
-def make_parser(name: str, doc: str) -> argparse.ArgumentParser:
-    """Make the parser of a command for any target."""
-    parser = Parser(prog=f"train.py {name}", description=doc,
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--target", required=True, help="model directory or hub id")
-    parser.add_argument("--device")
-    return parser
-
-
-def make_prompts(argv: list[str]) -> None:
+def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
+            max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> None:
     """Let a chat model write prompts itself.
 
     It continues its chat template from where the user would speak (Magpie: Xu et al., arXiv
     2406.08464).
+
+    out:   the file of JSON lines to make. OUT.part has those of a run that was stopped
+    count: how many prompts are written
+    batch: how many prompts are written at once
+    max_new_tokens: the most tokens of a prompt. Longer prompts are dropped
+    temperature: prompts are samples at this temperature
     """
-    parser = make_parser("prompts", make_prompts.__doc__)
-    add = parser.add_argument
-    add("--out", type=Path, required=True,
-        help="file of JSON lines to make; OUT.part has those of a run that was stopped")
-    add("--count", type=int, default=1000, help="how many prompts")
-    add("--batch", type=int, default=64, help="how many prompts are written at once")
-    add("--max-new-tokens", type=int, default=200,
-        help="the most tokens of a prompt; longer prompts are dropped")
-    add("--temperature", type=float, default=0.8)
-    add("--dtype", choices=["float32", "bfloat16"],
-        help="of the model (default: float32 on a CPU, else its own)")
-    add("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    for option in "count", "batch", "max_new_tokens":
-        require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
-    require(args.temperature > 0, "temperature", "above 0", args.temperature)
-    check_result("out", args.out, [args.target], "train prompts")
-    model, tokenizer = load_checked(args.target, args.device, args.dtype)
+    require_numbers(count=count, batch=batch, max_new_tokens=max_new_tokens)
+    require(temperature > 0, "temperature", "above 0", temperature)
     before = open_chat(tokenizer)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed)
     found = []
     try:
-        with tqdm(total=args.count, desc="prompts") as bar:
-            while len(found) < args.count:
-                texts = dict.fromkeys(write_prompts(model, tokenizer, before, args))
-                fresh = [text for text in texts if text not in found]
-                found += fresh[:args.count - len(found)]
+        with tqdm(total=count, desc="prompts") as bar:
+            while len(found) < count:
+                texts = write_prompts(model, tokenizer, [before] * batch, max_new_tokens,
+                                      temperature)
+                fresh = [text for text in dict.fromkeys(texts) if text not in found]
+                found += fresh[:count - len(found)]
                 if len(found) == bar.n:
                     raise common.InputError("expected a model that writes prompts and ends them, "
-                                            f"got no new one of {args.batch}, {bar.n} before")
+                                            f"got no new one of {batch}, {bar.n} before")
                 bar.update(len(found) - bar.n)
     finally:  # also after Ctrl-C. An earlier file is replaced only by one that is complete
-        out = args.out
-        if len(found) < args.count:
+        if len(found) < count:
             out = out.with_name(f"{out.name}.part")
         if found:
             write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found))
 
 
-def write_prompts(model, tokenizer, before: list[int], args: argparse.Namespace) -> list[str]:
-    """Let the model continue the tokens `before` many times; return the texts that it ends."""
+def write_prompts(model, tokenizer, begun: list[list[int]], limit: int,
+                  temperature: float) -> list[str]:
+    """Let the model continue texts by at most `limit` tokens; return the texts that it ends."""
     eos = common.eos_ids(model, tokenizer)
-    batches = generate_answers(model, eos, [before] * args.batch, args.max_new_tokens,
-                               args.temperature)
-    rows = [row for batch in batches for row in batch.values()]
+    rows = answer_all(model, eos, begun, limit, temperature)
     ended = [row[:-1] for row in rows if row[-1] in eos]
     texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in ended]
     return [text for text in texts if text]
@@ -412,61 +386,36 @@ def make_draft_of_layers(target, layers: list[int]):
     return draft
 
 
-def distil_layers(argv: list[str]) -> None:
+def distil(model, tokenizer, prompts: list[list[int]], *, layers: list[int], out: Path,
+           work: Path = None, max_new_tokens: int = 200, steps: int = 4000, batch: int = 2,
+           lr: float = 3e-3) -> None:
     """Make a draft for any model out of some of its layers.
 
     They learn the model's distribution on its own greedy answers. A stopped run goes on.
+
+    layers: which layers of the model, from 0, in ascending order
+    lr:     the highest learning rate. 3e-3 suited four layers of a model of 135M parameters
     """
-    parser = make_parser("distil", distil_layers.__doc__)
-    add = parser.add_argument
-    add("--layers", type=int, nargs="+", required=True,
-        help="which layers of the target, from 0, in ascending order")
-    add_prompt_options(parser, trains=True, default=None)
-    add("--dtype", choices=["float32", "bfloat16"],
-        help="of the target (default: float32 on a CPU, else the model's own)")
-    add("--out", type=Path, required=True, help="directory of the draft")
-    add("--work", type=Path, default=HERE / "work", help="folder of answers and checkpoints")
-    add("--max-new-tokens", type=int, default=200, help="of an answer")
-    add("--steps", type=int, default=4000)
-    add("--batch", type=int, default=2, help="answers a pass")
-    add("--lr", type=float, default=3e-3,
-        help="the highest learning rate, which suited four layers of a model of 135M parameters")
-    add_own_options(parser, Settings)
-    args = parser.parse_args(argv)
-    made_by = "train distil"
-    check_result("out", args.out, [*list_reads(args, distil_layers), args.work], made_by, True)
-    require_training_options(args.lr, batch=args.batch, steps=args.steps,
-                             max_new_tokens=args.max_new_tokens)
-    settings = select_settings(args)
-    target, tokenizer = load_checked(args.target, args.device, args.dtype)
-    last = depth_of(target) - 1
-    fits = args.layers == sorted({*args.layers} & {*range(last + 1)})
-    require(fits, "layers", f"different numbers from 0 to {last} in ascending order",
-            " ".join(map(str, args.layers)))
-    prompts, settings = encode_data(target, tokenizer, args, settings)
-    with use_settings(settings):
-        distil_on(target, tokenizer, prompts, args)
-    sign_folder(args.out, made_by)
-
-
-def distil_on(target, tokenizer, prompts: list[list[int]], args: argparse.Namespace) -> None:
-    """Do what `distil_layers` says, on the target's answers to prompts."""
-    draft = make_draft_of_layers(target, args.layers)
-    data, held_out = collect_examples(target, tokenizer, prompts, args.max_new_tokens, args.work,
-                                      seed=0)
+    require_training_options(lr, batch=batch, steps=steps, max_new_tokens=max_new_tokens)
+    last = depth_of(model) - 1
+    require(layers == sorted({*layers} & {*range(last + 1)}), "layers",
+            f"different numbers from 0 to {last} in ascending order", " ".join(map(str, layers)))
+    work = work or Path(f"{out}.work")
+    draft = make_draft_of_layers(model, layers)
+    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=0)
     train_rows, held_rows = weigh_answers(*zip(*data)), weigh_answers(*zip(*held_out))
-    measure = make_distance(target, draft, "forward-kl")
+    measure = make_distance(model, draft)
 
     def loss_on(rows: list[Row], rng: random.Random) -> torch.Tensor:
-        return measure(pad_rows(rng.sample(rows, min(args.batch, len(rows)))))
-    fingerprint = (digest(target.state_dict()), args.layers, args.batch, train_rows)
+        return measure(pad_rows(rng.sample(rows, min(batch, len(rows)))))
+    fingerprint = (digest(model.state_dict()), layers, batch, train_rows)
     fit("distil", draft, lambda rng: loss_on(train_rows, rng), lambda rng: loss_on(held_rows, rng),
-        fingerprint, lr=args.lr, steps=args.steps, work=args.work, models=(target, draft),
-        tokens=tokens_of_pass(data, args.batch))
-    guessed, accepted = measure_agreement(target, draft, held_rows)
+        fingerprint, lr=lr, steps=steps, work=work, models=(model, draft),
+        tokens=tokens_of_pass(data, batch))
+    guessed, accepted = measure_agreement(model, draft, held_rows)
     print(f"on {len(held_rows)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
           f"{accepted:.3f}")
-    save(draft, tokenizer, args.out)
+    save(draft, tokenizer, out)
 
 
 @torch.inference_mode()
@@ -557,17 +506,17 @@ def load(folder: Path, device: str):
 def make_target(tokenizer, args: argparse.Namespace) -> None:
     """Train the target in two phases, which see different examples."""
     target = make_model("target", tokenizer, args.device)
-    train_on_tasks("target", target, tokenizer, MIX, 3072, lr=1.5e-3, tokens=args.target_tokens,
+    train_on_tasks("target", target, tokenizer, MIX, 3072, lr=1.5e-3, tokens=TOKENS["target"],
                    work=args.work)
     train_on_tasks("target-later", target, tokenizer, LATER, 3072, lr=5e-4,
-                   tokens=args.target_tokens // 2, work=args.work)
+                   tokens=TOKENS["target-later"], work=args.work)
     save(target, tokenizer, HERE / "target")
 
 
 def make_plain_draft(tokenizer, args: argparse.Namespace):
     """Train a draft on tasks, as the target is trained."""
     draft = make_model("draft", tokenizer, args.device)
-    train_on_tasks("draft", draft, tokenizer, MIX, 4096, lr=4e-3, tokens=args.draft_tokens,
+    train_on_tasks("draft", draft, tokenizer, MIX, 4096, lr=4e-3, tokens=TOKENS["draft"],
                    work=args.work)
     return draft
 
@@ -577,28 +526,12 @@ def take_held_out_prompts() -> list[str]:
     return [e.prompt for e in itertools.islice(mix_examples("test", 1), 150)]
 
 
-def compare_divergences(tokenizer, args: argparse.Namespace) -> None:
-    """Distil the same plain draft with each divergence on each source of text, in short runs."""
-    target = load(HERE / "target", args.device)
-    prompts = take_held_out_prompts()
-    plain = make_plain_draft(tokenizer, args)
-    print(f"{'before':24}", measure_acceptance(target, plain, tokenizer, prompts))
-    for kind, source in itertools.product(DIVERGENCES, ("draft", "target")):
-        draft = copy.deepcopy(plain)
-        distill(f"compare-{kind}-{source}", target, draft, kind,
-                {"draft": draft, "target": target}[source], tokenizer, tokens=args.compare_tokens,
-                work=args.work)
-        figures = measure_acceptance(target, draft, tokenizer, prompts)
-        print(f"{kind + ' on ' + source:24}", figures, flush=True)
-
-
 def make_draft(tokenizer, args: argparse.Namespace) -> None:
     """Train a draft on tasks, then distil it from the target."""
     target = load(HERE / "target", args.device)
     draft = make_plain_draft(tokenizer, args)
-    distill("distilled", target, draft, args.divergence,
-            {"draft": draft, "target": target}[args.source], tokenizer,
-            tokens=args.distill_tokens, work=args.work)
+    distil_on_tasks("distilled", target, draft, tokenizer, tokens=TOKENS["distilled"],
+                    work=args.work)
     save(draft, tokenizer, HERE / "draft")
 
 
@@ -613,33 +546,17 @@ def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
     print(lines)
 
 
-STAGES = {"target": make_target, "plain-draft": make_plain_draft, "compare": compare_divergences,
-          "draft": make_draft, "evaluate": write_evaluation}
+STAGES = {"target": make_target, "plain-draft": make_plain_draft, "draft": make_draft,
+          "evaluate": write_evaluation}
 
 
-def main() -> None:
+def make_embedded() -> None:
     """Run the stages that the command line asks for."""
     parser = Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stage", choices=[*STAGES, "all"], default="all")
-    parser.add_argument("--target-tokens", type=int, default=6_000_000,
-                        help="and half as many in the second phase")
-    parser.add_argument("--draft-tokens", type=int, default=1_500_000)
-    parser.add_argument("--distill-tokens", type=int, default=800_000)
-    parser.add_argument("--compare-tokens", type=int, default=250_000,
-                        help="for each divergence and source of text that --stage compare tries")
-    parser.add_argument("--divergence", default="forward-kl", choices=DIVERGENCES)
-    parser.add_argument("--source", default="target", choices=["draft", "target"],
-                        help="which model samples the answers that the draft is distilled on")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="folder of checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    for option in "target_tokens", "draft_tokens", "distill_tokens", "compare_tokens":
-        require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
-    try:
-        torch.empty(0, device=args.device)
-    except (AssertionError, RuntimeError) as error:  # the first: this torch knows no GPU
-        raise common.InputError(f"--device must be one that torch can use, got {args.device!r}: "
-                                f"{shorten(error)}") from error
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     for stage, make in STAGES.items():
@@ -648,6 +565,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    commands = {"prompts": make_prompts, "distil": distil_layers}
-    command = commands.get(sys.argv[1]) if sys.argv[1:] else None
-    sys.exit(run_script(lambda: command(sys.argv[2:]) if command else main()))
+    if {"prompts", "distil"} & {*sys.argv[1:2]}:
+        sys.exit(main([], commands=[prompts, distil], folders=[distil]))
+    sys.exit(run_script(make_embedded))

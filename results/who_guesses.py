@@ -43,12 +43,12 @@ from who_picture import draw_figure, read_curves
 
 sys.path.insert(0, str(ROOT))
 from bita import load_tuning  # noqa: E402  (the path is set above)
-from cli.costs import expected_tokens, read_table, time_calls  # noqa: E402
+from cli.costs import expected_tokens, read_table  # noqa: E402
 from common import InputError  # noqa: E402
 from survey import dflash as dflash_file, eagle as eagle_file, hybrid as hybrid_file  # noqa: E402
 from survey import medusa as medusa_file, recycling as recycling_file  # noqa: E402
 from survey import rest as rest_file  # noqa: E402
-from survey.clock import Node, best_tree  # noqa: E402
+from survey.clock import Node, best_tree, time_calls  # noqa: E402
 from training.files import write_text  # noqa: E402
 from training.loop import digest, read_kept, require  # noqa: E402
 
@@ -251,7 +251,7 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     """Measure what rounds cost by the length of the chain, and what a guess reads.
 
     mosts    for each drafter the guesses of its longest chain
-    returns  {"AR": seconds of a round of AR, "calls": what cli.costs.time_calls returned, "rounds":
+    returns  {"AR": seconds of a round of AR, "calls": what clock.time_calls returned, "rounds":
              {name: [[guesses of a chain, seconds of a round, guesses that it really has]]}, "read":
              {name: bytes of weights for each guess}, "weights": bytes that a call reads}
     """

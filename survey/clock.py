@@ -50,6 +50,22 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
     return tree
 
 
+def time_calls(lm: CachedLM, most: int) -> list[tuple[int, float]]:
+    """Measure what calls of some widths take at the present length of the context.
+
+    most      how many rows the widest call has room for, 128 or fewer
+    returns   (rows, seconds) of each width, the least that one of its calls took
+    """
+    lm.truncate(lm.length)
+    least = {width: torch.inf for width in WIDTHS if width < 2 * most}
+    # All widths take turns, four times each, so that a busy moment of the machine meets all alike.
+    for n in 4 * [*least]:
+        seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
+        least[n] = min(least[n], seconds)
+        lm.truncate(lm.length)
+    return [*least.items()]
+
+
 def row_costs(lm: CachedLM, most: int) -> list[float]:
     """Measure what calls of 1 to `most` rows take at the present length of the context.
 
@@ -57,13 +73,8 @@ def row_costs(lm: CachedLM, most: int) -> list[float]:
     returns   costs, where costs[n] is what the cheapest measured call took that has n rows or more,
               in seconds
     """
-    least = {width: torch.inf for width in WIDTHS if width < 2 * most}
-    # All widths take turns, four times each, so that a busy moment of the machine meets all alike.
-    for n in 4 * [*least]:
-        seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
-        least[n] = min(least[n], seconds)
-        lm.truncate(lm.length)
-    return [min(cost for width, cost in least.items() if width >= n) for n in range(1 + max(least))]
+    table = time_calls(lm, most)
+    return [min(cost for width, cost in table if width >= n) for n in range(1 + table[-1][0])]
 
 
 def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):

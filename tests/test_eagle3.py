@@ -300,10 +300,6 @@ def test_a_file_gives_the_same_draft(tmp_path):
     assert torch.equal(*same)  # bfloat16 has too few digits for positions
     with pytest.raises(InputError, match="another's"):
         load_draft(tmp_path / "x", tiny("llama", seed=5))
-    short = tiny("llama", num_hidden_layers=3)
-    short.set_input_embeddings(MODEL.get_input_embeddings())
-    with pytest.raises(InputError, match=r"of layers from 0 to 3, got \[2, 3, 4\]"):
-        load_draft(tmp_path / "x", short)
 
 
 # ------------------------------------------------------------------------------- released heads
@@ -452,24 +448,20 @@ REFUSED = [
     (dict(changes=NINE | {"t2d": torch.ones(61)}), "same 9 tokens, got .* with 61 and 61 tokens"),
     (dict(changes=NINE | {"d2t": torch.arange(9), "t2d": torch.arange(61) < 9}), "with 9 and 9 to"),
     (dict(changes=NINE | {"d2t": -torch.arange(9)}), "with 1 and 0 tokens"),
-    (dict(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "one kind of .*full_attention"),
+    (dict(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "of type .*full_attention"),
     (dict(changes={"lm_head.weight": torch.tensor(1.0)}), "must have an LM head of its own"),
     (dict(drop=("lm_head.weight",)), "must have an LM head of its own"),
-    (dict(changes={"embed_tokens.weight": torch.zeros(61, 64)}), r"61 tokens, each with 32 .*64\)"),
-    (dict(changes={"embed_tokens.weight": torch.zeros(61)}), r"each with 32 numbers, .* \(61,\)"),
+    (dict(changes={"embed_tokens.weight": torch.zeros(61, 64)}), r"61 tokens, each of 32 .*64\)"),
+    (dict(changes={"embed_tokens.weight": torch.zeros(61)}), r"each of 32 numbers, .* \(61,\)"),
     (dict(eagle_config=3, eagle_aux_hidden_state_layer_ids=5), "layer_ids 5"),
     (dict(eagle_aux_hidden_state_layer_ids=["a", 1]), r"layer_ids \['a', 1\]"),
-    (dict(num_attention_heads=0), "whose num_attention_heads is a number above 0, got .* with 0"),
-    (dict(head_dim="8"), "whose head_dim is a number above 0, got .* with '8'"),
+    (dict(num_attention_heads=0), "num_attention_heads must be above 0, not 0"),
     (dict(num_attention_heads=3), "whose config.json describes a layer, got .*: .* multiple"),
-    (dict(rope_scaling="linear"), "whose rope_scaling is a dictionary, got .* with 'linear'"),
     (dict(rope_scaling={"type": "linear"}), "whose config.json describes a layer, .*factor"),
-    (dict(rope_scaling={"type": "linear", "factor": "x"}), "factor is a number above 0, .* 'x'"),
-    (dict(rope_theta="x"), "rope_theta is a number above 0, got .* with 'x'"),
     (dict(changes={"midlayer.more.weight": torch.zeros(3)}), "expected tensors"),
     (dict(drop=("norm.weight",)), "expected tensors"),
     (dict(drop=("midlayer.hidden_norm.weight",)), "must be an EAGLE-3 head"),
-    (dict(hidden_size=64), "embeddings of its own"),
+    (dict(hidden_size=64), "each of 64 numbers, got .* with none"),
 ]
 
 

@@ -3,7 +3,6 @@ in the project's code, and every training runs on it for two steps. Every method
 test_lossless.py."""
 import copy
 import inspect
-import json
 import textwrap
 
 import pytest
@@ -230,14 +229,10 @@ def test_models_are_made_and_loaded_on_the_simulated_gpu(folder):
 
 
 def test_a_draft_is_distilled_on_the_simulated_gpu(folder, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Tom has {i}"}) + "\n" for i in range(4)))
-    options = dict(target=folder, device="cuda", layers=0, prompts=prompts, out=tmp_path / "out",
-                   work=tmp_path, steps=2, batch=2, max_new_tokens=6, dtype="float32")
-    argv = [str(word) for name, value in options.items()
-            for word in (f"--{name.replace('_', '-')}", value)]
+    prompts = [[5 + i, 9, 30] for i in range(4)]
     with FakeCuda() as gpu:
-        train.distil_layers(argv)
+        train.distil(*load_tiny(folder), prompts, layers=[0], out=tmp_path / "out", work=tmp_path,
+                     steps=2, batch=2, max_new_tokens=6)
     assert gpu.counts["launches"] > 100 and (tmp_path / "out").exists()
 
 

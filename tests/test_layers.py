@@ -15,7 +15,6 @@ from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMAL
                       tiny)
 from survey.eagle import EagleLayer
 from training import loop as training
-from training import layers
 from training.layers import list_layers, take_layers
 
 DEEP = SHAPE | dict(num_hidden_layers=4)
@@ -123,21 +122,6 @@ def test_layers_that_no_configuration_makes_are_refused(make):
             EagleLayer(model, begin=begin)
 
 
-def test_a_wrong_window_is_seen_whatever_its_length(make, monkeypatch):
-    """The check's text is shorter than the windows of real models."""
-    model, renumber = make("gemma2", sliding_window=100), layers.renumber
-
-    def mistaken(config, numbers):
-        config = renumber(config, numbers)
-        config.layer_types = config.layer_types[::-1]
-        return config
-    take_layers(model, [0, 1])
-    monkeypatch.setattr(layers, "renumber", mistaken)
-    with pytest.raises(InputError, match="no configuration makes them alone"):
-        take_layers(model, [0, 1])
-    assert model.config.sliding_window == 100
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_draft_layer_is_of_the_last_layers_kind(name, make):
     """With the last layer's weights, which only `begin` "last" copies, it computes what the last
@@ -176,14 +160,9 @@ def test_a_draft_of_any_family_is_distilled_saved_and_loaded(name, make, tmp_pat
     """Of layers 1 and 3; one step at a rate of nearly 0 leaves them as they are. What the command
     says of them is about the model's logits, scaled or capped as the model does."""
     model, prompts = make(name), [[5, 9, 3], [7, 3], [4, 4, 17]]
-    monkeypatch.setattr(recipe, "load_checked", lambda *_: (model, Wordless()))
-    monkeypatch.setattr(recipe, "encode_data", lambda *given: (prompts, given[-1]))
     monkeypatch.setattr(training, "collect_answers", lambda *_: [p[::-1] for p in prompts])
-    (tmp_path / "prompts").write_text("x\n")
-    recipe.distil_layers(["--target", "x", "--layers", "1", "3", "--steps", "1", "--lr", "1e-9",
-                          "--max-new-tokens", "8",
-                          "--prompts", str(tmp_path / "prompts"), "--out", str(tmp_path / "out"),
-                          "--work", str(tmp_path)])
+    recipe.distil(model, Wordless(), prompts, layers=[1, 3], steps=1, lr=1e-9, max_new_tokens=8,
+                  out=tmp_path / "out", work=tmp_path)
     loaded = check(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
     oracle = without_other_layers(model, [1, 3])
     assert off_by(loaded, oracle) < 0.05  # saved in bfloat16

@@ -122,7 +122,7 @@ def test_all_lines_of_a_jsonl_file_are_json(line, tmp_path):
     file.write_bytes(MARK + b"\n  " + rows({"prompt": "a"}) + MARK + rows({"question": "b"}))
     assert read_prompts(file) == ["a", "b"]
     file.write_bytes(rows({"prompt": "a"}) + line)
-    with pytest.raises(argparse.ArgumentTypeError, match="prompts.JSONL': line 2: no "):
+    with pytest.raises(argparse.ArgumentTypeError, match="prompts.JSONL', line 2: no "):
         read_prompts(file)
 
 
@@ -191,7 +191,7 @@ def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp
 
 def test_a_file_without_pairs_is_refused(tmp_path):
     (tmp_path / "empty").write_text("\n")
-    for name, reason in (("empty", "no line in it"), ("missing", "No such file")):
+    for name, reason in (("empty", "nothing in it"), ("missing", "No such file")):
         with pytest.raises(argparse.ArgumentTypeError, match=reason):
             read_pairs(tmp_path / name)
 

@@ -9,11 +9,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CTRLTokenizer, PreTrainedTokenizerFast
 
-from cli.text import KEPT, TokenTexts, cut_message, read_texts, set_encodings, split_text, stream
+from cli.text import KEPT, TokenTexts, read_texts, set_encodings, split_text, stream
 from cli.trace import collect_tokens, say_tokens
 from common import InputError
 from helpers import ROOT, main
 from speculative import report, speculative
+from training.files import shorten
 from training.loop import read_whole_lines
 from test_structure import PRODUCT
 
@@ -110,9 +111,9 @@ def test_encodings_of_the_output(monkeypatch, terminal, asked, printed):
 
 
 def test_messages_are_short():
-    assert cut_message("a\n  b ") == "a b" and cut_message("x" * 600) == "x" * 600
-    long = cut_message("begin " + "x y\n" * 200_000 + " end")
-    assert long.startswith("begin x y x y") and long.endswith("x y end") and len(long) < 610
+    assert shorten("a\n  b ") == "a b" and shorten("x" * 300) == "x" * 300
+    long = shorten("begin " + "x y\n" * 200_000 + " end", 600)
+    assert long.startswith("begin x y x y") and long.endswith("x y end") and 590 < len(long) < 610
 
 
 @pytest.mark.parametrize("argv", [

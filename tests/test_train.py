@@ -4,14 +4,13 @@ import copy
 import itertools
 import json
 import random
-import runpy
 import sys
 
 import pytest
 import torch
 
 from families import near, tiny
-from helpers import ROOT, interrupting, said_in_one_line, tokens_of
+from helpers import ROOT, interrupting, main, said_in_one_line, script, tokens_of
 
 sys.path.append(str(ROOT / "models"))
 import train as recipe  # noqa: E402  (the path is set above)
@@ -54,14 +53,10 @@ def no_default_device(monkeypatch):
     monkeypatch.setattr(torch, "set_default_device", refuse)
 
 
-def script(monkeypatch, *argv) -> int:
-    """Run `python models/train.py ARGV`, and return its exit status."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, argv)])
-    try:
-        runpy.run_path(str(ROOT / "models/train.py"), run_name="__main__")
-    except SystemExit as end:
-        return end.code
-    return 0
+def train(*argv) -> int:
+    """Run a command, as `python models/train.py ARGV` does; return its exit status."""
+    return main([], None, [*map(str, argv)], commands=[recipe.prompts, recipe.distil],
+                folders=[recipe.distil])
 
 
 def test_models_are_made_and_loaded_on_the_device(embedded):
@@ -247,23 +242,20 @@ def test_training_on_tasks_reports_on_test_batches(tmp_path, monkeypatch):
     assert [x for x in seen if x[1] != "train"] == [("words", "test", 50, SQL)] * 4 * 4
 
 
-@pytest.mark.parametrize("kind", ["forward-kl", "reverse-kl"])
-def test_the_loss_of_distillation_by_hand(kind, monkeypatch):
-    """It is the mean over the tokens with a weight of what `source` answers."""
+def test_the_loss_of_distillation_by_hand(monkeypatch):
+    """It is the mean of KL(target, draft) over the tokens with a weight of the target's answers."""
     target, draft, given, asked = tiny("llama"), tiny("llama", seed=1), [], []
     monkeypatch.setattr(recipe, "fit", lambda *args, **options: given.append((args, options)))
     monkeypatch.setattr(recipe, "sample_answers", lambda *args: asked.append(args[:3])
                         or (IDS, WEIGHTS))
-    recipe.distill("x", target, draft, kind, "source", "words", tokens=9000, work=None)
+    recipe.distil_on_tasks("x", target, draft, "words", tokens=9000, work=None)
     [((name, model, loss_of, held_out, _), options)] = given
     assert (name, model) == ("x", draft)
     assert options == dict(lr=2e-3, steps=2, work=None, models=(target, draft), tokens=4096)
     p, q = (x(IDS).logits.softmax(-1)[[0, 0, 1], [1, 2, 0]] for x in (target, draft))
-    if kind == "reverse-kl":
-        p, q = q, p
     for loss in loss_of, held_out:
         torch.testing.assert_close(loss(random.Random(0)), (p * (p / q).log()).sum(-1).mean())
-    assert asked == [("source", "words", 4096)] * 2
+    assert asked == [(target, "words", 4096)] * 2
     assert all(x.grad is None for x in target.parameters())
 
 
@@ -297,104 +289,50 @@ def test_agreement_by_hand():
 
 
 def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path, embedded, capsys):
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(PROMPTS) + "\n")
-    argv = ["--target", str(ROOT / "models/target"), "--layers", "0", "11", "--prompts", str(file),
-            "--max-new-tokens", "12", "--work", str(tmp_path / "work"), "--device", "cpu"]
+    """It is the command of the script itself."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    argv = ["distil", "--layers", 0, 11, "--prompts", tmp_path / "prompts.txt", "--device", "cpu",
+            "--max-new-tokens", 12, "--work", tmp_path / "work"]
     shares = []
-    for steps in "1", "20":
-        recipe.distil_layers([*argv, "--steps", steps, "--out", str(tmp_path / steps)])
+    for steps in 1, 20:
+        given = [*argv, "--steps", steps, "--out", tmp_path / f"{steps}"]
+        assert script("train", *map(str, given)) == 0
         shares.append(float(capsys.readouterr().out.split("1 - TVD ")[1]))
     assert shares[1] > shares[0] + 0.05
+    assert (tmp_path / "20/made_by.txt").read_text() == "train distil\n"
     draft, _ = load(str(tmp_path / "20"), "cpu", "float32")
     assert draft.config.num_hidden_layers == 2
     assert torch.equal(draft.get_input_embeddings().weight,
                        embedded[0].get_input_embeddings().weight)
-    said = "--prompts must hold 2 prompts or more of at most 2 tokens, got 0"
-    with pytest.raises(InputError, match=said):
-        recipe.distil_layers([*argv, "--max-new-tokens", "2046", "--out", str(tmp_path / "none")])
-    said = "--layers must be different numbers from 0 to 11 in ascending order, got "
-    for wrong in (["12"], ["-1"], ["3", "1"], ["2", "2"]):
-        with pytest.raises(InputError, match=said + " ".join(wrong)):
-            recipe.distil_layers([*argv, "--out", str(tmp_path / "none"), "--layers", *wrong])
 
 
 @pytest.fixture
 def small(monkeypatch):
     """A tiny target, which answers with the first token of a prompt."""
-    def load_checked(*_):
-        return tiny("llama"), Letters()
-
     def answer(model, tokenizer, prompts, limit, work):
         work.mkdir(exist_ok=True)
         return [p[:1] * min(limit, 4) for p in prompts]
-    monkeypatch.setattr(recipe, "load_checked", load_checked)
-    monkeypatch.setattr("cli.loading.load_checked", load_checked)  # of a new run of the script
+    monkeypatch.setattr("cli.main.load_checked", lambda *_: (tiny("llama"), Letters()))
     monkeypatch.setattr(training, "collect_answers", answer)
 
 
-def distil_argv(folder, work, *argv) -> list[str]:
+def distil_argv(folder, *argv) -> list:
     """Return the arguments that distil the first layer; the draft is made in folder/draft."""
     (folder / "prompts").write_text("\n".join(PROMPTS) + "\n")
-    return ["--target", "x", "--layers", "0", "--prompts", str(folder / "prompts"), "--batch", "2",
-            "--steps", "3", "--max-new-tokens", "8", "--out", str(folder / "draft"), "--work",
-            str(work), *argv]
+    return ["distil", "--layers", 0, "--prompts", folder / "prompts", "--batch", 2, "--steps", 3,
+            "--max-new-tokens", 8, "--out", folder / "draft", *argv]
 
 
 def test_a_stopped_command_ends_with_130_and_goes_on(small, tmp_path, monkeypatch, capfd):
-    argv, step = ["distil", *distil_argv(tmp_path, tmp_path / "work")], torch.optim.AdamW.step
+    argv, step = distil_argv(tmp_path), torch.optim.AdamW.step
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", interrupting(step, 3))
-        assert script(patch, *argv) == 130
+        assert train(*argv) == 130
     assert capfd.readouterr().err.endswith("\ninterrupted\n")
     steps = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: steps.append(args) or step(*args))
-    assert script(monkeypatch, *argv) == 0
+    assert train(*argv) == 0
     assert len(steps) == 1 and "on 1 held-out answers: " in capfd.readouterr().out
-
-
-def test_a_file_in_the_place_of_the_draft_is_refused_before_the_training(
-        small, tmp_path, monkeypatch, capfd):
-    """transformers would save nothing there, and would say so in its log alone."""
-    (tmp_path / "draft").write_text("mine")
-    assert script(monkeypatch, "distil", *distil_argv(tmp_path, tmp_path / "work")) == 2
-    said_in_one_line("train.py: --out must be a folder that can be written, got ", capfd)
-    assert not (tmp_path / "work").exists()
-
-
-@pytest.fixture
-def no_stages(monkeypatch):
-    """The recipe has nothing to train, so that a test that fails does not train for hours."""
-    monkeypatch.setattr(recipe, "STAGES", {})
-    monkeypatch.setattr(recipe, "make_tokenizer", str)
-
-
-@pytest.mark.parametrize("option, value, said", [
-    ("device", "foo", "--device must be one that torch can use, got 'foo': "),
-    ("target-tokens", 0, "--target-tokens must be 1 or more, got 0"),
-    ("compare-tokens", -5, "--compare-tokens must be 1 or more, got -5")])
-def test_options_of_the_recipe_that_cannot_be_are_refused(
-        option, value, said, no_stages, monkeypatch, tmp_path):
-    argv = ["train.py", f"--{option}={value}", "--work", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(InputError, match=said):
-        recipe.main()
-
-
-def test_the_recipe_makes_its_folder(no_stages, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--work", str(tmp_path / "a" / "b")])
-    recipe.main()
-    assert (tmp_path / "a" / "b").is_dir()
-
-
-@pytest.mark.parametrize("argv, chat", [([], False), (["--chat"], True)])
-def test_prompts_in_the_chat_template(argv, chat, small, tmp_path, monkeypatch):
-    def encode(models, tokenizer, texts, found):
-        assert (texts, found) == (PROMPTS, chat)
-        raise InputError("seen")
-    monkeypatch.setattr("cli.loading.encode_prompts", encode)
-    with pytest.raises(InputError, match="seen"):
-        recipe.distil_layers(distil_argv(tmp_path, tmp_path / "work", *argv))
 
 
 def test_a_tenth_is_held_out(small, tmp_path, monkeypatch, capsys):
@@ -403,7 +341,7 @@ def test_a_tenth_is_held_out(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipe, "pad_rows", lambda some: batches.append(some) or pad(some))
     monkeypatch.setattr(recipe, "measure_agreement",
                         lambda target, draft, some: rows.extend(some) or (0.25, 0.5))
-    recipe.distil_layers(distil_argv(tmp_path, tmp_path / "work", "--steps", "9"))
+    assert train(*distil_argv(tmp_path, "--steps", 9)) == 0
     assert len(rows) == 1 and [len(some) for some in batches].count(2) == 9
     assert all((rows[0] in some) == (len(some) == 1) for some in batches)
     assert {len(some) for some in batches} == {1, 2}
@@ -411,31 +349,32 @@ def test_a_tenth_is_held_out(small, tmp_path, monkeypatch, capsys):
         "on 1 held-out answers: 0.250 of the tokens guessed, 1 - TVD 0.500\n")
 
 
-@pytest.mark.parametrize("command, option, value", [
-    *(("distil", name, "0") for name in ("steps", "batch", "max-new-tokens", "lr")),
-    *(("prompts", name, "0") for name in ("count", "batch", "max-new-tokens", "temperature")),
-    ("distil", "lr", "nan"), ("prompts", "temperature", "nan")])
-def test_bad_options_are_refused(command, option, value, small, tmp_path, monkeypatch, capfd):
-    argv = distil_argv(tmp_path, tmp_path) if command == "distil" else [
-        "--target", "x", "--out", tmp_path / "out"]
-    assert script(monkeypatch, command, *argv, f"--{option}", value) == 2
-    least = "above 0" if option in ("lr", "temperature") else "1 or more"
-    number = float(value) if option in ("lr", "temperature") else value
-    said_in_one_line(f"train.py: --{option} must be {least}, got {number}", capfd)
+ASCENDING = "different numbers from 0 to 1 in ascending order"
+
+
+@pytest.mark.parametrize("command, option, values, said", [
+    *(("distil", name, [0], "1 or more") for name in ("steps", "batch", "max-new-tokens")),
+    *(("prompts", name, [0], "1 or more") for name in ("count", "batch", "max-new-tokens")),
+    ("distil", "lr", ["nan"], "above 0"), ("prompts", "temperature", ["nan"], "above 0"),
+    *(("distil", "layers", x, ASCENDING) for x in ([2], [-1], [1, 0], [1, 1]))])
+def test_bad_options_are_refused(command, option, values, said, small, tmp_path, capfd):
+    argv = distil_argv(tmp_path) if command == "distil" else ["prompts", "--out", tmp_path / "out"]
+    assert train(*argv, f"--{option}", *values) == 2
+    said_in_one_line(f"--{option} must be {said}, got {' '.join(map(str, values))}", capfd)
 
 
 @pytest.mark.parametrize("row, said", [([5, 6], 0), ([1], 0), ([7, 1], 1)])
-def test_a_model_that_writes_no_new_prompt_is_refused(row, said, small, tmp_path, monkeypatch):
+def test_a_model_that_writes_no_new_prompt_is_refused(row, said, tmp_path, monkeypatch):
     """It would run for ever. What it wrote before is kept beside the file of an earlier run."""
-    def generate_answers(model, *asked):
+    def answer_all(model, *asked):
         assert asked == ({1}, [Letters().encode("HERE ")] * 3, 7, 0.5)
-        return iter([dict.fromkeys(range(3), row)])
+        return [row] * 3
     monkeypatch.setattr(Letters, "chat_template", "{{ messages }}")
-    monkeypatch.setattr(recipe, "generate_answers", generate_answers)
+    monkeypatch.setattr(recipe, "answer_all", answer_all)
     (tmp_path / "out").write_text('{"prompt": "old"}\n')
     with pytest.raises(InputError, match=f"no new one of 3, {said} before"):
-        recipe.make_prompts(["--target", "x", "--out", str(tmp_path / "out"), "--batch", "3",
-                             "--count", "2", "--temperature", "0.5", "--max-new-tokens", "7"])
+        recipe.prompts(tiny("llama"), Letters(), out=tmp_path / "out", batch=3, count=2,
+                       temperature=0.5, max_new_tokens=7)
     kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert kept.pop("out") == '{"prompt": "old"}\n'
     assert kept == ({"out.part": '{"prompt": "7"}\n'} if said else {})
@@ -444,13 +383,11 @@ def test_a_model_that_writes_no_new_prompt_is_refused(row, said, small, tmp_path
 def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypatch):
     """It continues its template from where the user speaks, here at the text's beginning."""
     target, _, tokenizer = embedded
-    asked, seen = ["--target", str(tmp_path / "chat"), "--device", "cpu"], []
+    seen = []
     with pytest.raises(InputError, match="expected a model with a chat template"):
-        recipe.make_prompts(["--target", str(ROOT / "models/target"), "--out", str(tmp_path / "x")])
-    target.save_pretrained(tmp_path / "chat")
+        recipe.prompts(target, tokenizer, out=tmp_path / "x")
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "<s>def {% for m in messages %}{{ m.content }}</s>{% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "chat")
     generate = type(target).generate
 
     def spy(model, ids, **options):
@@ -458,8 +395,8 @@ def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypat
         return seen[-1][1]
     monkeypatch.setattr(type(target), "generate", spy)
     for name, count, seed in (("one", 3, 0), ("again", 2, 0), ("other", 2, 1)):
-        recipe.make_prompts([*asked, "--out", str(tmp_path / name), "--max-new-tokens", "64",
-                            "--batch", "4", "--count", str(count), "--seed", str(seed)])
+        recipe.prompts(target, tokenizer, out=tmp_path / name, max_new_tokens=64, batch=4,
+                       count=count, seed=seed)
     one, again, other = (read_prompts(tmp_path / name) for name in ("one", "again", "other"))
     assert one[:2] == again != other and len(other) == 2 and len(set(one)) == len(one) == 3
     before, eos = tokenizer.encode("def "), tokenizer.eos_token_id
@@ -479,16 +416,15 @@ def stages(monkeypatch, tmp_path):
     def run(*argv) -> list:
         done.clear()
         monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cpu", *argv])
-        recipe.main()
+        recipe.make_embedded()
         return done[:]
     fakes = dict(
         HERE=tmp_path, make_tokenizer=lambda: "words",
         make_model=lambda name, _, device: [name] if device == "cpu" else None,
         train_on_tasks=lambda name, model, tokenizer, mix, size, *, lr, tokens, work: done.append(
             (name, *model, mix, size, lr, tokens, work.name)),
-        distill=lambda name, target, draft, kind, source, tokenizer, *, tokens, work: done.append(
-            (name, *target, *draft, kind, "own" if source is draft else source[0], tokens))
-        or draft.append("distilled"),
+        distil_on_tasks=lambda name, target, draft, tokenizer, *, tokens, work: done.append(
+            (name, *target, *draft, tokens)) or draft.append("distilled"),
         save=lambda model, tokenizer, folder: done.append(("save", *model, folder.name)),
         load=lambda folder, device: [f"saved {folder.name}"] if device == "cpu" else None,
         measure_acceptance=lambda target, draft, tokenizer, prompts:
@@ -501,28 +437,18 @@ def stages(monkeypatch, tmp_path):
 
 def test_the_stages(stages, tmp_path, capsys):
     """Each stage trains something on so many tokens, and saves it."""
-    work = ("--work", str(tmp_path / "kept"))
-    target = [("target", "target", recipe.MIX, 3072, 1.5e-3, 900, "kept"),
-              ("target-later", "target", recipe.LATER, 3072, 5e-4, 450, "kept"),
+    work = ("--work", str(tmp_path / "some" / "kept"))
+    target = [("target", "target", recipe.MIX, 3072, 1.5e-3, 6_000_000, "kept"),
+              ("target-later", "target", recipe.LATER, 3072, 5e-4, 3_000_000, "kept"),
               ("save", "target", "target")]
-    draft = [("draft", "draft", recipe.MIX, 4096, 4e-3, 70, "kept")]
-    assert stages("--stage", "target", "--target-tokens", "900", *work) == target
-    assert stages("--stage", "plain-draft", "--draft-tokens", "70", *work) == draft
-    for argv, kind, source in (([], "forward-kl", "saved target"),
-                               (["--source", "draft", "--divergence", "tvd"], "tvd", "own")):
-        assert stages("--stage", "draft", "--draft-tokens", "70", "--distill-tokens", "80", *argv,
-                      *work) == [*draft, ("distilled", "saved target", "draft", kind, source, 80),
-                                 ("save", "draft", "distilled", "draft")]
+    plain = [("draft", "draft", recipe.MIX, 4096, 4e-3, 1_500_000, "kept")]
+    draft = [*plain, ("distilled", "saved target", "draft", 800_000),
+             ("save", "draft", "distilled", "draft")]
+    assert stages("--stage", "target", *work) == target
+    assert stages("--stage", "plain-draft", *work) == plain
+    assert stages("--stage", "draft", *work) == draft
     capsys.readouterr()
     assert stages("--stage", "evaluate", *work) == [150]
     assert (tmp_path / "evaluation.json").read_text() == capsys.readouterr().out == json.dumps(
         {"target": ["saved target"], "draft": ["saved draft"], "acceptance": 0.5}, indent=1) + "\n"
-    compared = stages("--stage", "compare", "--draft-tokens", "70", "--compare-tokens", "9", *work)
-    assert compared[:2] == [*draft, 150] and compared[3::2] == [150] * 8
-    assert compared[2::2] == [
-        (f"compare-{kind}-{source}", "saved target", "draft", kind, name, 9)
-        for kind in recipe.DIVERGENCES for source, name in (("draft", "own"),
-                                                            ("target", "saved target"))]
-    names = [x[0] for x in stages(*work) if isinstance(x, tuple)]
-    assert names[:4] == ["target", "target-later", "save", "draft"]
-    assert names[-2:] == ["distilled", "save"] and len(names) == 4 + 9 + 3
+    assert stages(*work) == [*target, *plain, *draft, 150]

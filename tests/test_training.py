@@ -547,29 +547,18 @@ def train_on_tasks(work, mix=recipe.MIX, size=50, lr=1e-2, tokens=200):
                               work=work)
 
 
-def distill(work, kind="tvd", own=False, noise=0.0, size=50, tokens=200, draft=1):
-    target, draft = make_llama(noise), tiny("llama", seed=draft)
-
+def distil_on_tasks(work, noise=0.0, size=50, tokens=200, draft=1):
     def sample_answers(source, tokenizer, size, rng):
         return torch.tensor([[rng.randrange(61) for _ in range(4)]]), torch.ones(1, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "sample_answers", sample_answers)
-        recipe.distill("x", target, draft, kind, draft if own else target, "words", tokens=tokens,
-                       work=work, size=size)
+        recipe.distil_on_tasks("x", make_llama(noise), tiny("llama", seed=draft), "words",
+                               tokens=tokens, work=work, size=size)
 
 
-def distil_layers(work, noise=0.0, prompts=PROMPTS, layer=0, steps=4, batch=2, lr=1e-2, limit=6):
-    file = work / "prompts"
-    file.write_text("".join(json.dumps({"prompt": str(p)}) + "\n" for p in prompts))
-    options = {"target": "x", "layers": layer, "prompts": file, "out": work / "out", "work": work,
-               "steps": steps, "batch": batch, "lr": lr, "max-new-tokens": limit}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "load_checked", lambda *_: (make_llama(noise), WORDLESS))
-        patch.setattr(recipe, "encode_data", lambda model, tokenizer, args, settings: (
-            [*map(json.loads, args.prompts)], settings))
-        argv = [x for option in options.items() for x in (f"--{option[0]}", str(option[1]))]
-        again = ["--recompute"] if training.SETTINGS.get().recompute else []
-        recipe.distil_layers(argv + again)
+def distil(work, noise=0.0, prompts=PROMPTS, layer=0, steps=4, batch=2, lr=1e-2, limit=6):
+    recipe.distil(make_llama(noise), WORDLESS, prompts, layers=[layer], out=work / "out", work=work,
+                  steps=steps, batch=batch, lr=lr, max_new_tokens=limit)
 
 
 def changes(**values) -> list[dict]:
@@ -603,9 +592,9 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
     "pass": (train_by(masks.train, L=2), ANSWERS + changes(L=3, anchors=1)),
     "boost": (train_by(online.boost), ANSWERS),
     "tasks": (train_on_tasks, TASKS + changes(mix=recipe.LATER)),
-    "distill": (distill, changes(kind="jsd", own=True, noise=0.1, size=40, tokens=250, draft=2)),
-    "distil": (distil_layers, changes(noise=0.1, prompts=PROMPTS[::-1], layer=1, steps=5, batch=1,
-                                      lr=2e-2, limit=5)),
+    "distilled": (distil_on_tasks, changes(noise=0.1, size=40, tokens=250, draft=2)),
+    "distil": (distil, changes(noise=0.1, prompts=PROMPTS[::-1], layer=1, steps=5, batch=1,
+                               lr=2e-2, limit=5)),
 }
 
 

@@ -1,11 +1,15 @@
-"""No file of a user is lost: which places are refused for a result, and how a result is written.
+"""This file writes results so that no file of a user is lost, and says what is wrong with a file.
 
     check_result   refuses a place before any work, where a result could not go or would do harm
     sign_folder    names the command that made a folder, so that the command may make it again
     write_whole    writes a file or a folder beside its place, and moves it there once it is whole
     write_text     does the same with a text
     save_model     does the same with a model and its tokenizer
+    check_file     refuses what stands for a file and is none
+    shorten        puts an error or a message on one short line; `explain` does so with a reader's
+    read_json      reads a JSON file
 """
+import json
 import os
 import re
 from pathlib import Path
@@ -53,7 +57,7 @@ def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "
     expected = f"--{option} must be a {wanted} that can be written, got {str(path)!r}"
     try:
         for read in reads:
-            if read is not None and is_same(path, read):
+            if read is not None and os.path.realpath(path) == os.path.realpath(read):
                 raise InputError(f"--{option} must be no {wanted} that the command itself reads or "
                                  f"works in, got {str(path)!r}")
         if path.exists():
@@ -61,13 +65,6 @@ def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "
         try_to_make(path)
     except OSError as error:
         raise InputError(f"{expected}: {error.strerror}") from error
-
-
-def is_same(path: Path, other: str | Path) -> bool:
-    """Tell whether two paths lead to the same place, also by a link."""
-    if os.path.realpath(path) == os.path.realpath(other):
-        return True
-    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def check_replaceable(path: Path, expected: str, made_by: str, folder: bool) -> None:
@@ -163,3 +160,44 @@ def save_model(folder: Path, model, tokenizer) -> None:
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
     write_whole(folder, write)
+
+
+# ---------------------------------------------------------------- why a file cannot be read
+
+def check_file(path: str | Path) -> None:
+    """Raise a ValueError for a folder, and for a pointer of git-lfs that stands for a file.
+
+    Readers of tensors only say "No such device" and "header too large" of them.
+
+    path   the file
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"{Path(path).name} is a folder, not a file")
+    with open(path, "rb") as file:
+        if file.read(30).startswith(b"version https://git-lfs"):
+            raise ValueError(f"{Path(path).name} is a pointer of git-lfs, not the file itself: git "
+                             "lfs pull")
+
+
+def shorten(said, most: int = 300) -> str:
+    """Put an exception or a text on one line, without its middle if it is long.
+
+    A message may quote what it refuses, and that may be a whole file. Its end often has the reason.
+
+    said   the exception or the text
+    most   about how many characters the line has at most
+    """
+    line = " ".join(str(said).split())
+    if len(line) <= most:
+        return line
+    return f"{line[:most * 2 // 3]} … {line[-most // 3:]}"
+
+
+def explain(error: Exception) -> str:
+    """Put an error of a reader on one line. A KeyError by itself says no more than the key."""
+    return f"it has no {error}" if isinstance(error, KeyError) else shorten(error)
+
+
+def read_json(path: str | Path):
+    """Return what a JSON file holds. Windows may have put a byte order mark before its text."""
+    return json.loads(Path(path).read_text(encoding="utf-8-sig"))

@@ -6,10 +6,11 @@
 """
 import copy
 import json
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Callable, Iterator
 
 from common import CachedLM, InputError
+from training.files import shorten
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -39,16 +40,30 @@ def context_length(model) -> int:
     return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
 
 
-def list_layers(model) -> torch.nn.ModuleList:
-    """Find the list of a model's decoder layers.
+def name_of(parts: Iterator[tuple[str, torch.nn.Module]], fits: Callable,
+            expected: str = "a decoder of layers with a norm after the last") -> str:
+    """Find the name of the first module that fits.
 
-    model     any causal model
-    returns   the module that lists them. InputError if there is none of the model's depth
+    parts     pairs of a name and a module, such as `named_children` gives
+    fits      fits(module) says whether a module is the wanted one
+    expected  what the InputError says was expected, if no module fits
+    returns   the name
     """
-    for part in model.get_decoder().modules():
-        if isinstance(part, torch.nn.ModuleList) and len(part) == depth_of(model):
-            return part
-    raise InputError(f"{type(model).__name__} has no list of {depth_of(model)} layers")
+    for name, part in parts:
+        if fits(part):
+            return name
+    raise InputError(f"expected {expected}")
+
+
+def name_layers(decoder: torch.nn.Module) -> str:
+    """Return a decoder's name for its list of layers. InputError if it has no such list."""
+    return name_of(decoder.named_children(), lambda x: isinstance(x, torch.nn.ModuleList))
+
+
+def list_layers(model) -> torch.nn.ModuleList:
+    """Return the list of a model's decoder layers. InputError if there is none."""
+    decoder = model.get_decoder()
+    return decoder._modules[name_layers(decoder)]
 
 
 # -------------------------------------------------------------------------------------------- taps
@@ -93,13 +108,11 @@ def read_taps(text: str, model) -> list[int]:
 
 
 def tap_widths(model, taps: list[int]) -> list[int]:
-    """Return the width of what each tap reads. InputError if the model lacks a layer.
+    """Return the width of what each tap reads.
 
     The LM head's input may be of another width than the layers' (in OPT-350m, for one).
     """
     L, inside = depth_of(model), model.config.get_text_config().hidden_size
-    if not 0 <= min(taps) <= max(taps) <= L:
-        raise InputError(f"expected numbers of layers from 0 to {L}, got {taps}")
     last = model.get_output_embeddings().weight.shape[1]
     return [inside if i < L else last for i in taps]
 
@@ -118,16 +131,13 @@ def tap_layers(model, taps: list[int] | None, seen: list):
     def keep_input(module, args, kwargs) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
 
-    hooks = [layers[i].register_forward_pre_hook(keep_input, with_kwargs=True)
-             for i in taps or [] if i < len(layers)]
-    if taps is None or len(layers) in taps:
-        hooks.append(model.get_decoder().register_forward_hook(
-            lambda module, args, output: seen.append(output[0])))
-    try:
+    with ExitStack() as hooks:
+        for i in [i for i in taps or [] if i < len(layers)]:
+            hooks.enter_context(layers[i].register_forward_pre_hook(keep_input, with_kwargs=True))
+        if taps is None or len(layers) in taps:
+            hooks.enter_context(model.get_decoder().register_forward_hook(
+                lambda module, args, output: seen.append(output[0])))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class FeatureLM(CachedLM):
@@ -204,21 +214,6 @@ def copy_shallow(module: torch.nn.Module) -> torch.nn.Module:
     return new
 
 
-def name_of(parts: Iterator[tuple[str, torch.nn.Module]], fits: Callable,
-            expected: str = "a decoder of layers with a norm after the last") -> str:
-    """Find the name of the first module that fits.
-
-    parts     pairs of a name and a module, such as `named_children` gives
-    fits      fits(module) says whether a module is the wanted one
-    expected  what the InputError says was expected, if no module fits
-    returns   the name
-    """
-    for name, part in parts:
-        if fits(part):
-            return name
-    raise InputError(f"expected {expected}")
-
-
 def open_model(model) -> tuple:
     """Copy a model down to its list of layers, so that the list can be replaced in the copy.
 
@@ -233,9 +228,8 @@ def open_model(model) -> tuple:
     for name in name_of(model.named_modules(), lambda x: x is model.get_decoder()).split("."):
         decoder._modules[name] = copy_shallow(decoder._modules[name])
         decoder = decoder._modules[name]
-    layers = name_of(decoder.named_children(), lambda x: isinstance(x, torch.nn.ModuleList))
     norm = name_of(decoder.named_children(), lambda x: "Norm" in type(x).__name__)
-    return top, decoder, layers, norm
+    return top, decoder, name_layers(decoder), norm
 
 
 def view(model, first: int, last: int, end: torch.nn.Module | None = None):
@@ -335,12 +329,11 @@ def move_counts(part: CachedLM, whole: CachedLM) -> None:
 def renumber(config, numbers: list[int]):
     """Copy a model's configuration, and keep in the copy what it says of some layers.
 
-    config    the model's configuration, whose text part may be nested
+    config    the configuration of a model of text alone
     numbers   the layers that are kept, in ascending order
     returns   the copy, as it would be read back from a file
     """
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
+    text = copy.deepcopy(config)
     total = text.num_hidden_layers
     step = getattr(text, "decoder_sparse_step", None)
     if step:
@@ -357,7 +350,7 @@ def renumber(config, numbers: list[int]):
         elif isinstance(value, list) and len(value) == total and "token_id" not in name:
             setattr(text, name, [value[old] for old in numbers])
     text.num_hidden_layers = len(numbers)
-    return type(config).from_dict(json.loads(config.to_json_string()))
+    return type(text).from_dict(json.loads(text.to_json_string()))
 
 
 @torch.no_grad()
@@ -372,13 +365,10 @@ def copy_weights(model, small, numbers: list[int]) -> None:
     for layer, old in zip(few, numbers, strict=True):
         layer.load_state_dict(layers[old].state_dict())
     copied = {id(x) for x in few.state_dict(keep_vars=True).values()}
-    # Outside the layers names tell what belongs together. Two models of different classes, one with
-    # images and one without, have the same names only inside the decoder and inside the LM head.
-    pairs = [(model.get_decoder(), small.get_decoder()),
-             (model.get_output_embeddings(), small.get_output_embeddings())]
-    if type(small) is type(model):
-        pairs = [(model, small)]
-    for source, part in pairs:
+    # Outside the layers names tell what belongs together. A model that reads images too has other
+    # names than its text model, but not inside the decoder and inside the LM head.
+    for source, part in ((model.get_decoder(), small.get_decoder()),
+                         (model.get_output_embeddings(), small.get_output_embeddings())):
         weights = source.state_dict()
         for name, x in part.state_dict(keep_vars=True).items():
             if id(x) not in copied and name in weights and weights[name].shape == x.shape:
@@ -397,25 +387,6 @@ def pass_on(layer, args: tuple, kwargs: dict, output):
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
-@contextmanager
-def narrow_windows(config):
-    """Let layers with a sliding window see 3 tokens for a while.
-
-    A check runs few tokens. With a wide window they would not show which layers have one.
-
-    config   the model's configuration, which gets its window back at the end
-    """
-    text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    if window is not None:
-        text.sliding_window = 3
-    try:
-        yield
-    finally:
-        if window is not None:
-            text.sliding_window = window
-
-
 @torch.inference_mode()
 def run_layers(model, numbers: list[int], inputs: torch.Tensor) -> list[torch.Tensor]:
     """Run a model of which only some layers compute. All others pass their input on.
@@ -425,18 +396,14 @@ def run_layers(model, numbers: list[int], inputs: torch.Tensor) -> list[torch.Te
     inputs    input embeddings [1, n, d]
     returns   features [1, n, f] and logits [1, n, V], in float32
     """
-    hooks = [layer.register_forward_hook(pass_on, with_kwargs=True)
-             for i, layer in enumerate(list_layers(model)) if i not in numbers]
     features = []
-    hooks.append(model.get_decoder().register_forward_hook(
-        lambda module, args, output: features.append(output[0].float())))
-    try:
-        with narrow_windows(model.config):
-            output = model(inputs_embeds=inputs, use_cache=False, return_dict=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [features[0], output.logits.float()]
+    with ExitStack() as hooks:
+        for i, layer in enumerate(list_layers(model)):
+            if i not in numbers:
+                hooks.enter_context(layer.register_forward_hook(pass_on, with_kwargs=True))
+        hooks.enter_context(tap_layers(model, None, features))
+        output = model(inputs_embeds=inputs, use_cache=False, return_dict=True)
+    return [features[0].float(), output.logits.float()]
 
 
 def check_layers(model, small, numbers: list[int]) -> None:
@@ -461,24 +428,17 @@ def check_layers(model, small, numbers: list[int]) -> None:
             raise InputError(f"no configuration makes them alone, outputs are off by {error:.1e}")
 
 
-def make_smaller(model, config, numbers: list[int], changes: dict):
-    """Make a smaller model from one configuration.
-
-    model     the model whose layers are taken
-    config    its configuration, or that of its text model
-    numbers   the layers, in ascending order
-    changes   other settings of the text model, by name
-    returns   the smaller model, which was checked
-    """
-    config = renumber(config, numbers)
-    text = config.get_text_config()
+def make_smaller(model, numbers: list[int], changes: dict):
+    """Make a smaller model as `take_layers` does; each family has its own errors of refusal."""
+    text = model.config.get_text_config()
+    # A model that reads images too has a text model inside, which alone is made.
+    config = renumber(text, numbers)
     for name, value in changes.items():
-        setattr(text, name, value)
-    attention = model.config.get_text_config()._attn_implementation
+        setattr(config, name, value)
     # The new model begins with random weights. Drawing them must not change what is drawn later.
     with torch.random.fork_rng():
         small = AutoModelForCausalLM.from_config(config, dtype=model.dtype,
-                                                 attn_implementation=attention)
+                                                 attn_implementation=text._attn_implementation)
     small = small.to(model.device).eval()
     copy_weights(model, small, numbers)
     check_layers(model, small, numbers)
@@ -495,14 +455,9 @@ def take_layers(model, numbers: list[int], **changes):
               sizes are the same. InputError if the family's configuration cannot describe these
               layers alone
     """
-    text = model.config.get_text_config()
-    # A model that reads images too has a text model inside. That is tried first, for it is smaller.
-    configs = [model.config] if text is model.config else [text, model.config]
-    for config in configs:
-        try:
-            return make_smaller(model, config, numbers, changes)
-        except Exception as error:  # each family has its own ways of refusing a configuration
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    listed = ", ".join(map(str, numbers))
-    raise InputError(f"layers {listed} of {type(model).__name__} cannot be made into a model of "
-                     f"their own: {said}")
+    try:
+        return make_smaller(model, numbers, changes)
+    except Exception as error:  # each family has its own ways of refusing a configuration
+        listed = ", ".join(map(str, numbers))
+        raise InputError(f"layers {listed} of {type(model).__name__} cannot be made into a model "
+                         f"of their own: {type(error).__name__}: {shorten(error)}") from error

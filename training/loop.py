@@ -45,9 +45,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, eos_ids
-from training.files import write_whole
+from training.files import shorten, write_whole
 from training.layers import context_length
-from training.parts import shorten
 
 PAUSE = 120  # the fewest seconds between two checkpoints
 SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
@@ -115,9 +114,14 @@ def require_training_options(lr: float, **numbers: int) -> None:
     lr       the learning rate, which must be above 0
     numbers  by the option's name, numbers that must not be below 1
     """
+    require_numbers(**numbers)
+    require(lr > 0, "lr", "above 0", lr)
+
+
+def require_numbers(**numbers: int) -> None:
+    """Refuse the first of these options, by its name, that is below 1."""
     for option, number in numbers.items():
         require(number >= 1, option, "1 or more", number)
-    require(lr > 0, "lr", "above 0", lr)
 
 
 # --------------------------------------------------------- what every training can be told
@@ -133,6 +137,17 @@ class Settings:
                 an exit, has no such layers
     max_length: the most tokens of a prompt and its answer together. A prompt that leaves no room
                 for the longest answer is left out. An answer of --data is cut
+
+    A training explains the following options only where they mean something else.
+
+    out:    the file or the folder to make
+    work:   the folder of the answers and the checkpoints. The default is OUT.work
+    vocab:  how many of the most frequent tokens a part can guess. 0 stands for all
+    max_new_tokens: the most tokens of an answer
+    steps:  how many updates are made
+    batch:  how many answers a pass has
+    lr:     the highest learning rate
+    seed:   another seed samples other data
 
     `pairs` are prompts with answers that were made elsewhere, in place of the model's own answers.
     """

@@ -4,7 +4,6 @@
     save_trained              a file of a Part, which `load_trained` reads
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
-    check_file, explain       what is wrong with a file that cannot be read
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Callable
 
 from common import InputError, ancestor_mask, load, walk
+from training.files import check_file, explain, read_json, write_text, write_whole
 from training.layers import FeatureLM
 
 import torch
@@ -65,33 +65,6 @@ def belongs(fingerprint: torch.Tensor, model) -> bool:
     return F.cosine_similarity(fingerprint.float().flatten(), here.flatten(), 0).item() > 0.5
 
 
-# ---------------------------------------------------------------- why a file cannot be read
-
-def check_file(path: str | Path) -> None:
-    """Raise a ValueError for a folder, and for a pointer of git-lfs that stands for a file.
-
-    Readers of tensors only say "No such device" and "header too large" of them.
-
-    path   the file
-    """
-    if Path(path).is_dir():
-        raise ValueError(f"{Path(path).name} is a folder, not a file")
-    with open(path, "rb") as file:
-        if file.read(30).startswith(b"version https://git-lfs"):
-            raise ValueError(f"{Path(path).name} is a pointer of git-lfs, not the file itself: git "
-                             "lfs pull")
-
-
-def shorten(error) -> str:
-    """Put an exception or a text on one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300]
-
-
-def explain(error: Exception) -> str:
-    """Put an error of a reader on one line. A KeyError by itself says no more than the key."""
-    return f"it has no {error}" if isinstance(error, KeyError) else shorten(error)
-
-
 # ------------------------------------------------------------------------------ trained tensors
 
 def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **header) -> None:
@@ -103,7 +76,6 @@ def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **
     tensors  the tensors, by name
     header   other facts about the part, which JSON can hold
     """
-    from training.files import write_whole
     kept = {}
     for name, x in (tensors | {"model": some_embeddings(model)}).items():
         dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
@@ -252,7 +224,6 @@ def save_facts(path: Path, models: dict, **facts) -> None:
     models  {the name of a model in the file: the model}. Their fingerprints are kept
     facts   what was measured, which JSON can hold
     """
-    from training.files import write_text
     fingerprints = {}
     for name, model in models.items():
         rows = some_embeddings(model)[:16, :16].tolist()
@@ -260,11 +231,6 @@ def save_facts(path: Path, models: dict, **facts) -> None:
         # round small embeddings to 0.
         fingerprints[name] = [[float(f"{x:.4g}") for x in row] for row in rows]
     write_text(path, json.dumps(fingerprints | facts) + "\n")
-
-
-def read_json(path: str | Path):
-    """Return what a JSON file holds. Windows may have put a byte order mark before its text."""
-    return json.loads(Path(path).read_text(encoding="utf-8-sig"))
 
 
 def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Callable, Collection, Iterable
 
 from common import CachedLM, InputError
+from training.files import check_file, explain, read_json, shorten, write_whole
 from training.layers import context_length
-from training.parts import (belongs, check_file, check_numbers, explain, load_facts, read_json,
-                          save_facts, shorten, some_rows)
+from training.parts import belongs, check_numbers, load_facts, save_facts, some_rows
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -202,29 +202,19 @@ def read_layer_config(path: str, config: dict, model,
     returns  the configuration. InputError for rotary positions that are not computed here, and for
              settings that describe no layer
     """
-    rope = {}
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(name) or {}, dict):
-            raise InputError(f"--adapter must be a head whose {name} is a dictionary, got {path!r} "
-                             f"with {config[name]!r}")
-        rope |= config.get(name) or {}
-    kinds = [name for name, value in rope.items() if isinstance(value, dict)]
-    if kinds:
-        raise InputError(f"--adapter must be a head with rotary positions of one kind of layer, "
-                         f"got {path!r} with {', '.join(kinds)}")
-    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
-    if kind not in ROTARY:
-        raise InputError(f"--adapter must be a head with rotary positions of type "
-                         f"{', '.join(ROTARY)}, got {path!r} with {kind}")
-    # The released code turns keys by the base 10,000 where a configuration names none.
-    rope["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta") or 10000.0
-    kept = {name: config[name] for name in SHAPE if config.get(name) is not None}
-    numbers = kept | {"rope_theta": rope["rope_theta"], "factor": rope.get("factor", 1)}
-    for name, value in numbers.items():
-        if not (isinstance(value, (int, float)) and value > 0):
-            raise InputError(f"--adapter must be a head whose {name} is a number above 0, got "
-                             f"{path!r} with {value!r}")
     try:
+        rope = {}
+        for name in "rope_parameters", "rope_scaling":
+            rope |= config.get(name) or {}
+        kind = rope.setdefault("rope_type", rope.pop("type", "default"))
+        if kind not in ROTARY or any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError(f"rotary positions must be of type {', '.join(ROTARY)}, not {rope}")
+        # The released code turns keys by the base 10,000 where a configuration names none.
+        rope["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta") or 10000.0
+        kept = {name: config[name] for name in SHAPE if config.get(name) is not None}
+        for name, value in (kept | {"rope_theta": rope["rope_theta"]}).items():
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, not {value}")
         return family(**kept, num_hidden_layers=1, rope_parameters=rope,
                       max_position_embeddings=context_length(model))
     except Exception as error:  # transformers raises all kinds for settings that do not fit
@@ -245,15 +235,13 @@ def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
     """
     own = model.get_input_embeddings().weight
     table = tensors.pop("embed_tokens.weight", None)
-    if table is None:
-        if h != own.shape[1]:
-            raise InputError(f"--adapter must have embeddings of its own where it is {h} wide, got "
-                             f"{path!r} without")
+    if table is None and h == own.shape[1]:
         return None
+    if table is None or table.shape != (len(own), h):
+        found = "none" if table is None else f"those of the shape {tuple(table.shape)}"
+        raise InputError(f"--adapter must be a head with embeddings of {len(own)} tokens, each of "
+                         f"{h} numbers, got {path!r} with {found}")
     check_numbers({"embed_tokens.weight": table}, path)
-    if table.shape != (len(own), h):
-        raise InputError(f"--adapter must be a head for {len(own)} tokens, each with {h} numbers, "
-                         f"got {path!r} with embeddings of the shape {tuple(table.shape)}")
     if table.shape == own.shape and not belongs(some_rows(table), model):
         raise InputError(f"--adapter must be a head for this model, got {path!r}, another's")
     table = table.to(own)
@@ -293,7 +281,6 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
     tensors  the head's, by the names of the released form
     name     the file of the tensors
     """
-    from training.files import write_whole
     kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
 
     def write(folder: Path) -> None:
@@ -336,19 +323,13 @@ def load_accept(path: str, model, part: torch.nn.Module) -> list[list[float]]:
 
     path     the JSON file
     model    the target
-    part     the head, whose `levels` are the most that the table may have
+    part     the head
     returns  the table accept, as `save_accept` describes it
     """
     def parse(facts: dict) -> list[list[float]]:
         if not is_head(facts["head"], part):
             raise ValueError("another head's")
-        accept = [[float(p) for p in ranks] for ranks in facts["accept"]]
-        right = all(ranks and all(0 <= p <= 1 for p in ranks) for ranks in accept)
-        if not accept or not right:
-            raise ValueError("no table of acceptance")
-        if len(accept) > part.levels or max(map(len, accept)) > RANKS:
-            raise ValueError(f"a table of more than {part.levels} levels with {RANKS} guesses each")
-        return accept
+        return [[float(p) for p in ranks] for ranks in facts["accept"]]
     return load_facts(path, {"model": model}, "what `measure` wrote for this model and this head",
                       parse)
 
