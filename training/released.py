@@ -42,6 +42,12 @@ KINDS = {
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "head_dim", "rms_norm_eps")  # what a configuration says of a layer, but for its positions
 RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
+# The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance nobody has measured. A
+# word is a node below the root: its digits are the ranks along its path.
+MEDUSA_TREE = """
+    0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40
+    21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90
+    060 0001 16 070""".split()
 ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
 
 
@@ -302,6 +308,13 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
         told = json.dumps(config, indent=2) + "\n"
         (folder / "config.json").write_text(told, encoding="utf-8")
     write_whole(out, write)
+
+
+def require_all_tokens(adapter: Path, part: torch.nn.Module, model) -> None:
+    """Raise an InputError for a part of --adapter that guesses fewer tokens than its model has."""
+    if len(part.vocab) < len(model.get_output_embeddings().weight):
+        raise InputError(f"--adapter must guess all tokens, got {str(adapter)!r}, trained with "
+                         "--vocab")
 
 
 # ------------------------------------------------------------------------- measured acceptance
