@@ -101,8 +101,8 @@ class Heads(Part):
     model      the target, whose LM head all heads share
     kind       medusa or hydra
     K          how many heads there are
-    residual   what SiLU(…) is added to: "feature" (f) or "trained" (R_k z + c_k). Empty: the feature
-               for Medusa, "trained" for Hydra
+    residual   what SiLU(…) is added to: "feature" (f) or "trained" (R_k z + c_k). Empty: the
+               feature for Medusa, and "trained" for Hydra
     own        whether each head has an LM head of its own, which the caller fills
 
     lm_heads   the LM head of each head, where released heads have their own. Else there are none
@@ -403,9 +403,8 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     require(epsilon > 0, "epsilon", "above 0", epsilon)
     require(delta > 0, "delta", "above 0", delta)
     file = adapter or f"{MODELS}/{heads}.safetensors"
-    if trained is None:
-        trained = load_measured(target, heads, file, accept,
-                                lambda path, model: load_heads(path, heads, model))
+    trained = trained or load_measured(target, heads, file, accept,
+                                       lambda path, model: load_heads(path, heads, model))
     target.start(prompt[:-1])
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root
@@ -504,14 +503,13 @@ def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens
     return (losses / labelled.clamp(min=1)).tolist(), accept.tolist()
 
 
-def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        seed: int = 0, work: Path | None = None) -> dict:
+def fit(model, trained: Heads, data: list, held_out: list, *, batch: int, **how) -> dict:
     """Train heads beside their frozen model, and set their `accept`.
 
     data, held_out   pairs of a prompt and its answer, to learn from and to measure by
     returns          {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
 
-    The other arguments are those of `train`.
+    The other arguments are those of `train`, and of `train_beside`.
     """
     to_logits = logits_of(model)
     states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
@@ -530,7 +528,7 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
                 f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")
     form = trained.kind, trained.K, trained.vocab.tolist(), batch, texts
     return fit_part(trained, model, form, data, held_out, loss_of, evaluate, name=trained.kind,
-                    steps=steps, lr=lr, rate=warm_cosine, seed=seed, folder=work, texts=texts)
+                    rate=warm_cosine, texts=texts, **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -550,11 +548,10 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
             parameters, and is that of Medusa's released command for 7B
     """
     require(vocab >= 0, "vocab", "0 or more", vocab)
-    require(heads in KINDS, "heads", "medusa or hydra", heads)
+    trained = Heads(model, heads, K)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
                                             max_new_tokens=max_new_tokens, K=K, steps=steps,
                                             batch=batch)
-    trained = Heads(model, heads, K)
     if vocab:
         trained.keep(find_frequent(data, vocab))
     fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)

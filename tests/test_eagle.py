@@ -178,7 +178,7 @@ def test_a_prompt_comes_in_parts():
     lm = FeatureLM(draft.lm)
     logits = feed(draft, lm, [pairs.part(slice(130)), pairs.part(slice(130, None))])
     with torch.inference_mode():
-        [expected] = draft.lm(inputs_embeds=draft.join(pairs)[None], use_cache=False).logits
+        [expected] = draft.lm(inputs_embeds=draft.join(*pairs)[None], use_cache=False).logits
     assert lm.length == n and lm.parents == []
     torch.testing.assert_close(logits, expected[-1:], atol=1e-4, rtol=1e-4)
 

@@ -180,7 +180,7 @@ def check_layer(draft, model, features: torch.Tensor, g: torch.Tensor, step) -> 
     e = table[TEXT[1:]]
     a, expected = step(e, g)
     lm.start([])
-    found = lm.forward(draft.join(Pairs(features, TEXT[1:])))
+    found = lm.forward(draft.join(*Pairs(features, TEXT[1:])))
     close(found, expected)
     close(lm.features, a)
     lm.commit(range(len(e)))
@@ -188,7 +188,7 @@ def check_layer(draft, model, features: torch.Tensor, g: torch.Tensor, step) -> 
     for level in LEVELS:
         tokens, above = zip(*level)
         read = torch.stack([feature_of[row] for row in above])
-        found, first = lm.forward(draft.join(Pairs(read, [*tokens])), above), len(paths)
+        found, first = lm.forward(draft.join(*Pairs(read, [*tokens])), above), len(paths)
         for i, (token, row) in enumerate(level):
             old_e, old_g, old_a = paths[row]
             chain = torch.cat([old_e, table[[token]]]), torch.cat([old_g, old_a[-1:]])
@@ -314,9 +314,9 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
         """Guess the ten likeliest children of a node by a draft that is fed its whole path."""
         lm = TimedLM(draft.lm)
         lm.start([])
-        lm.forward(draft.join(pairs))
+        lm.forward(draft.join(*pairs))
         for token in path:
-            lm.forward(draft.join(Pairs(lm.features[-1:], [token])))
+            lm.forward(draft.join(*Pairs(lm.features[-1:], [token])))
         logits = draft.lm.get_output_embeddings()(lm.features[-1])
         values, tokens = logits.softmax(-1).topk(10)
         return [(chance * p, path + [x]) for p, x in zip(values.tolist(), tokens.tolist())]
@@ -414,7 +414,7 @@ def guess_with(draft) -> torch.Tensor:
     target, lm = TimedLM(MODEL), TimedLM(draft.lm)
     target.start(HALF[:-1])
     lm.start([])
-    return lm.forward(draft.join(Pairs(target.features, HALF[1:])))
+    return lm.forward(draft.join(*Pairs(target.features, HALF[1:])))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -503,10 +503,10 @@ def train_eagle3(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), ml
 
 def train_dflash(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), vocab=None,
                  anchors=3, loss="ce", layers=1, B=3, markov=4, causal=False, mlp=0,
-                 begin="last", **options):
+                 **options):
     model = make_llama(noise)
     draft = dflash.BlockDraft(model, [*taps], layers=layers, B=B, markov=markov, causal=causal,
-                              mlp=mlp, vocab=vocab, begin=begin)
+                              mlp=mlp, vocab=vocab)
     dflash.fit(model, draft, data, held_out, loss=loss, anchors=anchors, work=work, **FIT | options)
 
 
@@ -589,7 +589,7 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
                                              own_head=False)),
     "dflash": (train_dflash, SPLIT + changes(taps=([0, 2],), vocab=([*range(60)],), anchors=4,
                                              loss="tv", layers=2, B=4, markov=(0, 5), causal=True,
-                                             mlp=24, begin="random")),
+                                             mlp=24)),
     "early exit": (train_exit, SPLIT + changes(E=2)),
     "layerskip": (train_by(layerskip.tune, E=1, rank=2), ANSWERS + changes(rank=3)),
     "space": (train_by(masks.tune, k=2, rank=2), ANSWERS + changes(k=3, rank=3, anchors=1)),

@@ -5,7 +5,9 @@
     write_whole    writes a file or a folder beside its place, and moves it there once it is whole
     write_text     does the same with a text
     save_model     does the same with a model and its tokenizer
+    cut_answers    takes away the answers that a stream has to give again
 """
+import json
 import os
 import re
 from pathlib import Path
@@ -163,3 +165,29 @@ def save_model(folder: Path, model, tokenizer) -> None:
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
     write_whole(folder, write)
+
+
+# ------------------------------------------------------------------- answers of a stream
+
+def cut_answers(file, prompts: list[list[int]], requests: int, every: int) -> None:
+    """Cut a file of answers behind the last answer that the draft has learnt from.
+
+    file      a file of JSON lines, opened with "a+b"
+    prompts   all prompts of the stream, in their order
+    requests  how many of the first prompts the draft has learnt from
+    every     how many prompts are served before each step. So an earlier run may have answered as
+              many prompts more, of which the draft has not learnt yet
+    raises    InputError unless the file has the answers to the first prompts, to at least
+              `requests` and at most `requests` + `every` of them, and nothing else
+    """
+    file.seek(0)
+    lines = [line for line in file if line.endswith(b"\n")]  # not one that was cut off half written
+    try:
+        answered = [json.loads(line)["prompt"] for line in lines]
+    except (ValueError, LookupError, TypeError):
+        answered = None
+    ours = answered == prompts[:len(lines)]
+    if not (ours and requests <= len(lines) <= requests + every):
+        raise InputError(f"--out must hold the answers to the first {requests} prompts, of which "
+                         f"the draft has learnt, or be a new file, got {file.name}")
+    file.truncate(sum(map(len, lines[:requests])))

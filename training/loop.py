@@ -823,7 +823,7 @@ class Training:
 
 def train_beside(parameters: dict, model, form: tuple, data: list[Pair], held_out: list[Pair],
                  loss_of: Callable, evaluate: Callable, *, texts: float, models: tuple = (),
-                 **how) -> dict:
+                 work: Path | None = None, **how) -> dict:
     """Train parameters beside a frozen model.
 
     parameters  what is trained, tensors by name
@@ -835,11 +835,12 @@ def train_beside(parameters: dict, model, form: tuple, data: list[Pair], held_ou
     evaluate    as for `Training.train`
     texts       how many texts a pass reads, at most
     models      other models that run
+    work        the folder of checkpoints. None: there are none
     how         other arguments of `Training`
     returns     the curve, as `Training.train` returns it
     """
     settings = digest(model.state_dict()), form, data, held_out
-    return Training(parameters, settings, models=(model, *models),
+    return Training(parameters, settings, folder=work, models=(model, *models),
                     tokens=tokens_of_pass(data, texts), **how).train(loss_of, evaluate)
 
 
