@@ -21,7 +21,7 @@ from survey.eagle import Pairs
 from survey.layerskip import load_tuned
 from training.low_rank import add_low_rank
 from training.parts import save_part
-from training.released import load_accept, make_config, read_layer_config
+from training.released import MEDUSA_TREE, load_accept, make_config, read_layer_config
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
 LEVELS = [[(7, -1)], [(8, 0), (9, 0)], [(10, 2)]]  # a tree of drafted rows: tokens, rows above
@@ -341,11 +341,11 @@ def test_the_tree_of_heads_that_nobody_has_measured(embedded):
             found.append(found[node.parent] + str(node.rank))
             assert len(found[-1]) == node.depth
         return found[1:]
-    assert words(medusa.plan_medusa_tree(heads, 0)) == medusa.RELEASED_TREE
-    assert len({*medusa.RELEASED_TREE}) == 63
+    assert words(medusa.plan_medusa_tree(heads, 0)) == MEDUSA_TREE
+    assert len({*MEDUSA_TREE}) == 63
     assert words(medusa.plan_medusa_tree(heads, 5)) == ["0", "00", "1", "01"]
     heads.K = 2
-    expected = [x for x in medusa.RELEASED_TREE if len(x) < 3]
+    expected = [x for x in MEDUSA_TREE if len(x) < 3]
     assert words(medusa.plan_medusa_tree(heads, 0)) == expected
 
 
