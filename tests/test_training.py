@@ -913,8 +913,7 @@ def test_guesses_are_made_eight_pairs_at_a_time(monkeypatch):
 def test_no_training_scores_all_held_out_answers_at_once(train, few, monkeypatch, tmp_path):
     """Logits of a hundred answers do not fit in memory where a vocabulary is large."""
     sizes, pad, pairs = [], training.pad_pairs, [([n], [5, 6, 7]) for n in range(30)]
-    for module in training, online:
-        monkeypatch.setattr(module, "collect_examples", lambda *_, **__: (pairs, pairs))
+    monkeypatch.setattr(training, "collect_examples", lambda *_, **__: (pairs, pairs))
     monkeypatch.setattr(training, "pad_pairs", lambda pairs: sizes.append(len(pairs)) or pad(pairs))
     monkeypatch.setattr(online, "draft_for", lambda *_: tiny("llama", seed=1))
     train(tiny("llama"), WORDLESS, [], out=tmp_path / "out", work=tmp_path, steps=1, batch=4, **few)
