@@ -20,8 +20,8 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
 The children of a node come from n-grams of the text and of a datastore, and from what the target
 said the last time that it was fed the node's token (ngrams.py). They are looked up after the text
 and the node's path. A trained part guesses as well (guessers.py). Its chance p and the n-grams' q
-of a token make one chance by three numbers, e^c p^a q^b over the sum of all (training/trust.py). These
-and the trust of the n-grams are fitted by `fit` (trust.py).
+of a token make one chance by three numbers, e^c p^a q^b over the sum of all (training/trust.py).
+These and the trust of the n-grams are fitted by `fit` (trust.py).
 
 A pass of DFlash's draft guesses for all depths of its block, and one of EAGLE's layer only for the
 children of one node. Passes are bought like rows, below. Where a node is reached, and where the
