@@ -88,9 +88,7 @@ def read_bytes(tokenizer, size: int, option: str = "--draft") -> dict[int, bytes
 
 def count_logits(lm: CachedLM) -> int:
     """Count the logits that a model's calls give."""
-    if lm.vocab is None:
-        return len(lm.model.get_output_embeddings().weight)
-    return lm.vocab
+    return lm.vocab or len(lm.model.get_output_embeddings().weight)
 
 
 class Translation:

@@ -251,9 +251,7 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     lms = [target, draft, *more_drafts]
     for lm in lms:
         lm.start(prompt[:-1])
-    V = target.vocab
-    if V is None:
-        V = target.model.get_output_embeddings().weight.shape[0]
+    V = target.vocab or len(target.model.get_output_embeddings().weight)
     levels = [*(Level(lm, prompt[:-1]) for lm in lms), MaxGram(followers, V)]
     drafts = len(lms) - 1
     # The target reviews tokens of all drafts. Each draft reviews tokens of the next cheaper one

@@ -9,9 +9,9 @@
     python -m survey.dflash train --prompts FILE --out my.safetensors
     python -m survey.dflash --adapter my.safetensors --prompt "..."
 
-Let h of a token be what enters some layers of the target, the taps, in the token's row. The draft
-reads the h of all final tokens but the root, whose own h is not known yet. Its block has one row
-for the root and B - 1 rows for a learned mask. Row k makes the guess g_k. Here B = 4, and the root
+h is the hidden states of a token where they enter the tapped layers of the target. The draft reads
+the h of all final tokens but the root, whose own h is not known yet. Its block has one row for the
+root and B - 1 rows for a learned mask. Row k makes the guess g_k. Here B = 4, and the root
 is x_5:
 
     target    h of x_0 … x_4
@@ -31,8 +31,8 @@ g_0. It costs one product with a matrix for each node of a tree, and no further 
 
     p(g_k | g_{k-1}) = softmax((z_k + W_2 W_1[g_{k-1}]) / T_k)
 
-The T_k are temperatures that make these chances right on held-out answers. The chance of a node is
-the product of the p along its path. Every node has its ten likeliest guesses for children, and the
+T_k, one for each place, calibrates these chances on held-out answers. The chance of a node is the
+product of the p along its path. Every node has its ten likeliest guesses for children, and the
 tree has the n likeliest nodes of all these. One call of the target verifies it. So the output is
 the target's own, greedily or with one sample at each node.
 
@@ -54,33 +54,23 @@ The sums run over the rows of all blocks. All T_k are 1 here, and g_{k-1} is the
 With `--loss tv` each term is 0.1 CrossEntropy + 0.9 ‖target's distribution - p‖₁, with DSpark's
 weights. Half of this distance is the chance that speculative sampling rejects a guess drawn from p.
 
-Departures (paper / here / why):
-    plan at a temperature: a block is the same at all temperatures / T_k and the size of a tree are
-        planned for greedy decoding / a plan for temperature 1 made 1.5% more tokens a call there
-        for EAGLE, and was not tried here
-    sampled output: a chain of guesses is drawn from the draft, and each is accepted or rejected /
-        the tree has the likeliest nodes at every temperature, and the target draws once at each
-        node / one rule for both outputs is just as lossless
-    γ of the loss: 7 for blocks of 16, 5 for 10 and 4 for 8 / 4 for every B / 8 is the default. So
-        the last guesses of a block of 16 learn less than the paper's
-    taps: five layers, evenly spread / three, layers 2, L/2 and L - 1, or --taps / EAGLE-3 reads
-        three. Five were not tried
-    context rows: the keys and values of every layer come from H itself / H are rows of the draft,
-        each of which sees the earlier ones, and pass through its layers / the draft is then an
-        ordinary model with an ordinary cache
-    what a block row reads: a token or the mask / a linear map of it, and H of the last token before
-        the root, through a linear map for the root and one for the masks, and a vector for each
-        place / the newest H says most about the next tokens, and so no layer has to find it by
-        attention
-    guesses of a block: DFlash's root row guesses nothing / it guesses the next token, as in DSpark
-        / a block of B rows then has B guesses
-    layers: mostly 5, random / 2, which begin as the target's last ones / they learn faster
-    labels: the tokens of answers / the target's distribution / it says more than a token does
-    rate: 6e-4 / 3e-3 / it suits small models
-    confidences: DSpark trains a head for them / temperatures / a tree compares chances of all
-        places, and B numbers make them right
-    size of the tree: fixed / the size that makes the most tokens a second by held-out answers and
-        by the clock, or --nodes / costs differ
+Departures:
+- Sampling. Paper: a chain of guesses is drawn, and each is accepted or rejected. Here: the tree has
+  the likeliest nodes, as many as pay (`--nodes`), and the target draws once at each node. Why: one
+  rule serves greedy and sampled output, and costs differ. T_k and sizes are those of greedy
+  decoding.
+- Context rows. Paper: the keys and values of every layer come from H, of five layers. Here: H of
+  three layers (`--taps`) are rows of the draft, which pass through its layers. Why: the draft is
+  then an ordinary model with an ordinary cache. No released draft can be loaded, though.
+- Block rows. Paper: a row reads its token or the mask, and the root guesses nothing. Here: a row
+  also reads H of the token before the root, and a vector for its place, and the root guesses the
+  next token, as in DSpark. Why: the newest H is the best predictor of what follows.
+- Training. Paper: 5 random layers, labels are tokens, γ is 7, 5 or 4 by the length of the block,
+  and the rate is 6e-4. Here: 2 layers, which begin as the target's last ones, labels are the
+  target's distributions, γ is 4 and the rate 3e-3. Why: small models learn faster so. The last
+  guesses of blocks of more than 8 learn less than the paper's.
+- Confidences. Paper: DSpark trains a head for them. Here: temperatures. Why: a tree compares
+  chances of all places, and B numbers make them right.
 
 Left out: heads that others have released, more than one pass over a block, and a schedule of
 several texts.
@@ -94,13 +84,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, attention_mask, greedy, walk, windows_of
+from common import CachedLM, Sampler, attention_mask, greedy, walk, windows_of
 from survey.clock import WIDTHS, fastest, row_costs
-from survey.eagle import MOST, RANKS, copy_layer, make_layer
-from training.layers import (FeatureLM, context_length, depth_of, list_layers, read_taps,
-                             tap_target, tap_widths)
-from training.parts import (MODELS, Part, follow, head_for, load_trained, logits_of,
-                          save_trained)
+from survey.eagle import MOST, RANKS
+from training.acceptance import tap_texts
+from training.layers import (FeatureLM, context_length, copy_layer, copy_outside_layers, depth_of,
+                             make_layer, read_taps, tap_target, tap_widths)
+from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
+                           prepare_training, sample_alike)
+from training.parts import (MODELS, Part, follow, head_for, load_trained, logits_of, require,
+                            save_trained)
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +119,6 @@ class BlockDraft(Part):
     mlp      the width of the layers' MLPs. 0: as wide as the target's
     vocab    the tokens that the draft can guess, V' of them. None: all. Row i of the LM head stands
              for vocab[i]
-    begin    how the layers begin: last (as the target's last ones), or random
     seed     a seed for the random weights
 
     accept         accept[k - 1] is how often the likeliest g_k is right on held-out answers, where
@@ -138,11 +130,10 @@ class BlockDraft(Part):
     facts = ("accept", "temperatures", "tokens")
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
-                 causal: bool = False, mlp: int = 0, vocab: list[int] | None = None,
-                 begin: str = "last", seed: int = 0):
+                 causal: bool = False, mlp: int = 0, vocab: list[int] | None = None, seed: int = 0):
         super().__init__()
         self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp)
-        self.taps, self.B, self.causal, self.begin = taps, B, causal, begin
+        self.taps, self.B, self.causal = taps, B, causal
         self.accept, self.temperatures, self.tokens = [], [1.0] * B, [1.0]
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e = table.weight.shape[1]
@@ -160,9 +151,8 @@ class BlockDraft(Part):
             self.fc = torch.nn.Linear(sum(tap_widths(model, taps)), e, bias=False)
             self.W1 = torch.nn.Embedding(len(known) + 1, markov) if markov else None
             self.W2 = torch.nn.Linear(markov, len(known), bias=False) if markov else None
-            if begin == "last":
-                copy_layer(last, lm)
-                self.begin_with_last_tap()
+            copy_layer(last, lm)
+            self.begin_with_last_tap()
         self.norm = LlamaRMSNorm(e)
         self.mask = torch.nn.Parameter(table.weight.detach().float().mean(0))
         self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding or the mask
@@ -220,22 +210,6 @@ class BlockDraft(Part):
             return z
         # A CachedLM cuts off logits that stand for no token. So z may be the narrower one.
         return z + self.W2(self.W1(self.row[tokens]))[..., :z.shape[-1]]
-
-
-@torch.no_grad()
-def copy_outside_layers(last, lm) -> None:
-    """Copy into a draft the norm before the LM head, and what else is no part of a layer.
-
-    The LM head is the target's, so the norm before it begins as the target's.
-
-    last   the target's last layers, as a model of their own
-    lm     the draft's layers, as a model of their own
-    """
-    in_layers = {id(p) for p in list_layers(lm).parameters()}
-    weights = dict(last.named_parameters())
-    for name, p in lm.named_parameters():
-        if id(p) not in in_layers:
-            p.copy_(weights[name])
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -358,11 +332,8 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     adapter: file of a draft, made by `python -m survey.dflash train`
     Yields chunks of 1 to B + 1 tokens; logs {"guessed", "accepted"} a call.
     """
-    if not 0 <= nodes <= MOST:
-        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
-    draft = trained
-    if draft is None:
-        draft = target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
+    require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
+    draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
     lm = target.once((draft, "cached"), lambda: BlockLM(draft.lm, target.vocab))
     lm.start([])
     with tap_target(target, draft.taps):
@@ -418,14 +389,10 @@ def compute_texts(model, taps: list[int], data: list) -> list[Text]:
     """
     used = sum(tap_widths(model, taps))
     last = model.get_output_embeddings().weight.shape[1]
-    lm = FeatureLM(model)
     texts = []
-    with tap_target(lm, sorted({*taps, depth_of(model)})):
-        for prompt, answer in data:
-            lm.start(prompt + answer)
-            rows = lm.features.cpu().to(torch.bfloat16)
-            texts.append(Text(torch.tensor(prompt + answer), rows[:, :used], rows[:, -last:],
-                              len(prompt)))
+    for ids, features, length in tap_texts(model, sorted({*taps, depth_of(model)}), data):
+        rows = features.cpu().to(torch.bfloat16)
+        texts.append(Text(ids, rows[:, :used], rows[:, -last:], length))
     return texts
 
 
@@ -603,33 +570,23 @@ def paper_rate(done: int, steps: int) -> float:
 
 
 def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anchors: int,
-        steps: int, batch: int, lr: float, work: Path, seed: int = 0) -> dict:
-    """Train a draft on pairs of a prompt and its answer, and set `accept`.
+        batch: int, **how) -> dict:
+    """Train a draft beside its target, and set its `accept`.
 
-    model     the target
-    data      pairs to learn from
-    held_out  pairs to measure by
-    loss      ce or tv
-    anchors   how many blocks a text has in a step
-    steps     how many steps are trained
-    batch     how many texts a step learns from
-    lr        the learning rate after the warm-up
-    work      folder of checkpoints
-    seed      chooses texts and anchors
-    returns   {step: {"accept": ...}}, BlockDraft.accept after some of the steps
+    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
+    returns          {step: {"accept": ...}}, BlockDraft.accept after some of the steps
+
+    The other arguments are those of `train`, and of `train_beside`.
     """
-    from training.loop import (compute_frozen, count_tokens, fit_part, low_precision,
-                                 sample_alike)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_texts(model, draft.taps, pairs), data,
                                  sum(tap_widths(model, [*draft.taps, depth_of(model)])))
     held_texts = compute_texts(model, draft.taps, held_out)
 
-    if draft.begin == "last":
-        # H begins as large as what the target's last layers read. The first token of a text may
-        # have a far larger input than all others.
-        rows = texts_of([0])[0].features[1:, -draft.place.shape[1]:].float()
-        torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
+    # H begins as large as what the target's last layers read. The first token of a text may have a
+    # far larger input than all others.
+    rows = texts_of([0])[0].features[1:, -draft.place.shape[1]:].float()
+    torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
@@ -646,7 +603,7 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
                                     f"{accepted:.2f} of {draft.B}")
     form = draft.taps, draft.form, draft.vocab.tolist(), batch, anchors, loss
     return fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
-                    steps=steps, lr=lr, rate=paper_rate, seed=seed, folder=work, texts=batch)
+                    rate=paper_rate, texts=batch, **how)
 
 
 def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
@@ -657,7 +614,7 @@ def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           layers: int = 2, B: int = 8, markov: int = 64, causal: bool = False, loss: str = "ce",
-          taps: str = "", begin: str = "last", mlp: int = 0, vocab: int = 0, anchors: int = 24,
+          taps: str = "", mlp: int = 0, vocab: int = 0, anchors: int = 24,
           max_new_tokens: int = 200, steps: int = 1500, batch: int = 16, lr: float = 3e-3,
           seed: int = 0) -> None:
     """Train a block draft for a frozen model on its own answers. A stopped run goes on.
@@ -672,7 +629,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              two distributions, which is twice the chance of a rejection)
     taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 1
-    begin:   how the layers begin, as the target's last ones (last), or at random (random)
     mlp:     width of the layers' MLPs, with 0 for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
@@ -681,23 +637,18 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     lr:      the learning rate after the warm-up of a twenty-fifth of the steps
     """
-    from training.loop import (collect_examples, find_frequent, require,
-                                 require_training_options)
-    require_training_options(lr, layers=layers, B=B, anchors=anchors, steps=steps, batch=batch,
-                             max_new_tokens=max_new_tokens)
     require(loss in ("ce", "tv"), "loss", "ce or tv", loss)
     for option, number in (("markov", markov), ("mlp", mlp), ("vocab", vocab)):
         require(number >= 0, option, "0 or more", number)
-    require(begin in ("last", "random"), "begin", "last or random", begin)
     L = depth_of(model)
     require(layers <= L, "layers", f"at most {L}", layers)
     numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})
-    work = work or Path(f"{out}.work")
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
-                                      most=50)
+    work, data, held_out = prepare_training(
+        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
+        layers=layers, B=B, anchors=anchors, steps=steps, batch=batch, most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
     draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
-                       vocab=known, begin=begin, seed=seed)
+                       vocab=known, seed=seed)
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)
     calibrate(draft, logits_of(model), compute_texts(model, draft.taps, held_out))
@@ -714,8 +665,7 @@ def save_draft(path: Path, draft: BlockDraft, model) -> None:
 def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file. InputError if it is damaged, or for another model."""
     def make(header: dict) -> BlockDraft:
-        draft = BlockDraft(model, header["taps"], **header["form"], vocab=header.get("vocab"),
-                           begin="random")
+        draft = BlockDraft(model, header["taps"], **header["form"], vocab=header.get("vocab"))
         if len(header["temperatures"]) != draft.B or not 0 < len(header["tokens"]) <= MOST:
             raise ValueError(f"too few or too many temperatures or tokens for B = {draft.B}")
         return draft

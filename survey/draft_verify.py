@@ -50,13 +50,14 @@ import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Iterable, Iterator, NamedTuple
+from typing import Iterable, Iterator
 
-from common import CachedLM, InputError, Sampler, attention_mask, eos_ids, greedy
+from common import CachedLM, Sampler, attention_mask, eos_ids, greedy
 from speculative import verify_block as verify
 from survey.clock import row_costs
 from training.layers import copy_shallow, depth_of, name_of, open_model
-from training.parts import MODELS, load_facts, save_facts
+from training.loop import answer_all
+from training.parts import MODELS, load_facts, require, save_facts
 
 import torch
 from tqdm import tqdm
@@ -164,10 +165,8 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
     layer. In Python, `skipped` may name the blocks in place of the file: for each kind of block,
     "attention" and "mlp", the layers that lack it.
     """
-    if gamma < 1:
-        raise InputError(f"--gamma must be 1 or more, got {gamma}")
-    if not threshold >= 0:
-        raise InputError(f"--threshold must be 0 or more, got {threshold}")
+    require(gamma >= 1, "gamma", "1 or more", gamma)
+    require(threshold >= 0, "threshold", "0 or more", threshold)
     draft = target.once(("draft_verify", blocks, repr(skipped)), lambda: type(target)(
         without(target.model, skipped or load_blocks(blocks, target.model)), target.vocab))
     layers_of_target = depth_of(target.model)
@@ -244,27 +243,15 @@ def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
     return correct / total
 
 
-class Costs(NamedTuple):
-    """Hold what calls cost. A draft's call is predicted to cost the sum of its parts."""
-    block: dict[str, float]  # for each kind, the seconds of one block on one row
-    rest: float  # the seconds of all that no draft leaves out, such as the LM head, on one row
-    whole: list[float]  # whole[n]: the seconds of a call of the whole model on n rows
-
-    def of_draft(self, kept: list[str]) -> float:
-        """Predict the seconds of a draft's call on one row.
-
-        kept   for each block that runs its kind, "attention" or "mlp"
-        """
-        return self.rest + sum(self.block[kind] for kind in kept)
-
-
-def measure_costs(model) -> Costs:
+def measure_costs(model) -> tuple[dict[str, float], float, list[float]]:
     """Measure how long calls of three models take: whole, without attention, without MLPs.
 
     What the whole model takes longer than a model without one kind of block is the cost of all
     blocks of this kind. All blocks of a kind are taken to cost the same.
 
-    returns  the costs from which `search` predicts the speed of a draft
+    returns  block, for each kind the seconds of one block on one row; rest, those of all that no
+             draft leaves out, such as the LM head; and whole, where whole[n] has the seconds of a
+             call of the whole model on n rows
     """
     L = depth_of(model)
     whole = row_costs(CachedLM(model), MOST + 1)
@@ -273,7 +260,7 @@ def measure_costs(model) -> Costs:
         seconds = row_costs(CachedLM(without(model, {kind: [*range(L)]})), 1)[1]
         block[kind] = max(0.0, whole[1] - seconds) / L  # noise must not make a cost negative
     rest = max(0.0, whole[1] - L * sum(block.values()))
-    return Costs(block, rest, whole)
+    return block, rest, whole
 
 
 def predict_speed(agreement: float, draft: float, whole: list[float]) -> tuple[float, int]:
@@ -313,17 +300,15 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
     max_new_tokens: the most tokens of an answer on which agreement is measured
     passes: how often step 3 goes over all blocks
     """
-    from training.loop import answer_all
     answers = answer_all(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
     data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
-    costs = measure_costs(model)
+    block_costs, rest, whole = measure_costs(model)
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
 
     def predict(skipped: list[tuple[str, int]]) -> tuple[float, int]:
         """Predict the speed and the best gamma of a draft without some blocks."""
-        kept = [kind for kind, layer in blocks if (kind, layer) not in skipped]
-        agreed = agreement(model, by_kind(skipped), data)
-        return predict_speed(agreed, costs.of_draft(kept), costs.whole)
+        kept = sum(block_costs[kind] for kind, layer in blocks if (kind, layer) not in skipped)
+        return predict_speed(agreement(model, by_kind(skipped), data), rest + kept, whole)
 
     # Step 1
     alone = {}  # block: the agreement when only this block is left out

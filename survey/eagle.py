@@ -30,46 +30,31 @@ f_3, so the last row of the context guesses t_5. Every later row reads a guess f
     makes   f̂_1   f̂_2   f̂_3   f̂_4 │   f̂_5     f̂_6
     guesses                   t̂_5 │   t̂_6     t̂_7
 
-A row may guess several tokens, and each of them may have a row of its own. So the guesses are a
+Each row proposes several tokens, and each of these can be fed as a row in turn: the guesses form a
 tree, which one call of the target verifies. The output is the target's own, greedily or with one
 sample of the target at each node.
 
-Departures (paper / here / why):
-    plan at a temperature: static trees are the same at all temperatures / they are planned for
-        greedy decoding, and so are the sizes of dynamic trees / planned by the mass that the target
-        gives to each rank at temperature 1, static trees of 16 nodes made 1.5% more tokens a call
-        there for the layer of models/
-    sampled output of EAGLE-1: children are drawn from the draft / they are its likeliest tokens,
-        and the target draws once at each node / one rule for both outputs is just as lossless
-    static tree: made by hand / the tree that measured acceptance asks for / acceptance differs from
-        model to model
-    dynamic tree: of 60 nodes, and the 10 surest nodes of every level get children / of n nodes, and
-        n / 6 of every level get children, if they are among the n likeliest so far / no other node
-        can have a child in the tree
-    size of a tree: fixed / the fastest on this machine, unless --nodes says it / costs differ. A
-        released head that nobody has measured gets the tree of the released code, which is dynamic
-    depth of a tree: fixed / up to 8 levels / the planned tree has the depth that pays
-    layer: Llama's, in the released code without its input norm / of the target's class, with its
-        input norm / any family can be the target. `train --released` makes the released layer, and
-        `export` writes it for engines
-    data: a fixed set of dialogues / the target's own greedy answers / the draft guesses those
-    learning rate: 3e-5, in the released code after 2,000 steps of warm-up and then falling in a
-        line / 1e-3 and a cosine, after a warm-up of a twentieth of the steps / it suits small
-        models and 1,000 steps. Use a lower rate for a target of billions of parameters
-    AdamW's betas: 0.9 and 0.95 / 0.9 and 0.999 / they are PyTorch's default
-    noise on features: uniform in ± 0.1, in the released code times 512 / length / ± 0.1 for every
-        length / that is the paper's number
-    cross-entropy: over all rows / over a sample of 512 rows of a step / a large vocabulary's logits
-        for all rows do not fit in memory
-    --vocab: FR-Spec counts tokens in a large corpus, and drops the others after training / counts
-        them in prompts and answers, and trains the layer with the few tokens / training then sees
-        what decoding will use
-    --begin last: the layer begins at random / it can begin as the target's last layer / it learns
-        faster
+Departures:
+- Sampling. Paper: EAGLE-1 draws children from the draft. Here: they are its likeliest tokens, and
+  the target draws once at each node. Why: one rule serves greedy and sampled output.
+- The tree. Paper: static and made by hand, or dynamic with 60 nodes, where the 10 likeliest of a
+  level are expanded. Here: planned by measured acceptance, of up to 8 levels and as many nodes as
+  pay (`--nodes`), n / 6 of which are expanded in a level. So trees of up to 8 nodes are chains.
+  Why: costs and acceptance differ. The plan is made for greedy decoding: one for temperature 1 made
+  1.5% more tokens a call there. A released head that nobody has measured gets the paper's tree.
+- The layer. Paper: Llama's, in the released code without its input norm, and random at first. Here:
+  of the target's class, with its input norm, and `--begin last` begins with the target's last. Why:
+  any family can be the target. `train --released` makes the released layer, for `export`.
+- Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy. Here:
+  the target's own greedy answers, 1e-3 with a cosine, betas .9 and .999, 512 rows of a step. Why:
+  the draft guesses these answers, small models need a higher rate, and logits of all rows do not
+  fit in memory. Use a lower rate for billions of parameters.
+- `--vocab`. Paper: FR-Spec counts tokens in a corpus, and drops the others after training. Here:
+  prompts and answers are counted, and the layer learns with these tokens. Why: training then sees
+  what decoding will use.
 
 Left out: training on the draft's own outputs and features of several layers, which are EAGLE-3.
 """
-import copy
 import functools
 import math
 import random
@@ -78,18 +63,22 @@ import timeit
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, check, greedy, walk
+from common import CachedLM, InputError, Sampler, greedy, walk
 from survey.clock import Node, best_tree, fastest, row_costs
-from training.layers import FeatureLM, depth_of, take_layers
+from training.acceptance import Text, evaluate, measure_acceptance
+from training.layers import FeatureLM, copy_layer, make_layer, make_released_layer
+from training.loop import (collect_all, compute_frozen, count_tokens, cross_entropy_in_parts,
+                           find_frequent, fit_part, prepare_training, read_texts, sample_alike,
+                           warm_cosine)
 from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                          save_trained)
+                            require, save_trained)
 from training.released import (RANKS, describe_layer, is_released, load_measured, make_config,
-                             read_head, read_layer_config, refuse_settings, save_accept,
-                             take_embeddings, write_head)
+                               read_head, read_layer_config, refuse_settings, require_all_tokens,
+                               save_accept, take_embeddings, write_head)
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
 DEPTH = 8  # the most levels of guesses that a tree has
@@ -99,7 +88,6 @@ SAMPLED = 512  # how many rows of a step the cross-entropy reads
 RELEASED_NODES = 60  # of the released code's tree, in which RANKS nodes of each level get children
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
-Text = tuple[torch.Tensor, torch.Tensor, int]  # ids [T], features [T, f], length of the prompt
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -115,54 +103,6 @@ class Pairs(NamedTuple):
     def part(self, span: slice) -> "Pairs":
         """Return the pairs of a slice."""
         return Pairs(self.features[span], self.tokens[span])
-
-
-def make_layer(model, mlp: int, n: int = 1) -> tuple:
-    """Make random layers of the kind of the model's last ones, for the draft to train.
-
-    model    the target
-    mlp      the width of a layer's MLP. 0: as wide as the model's
-    n        how many layers. EAGLE has one
-    returns  a model of the random layers in float32, and a model of the last layers themselves.
-             Both have 8 tokens, since the draft puts in the target's embeddings and LM head.
-    """
-    L = depth_of(model)
-    last = take_layers(model, [*range(L - n, L)], vocab_size=8, pad_token_id=None)
-    config = copy.deepcopy(last.config)
-    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if mlp:
-        config.get_text_config().intermediate_size = mlp
-        plain, lm = lm, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if [p.shape for p in plain.parameters()] == [p.shape for p in lm.parameters()]:
-            raise InputError(f"--mlp must be 0, or a width that changes the MLP of "
-                             f"{type(lm).__name__}, got {mlp}")
-    return check(lm), last
-
-
-def make_released_layer(config: PreTrainedConfig):
-    """Make a random layer of the released form, which has no input norm, as a model of 8 tokens.
-
-    config   of the layer
-    """
-    config = copy.deepcopy(config)
-    config.vocab_size, config.pad_token_id = 8, None
-    lm = check(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    lm.model.layers[0].input_layernorm = torch.nn.Identity()
-    return lm
-
-
-@torch.no_grad()
-def copy_layer(last, lm) -> None:
-    """Copy the weights of the target's last layer into a draft's layer.
-
-    An MLP of another width stays as it is. Learned positions are copied too.
-
-    last, lm   the last layer and the draft's layer, each a model of one layer
-    """
-    weights = last.state_dict()
-    for name, x in lm.state_dict().items():
-        if weights[name].shape == x.shape:
-            x.copy_(weights[name])
 
 
 class EagleLayer(Part):
@@ -189,10 +129,8 @@ class EagleLayer(Part):
     def __init__(self, model, begin: str = "random", mlp: int = 0, seed: int = 0,
                  config: PreTrainedConfig | None = None, bias: bool = True):
         super().__init__()
-        if begin not in ("random", "last"):
-            raise InputError(f"--begin must be random or last, got {begin}")
-        if begin == "last" and config is not None:
-            raise InputError(f"--begin must be random with --released, got {begin}")
+        require(begin in ("random", "last"), "begin", "random or last", begin)
+        require(begin == "random" or config is None, "begin", "random with --released", begin)
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e, f = table.weight.shape[1], head.weight.shape[1]
         self.begin = begin
@@ -229,14 +167,11 @@ class EagleLayer(Part):
         self.vocab = self.vocab[vocab]
         self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
-    def join(self, pairs: Pairs) -> torch.Tensor:
-        """Return the layer's inputs [..., e], which `fc` makes of tokens and features.
-
-        pairs   tokens [...] and features [..., f], of any leading shape
-        """
-        ids = torch.as_tensor(pairs.tokens, dtype=torch.long, device=pairs.features.device)
+    def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
+        """Return the layer's inputs [..., e]: `fc` of tokens [...] and features [..., f]."""
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
         e = self.lm.get_input_embeddings()(ids)
-        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, pairs.features)], -1))
+        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, features)], -1))
 
 
 def eagle_loss(draft: EagleLayer, to_logits: Callable, batch: list[Text],
@@ -250,7 +185,6 @@ def eagle_loss(draft: EagleLayer, to_logits: Callable, batch: list[Text],
     rng         a generator of the draft's device, which draws the noise, and the rows whose
                 guesses are compared
     """
-    from training.loop import compute_in_parts
     head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids = pad([ids for ids, _, _ in batch]).to(device)  # [B, T]
@@ -260,18 +194,16 @@ def eagle_loss(draft: EagleLayer, to_logits: Callable, batch: list[Text],
     learns = torch.stack(learns).to(device)
     # The layer reads noisy features, as it will have to read its own guesses, and learns true ones.
     noise = NOISE * (2 * torch.rand(f.shape, generator=rng, device=device) - 1)
-    inputs = draft.join(Pairs((f + noise)[:, :-2], ids[:, 1:-1]))  # [B, T - 2, e]
+    inputs = draft.join((f + noise)[:, :-2], ids[:, 1:-1])  # [B, T - 2, e]
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns].float()  # [N, f]
     features = f[:, 1:-1][learns].float()
 
-    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Compute the cross-entropy of the target's distributions p and the draft's q."""
-        q, p = (to_logits(head(z.to(head.weight.dtype)).float()) for z in (x, y))  # [n, V']
-        return F.cross_entropy(q, p.softmax(-1), reduction="none")
+    def score(x: torch.Tensor) -> torch.Tensor:
+        return to_logits(head(x.to(head.weight.dtype)).float())  # [n, V']
     # The guesses of a sample of the rows are compared.
     few = torch.randperm(len(features), generator=rng, device=device)[:SAMPLED]
-    each = compute_in_parts(losses_of, len(head.weight), guessed[few], features[few])
+    each = cross_entropy_in_parts(score, len(head.weight), guessed[few], features[few])
     return F.smooth_l1_loss(guessed, features) + 0.1 * each.mean()
 
 
@@ -345,7 +277,7 @@ def feed(draft: EagleLayer, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor 
     for pairs in chunks:
         for i in range(0, len(pairs.tokens), lm.PART):
             part = pairs.part(slice(i, i + lm.PART))
-            logits = lm.forward(draft.join(part), keep=1)
+            logits = lm.forward(draft.join(*part), keep=1)
             lm.commit(range(len(lm.parents)))
     return logits
 
@@ -397,7 +329,7 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
             above = [parents[x] for x in expanded]
             pairs = Pairs(torch.stack([feature_of[x] for x in above]), [ids[x] for x in expanded])
             rows = len(lm.parents)  # the number that the first of the new rows gets
-            logits = lm.forward(draft.join(pairs), [row_of[x] for x in above])
+            logits = lm.forward(draft.join(*pairs), [row_of[x] for x in above])
             row_of |= zip(expanded, range(rows, len(lm.parents)))
             feature_of |= zip(expanded, lm.features)
         first = len(ids)
@@ -456,8 +388,7 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
 
     The other arguments, and what is yielded and logged, are those of `eagle`.
     """
-    if not 0 <= nodes <= MOST:
-        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
+    require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     target.start(prompt[:-1])
     lm.start([])
@@ -500,95 +431,21 @@ def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Tex
     data     pairs of a prompt and its answer
     returns  for each pair its ids [T], features [T, f] in bfloat16, and the length of the prompt
     """
-    from training.loop import read_texts
     texts = [prompt + answer for prompt, answer in data]
     return [(torch.tensor(text), f, len(prompt))
             for (prompt, _), text, f in zip(data, texts, read_texts(model, texts))]
 
 
-@torch.inference_mode()
-def measure_acceptance(draft: EagleLayer, held_out: list[Text]) -> list[list[float]]:
-    """Measure how often guesses are right on the path that a static tree reaches most often.
+def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **how) -> dict:
+    """Train a draft beside its target, and set its `accept`.
 
-    draft     the draft
-    held_out  texts with their features
-    returns   accept[n][r]: how often the guess of rank r is the next token when the last n features
-              are guessed, and the likeliest guess was right at each of them. Elsewhere the tree of
-              a call ends earlier
+    Each value of a gradient is cut to ± 0.5, as in the released code.
 
-    The tokens of an answer are guessed again, step by step. All steps of a text are one pending
-    tree of the draft, here of a text t_0 … t_5:
+    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
+    returns          {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
 
-        guesses      t_2  t_3  t_4  t_5
-        step 0 rows   0 ── 1 ── 2 ── 3    row i reads the text's f_i
-                        ╲    ╲    ╲
-        step 1 rows       1'   2'   3'    row i' reads what row i-1 guessed
-                             ╲    ╲
-        step 2 rows            2"   3"    row i" reads what row (i-1)' guessed
-
-    A line leads from a row down to the row that hangs below it. Every row reads the text's own
-    token t_{i+1}. So row 3" sees the rows 0, 1, 2' and itself, which read two features of the text
-    and then two guessed ones.
+    The other arguments are those of `train`, and of `train_beside`.
     """
-    ranks = min(RANKS, len(draft.vocab))
-    hits, total = torch.zeros(DEPTH, ranks), torch.zeros(DEPTH, 1)
-    for ids, features, length in held_out:
-        first = max(0, length - 2)  # the first row that guesses a token of the answer
-        lm = FeatureLM(draft.lm)
-        lm.start([])
-        pairs = Pairs(features[:-2].to(draft.lm.device), ids[1:-1])
-        above = None  # the rows of step 0 are a chain
-        reached = torch.ones(len(ids), 1, dtype=torch.bool, device=draft.vocab.device)
-        for n in range(min(DEPTH, len(ids) - 2 - first)):
-            logits = lm.forward(draft.join(pairs), above)
-            labels = ids[first + n + 2:].to(logits.device)
-            rows = len(labels)
-            best = draft.vocab[logits[-rows:].topk(ranks).indices]  # [rows, ranks]
-            reached = reached[:rows]
-            right = (best == labels[:, None]) & reached
-            hits[n] += right.sum(0).cpu()
-            total[n] += reached.sum().cpu()
-            reached = right[:, :1]
-            # The next step's rows hang below all rows of this step but its last, which guesses the
-            # text's last token: no token of the text is left to read beside its feature.
-            above = range(len(lm.parents) - rows, len(lm.parents) - 1)
-            pairs = Pairs(lm.features[-rows:-1], ids[first + n + 2:-1])
-    return (hits / total.clamp(min=1)).tolist()
-
-
-def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
-    """Measure the acceptance of a draft that is being trained, as `Training` asks for it.
-
-    draft     the draft, of EAGLE or of EAGLE-3
-    held_out  texts with what the draft reads of them
-    returns   {"accept": the table}, and a line to print
-    """
-    from training.loop import low_precision
-    with low_precision(draft.lm.device, draft.lm):
-        accept = measure_acceptance(draft, held_out)
-    return {"accept": accept}, f"held-out acceptance {[round(ranks[0], 3) for ranks in accept]}"
-
-
-def fit(model, draft: EagleLayer, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        seed: int = 0, work: Path | None = None) -> dict:
-    """Train a draft on pairs of a prompt and its answer, and set its `accept`.
-
-    AdamW's learning rate is a cosine after a warm-up of a twentieth of the steps, and each value of
-    a gradient is cut to ± 0.5 as in the released code.
-
-    model     the target
-    draft     the draft
-    data      pairs to learn from
-    held_out  pairs to measure by
-    steps     how many steps are trained
-    batch     how many answers a step learns from
-    lr        the highest learning rate
-    seed      chooses the answers, the noise and the sampled rows
-    work      folder of checkpoints, or None to keep none.
-    returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
-    """
-    from training.loop import (compute_frozen, count_tokens, fit_part, sample_alike,
-                                 warm_cosine)
     to_logits = logits_of(model)
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                               model.get_output_embeddings().weight.shape[1])
@@ -607,9 +464,8 @@ def fit(model, draft: EagleLayer, data: list, held_out: list, *, steps: int, bat
 
     form = draft.mlp, draft.vocab.tolist(), batch, draft.config and draft.config.to_dict()
     return fit_part(draft, model, form, data, held_out, loss_of,
-                    lambda: evaluate(draft, held_texts), name="eagle", steps=steps, lr=lr,
-                    rate=warm_cosine, max_norm=math.inf, max_value=0.5, seed=seed, folder=work,
-                    models=(draft.lm,), texts=batch)
+                    lambda: evaluate(draft, held_texts), name="eagle", rate=warm_cosine,
+                    max_norm=math.inf, max_value=0.5, models=(draft.lm,), texts=batch, **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -632,16 +488,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:      the highest learning rate, after a warm-up. 1e-3 suited targets of 10M to 135M
              parameters. The released command has 3e-5 for 7B
     """
-    from training.loop import (collect_examples, find_frequent, require,
-                                 require_training_options)
-    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
-    work = work or Path(f"{out}.work")
     config = make_config(model, mlp) if released else None
     draft = EagleLayer(model, begin, mlp, seed, config, bias=not released)
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
-                                      most=50)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
+                                            max_new_tokens=max_new_tokens, steps=steps,
+                                            batch=batch, most=50)
     if vocab:
         draft.keep(find_frequent(data, vocab))
     fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
@@ -651,12 +504,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: EagleLayer, model) -> None:
-    """Write a draft to a file, with the fingerprint of the model that it is for.
-
-    path    the safetensors file to make
-    draft   the draft
-    model   the target
-    """
+    """Write a draft to a file, which says for which model it is."""
     config = draft.config and draft.config.to_dict()
     save_trained(path, draft, model, mlp=draft.mlp, config=config, bias=draft.fc.bias is not None)
 
@@ -701,9 +549,8 @@ def load_released(path: str, model) -> EagleLayer:
     layer.attention_bias = "o" in biases
     widths = {x.weight.shape[1] for x in (model.get_input_embeddings(),
                                           model.get_output_embeddings())}
-    if widths != {layer.hidden_size}:
-        raise InputError(f"--adapter must be a head for features of width {max(widths)}, got "
-                         f"{path!r} for {layer.hidden_size}")
+    require(widths == {layer.hidden_size}, "adapter",
+            f"a head for features of width {max(widths)}", f"{path!r} for {layer.hidden_size}")
     draft = EagleLayer(model, config=layer, bias="fc.bias" in tensors)
     own = take_embeddings(path, tensors, model, layer.hidden_size)
     if own is not None:
@@ -721,10 +568,8 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     max_new_tokens: the longest answer that is collected
     """
-    from training.loop import collect_examples
     draft = load_draft(adapter, model)
-    data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
-                                work or Path(f"{out}.work"), seed=0), [])
+    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
     save_accept(out, model, draft, measure_acceptance(draft, compute_features(model, data)))
 
 
@@ -736,17 +581,14 @@ def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") 
     engine:  vllm or sglang. They know the architecture by other names. vLLM's `fc` has no bias and
              SGLang's has one
     """
-    if engine not in ARCHITECTURES:
-        raise InputError(f"--engine must be vllm or sglang, got {engine}")
+    require(engine in ARCHITECTURES, "engine", "vllm or sglang", engine)
     draft = load_draft(adapter, model)
     tensors = name_released(draft)
     if draft.config is None or any("_proj.bias" in name for name in tensors):
         raise InputError(f"--adapter must be a layer trained with --released, got {str(adapter)!r}")
-    if len(draft.vocab) < len(model.get_output_embeddings().weight):
-        raise InputError(f"--adapter must guess all tokens, got {str(adapter)!r}, trained with "
-                         "--vocab")
-    if engine == "vllm" and draft.fc.bias is not None:
-        raise InputError(f"--engine must be sglang for a head whose fc has a bias, got {engine}")
+    require_all_tokens(adapter, draft, model)
+    require(engine == "sglang" or draft.fc.bias is None, "engine",
+            "sglang for a head whose fc has a bias", engine)
     if engine == "sglang":
         tensors.setdefault("fc.bias", torch.zeros_like(draft.fc.weight[:, 0]))
     tensors["embed_tokens.weight"] = draft.lm.get_input_embeddings().weight

@@ -22,9 +22,10 @@ What EAGLE (eagle.py) does in another way is marked with a star:
                               └── + MLP ──> a_{i+1} ── norm, own LM head ──> guesses of t_{i+2}
 
 EAGLE's loss on features ties a_{i+1} to the target's own feature, and more data does not help then.
-Without that loss a_{i+1} is free, but it is another thing than g, which the layer was trained on.
-So training does what decoding will do, the *training-time test* (Section 3.2): pass n reads what
-pass n - 1 gave. Row j of pass n stands for the row of a guess, n levels below row j of the text:
+Without it a_{i+1} may be anything useful, but then it differs from g, and a layer trained on g
+alone has never read an a. So training does what decoding will do, the *training-time test* (Section
+3.2): pass n reads what pass n - 1 gave. Row j of pass n stands for the row of a guess, n levels
+below row j of the text:
 
     pass 0   reads g_j      and t_{j+1}   sees pass 0 up to j               guesses t_{j+2}
     pass 1   reads a of j   and t_{j+2}   sees pass 0 up to j, itself       guesses t_{j+3}
@@ -43,22 +44,20 @@ head reads. A plain layer reads a projection M of this feature and of the token:
 One layer makes all guesses. In the passes after the first it reads a in place of f, and pass n
 weighs 0.6^n. All else is as above.
 
-Departures (paper or released code / here / why):
-- plan at a temperature: the tree is the same at all temperatures / it is planned for greedy
-  decoding / a plan for temperature 1 made 1.5% more tokens a call there for EAGLE's layer.
-- passes: 7 / 5, `--passes` / a later pass weighs 0.8^n and costs as much as the first.
-- the LM head: begins at random / begins as the target's / it learns faster. With `--head target` it
-  stays so, which makes a small file and cheap steps.
-- rate: 5e-5 with a warm-up / 1e-3 with a warm-up over a twentieth of the steps / that suits small
-  models. For a target of billions of parameters lower it.
-- data: answers of a fixed set / the target's own greedy answers / that is what the draft guesses.
-- MTP, a later pass: row j sees the rows of the same pass up to j / it sees what a row of the
-  training-time test sees / decoding gives it that.
-- MTP, the weights of passes: their sum is 1 / they are 0.6^n / AdamW hardly heeds a common factor.
-- MTP, the target: DeepSeek-V3 trains it too / it is frozen, as with FastMTP / the output stays its.
-- size of a tree: 60 nodes / the best size by measured acceptance and by the clock / costs differ.
-- tree of a released head: 60 nodes, dynamic / the same, until `measure` has written a file for
-  `--accept` / their acceptance is not in their files.
+Departures:
+- The tree. Paper: 60 nodes. Here: the best size by measured acceptance and by the clock, planned
+  for greedy decoding. Why: costs differ. A released head has 60 nodes until `measure` has written a
+  file for `--accept`, since its files say no acceptance.
+- Passes. Paper: 7. Here: 5 (`--passes`). Why: pass n weighs 0.8^n and costs as much as the first.
+- The LM head. Paper: begins at random. Here: begins as the target's, and with `--head target` stays
+  so. Why: it learns faster, or makes a small file and cheap steps.
+- Training. Paper: a rate of 5e-5, on answers of a fixed set. Here: 1e-3 after a warm-up, on the
+  target's own greedy answers. Why: small models need it (lower it for billions of parameters), and
+  the draft guesses these answers.
+- MTP. Paper: the target learns too, and row j of a later pass sees the rows of its pass up to j.
+  Here: the target stays frozen, as in FastMTP, and rows see what the training-time test has them
+  see. Why: the output is then still its own, and decoding gives rows just that.
+
 Left out: heads with more than one layer, heads with biases.
 """
 import math
@@ -69,14 +68,17 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
-from survey.eagle import DEPTH, Pairs, decode, evaluate, measure_acceptance
+from survey.eagle import DEPTH, decode
+from training.acceptance import evaluate, measure_acceptance, tap_texts
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
                              tap_widths)
+from training.loop import (collect_all, count_tokens, find_frequent, fit_part, pad_pairs,
+                           prepare_training, sample_alike, warm_linear)
 from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                          save_trained)
-from training.released import (describe_layer, is_released, load_measured, make_config,
-                             read_head, read_layer_config, refuse_settings, save_accept,
-                             take_embeddings, write_head)
+                            require, save_trained)
+from training.released import (check_taps, describe_layer, is_released, load_measured, make_config,
+                               read_head, read_layer_config, read_vocab, refuse_settings,
+                               save_accept, take_embeddings, write_head)
 
 import torch
 import torch.nn.functional as F
@@ -201,9 +203,8 @@ class Eagle3Layer(Part):
         rows = model.get_output_embeddings().weight.detach()
         if rows.shape[1] == self.h:
             lm.lm_head.weight.data.copy_(rows[self.vocab])
-        elif not own_head:
-            raise InputError("--head must be own where the target's LM head is not as wide as its "
-                             "embeddings, got target")
+        require(own_head or rows.shape[1] == self.h, "head",
+                "own where the target's LM head is not as wide as its embeddings", "target")
         lm.lm_head.weight.requires_grad_(own_head)
         model.requires_grad_(False)
         self.lm = check(lm)  # while its embeddings are its own, of 8 tokens
@@ -225,18 +226,17 @@ class Eagle3Layer(Part):
         return {name: p for name, p in self.parts().items()
                 if self.own_head or name != "lm_head.weight"}
 
-    def join(self, pairs: Pairs) -> torch.Tensor:
-        """Put tokens and features side by side.
+    def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
+        """Put embeddings and features side by side.
 
-        pairs    tokens [...] and features [..., w], of any leading shape
-        returns  the layer's inputs [..., 2h]
-
-        Features of final tokens are tapped ones, which `fc` maps to g. Features of drafted tokens
-        are the layer's own, h wide. So the width w says which of the two they are. A single tapped
-        layer that is as wide as the draft needs no `fc`.
+        features  [..., w]. Those of final tokens are tapped, and `fc` maps them to g. Those of
+                  drafted tokens are the layer's own, h wide. So w tells which they are. A single
+                  tapped layer that is as wide as the draft needs no `fc`
+        tokens    [...]
+        returns   the layer's inputs [..., 2h]
         """
-        ids = torch.as_tensor(pairs.tokens, dtype=torch.long, device=pairs.features.device)
-        g = pairs.features.to(self.lm.lm_head.weight.dtype)
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
+        g = features.to(self.lm.lm_head.weight.dtype)
         if g.shape[-1] != self.h:
             if self.norms:
                 each = g.split([len(norm.weight) for norm in self.norms], -1)
@@ -287,7 +287,7 @@ def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, l
     for n in range(min(passes, R)):
         # Row j reads t_{j+1+n}. The last n rows have none: they read any token, and learn nothing.
         tokens = F.pad(ids[:, 1 + n:-1], (0, n))
-        inputs = draft.join(Pairs(g, tokens))
+        inputs = draft.join(g, tokens)
         mask = torch.where(torch.cat(sees, 1), 0.0, -torch.inf).to(inputs)
         mask = mask.expand(len(ids), 1, -1, -1)  # [B, 1, R, (n + 1) R]
         places = torch.arange(n, R + n, device=ids.device)[None]
@@ -363,40 +363,17 @@ def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
     return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
 
 
-@torch.inference_mode()
-def compute_texts(model, draft: Eagle3Layer, data: list) -> list[tuple]:
-    """Run the target over held-out pairs of a prompt and an answer.
+def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, batch: int,
+        **how) -> dict:
+    """Train a draft beside its target, and set its `accept`.
 
-    returns  for each pair what `measure_acceptance` of eagle.py takes: ids [T], what is tapped
-             [T, t], and the length of the prompt
+    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
+    returns          {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
+
+    The other arguments are those of `train`, and of `train_beside`.
     """
-    lm, texts = FeatureLM(model), []
-    with tap_target(lm, draft.taps):
-        for prompt, answer in data:
-            lm.start(prompt + answer)
-            texts.append((torch.tensor(prompt + answer), lm.features, len(prompt)))
-    return texts
-
-
-def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, steps: int,
-        batch: int, lr: float, seed: int = 0, work: Path | None = None) -> dict:
-    """Train a draft on pairs of a prompt and an answer, and set what it `accept`s.
-
-    model     the frozen target
-    draft     the draft
-    data      pairs to learn from
-    held_out  pairs to measure acceptance on
-    passes    how many passes the training-time test has
-    steps     how many steps are trained
-    batch     how many answers a step learns from
-    lr        the highest learning rate
-    seed      chooses the answers of each step
-    work      folder of checkpoints, or None to keep none
-    returns   {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
-    """
-    from training.loop import count_tokens, fit_part, pad_pairs, sample_alike, warm_linear
     scale = logits_of(model)  # from what an LM head gives to logits
-    texts = compute_texts(model, draft, held_out)
+    texts = [*tap_texts(model, draft.taps, held_out)]
     head = head_for(model.get_output_embeddings(), draft.vocab)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
@@ -409,8 +386,8 @@ def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, s
     form = (draft.taps, draft.form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head,
             batch, passes)
     return fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, texts),
-                    name="eagle3", steps=steps, lr=lr, rate=warm_linear, max_norm=math.inf,
-                    max_value=0.5, seed=seed, folder=work, texts=batch)
+                    name="eagle3", rate=warm_linear, max_norm=math.inf, max_value=0.5, texts=batch,
+                    **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -438,10 +415,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     lr:      the learning rate after the warm-up of a twentieth of the steps
     """
-    from training.loop import (collect_examples, find_frequent, require,
-                                 require_training_options)
-    require_training_options(lr, steps=steps, batch=batch, max_new_tokens=max_new_tokens,
-                             passes=passes)
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
     require(head in ("own", "target"), "head", "own or target", head)
@@ -449,9 +422,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     require(not norms or len(numbers) > 1, "norms", "off where one layer is read",
             f"it for layer {numbers[0]}")
     form = Form(fc_norm=norms, norm_output=norms, mtp=mtp)
-    work = work or Path(f"{out}.work")
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
-                                      most=50)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
+                                            max_new_tokens=max_new_tokens, steps=steps,
+                                            batch=batch, passes=passes, most=50)
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
@@ -463,12 +436,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: Eagle3Layer, model) -> None:
-    """Write a draft to a file, which `load_draft` reads.
-
-    path    the safetensors file to make
-    draft   the draft
-    model   the target, whose fingerprint the file holds
-    """
+    """Write a draft to a file, which says for which model it is."""
     save_trained(path, draft, model, config=draft.config.to_dict(), form=draft.form._asdict(),
                  own_head=draft.own_head, taps=draft.taps, vocab=draft.vocab.tolist())
 
@@ -488,57 +456,6 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
 
 
 # ------------------------------------------------------------------------------- released heads
-
-def check_taps(path: str, config: dict, taps: list[int]) -> None:
-    """Raise an InputError for a head that reads other layers, if its configuration says so.
-
-    path     the head's, for the message
-    config   its configuration
-    taps     numbers of the layers that it must read, in ascending order
-    """
-    name = "eagle_aux_hidden_state_layer_ids"
-    inner = config.get("eagle_config")
-    listed = config.get(name) or (inner.get(name) if isinstance(inner, dict) else None)
-    # Engines count differently: to some, layer i is what enters it, to others what layer i gives.
-    allowed = [{*map(str, taps)}, {str(i - 1) for i in taps}]
-    given = {*map(str, listed)} if isinstance(listed, list) else listed
-    if listed and given not in allowed:
-        raise InputError(f"--adapter must be a head that reads layers {taps}, got {path!r} with "
-                         f"{name} {listed}")
-
-
-def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Tensor:
-    """Read which tokens the rows of a head's LM head stand for.
-
-    A head for a part of the vocabulary may say so twice. Row i stands for token i + d2t[i], and
-    t2d[x] says whether any row stands for token x. One of the two may be missing, or full of zeros
-    since nobody has filled it. Without d2t the rows stand for the tokens of t2d in ascending order.
-
-    path     the head's, for messages
-    tensors  the head's, from which d2t and t2d are taken
-    V        how many tokens the target has
-    returns  the tokens [D]. InputError if d2t and t2d do not say which D tokens they are
-    """
-    head = tensors.get("lm_head.weight")
-    if head is None or head.ndim != 2:
-        raise InputError(f"--adapter must have an LM head of its own, got {path!r} without")
-    D = len(head)
-    offsets = tensors.pop("d2t", torch.zeros(D, dtype=torch.int64))
-    if offsets.shape != (D,) or offsets.is_floating_point():
-        raise InputError(f"--adapter must be a head whose d2t has {D} whole numbers, got {path!r} "
-                         f"with {tuple(offsets.shape)} of {offsets.dtype}")
-    listed = tensors.pop("t2d", torch.zeros(V)).flatten().nonzero()[:, 0]
-    vocab = torch.arange(D) + offsets
-    if D < V and not offsets.any():
-        vocab = listed
-    same = len(listed) == 0 or D == V or torch.equal(vocab.sort().values, listed)
-    if not same or len(vocab.unique()) != D:
-        raise InputError(f"--adapter must be a head whose d2t and t2d name the same {D} tokens, "
-                         f"got {path!r} with {len(vocab.unique())} and {len(listed)} tokens")
-    if not 0 <= vocab.min() <= vocab.max() < V:
-        raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
-    return vocab
-
 
 def load_released(path: str, model) -> Eagle3Layer:
     """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
@@ -574,11 +491,10 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     max_new_tokens: the longest answer that is collected
     """
-    from training.loop import collect_examples
     draft = load_draft(adapter, model)
-    data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
-                                work or Path(f"{out}.work"), seed=0), [])
-    save_accept(out, model, draft, measure_acceptance(draft, compute_texts(model, draft, data)))
+    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
+    texts = tap_texts(model, draft.taps, data)
+    save_accept(out, model, draft, measure_acceptance(draft, texts))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
@@ -589,8 +505,8 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     """
     draft, V = load_draft(adapter, model), len(model.get_output_embeddings().weight)
     form = draft.form._asdict()
-    if form.pop("mtp"):  # before its layers, of which it reads one
-        raise InputError(f"--adapter must be trained without --mtp, got {str(adapter)!r}")
+    # This comes before its layers, of which MTP reads one.
+    require(not form.pop("mtp"), "adapter", "trained without --mtp", repr(str(adapter)))
     if draft.taps != choose_taps(model):
         raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
                          f"got {draft.taps}")

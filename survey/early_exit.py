@@ -36,10 +36,12 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import InputError, Sampler, greedy
+from common import Sampler, greedy
 from survey.layerskip import collect_states, self_speculate
 from training.layers import FeatureLM, depth_of, open_model, split_layers
-from training.parts import MODELS, fill, load_part, save_part, score_with
+from training.loop import (compute_frozen, cross_entropy_in_parts, prepare_training, sample_rows,
+                           train_beside)
+from training.parts import MODELS, Part, fill, load_part, require, save_part, score_with
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +51,7 @@ EXIT = f"{MODELS}/exit.safetensors"
 
 # --------------------------------------------------------------------- the exit and its loss
 
-class Exit(torch.nn.Module):
+class Exit(Part):
     """Turn the hidden states x [n, d] after layer E into what the model's LM head reads.
 
     model  the model that the exit is for. The exit begins with a copy of its last norm
@@ -71,10 +73,6 @@ class Exit(torch.nn.Module):
         torch.nn.init.zeros_(self.W_2.bias)
         self.requires_grad_(True).to(model.device)
 
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Name the parameters that are trained and saved: all of the exit's."""
-        return dict(self.named_parameters())
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x + self.W_2(F.silu(self.W_1(self.before(x)))))
 
@@ -90,14 +88,7 @@ def exit_loss(score: Callable, network: Exit, early: torch.Tensor, last: torch.T
     vocab    the number of logits
     returns  the mean over the n positions, in nats
     """
-    from training.loop import compute_in_parts
-
-    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropies of what the exit and the last norm give, both [n, d]."""
-        with torch.no_grad():
-            p = score(y).softmax(-1)
-        return F.cross_entropy(score(x), p, reduction="none")
-    return compute_in_parts(losses_of, vocab, network(early), last).mean()
+    return cross_entropy_in_parts(score, vocab, network(early), last).mean()
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -117,33 +108,24 @@ def early_exit(target: FeatureLM, prompt: list[int], *, gamma: int = 6, exit: st
     In the log "layers" is how many layers ran one after the other. In Python, `trained` may be an
     Exit, which takes the place of the file.
     """
-    if gamma < 1:
-        raise InputError(f"--gamma must be 1 or more, got {gamma}")
-    if trained is None:
-        trained = target.once(("exit", exit), lambda: load_exit(exit, target.model))
+    require(gamma >= 1, "gamma", "1 or more", gamma)
+    trained = trained or target.once(("exit", exit), lambda: load_exit(exit, target.model))
     early, late = target.once((trained, "halves"), lambda: split_layers(target, trained.E, trained))
     yield from self_speculate(target, early, late, prompt, gamma, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training
 
-def fit(model, network: Exit, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        seed: int = 0, work: Path | None = None) -> dict:
+def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) -> dict:
     """Train an exit in place, while the model stays as it is.
 
-    network   the exit
     data      pairs of a prompt and its answer, to train on
     held_out  pairs on which the exit is only measured
-    steps     how many updates there are
     batch     how many positions a step learns from
-    lr        the learning rate at the beginning, which falls along a cosine
-    seed      another seed draws other positions
-    work      the folder of the checkpoints. None: there are none
+    how       other arguments of `train_beside`
     returns   the figure {"right": r} of some steps and of the last one. r is how often the exit's
               likeliest token is the model's
     """
-    from training.loop import (Training, compute_frozen, digest, sample_rows,
-                                 tokens_of_pass)
     model.requires_grad_(False)
     score = score_with(model)
     L, (V, d) = depth_of(model), model.get_output_embeddings().weight.shape
@@ -165,10 +147,8 @@ def fit(model, network: Exit, data: list, held_out: list, *, steps: int, batch: 
         right = torch.cat(same).float().mean().item()
         return {"right": right}, f"held-out guesses right {right:.3f}"
 
-    fingerprint = digest(model.state_dict()), network.E, data, held_out, batch, texts
-    return Training(network.trainable(), fingerprint, name="exit", steps=steps, lr=lr, seed=seed,
-                    folder=work, models=(model,),
-                    tokens=tokens_of_pass(data, texts)).train(loss_of, evaluate)
+    return train_beside(network.trainable(), model, (network.E, batch, texts), data, held_out,
+                        loss_of, evaluate, name="exit", texts=texts, **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,
@@ -187,13 +167,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was found for models
            of 10M to 135M parameters
     """
-    from training.loop import collect_examples, require, require_training_options
-    require_training_options(lr, width=width, max_new_tokens=max_new_tokens, steps=steps,
-                             batch=batch)
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
-    work = work or Path(f"{out}.work")
     split_layers(FeatureLM(model), E)  # refuses a model that cannot be split
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    work, data, held_out = prepare_training(
+        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
+        width=width, steps=steps, batch=batch)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = Exit(model, E, width)

@@ -19,8 +19,9 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
 
 The children of a node come from n-grams of the text and of a datastore, and from what the target
 said the last time that it was fed the node's token (ngrams.py). They are looked up after the text
-and the node's path. A trained part guesses as well. Its chance p and the n-grams' q of a token make
-one chance by three fitted numbers, e^c p^a q^b over the sum of all (`pool_chances`).
+and the node's path. A trained part guesses as well (guessers.py). Its chance p and the n-grams' q
+of a token make one chance by three numbers, e^c p^a q^b over the sum of all (training/trust.py).
+These and the trust of the n-grams are fitted by `fit` (trust.py).
 
 A pass of DFlash's draft guesses for all depths of its block, and one of EAGLE's layer only for the
 children of one node. Passes are bought like rows, below. Where a node is reached, and where the
@@ -37,11 +38,11 @@ The tree grows best first. It ends where a node's chance is below the price of a
 
     price = seconds that one more row takes · final tokens a second, by the latest calls
 
-The price is a number of tokens: those that the seconds of a row would bring if they were spent on
-more calls. A row should bring as many itself, and it brings its node's chance.
+One more row takes time in which ordinary calls would have made `price` tokens. So a node is worth
+its row if its chance is higher.
 
-The price is that of a straight line. Measured costs rise in steps instead, so a second rule may cut
-the tree once more. It keeps the n best nodes for which this is largest:
+The price assumes that time grows linearly with rows. It grows in steps, so the finished tree is cut
+once more by measured costs. The n best nodes are kept for which this is largest:
 
     worth(n) = Σ chances of the n best nodes - final tokens a second · seconds of a call of n rows
 
@@ -65,212 +66,26 @@ temperature 1 made 1.5% more tokens a call there for EAGLE, and was not tried he
 import heapq
 import sys
 import time
-import timeit
-from collections import Counter, deque
-from itertools import accumulate, chain
-from pathlib import Path
+from collections import deque
+from itertools import accumulate
 from statistics import linear_regression
 from typing import Iterable, Iterator
 
-from common import CachedLM, InputError, Sampler, greedy, walk
+from common import CachedLM, Sampler, greedy, walk
 from survey.clock import row_costs
-from survey.dflash import BlockLM, run_block
-from survey.dflash import load_draft as load_block
-from survey.eagle import Pairs, feed, load_draft
-from survey.eagle3 import load_draft as load_eagle3
-from survey.medusa import load_heads
-from survey.ngrams import (SEEN, SOURCES, NGrams, fit_pool, fit_trust, mix_entries,
-                           pool_chances)
+from survey.eagle import Pairs
+from survey.guessers import GUESSES, MOST, Trained, load_guesser
+from survey.ngrams import NGrams
 from survey.recycling import Successors
-from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
-from training.layers import FeatureLM, depth_of, tap_target, tap_widths
-from training.parts import MODELS, load_facts, logits_of, save_facts
-from training.released import is_head, some_weights
+from survey.rest import DATASTORE, as_text, as_tokens, load_datastore
+from survey.trust import fit, load_trust
+from training.layers import FeatureLM, depth_of, tap_target
+from training.parts import MODELS, require
+from training.trust import pool_chances
 
-import torch
-from tqdm import tqdm
-
-MOST = 64  # the most nodes of a tree
 LEAST = 0.01  # the least chance of a node
-RANKS = 10  # how many guesses a trained part gives
 PASS = 0.05  # the tokens that a pass of the part must bring where --nodes is given, without a clock
-LIKELY = 0.1  # the least chance of a token that does not end a round of `replay_part`
 RECENT = 64  # the latest calls, from which prices are estimated
-HEADS, LAYERS = ("medusa", "hydra"), ("eagle", "eagle3")
-GUESSES = ("none", *HEADS, *LAYERS, "dflash")
-
-
-# ------------------------------------------------------------------------------ a trained part
-
-def load_trained(kind: str, path: str, model):
-    """Load a trained part of a kind from its file, for a model."""
-    if kind in HEADS:
-        return load_heads(path, kind, model)
-    return {"eagle": load_draft, "eagle3": load_eagle3, "dflash": load_block}[kind](path, model)
-
-
-class Trained:
-    """Hold a trained part that guesses what comes after the text.
-
-    A pair is a token, and the target's feature of the token before it. The part reads pairs, which
-    wait until the part is asked. A head of Medusa or Hydra reads only the last pair. The layer of
-    EAGLE or EAGLE-3 and DFlash's draft read all waiting pairs, because their caches have the
-    earlier ones.
-
-    target   the model whose features the part reads
-    kind     medusa, hydra, eagle, eagle3 or dflash
-    path     the file of the heads, of the layer or of the draft
-
-    taps     the layers whose inputs are this part's features, side by side
-    depth    for how many levels of a tree the part guesses
-    rows     {path: what the part's pass for it made} in this round. A pass of EAGLE's layer is for
-             one path, and makes the number of its row and its feature. A pass of DFlash's draft or
-             of a head is for all paths. It stands under the empty one
-    """
-
-    def __init__(self, target: FeatureLM, kind: str, path: str):
-        model = target.model
-        self.embed = model.get_input_embeddings()
-        self.vocab = target.vocab
-        self.kind = kind
-        self.layer = None  # EAGLE's layer or DFlash's draft, with its cache
-        self.part = target.once((kind, path), lambda: load_trained(kind, path, model))
-        # A part without taps reads what the LM head reads.
-        self.taps, self.depth = getattr(self.part, "taps", [depth_of(model)]), 1
-        if kind in HEADS:
-            self.to_logits = target.once((self.part, "logits"), lambda: logits_of(model))
-        else:
-            self.depth = self.part.B if kind == "dflash" else MOST
-            cached = BlockLM if kind == "dflash" else type(target)
-            self.layer = target.once((self.part, "cached"),
-                                     lambda: cached(self.part.lm, target.vocab))
-
-    def start(self, pairs: Pairs) -> None:
-        """Forget everything and begin a text.
-
-        pairs    the pairs of the prompt. A prompt of one token has none
-        """
-        self.waiting, self.rows = [], {}
-        if self.layer:
-            self.layer.start([])
-            if len(pairs.tokens) > 1:
-                # The prompt is read here. Otherwise the first round would seem to take that long.
-                self.add(pairs.part(slice(0, -1)))
-                self.compute_logits("")
-                pairs = pairs.part(slice(-1, None))
-        if pairs.tokens:
-            self.add(pairs)
-
-    def add(self, pairs: Pairs) -> None:
-        """Append pairs, and forget the round before.
-
-        pairs    the pairs of the tokens that became final, one or more
-        """
-        self.waiting = [*self.waiting, pairs] if self.layer else [pairs]
-        self.root = pairs.tokens[-1]
-        self.rows = {}
-        if self.layer:  # rows that read guessed features never join the context
-            self.layer.truncate(self.layer.length)
-
-    def count_passes(self, path: str) -> int:
-        """Count the passes that a guess after a path takes.
-
-        EAGLE's layer reads a row for each node of the path. Those of the round's earlier passes are
-        there already.
-        """
-        last = len(path) if self.kind in LAYERS else 0
-        return sum(path[:k] not in self.rows for k in range(last + 1))
-
-    def time_pass(self) -> float:
-        """Measure the seconds of a pass, which is of one row, of a block or of a head.
-
-        A block guesses for all its depths, and each of them pays an equal share of its pass.
-        """
-        if self.layer:
-            rows = self.depth if self.kind == "dflash" else 1
-            return row_costs(self.layer, rows)[rows] / rows
-        return min(timeit.repeat(self.predict, number=1, repeat=4))
-
-    def predict(self, path: str = "") -> dict[str, float]:
-        """Guess the next token after the text, or after a path of guesses below its root.
-
-        path     the guesses, fewer than `depth`
-        returns  {next token: its chance} for the RANKS likeliest tokens. {} if there is no pair
-        """
-        if not self.rows and not self.waiting:
-            return {}
-        p = self.compute_logits(path)[:self.vocab].float().softmax(-1)
-        p = p.nan_to_num(0.0)  # so that a part that overflows guesses nothing
-        best = p.topk(min(RANKS, len(p)))
-        guessed = as_text(self.part.vocab[best.indices].tolist())
-        return dict(zip(guessed, best.values.tolist()))
-
-    def join_waiting(self) -> Pairs:
-        """Return the pairs that wait as one. They do not wait any more."""
-        features, tokens = zip(*self.waiting)
-        self.waiting = []
-        return Pairs(torch.cat(features), sum(tokens, []))
-
-    @torch.inference_mode()
-    def compute_logits(self, path: str) -> torch.Tensor:
-        """Compute the logits [V'] after a path, by the kind of part that this is."""
-        if self.kind in HEADS:
-            return self.compute_head(path)
-        return self.compute_row(path) if self.kind in LAYERS else self.compute_block(path)
-
-    def compute_block(self, path: str) -> torch.Tensor:
-        """Compute the logits [V'] after a path. The first path of a round runs the block."""
-        if not self.rows:
-            H = self.part.fuse(self.join_waiting().features)
-            self.rows[""] = run_block(self.part, self.layer, H, self.root)
-        z, k = self.rows[""], len(path)
-        before = torch.tensor([self.root, *as_tokens(path)][-1], device=z.device)
-        return self.part.add_markov(z[k], before) / self.part.temperatures[k]
-
-    def compute_row(self, path: str) -> torch.Tensor:
-        """Compute the logits [V'] after a path, by a pass of EAGLE's layer.
-
-        The path's row reads its last token, and the feature that its parent's row made (eagle.py).
-        """
-        if not path:
-            logits = feed(self.part, self.layer, [self.join_waiting()])
-        else:
-            if path[:-1] not in self.rows:
-                self.compute_row(path[:-1])
-            row, feature = self.rows[path[:-1]]
-            pairs = Pairs(feature[None], as_tokens(path[-1]))
-            logits = self.layer.forward(self.part.join(pairs), [row])
-        # The root's row has joined the context. So its number is that of the context's end, -1.
-        self.rows[path] = len(self.layer.parents) - 1, self.layer.features[-1]
-        return logits[0]
-
-    def compute_head(self, path: str) -> torch.Tensor:
-        """Compute the logits [V'] after the text, by the first head."""
-        feature = self.waiting[-1].features[-1:]  # [1, d]
-        between = self.embed(torch.tensor([self.root], device=feature.device))[:, None]
-        self.rows[path] = self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
-        return self.rows[path][0]
-
-
-def load_guesser(target: CachedLM, guess: str, adapter: str, facts: dict,
-                 trust: str) -> Trained | None:
-    """Load the trained part that guesses. InputError unless the trust was fitted for this part.
-
-    facts    what `load_trust` read
-    trust    its file, for the message of the error
-    returns  the part, or None if only n-grams guess
-
-    The other arguments are those of `hybrid`.
-    """
-    if guess not in facts["pools"]:
-        raise InputError(f"--guess must be one that {trust!r} was fitted for, got {guess}")
-    if guess == "none":
-        return None
-    trained = Trained(target, guess, adapter or f"{MODELS}/{guess}.safetensors")
-    if not is_head(facts["parts"][guess], trained.part):
-        raise InputError(f"--trust must be a file that was fitted for this part of {guess}, got "
-                         f"{trust!r}, for another one")
-    return trained
 
 
 # ---------------------------------------------------------------------------------- the tree
@@ -435,10 +250,8 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
     The log's "chances" are those of the guesses, in the order of the tree. Its "path" has the
     numbers of the accepted guesses in this order, from 0. Its "passes" are those of the part.
     """
-    if guess not in GUESSES:
-        raise InputError(f"--guess must be {', '.join(GUESSES)}, got {guess}")
-    if not 0 <= nodes <= MOST:
-        raise InputError(f"--nodes must be 1 to {MOST}, or 0, got {nodes}")
+    require(guess in GUESSES, "guess", ", ".join(GUESSES), guess)
+    require(0 <= nodes <= MOST, "nodes", f"1 to {MOST}, or 0", nodes)
     store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
     facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
     trained = load_guesser(target, guess, adapter, facts, trust)
@@ -474,146 +287,6 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
                 log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
                             "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
             yield chunk
-
-
-# ------------------------------------------------------------------------------- how far to trust
-
-def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-        datastore: str = DATASTORE, adapters: str = MODELS, max_new_tokens: int = 200) -> None:
-    """Measure on a model's own answers how far to trust n-grams, and trained parts beside them.
-
-    The result is the trust of each class of entries (ngrams.py), and for each trained part how its
-    guesses are joined with theirs. The parts should not have been trained on these prompts.
-
-    out:       the JSON file to make
-    work:      the folder of answers, by default OUT.work
-    datastore: a file made by `python -m survey.rest build`, from which these answers are left out
-    adapters:  the folder of medusa.safetensors, hydra.safetensors, eagle.safetensors,
-               eagle3.safetensors and dflash.safetensors, or of some of them
-    max_new_tokens: the most tokens of an answer
-    """
-    from training.loop import collect_examples
-    work = work or Path(f"{out}.work")
-    data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=0), [])
-    # Leave these answers out of the datastore, which would know them all by heart. A text of the
-    # datastore begins with BEGIN tokens of a prompt. The tokens behind these tell whether it is one
-    # of the answers.
-    few = min(32, max_new_tokens)
-    begins = {as_text(answer[:few]) for _, answer in data}
-    texts = load_datastore(datastore, model).text.split(BOUNDARY)
-    store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
-    lm = FeatureLM(model)
-    parts = {}
-    for kind in GUESSES[1:]:
-        path = Path(adapters) / f"{kind}.safetensors"
-        if path.exists():
-            parts[kind] = Trained(lm, kind, str(path))
-    tokens, entries, guessed = replay_answers(lm, data, store, parts)
-    # For each entry before a token: its class, and the token's share of the followers.
-    chains = []
-    for token, found in zip(tokens, entries):
-        chains.append([(group, counts[token] / counts.total()) for group, counts in found])
-    trust = fit_trust(chains)
-    by_ngrams = [mix_entries(found, trust) for found in entries]
-    pools = {kind: fit_pool(tokens, p, by_ngrams) for kind, p in guessed.items()}
-    fingerprints = {kind: some_weights(part.part) for kind, part in parts.items()}
-    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools, parts=fingerprints)
-    print(f"{len(tokens):,} tokens; c, a, b and the share of the n-grams' errors that each part "
-          f"mends: {pools}")
-
-
-def replay_answers(lm: FeatureLM, data: list[tuple], store: Datastore,
-                   parts: dict[str, Trained]) -> tuple[str, list[list], dict[str, list[float]]]:
-    """Ask n-grams and trained parts before each token of answers, as decoding would.
-
-    lm       the target
-    data     pairs of a prompt and an answer
-    store    the datastore of the n-grams
-    parts    {kind of part: the part}
-    returns  tokens, those of all answers as one text, entries, which has for each token what
-             `list_entries` yields before it, and {kind of part: what `predict` gave before each}
-    """
-    tokens = ""
-    entries = []
-    guessed = {kind: [] for kind in parts}
-    # What the LM head reads is tapped in any case, for the target's logits.
-    read = sorted({depth_of(lm.model), *chain(*(part.taps for part in parts.values()))})
-    successors = Successors()
-    for prompt, answer in tqdm(data, desc="answers"):
-        ngrams = NGrams(as_text(prompt), store, [], successors)
-        with tap_target(lm, read):
-            lm.start(prompt + answer)
-        tapped = dict(zip(read, lm.features.split(tap_widths(lm.model, read), -1)))
-        said = read_logits(lm, tapped[read[-1]][len(prompt) - 1:])
-        for i, token in enumerate(as_text(answer)):
-            # The counts are copied, because they change as the text grows.
-            entries.append([(group, Counter(x)) for group, x in ngrams.list_entries("")])
-            before = as_tokens(ngrams.text[-1])
-            ngrams.add(token)
-            successors.learn(before, said[i][None], as_tokens(token))
-        for kind, part in parts.items():
-            features = torch.cat([tapped[i] for i in part.taps], -1)
-            guessed[kind] += replay_part(part, prompt, answer, features)
-        tokens += as_text(answer)
-    return tokens, entries, guessed
-
-
-def replay_part(part: Trained, prompt: list[int], answer: list[int],
-                features: torch.Tensor) -> list[dict[str, float]]:
-    """Ask a trained part before each token of an answer, in rounds as decoding has them.
-
-    Deeper guesses are worth less than those at the root. So a round goes on as long as the part
-    gives the answer's tokens a chance of LIKELY or more, and it has guesses for the depth.
-
-    part      the part
-    features  of all tokens of the prompt and the answer
-    returns   for each token of the answer what `predict` returned before it
-    """
-    text = prompt + answer
-    part.start(Pairs(features[:len(prompt) - 1], prompt[1:]))
-    root = len(prompt) - 1  # its place in the text
-    guessed = []
-    for i in range(len(prompt), len(text)):
-        path = as_text(text[root + 1:i])
-        guessed.append(part.predict(path))
-        likely = guessed[-1].get(as_text(text[i:i + 1]), 0.0) >= LIKELY
-        if not likely or len(path) + 1 == part.depth:
-            # Row j of the features led to token j + 1.
-            part.add(Pairs(features[root:i], text[root + 1:i + 1]))
-            root = i
-    return guessed
-
-
-@torch.inference_mode()
-def read_logits(lm: CachedLM, features: torch.Tensor) -> torch.Tensor:
-    """Return the logits [n, V] that a model makes of features [n, d]."""
-    head = lm.model.get_output_embeddings()
-    return logits_of(lm.model)(head(features))[:, :lm.vocab]
-
-
-def load_trust(path: str, model) -> dict:
-    """Read a file that `fit` made for this model.
-
-    path     the file
-    model    the model that the file must be for
-    returns  a dictionary with "trust", as for `NGrams`, "pools", {guess: what `fit_pool` returned},
-             and "parts", {guess: the part's fingerprint}. InputError if the file is damaged, or for
-             another model
-    """
-    def parse(facts: dict) -> dict:
-        numbers = torch.tensor(facts["trust"])
-        pools = torch.tensor([pool for pool in facts["pools"].values() if pool])
-        right_shape = numbers.shape == (len(SOURCES), len(SEEN) + 1, 3)
-        right_shape &= facts["pools"]["none"] == [] and pools.shape[1:] in ((), (4,))
-        if not right_shape or not ((0 <= numbers) & (numbers <= 1)).all() or not (
-                pools.isfinite().all()):
-            raise ValueError("not 3 x 5 x 3 numbers of 0 to 1, and 4 finite numbers a part")
-        if facts["parts"].keys() != facts["pools"].keys() - {"none"}:
-            raise ValueError("not a fingerprint for each part")
-        torch.tensor([*chain(*facts["parts"].values())], dtype=torch.float32)
-        return facts
-    expected = "a file that `python -m survey.hybrid fit` made for this model"
-    return load_facts(path, {"model": model}, expected, parse)
 
 
 # ------------------------------------------------------------------------- the command line

@@ -51,17 +51,21 @@ Departures:
   Why: these are the paper's for fine-tuning on code.
 Left out: the curriculum that raises dropout in the course of pretraining.
 """
-import functools
 import random
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import InputError, Sampler, greedy
+from common import Sampler, greedy
 from speculative import verify_block as verify
-from training.layers import FeatureLM, depth_of, move_counts, open_model, split_layers, view
+from training.layers import (FeatureLM, depth_of, list_layers, move_counts, open_model, pass_on,
+                             split_layers, tap_layers, view)
+from training.files import save_model
+from training.loop import (compute_in_parts, count_tokens, pad_pairs, prepare_training, read_texts,
+                           sample_alike, train_beside, warm_linear)
 from training.low_rank import add_low_rank, merge_changes, prepare_changes, share_weights
-from training.parts import MODELS, fill, load_part, logits_of, save_part
+from training.parts import MODELS, fill, load_part, logits_of, require, save_part
 
 import torch
 import torch.nn.functional as F
@@ -137,12 +141,9 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
 
     In the log "layers" is how many layers ran one after the other.
     """
-    if gamma < 1:
-        raise InputError(f"--gamma must be 1 or more, got {gamma}")
-    if E < 0:
-        raise InputError(f"--E must be 0 or more, got {E}")
-    if E == 0 and not tuning:
-        raise InputError("--E must be 1 or more without --tuning, got 0")
+    require(gamma >= 1, "gamma", "1 or more", gamma)
+    require(E >= 0, "E", "0 or more", E)
+    require(E > 0 or tuning, "E", "1 or more without --tuning", E)
     model, tuned_E = target.once(("layerskip", tuning), lambda: load_tuned(tuning, target.model))
     E = E or tuned_E
     early, late = target.once(
@@ -152,7 +153,7 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
 
 # -------------------------------------------------------------------------------------- the loss
 
-def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> dict[int, torch.Tensor]:
+def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> list[torch.Tensor]:
     """Run a model over texts, where some layers are left out at random (layer dropout, 4.1.1).
 
     Such a layer hands on its input in place of its output. Section 4.1.1 counts layers from 0, and
@@ -161,32 +162,17 @@ def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> dict[int, 
 
     ids      [B, T]
     rng      draws the layers that are left out
-    returns  for each l of 1 … L what l layers handed on, [B, T, d]
+    returns  for each l of 1 … L what l layers handed on, [B, T, d]. What all layers handed on also
+             went through the last norm
     """
-    _, decoder, layers, _ = open_model(model)
     L = depth_of(model)
-    handed_on, hooks = {}, []
-
-    def hand_on(l: int, left_out: bool, layer, inputs: tuple, output):
-        """Replace a layer's output by its input if it is left out, and note what it hands on."""
-        in_tuple = isinstance(output, tuple)
-        x = output[0] if in_tuple else output
-        if left_out:
-            x = inputs[0]
-        handed_on[l] = x
-        if in_tuple:
-            return (x, *output[1:])
-        return x
-
-    for l, layer in enumerate(decoder._modules[layers]):
-        chance = 0.1 * (2 ** (l / max(1, L - 1)) - 1)
-        left_out = rng.random() < chance
-        hooks.append(layer.register_forward_hook(functools.partial(hand_on, l + 1, left_out)))
-    try:
+    handed_on = []
+    with ExitStack() as hooks, tap_layers(model, [*range(1, L + 1)], handed_on):
+        for l, layer in enumerate(list_layers(model)):
+            chance = 0.1 * (2 ** (l / max(1, L - 1)) - 1)
+            if rng.random() < chance:
+                hooks.enter_context(layer.register_forward_hook(pass_on, with_kwargs=True))
         model.get_decoder()(input_ids=ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return handed_on
 
 
@@ -202,7 +188,6 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
     rng        draws the layers that are left out and the exits
     returns    the loss, in nats
     """
-    from training.loop import compute_in_parts, pad_pairs
     _, decoder, _, norm = open_model(model)
     L = depth_of(model)
     head = model.get_output_embeddings()
@@ -216,11 +201,14 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
     weights = [l * (l - 1) / 2 for l in exits]  # 1 + … + (l - 1): the paper's e(l - 1), scale 1
 
     def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of an exit with hidden states x [n, d] and labels y [n]."""
-        return F.cross_entropy(to_logits(head(last_norm(x)).float()), y, reduction="none")
+        """Return the cross-entropy of an LM head that reads x [n, d], with labels y [n]."""
+        return F.cross_entropy(to_logits(head(x).float()), y, reduction="none")
     loss = 0.0
     for l, weight in zip(exits, weights):
-        each = compute_in_parts(losses_of, len(head.weight), handed_on[l][learns], labels)
+        x = handed_on[l - 1][learns]
+        if l < L:
+            x = last_norm(x)
+        each = compute_in_parts(losses_of, len(head.weight), x, labels)
         loss = loss + weight * each.mean()
     return loss / sum(weights)
 
@@ -238,10 +226,7 @@ def collect_states(model, data: list[tuple[list[int], list[int]]],
     returns  for each pair [tokens of the answer, d]: for each token the state of the position
              before it, in bfloat16
     """
-    from training.loop import read_texts
-    if layers < depth_of(model):
-        model = view(model, 0, layers)
-    states = read_texts(model, [prompt + answer[:-1] for prompt, answer in data])
+    states = read_texts(view(model, 0, layers), [prompt + answer[:-1] for prompt, answer in data])
     return [x[len(prompt) - 1:] for (prompt, _), x in zip(data, states)]
 
 
@@ -254,10 +239,7 @@ def measure_exit(model, data: list, layers: int, ranks: int = 1) -> float:
     ranks    how many likeliest tokens count as guesses
     returns  for which share of the tokens a guess is right
     """
-    exit_model = model
-    if layers < depth_of(model):
-        exit_model = view(model, 0, layers)
-    head = exit_model.get_output_embeddings()
+    head = view(model, 0, layers).get_output_embeddings()
     tokens = torch.tensor([token for _, answer in data for token in answer])[:, None]
     states = torch.cat(collect_states(model, data, layers)).to(model.dtype)
     best = [head(x).topk(ranks).indices.cpu() for x in states.split(512)]
@@ -283,16 +265,12 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     lr:    the highest learning rate. It is reached after a twentieth of the steps, and falls to 0.
            5e-4 was found for 10M parameters
     """
-    from training.loop import (Training, collect_examples, count_tokens, digest, require,
-                                 require_training_options, sample_alike, tokens_of_pass,
-                                 warm_linear)
-    require_training_options(lr, rank=rank, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
     require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
-    work = work or Path(f"{out}.work")
     split_layers(FeatureLM(model), E)  # refuses a model that cannot be split
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    work, data, held_out = prepare_training(
+        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
+        rank=rank, steps=steps, batch=batch)
     to_logits = logits_of(model)
-    fingerprint = digest(model.state_dict()), data, held_out, batch
     tuned = share_weights(model.requires_grad_(False))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -306,9 +284,9 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         right = [measure_exit(tuned, held_out, layers) for layers in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
-    Training(changes, fingerprint, name="layerskip", steps=steps, lr=lr, rate=warm_linear,
-             seed=seed, folder=work, models=(tuned,),
-             tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
+    train_beside(changes, model, (batch,), data, held_out, loss_of, evaluate, name="layerskip",
+                 steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work, models=(tuned,),
+                 texts=batch)
     save_part(out, "a LayerSkip tuning", model, changes, E=E, rank=rank)
 
 
@@ -336,7 +314,6 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
     tuning: the file of the low-rank changes, made by `python -m survey.layerskip tune`
     out:    the directory to make
     """
-    from training.files import save_model
     tuned, E = load_tuned(tuning, model)
     save_model(out, merge_changes(tuned), tokenizer)
     print(f"python -m survey.layerskip --target {out} --tuning \"\" --E {E}")

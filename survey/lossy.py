@@ -41,7 +41,8 @@ Left out:
 import sys
 from typing import Callable, Iterator
 
-from common import CachedLM, InputError, Sampler, greedy
+from common import CachedLM, Sampler, greedy
+from training.parts import require
 
 import torch
 
@@ -109,12 +110,9 @@ def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
-    if gamma < 1:
-        raise InputError(f"--gamma must be 1 or more, got {gamma}")
-    if not fallback >= 0:  # nan too
-        raise InputError(f"--fallback must be 0 or more, got {fallback}")
-    if not rollback >= 0:
-        raise InputError(f"--rollback must be 0 or more, got {rollback}")
+    require(gamma >= 1, "gamma", "1 or more", gamma)
+    require(fallback >= 0, "fallback", "0 or more", fallback)
+    require(rollback >= 0, "rollback", "0 or more", rollback)
 
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
         log_p = logits.log_softmax(-1).gather(-1, guesses)
@@ -137,12 +135,9 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
-    if gamma < 1:
-        raise InputError(f"--gamma must be 1 or more, got {gamma}")
-    if beta < 1:
-        raise InputError(f"--beta must be 1 or more, got {beta}")
-    if not tau >= 0:  # nan too
-        raise InputError(f"--tau must be 0 or more, got {tau}")
+    require(gamma >= 1, "gamma", "1 or more", gamma)
+    require(beta >= 1, "beta", "1 or more", beta)
+    require(tau >= 0, "tau", "0 or more", tau)
 
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
         if beta == 1 or tau == 0:

@@ -54,33 +54,32 @@ the masks of its group before it, and itself.
 
 PaSS is lossless. SPACE is lossless for the TUNED model, whose output it equals.
 
-Departures (paper / here / why):
-- PaSS and SPACE train on given data / on the model's own answers / decoding meets these.
-- PaSS's settings of training, of which we know no code / our own / small models need others.
-- SPACE trains at one random place of an answer / both train at many places, as BiTA does / a pass
-  over an answer teaches more.
-- SPACE tunes all weights / it learns changes of low rank / they are a small file beside the model.
-- a step of SPACE has masks or plain text, by chance / it has both / the two losses are summed, and
-  no chance has to be chosen.
-- plain text of SPACE has a cross-entropy loss / the loss is the divergence from the untuned model /
-  the tuned model should write what the untuned one wrote.
-- the loss of SPACE's masks has a gradient through the text / it stops at the text / the keys and
-  values of the text are computed once for many places.
-- SPACE has a fixed k / the clock chooses k / rows are not free on a CPU.
+Departures:
+- Training. Paper: PaSS and SPACE learn from given data, SPACE at one random place of an answer.
+  Here: from the model's own answers, at many places, as BiTA does. Why: decoding meets these, and a
+  pass over an answer teaches more. PaSS's settings are our own, since its code is unknown to us.
+- What SPACE tunes. Paper: all weights. Here: changes of low rank. Why: they are a small file.
+- The loss of SPACE. Paper: a step has masks or plain text, with a cross-entropy, and gradients go
+  through the text. Here: it has both, plain text has the divergence from the untuned model, and
+  gradients stop at the text. Why: the tuned model should write what the untuned one wrote, and keys
+  and values of the text are computed once for many places.
+- k of SPACE. Paper: fixed. Here: the clock chooses it. Why: rows cost time on a CPU.
 """
 import random
 import sys
 from pathlib import Path
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, greedy, walk
+from common import CachedLM, Sampler, greedy, walk
 from survey.clock import WIDTHS, fastest, row_costs
 import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
 from speculative import verify_block as verify
 from training.layers import move_counts
+from training.loop import (compute_in_parts, count_tokens, divergence_in_parts, guess_answers,
+                           prepare_training, read_answers, sample_alike, train_beside, warm_linear)
 from training.low_rank import add_low_rank, prepare_changes, share_weights
-from training.parts import MODELS, fill, load_part, save_part, score_with
+from training.parts import MODELS, fill, load_part, require, save_part, score_with
 
 import torch
 
@@ -104,10 +103,8 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
     """
     trained = trained or target.once(("pass", tokens), lambda: load_tuning(tokens, target.model))
     lookahead = trained.masks.detach().to(target.weight)  # [L, d]
-    if trained.prompts.numel() > 0:
-        raise InputError(f"--tokens must be a file without prompt tokens, got {tokens!r}")
-    if not 0 <= L <= len(lookahead):
-        raise InputError(f"--L must be 1 to {len(lookahead)}, or 0, got {L}")
+    require(trained.prompts.numel() == 0, "tokens", "a file without prompt tokens", repr(tokens))
+    require(0 <= L <= len(lookahead), "L", f"1 to {len(lookahead)}, or 0", L)
     if L > 0:
         lookahead = lookahead[:L]
     embed = target.model.get_input_embeddings()
@@ -144,8 +141,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
 
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
     """
-    if k < 0:
-        raise InputError(f"--k must be 1 or more, or 0, got {k}")
+    require(k >= 0, "k", "1 or more, or 0", k)
     lm, mask, all_right = target.once(("space", tuning), lambda: load_space(tuning, target))
     embed = lm.model.get_input_embeddings()
     lm.start(prompt[:-1])
@@ -229,7 +225,6 @@ def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64)
     anchors  the most places of an answer behind which masks stand
     returns  k numbers: the share of the places at which the first 1, 2, …, k guesses are ALL right
     """
-    from training.loop import compute_in_parts
     rng, score = random.Random(0), score_with(model)
     V = len(model.get_output_embeddings().weight)
     hits, total = 0, 0
@@ -260,14 +255,9 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: the most tokens of an answer that have masks behind them
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
-    from training.loop import (Training, collect_examples, compute_in_parts, count_tokens,
-                                 digest, divergence, guess_answers, read_answers,
-                                 require_training_options, sample_alike, tokens_of_pass,
-                                 warm_linear)
-    require_training_options(lr, k=k, rank=rank, max_new_tokens=max_new_tokens, steps=steps,
-                             batch=batch, anchors=anchors)
-    work = work or Path(f"{out}.work")
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    work, data, held_out = prepare_training(
+        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, k=k,
+        rank=rank, steps=steps, batch=batch, anchors=anchors)
     tuned = share_weights(model.requires_grad_(False))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -278,10 +268,6 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     score, V = score_with(model), len(table)
 
-    def kept_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the divergence of the tuned model, with states y [n, d], from the untuned one."""
-        return divergence("forward-kl", score(x), score(y))
-
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
@@ -290,7 +276,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         with torch.no_grad():
             teacher, _ = read_answers(model, pairs)
         student, _ = read_answers(tuned, pairs)
-        plain = compute_in_parts(kept_loss, V, teacher, student)
+        plain = divergence_in_parts("forward-kl", score, score, V, teacher, student)
         return plain.mean() + sar_loss(masked, labels, score, V)
 
     @torch.inference_mode()
@@ -301,10 +287,9 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         shares = " ".join(f"{x:.3f}" for x in all_right)
         line = f"held-out tokens kept {kept:.3f}, guesses all right {shares}"
         return {"right": all_right, "kept": kept}, line
-    settings = digest(model.state_dict()), data, held_out, k, batch, anchors
-    curve = Training(part, settings, name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed,
-                     folder=work, models=(model, tuned),
-                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
+    curve = train_beside(part, model, (k, batch, anchors), data, held_out, loss_of, evaluate,
+                         name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work,
+                         models=(tuned,), texts=batch)
     save_part(out, "a SPACE tuning", model, part, rank=rank, right=curve[steps]["right"])
 
 

@@ -37,7 +37,8 @@ in training the tokens of the text in their place. An arrow shows what a head re
 
 The target has chosen x_{t+1} already: it is the root. The likeliest guesses of all heads form a
 tree below the root, and one call of the target verifies the tree. Here heads 1 and 2 make two
-guesses each. Below every parent a Medusa head has the same guesses, and a Hydra head has others:
+guesses each. A Medusa head guesses the same tokens under every parent; a Hydra
+head's guesses depend on the parent:
 
     Medusa   root ─┬─ on ─┬─ the          Hydra   root ─┬─ on ─┬─ the
                    │      └─ my                         │      └─ my
@@ -47,41 +48,25 @@ guesses each. Below every parent a Medusa head has the same guesses, and a Hydra
 The output is the target's own, greedily or with one sample of the target at each node. With
 --typical the output may differ from the target's own, except at temperature 0.
 
-Departures (paper / here / why):
-    plan at a temperature: it is made for greedy decoding / the same / planned by the mass that the
-        target gives to each rank at temperature 1, trees of 16 nodes made 1.2% more tokens a call
-        there for Medusa's heads of models/, and 0.1% fewer for Hydra's
-    LM heads: each head trains its own / all share the model's, frozen / they would multiply a file
-        of a few MB. Released heads that have their own keep them
-    W_k of Medusa: without a bias / with the bias b_k / as in the released code
-    number of heads: 5 are found to suffice / 4, or --K / the deepest guesses are accepted most
-        rarely
-    training data: Medusa-1 has ShareGPT / the model's own greedy answers, as in Medusa's
-        self-distillation (Section 2.3.2) / verification asks for those tokens
-    a step of training: all positions of some texts / positions drawn at random, from all texts if
-        their features are kept, and else from 16 / few positions of many texts teach more
-    accuracies that a tree is planned by: counted at all positions / counted where the right token
-        is among the ten likeliest of each earlier head / only there a node of the tree is reached
-    size of the tree: fixed, 64 nodes / as many as pay on this machine, or --nodes / rows that are
-        free on a GPU are expensive on a CPU
-    tree of released heads that nobody has measured: one for each model that the released code knows
-        / the one that it has for all other models / it is of no model in particular
-    acceptance: typical / exact, or typical with --typical / the output is then the target's own
-    first token with --typical: the target's greedy choice after the prompt / judged as any other
-        guess / the prompt's last token is the first root, and the prompt costs no call
-    equally long paths with --typical: not told / the likeliest one / as in the released code
-    Hydra's R_k before training: the released one is random / R_k z = f / an untrained head then
-        says what the frozen LM head says
-    Hydra's labels: tokens, or the model's distribution (Hydra++) / tokens / one loss for both kinds
-    --vocab: FR-Spec counts tokens in a large corpus, and drops the others after training / counts
-        them in prompts and answers, and trains heads with the few tokens / training then sees what
-        decoding will use
+Departures:
+- LM heads. Paper: each head trains its own. Here: all share the model's, which is frozen, and W_k
+  has the bias b_k, as in the released code. Why: LM heads would multiply a file of a few MB.
+  Released heads that have their own keep them.
+- Training. Paper: 5 heads, and whole texts of ShareGPT in a step. Here: 4 heads (`--K`), and random
+  positions of many of the model's own greedy answers. Why: a fifth guess is seldom accepted,
+  verification asks for the model's own tokens, and many texts teach more than whole ones.
+- The tree. Paper: planned by accuracies of all positions, with 64 nodes. Here: planned by positions
+  where the right token is among the ten likeliest of each earlier head, with as many nodes as pay
+  (`--nodes`). Why: only there a node of the tree is reached, and rows cost time on a CPU. The plan
+  is made for greedy decoding, as the paper's. One for temperature 1 changed tokens a call by 1.2%.
+- Acceptance. Paper: typical. Here: exact, or typical with --typical. Why: the output is then the
+  target's own. The first root is the prompt's last token, so that the prompt costs no call.
+- Hydra's R_k and labels. Paper: R_k begins at random, and Hydra++ learns distributions. Here:
+  R_k z = f at first, and labels are tokens. Why: an untrained head then says what the LM head says.
+  Older files have f itself in place of R_k z + c_k.
 
-Left out: the training of Medusa-2, which tunes the model as well. Hydra++ is left out too: its
-heads are four layers deep, and read features from one more decoder layer, which is EAGLE's idea.
-
-Older files load too. Their header names no residual, and f stands in place of R_k z + c_k. Both
-forms are compared in results/survey.md.
+Left out: the training of Medusa-2, which tunes the model as well, and Hydra++, whose heads are four
+layers deep.
 """
 import random
 import sys
@@ -90,13 +75,15 @@ from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import CachedLM, InputError, Sampler, greedy, trie, walk
+from common import CachedLM, Sampler, greedy, trie, walk
 from survey.clock import Node, best_tree, fastest, row_costs
 from training.layers import FeatureLM
+from training.loop import (collect_all, compute_frozen, compute_in_parts, find_frequent, fit_part,
+                           prepare_training, read_texts, sample_rows, warm_cosine)
 from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                          save_trained)
-from training.released import (RANKS, is_released, load_measured, read_head, save_accept,
-                             write_head)
+                            require, save_trained)
+from training.released import (MEDUSA_TREE, RANKS, is_released, load_measured, read_head,
+                               require_all_tokens, save_accept, write_head)
 
 import torch
 import torch.nn.functional as F
@@ -104,12 +91,6 @@ import torch.nn.functional as F
 KINDS = ("medusa", "hydra")
 DECAY = {"medusa": 0.8, "hydra": 1.0}  # the weight of head k in the loss is DECAY ** k
 MOST = 64  # how many nodes the largest tree has that the clock may choose
-# The released code's tree `mc_sim_7b_63`, for heads whose acceptance nobody has measured. A word
-# is a node below the root: its digits are the ranks along its path.
-RELEASED_TREE = """
-    0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40
-    21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90
-    060 0001 16 070""".split()
 
 
 # ------------------------------------------------------------------------- the heads, their loss
@@ -120,8 +101,8 @@ class Heads(Part):
     model      the target, whose LM head all heads share
     kind       medusa or hydra
     K          how many heads there are
-    residual   what SiLU(…) is added to: "feature" (f) or "trained" (R_k z + c_k). An empty text
-               takes what the kind has by default, the feature for Medusa and "trained" for Hydra.
+    residual   what SiLU(…) is added to: "feature" (f) or "trained" (R_k z + c_k). Empty: the
+               feature for Medusa, and "trained" for Hydra
     own        whether each head has an LM head of its own, which the caller fills
 
     lm_heads   the LM head of each head, where released heads have their own. Else there are none
@@ -135,8 +116,7 @@ class Heads(Part):
 
     def __init__(self, model, kind: str, K: int, residual: str = "", own: bool = False):
         super().__init__()
-        if kind not in KINDS:
-            raise InputError(f"--heads must be medusa or hydra, got {kind}")
+        require(kind in KINDS, "heads", "medusa or hydra", kind)
         model.requires_grad_(False)
         self.kind = kind
         self.title = f"{kind} heads"
@@ -248,8 +228,6 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
 
     The other arguments are those of `head_states`.
     """
-    from training.loop import compute_in_parts
-
     def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the losses [n] of a head that read x [n, d]. They are 0 without a label."""
         logits = to_logits(lm_head(x).float())
@@ -335,7 +313,7 @@ def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
     """
     if trained.accept:
         return best_tree(trained.accept, max(nodes, 1))
-    paths = [[int(rank) for rank in word] for word in RELEASED_TREE if len(word) <= trained.K]
+    paths = [[int(rank) for rank in word] for word in MEDUSA_TREE if len(word) <= trained.K]
     ranks, parents, ends = trie(0, paths[:(nodes or MOST) - 1])
     depths = {path[-1]: len(path) - 1 for path in ends} | {0: 0}
     return [Node(0.0, parents[i], depths[i], ranks[i]) for i in range(len(ranks))]
@@ -399,18 +377,6 @@ def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sampl
     return path, [ids[node] for node in path[1:]] + [logits[path[-1]].argmax().item()]
 
 
-def check_options(heads: str, nodes: int, epsilon: float, delta: float) -> None:
-    """Raise an InputError for the first option of `medusa` that is wrong."""
-    if heads not in KINDS:
-        raise InputError(f"--heads must be medusa or hydra, got {heads}")
-    if not 0 <= nodes <= 128:
-        raise InputError(f"--nodes must be 0 to 128, got {nodes}")
-    if not epsilon > 0:
-        raise InputError(f"--epsilon must be above 0, got {epsilon}")
-    if not delta > 0:
-        raise InputError(f"--delta must be above 0, got {delta}")
-
-
 def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
            typical: bool = False, epsilon: float = 0.09, delta: float = 0.3, adapter: str = "",
            accept: str = "", trained: "Heads | None" = None, sample: Sampler = greedy,
@@ -432,11 +398,13 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
              tree is the released code's own, with 64 nodes if --nodes is 0
     Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
     """
-    check_options(heads, nodes, epsilon, delta)
+    require(heads in KINDS, "heads", "medusa or hydra", heads)
+    require(0 <= nodes <= 128, "nodes", "0 to 128", nodes)
+    require(epsilon > 0, "epsilon", "above 0", epsilon)
+    require(delta > 0, "delta", "above 0", delta)
     file = adapter or f"{MODELS}/{heads}.safetensors"
-    if trained is None:
-        trained = load_measured(target, heads, file, accept,
-                                lambda path, model: load_heads(path, heads, model))
+    trained = trained or load_measured(target, heads, file, accept,
+                                       lambda path, model: load_heads(path, heads, model))
     target.start(prompt[:-1])
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root
@@ -487,7 +455,6 @@ def collect_features(model, data: list[tuple[list[int], list[int]]],
     returns   for each pair the features [n, d] of its n positions in bfloat16, and tokens
               [n, K + 1]: x_{t+1} … x_{t+K+1}, with -100 beyond the end of the text
     """
-    from training.loop import read_texts
     texts = [prompt + answer for prompt, answer in data]
     found = []
     for pair, text, f in zip(data, texts, read_texts(model, [text[:-1] for text in texts])):
@@ -536,25 +503,14 @@ def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens
     return (losses / labelled.clamp(min=1)).tolist(), accept.tolist()
 
 
-def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch: int, lr: float,
-        seed: int = 0, work: Path | None = None) -> dict:
-    """Train heads on pairs of a prompt and its answer, and set their `accept`.
+def fit(model, trained: Heads, data: list, held_out: list, *, batch: int, **how) -> dict:
+    """Train heads beside their frozen model, and set their `accept`.
 
-    AdamW's learning rate is a cosine after a warm-up of a twentieth of the steps. The model is
-    frozen.
+    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
+    returns          {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
 
-    model      the model that the heads are for
-    trained    the heads
-    data       pairs to learn from
-    held_out   pairs to measure by
-    steps      how many steps are trained
-    batch      how many positions a step learns from
-    lr         the highest learning rate
-    seed       chooses the positions
-    work       folder of checkpoints, or None to keep none.
-    returns    {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
+    The other arguments are those of `train`, and of `train_beside`.
     """
-    from training.loop import compute_frozen, fit_part, sample_rows, warm_cosine
     to_logits = logits_of(model)
     states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
                                       data, trained.lm_head.weight.shape[1])
@@ -572,7 +528,7 @@ def fit(model, trained: Heads, data: list, held_out: list, *, steps: int, batch:
                 f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")
     form = trained.kind, trained.K, trained.vocab.tolist(), batch, texts
     return fit_part(trained, model, form, data, held_out, loss_of, evaluate, name=trained.kind,
-                    steps=steps, lr=lr, rate=warm_cosine, seed=seed, folder=work, texts=texts)
+                    rate=warm_cosine, texts=texts, **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -591,13 +547,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     the highest learning rate, after a warm-up. 1e-3 suited models of 10M to 135M
             parameters, and is that of Medusa's released command for 7B
     """
-    from training.loop import (collect_examples, find_frequent, require,
-                                 require_training_options)
-    require_training_options(lr, K=K, steps=steps, batch=batch, max_new_tokens=max_new_tokens)
     require(vocab >= 0, "vocab", "0 or more", vocab)
-    work = work or Path(f"{out}.work")
     trained = Heads(model, heads, K)
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
+                                            max_new_tokens=max_new_tokens, K=K, steps=steps,
+                                            batch=batch)
     if vocab:
         trained.keep(find_frequent(data, vocab))
     fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
@@ -607,12 +561,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 # ---------------------------------------------------------------------------------- their file
 
 def save_heads(path: Path, trained: Heads, model) -> None:
-    """Write heads to a file, with the fingerprint of the model that they are for.
-
-    path      the safetensors file to make
-    trained   the heads
-    model     the model that they are for
-    """
+    """Write heads to a file, which says for which model they are."""
     save_trained(path, trained, model, K=trained.K, residual=trained.residual)
 
 
@@ -643,8 +592,7 @@ def load_released(path: str, kind: str, model) -> Heads:
     returns   the heads, which nobody has measured. InputError if they are damaged, unknown, or of
               another model
     """
-    if kind != "medusa":
-        raise InputError(f"--heads must be medusa for released heads, got {kind}")
+    require(kind == "medusa", "heads", "medusa for released heads", kind)
     _, found = read_head(path, "Medusa heads")
     tensors = {name.removeprefix("medusa_head."): x for name, x in found.items()}
     if any(name.startswith("medusa_head.") for name in found):  # the others are the target's
@@ -675,10 +623,8 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     max_new_tokens: the longest answer that is collected
     """
-    from training.loop import collect_examples
     trained = load_heads(adapter, heads, model)
-    data = sum(collect_examples(model, tokenizer, prompts, max_new_tokens,
-                                work or Path(f"{out}.work"), seed=0), [])
+    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
     read = map(torch.cat, zip(*collect_features(model, data, trained.K)))
     save_accept(out, model, trained, accuracy(trained, model, logits_of(model), *read)[1])
 
@@ -690,9 +636,7 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     out:     the directory to make
     """
     trained = load_heads(adapter, "medusa", model)
-    if len(trained.vocab) < len(trained.row_of):
-        raise InputError(f"--adapter must guess all tokens, got {str(adapter)!r}, trained with "
-                         "--vocab")
+    require_all_tokens(adapter, trained, model)
     config = {"medusa_num_heads": trained.K, "medusa_num_layers": 1,
               "base_model_name_or_path": model.config._name_or_path}
     write_head(out, config, name_released(trained), "medusa_lm_head.safetensors")

@@ -10,9 +10,8 @@ A third source has entries of one token: what the target itself said the last ti
 this token (recycling.py). These are its likeliest tokens without their chances. How often a token
 of each rank was right so far stands for how often each followed.
 
-At first a mass of 1 is left to be given to tokens. Each entry takes a share of the mass that is
-left, and this share is its *trust*. It splits what it takes among its followers, in proportion to
-their counts. What it did not take is left to the next entry. After "… sat on the":
+Start with a mass of 1. Each entry, the longest suffix first, takes a fixed share of what is left,
+its *trust*, and divides it among its followers in proportion to their counts. After "… sat on the":
 
     entry       followers             trust    takes              and gives
     "on the"    mat 2, hat 1           .6      .6 of 1  = .6      mat .40, hat .20
@@ -23,8 +22,8 @@ The last .2 is given to no token.
 
 The trust of an entry depends on three things: on its source, on how often its suffix was seen, and
 on how many different tokens followed. Classes of these make 3 x 5 x 3 numbers, which are fitted by
-EM (`fit_trust`). So the model is smoothed like that of Jelinek and Mercer, 1980, with weights by
-counts.
+EM (training/trust.py). So the model is smoothed like that of Jelinek and Mercer, 1980, with weights
+by counts.
 
 The *class* of an entry is a triple (source, often, variety) of indices into these numbers:
 
@@ -34,22 +33,17 @@ The *class* of an entry is a triple (source, often, variety) of indices into the
     variety    0 for one follower, 1 for several that are at most a third of the times seen, 2 for
                more
 """
-import math
 from collections import Counter, defaultdict
-from heapq import nlargest
 from itertools import product
 from typing import Iterable, Iterator
 
 from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 
-import torch
-
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
 SOURCES = TEXT, STORE, TARGET = (0, 1, 2)
 SEEN = (1, 2, 5, 15)  # the upper bounds of the first four values of `often`
 LEAST = 0.01  # where less mass than this is left, no further entry is asked
-FLOOR = 0.001  # the least chance that a trained part or the n-grams give, where both are joined
 
 
 class NGrams:
@@ -162,133 +156,3 @@ def mix_entries(entries: Iterable[tuple], trust: list) -> dict[str, float]:
         if left < LEAST:
             break
     return chances
-
-
-# ------------------------------------------------------------------------------- how far to trust
-
-def split_chance(chain: list, trust: list) -> tuple[list[float], float]:
-    """Split the chance of one token into what each entry gave to it.
-
-    chain     for each entry, in order, its class and its share: the token's count over the counts
-              of all followers
-    trust     as for `NGrams`
-    returns   the part that each entry gave to the token, and the mass that is left in the end
-    """
-    left = 1.0
-    parts = []
-    for (source, often, variety), share in chain:
-        taken = trust[source][often][variety]
-        parts.append(left * taken * share)
-        left *= 1 - taken
-    return parts, left
-
-
-def fit_trust(chains: list, rounds: int = 15) -> list:
-    """Find the trust that makes tokens likeliest, by EM.
-
-    A token has a chain of entries 1, 2, …, n. Entry i has the trust t_i of its class. So it takes
-    t_i r_i, where r_i is the mass that is left, and it gives the share s_i of this to the token:
-
-        r_1 = 1,    r_{i+1} = (1 - t_i) r_i
-        part_i = r_i t_i s_i                       what entry i gives to the token
-        total  = Σ_i part_i + r_{n+1} · 1e-4       the chance of the token. From the mass that is
-                                                   left each token gets a little
-
-    E step. Given the token, these are the chances that it came from entry i, and that the mass it
-    came from got as far as entry i:
-
-        took_i    = part_i / total
-        reached_i = (total - part_1 - … - part_{i-1}) / total
-
-    M step. Sums over all entries of a class c, in all chains, give its new trust:
-
-        t_c = (1/2 + Σ took_i) / (1 + Σ reached_i)
-
-    The 1/2 and the 1 are an imagined token that reached the class and was taken with chance 1/2. A
-    class that never occurred would have 0 / 0 without them.
-
-    chains    for each token a chain, as `split_chance` takes it
-    rounds    steps of EM
-    returns   the trust [source][often][variety], numbers from 0 to 0.99
-    """
-    trust = torch.full((len(SOURCES), len(SEEN) + 1, 3), 0.5)
-    for _ in range(rounds):
-        # Both sums begin with the imagined token.
-        reached = torch.ones_like(trust)
-        took = reached / 2
-        table = trust.tolist()
-        for chain in chains:
-            # The E step asks which entry this token came from. It may have come from none.
-            parts, left = split_chance(chain, table)
-            total = sum(parts) + left * 1e-4
-            remaining = total  # what this entry and all after it gave
-            for (group, _), part in zip(chain, parts):
-                reached[group] += remaining / total
-                took[group] += part / total
-                remaining -= part
-        # The M step. An entry with a trust of 1 would leave nothing to the entries after it.
-        trust = (took / reached).clamp(max=0.99)
-    return trust.tolist()
-
-
-def pool_chances(guessed: dict[str, float], chances: dict[str, float],
-                 exponents: list[float]) -> dict[str, float]:
-    """Join the chances p of a trained part and q of the n-grams.
-
-        score(x) = e^c p(x)^a q(x)^b          chance(x) = score(x) / (1 + Σ score)
-
-    The 1 stands for all tokens that neither names. A token that both name is likelier than either
-    says, as in a product of experts. One that only one of them names has FLOOR in the other.
-
-    guessed     {token: p}
-    chances     {token: q}
-    exponents   c, a and b
-    returns     {token: its chance}, for all tokens that one of them names
-    """
-    c, a, b = exponents
-    scores = {x: math.exp(c) * max(guessed.get(x, 0.0), FLOOR) ** a
-              * max(chances.get(x, 0.0), FLOOR) ** b for x in chances | guessed}
-    total = 1 + sum(scores.values())
-    return {x: score / total for x, score in scores.items()}
-
-
-def fit_pool(tokens: str, guessed: list[dict], chances: list[dict]) -> list[float]:
-    """Find the c, a and b with which `pool_chances` makes tokens likeliest.
-
-    log score is linear in them, so there is one best choice. A little decay keeps it finite.
-
-    tokens    the right tokens
-    guessed   for each of them what a trained part gave before it
-    chances   for each of them what the n-grams gave before it
-    returns   c, a, b and mended: of the cases in which the n-grams' likeliest token is expected to
-              be wrong, the share in which the right token comes to be one of the two likeliest,
-              which are what a tree mostly has of a node's children
-    """
-    features, owner, right = [], [], []  # of each token that is named
-    for i, (token, p, q) in enumerate(zip(tokens, guessed, chances)):
-        for x in p | q:
-            features.append([1.0, *(math.log(max(y.get(x, 0.0), FLOOR)) for y in (p, q))])
-            owner.append(i)
-            right.append(x == token)
-    X = torch.tensor(features, dtype=torch.float64).view(-1, 3)
-    owner, right = torch.tensor(owner, dtype=torch.long), torch.tensor(right, dtype=torch.bool)
-    exponents = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([exponents], max_iter=200, line_search_fn="strong_wolfe")
-
-    def compute_loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        scores = X @ exponents
-        totals = torch.ones(len(tokens), dtype=torch.float64).index_add(0, owner, scores.exp())
-        loss = totals.log().sum() - scores[right].sum()
-        loss = loss / (1 + len(tokens)) + 1e-5 * exponents.square().sum()
-        loss.backward()
-        return loss
-    optimizer.step(compute_loss)
-    found = exponents.tolist()
-    wrong, mended = 1e-6, 0
-    for token, p, q in zip(tokens, guessed, chances):
-        pooled = pool_chances(p, q, found)
-        wrong += 1 - max(q.values(), default=0.0)
-        mended += token in nlargest(2, pooled, pooled.get)
-        mended -= token in nlargest(2, q, q.get)
-    return [*found, min(1.0, max(0.0, mended / wrong))]

@@ -21,14 +21,14 @@ The draft changes between requests only, because its cached keys and values were
 weights that it had when the request began. Whatever it learns, the output is the target's
 (../speculative.py).
 
-Departures (paper or released code / here / why):
-    row of a failure: the released code learns one row later / the row that predicts the corrected
-        token / only this row was wrong
-    type of the draft: float32 in the released code / the copy that learns and serves is float32,
-        whatever --dtype says / half precision would lose the small steps of its weights. The price:
-        on a GPU a draft call reads twice the bytes
-    boosting, what is left out: SpecInfer leaves out whole prompts that the first draft gets right /
-        single tokens that it gets right are left out / a prompt is seldom all right
+Departures:
+- The row of a failure. Paper: the released code learns one row later. Here: the row that predicts
+  the corrected token. Why: only this row was wrong.
+- The type of the draft. Paper: any. Here: the copy that learns and serves is float32, whatever
+  --dtype says. Why: half precision would lose the small steps of its weights. The price: on a GPU a
+  draft call reads twice the bytes.
+- Boosting. Paper: SpecInfer leaves out whole prompts that the first draft gets right. Here: single
+  tokens. Why: a prompt is seldom all right.
 
 Left out: a draft for each topic (Liu et al.), and a third draft by boosting (SpecInfer).
 """
@@ -39,15 +39,14 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size
+from common import CachedLM, Sampler, eos_ids, greedy, until, vocab_size
 from speculative import speculative
-from training.files import check_result, save_model, sign_folder
+from training.files import check_result, cut_answers, save_model, sign_folder
 from training.layers import FeatureLM, context_length, move_counts
-from training.loop import (Training, collect_examples, compute_in_parts, count_tokens, digest,
-                             guess_answers, read_answers, require, require_training_options,
-                             sample_alike, tokens_of_pass, warm_linear)
-from training.loop import divergence as measure_divergence
-from training.parts import MODELS, draft_for, score_with
+from training.loop import (Training, compute_in_parts, count_tokens, digest, divergence_in_parts,
+                           guess_answers, prepare_training, read_answers, require_training_options,
+                           sample_alike, train_beside, warm_linear)
+from training.parts import MODELS, draft_for, require, score_with
 
 import torch
 from tqdm import tqdm
@@ -134,12 +133,6 @@ class Learner:
         self.kept = []
         device, vocab = self.training.device, slice(self.lm.vocab)
 
-        def losses_of(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-            """Return D of failures, where LM heads read states [n, d] of target and draft."""
-            with torch.no_grad():
-                p = self.score_target(teacher).to(device)[:, vocab]
-            return measure_divergence(self.kind, p, self.score_draft(student)[:, vocab])
-
         def loss_of(rng: random.Random) -> torch.Tensor:
             features = torch.stack([x for _, failed in kept for x in failed.values()])
             # The draft has to run again, because decoding keeps no gradients
@@ -149,7 +142,9 @@ class Learner:
                 states = self.lm.model.get_decoder()(input_ids=ids, use_cache=False)[0][0]
                 student.append(states[[*failed]])  # rows of failures, in the order of the features
             V = len(self.lm.model.get_output_embeddings().weight)
-            return compute_in_parts(losses_of, V, features, torch.cat(student)).mean()
+            return divergence_in_parts(
+                self.kind, lambda x: self.score_target(x).to(device)[:, vocab],
+                lambda x: self.score_draft(x)[:, vocab], V, features, torch.cat(student)).mean()
         if kept:
             self.training.update(loss_of)
         else:
@@ -186,30 +181,6 @@ def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 # ---------------------------------------------------------------------------------- a stream
 
-def cut_answers(file, prompts: list[list[int]], requests: int, every: int) -> None:
-    """Cut a file of answers behind the last answer that the draft has learnt from.
-
-    file      a file of JSON lines, opened with "a+b"
-    prompts   all prompts of the stream, in their order
-    requests  how many of the first prompts the draft has learnt from
-    every     how many prompts are served before each step. So an earlier run may have answered as
-              many prompts more, of which the draft has not learnt yet
-    raises    InputError unless the file has the answers to the first prompts, to at least
-              `requests` and at most `requests` + `every` of them, and nothing else
-    """
-    file.seek(0)
-    lines = [line for line in file if line.endswith(b"\n")]  # not one that was cut off half written
-    try:
-        answered = [json.loads(line)["prompt"] for line in lines]
-    except (ValueError, LookupError, TypeError):
-        answered = None
-    ours = answered == prompts[:len(lines)]
-    if not (ours and requests <= len(lines) <= requests + every):
-        raise InputError(f"--out must hold the answers to the first {requests} prompts, of which "
-                         f"the draft has learnt, or be a new file, got {file.name}")
-    file.truncate(sum(map(len, lines[:requests])))
-
-
 def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           draft: str = f"{MODELS}/draft", gamma: int = 6, every: int = 2,
           divergence: str = "forward-kl", lr: float = 3e-4, max_new_tokens: int = 200,
@@ -228,8 +199,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     temperature: 0 makes answers greedy. Above 0 they are sampled
     """
     require_training_options(lr, gamma=gamma, every=every, max_new_tokens=max_new_tokens)
-    if work is None:
-        work = Path(f"{out}.work")
+    work = work or Path(f"{out}.work")
     reads = draft, model.name_or_path
     check_result("work", work / "draft", reads, "online serve", folder=True)
     small = draft_for(model, tokenizer, draft)
@@ -238,7 +208,6 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     most = max(map(len, prompts))
     require(most <= longest, "prompts", f"texts of at most {longest} tokens", most)
     require(gamma <= longest, "gamma", f"at most {longest}", gamma)
-    work = work or Path(f"{out}.work")
     work.mkdir(parents=True, exist_ok=True)
     target = FeatureLM(model, vocab_size(model, tokenizer))
     first = CachedLM(small, vocab_size(small, tokenizer))
@@ -284,19 +253,13 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch: how many answers a step learns from
     lr:    the highest learning rate, after a warm-up. 1e-3 suited a draft of 0.6M parameters
     """
-    require_training_options(lr, max_new_tokens=max_new_tokens, steps=steps, batch=batch)
     first = draft_for(model, tokenizer, draft).float()
-    work = work or Path(f"{out}.work")
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    work, data, held_out = prepare_training(
+        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
+        steps=steps, batch=batch)
     second = copy.deepcopy(first).requires_grad_(True)
     score, score_first, score_second = map(score_with, (model, first, second))
     V = len(first.get_output_embeddings().weight)
-
-    def losses_of(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-        """Return the divergences where LM heads read states [n, d] of target and draft."""
-        with torch.no_grad():
-            p = score(teacher)
-        return measure_divergence("forward-kl", p, score_second(student))
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
@@ -309,7 +272,8 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         student, _ = read_answers(second, pairs)
         if not wrong.any():  # a loss needs one place, since the mean of none is not a number
             wrong[0] = True
-        return compute_in_parts(losses_of, V, teacher[wrong], student[wrong]).mean()
+        return divergence_in_parts("forward-kl", score, score_second, V, teacher[wrong],
+                                   student[wrong]).mean()
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
@@ -320,11 +284,9 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         hits = torch.stack(hits)  # [2, N]
         shares = [*hits.float().mean(1).tolist(), hits.any(0).float().mean().item()]
         return {"right": shares}, "held-out right: {:.3f}, {:.3f}, either {:.3f}".format(*shares)
-    weights = digest(model.state_dict()), digest(first.state_dict())
-    fingerprint = (*weights, data, held_out, batch)
-    Training(dict(second.named_parameters()), fingerprint, name="boost", steps=steps, lr=lr,
-             rate=warm_linear, seed=seed, folder=work, models=(model, first, second),
-             tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
+    train_beside(dict(second.named_parameters()), model, (digest(first.state_dict()), batch), data,
+                 held_out, loss_of, evaluate, name="boost", steps=steps, lr=lr, rate=warm_linear,
+                 seed=seed, work=work, models=(first, second), texts=batch)
     save_model(out, second.to(model.dtype), tokenizer)
 
 

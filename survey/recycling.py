@@ -22,14 +22,13 @@ filled from M:
 There is nothing to train and no text to search. M knows only one token of what was before, so it
 guesses grammar and habits rather than content.
 
-Departures (paper / here / why):
-    a token that was never fed: its row of M is zeros, and so token 0 is guessed / no guesses are
-        made / a wrong guess costs a row
-    the prompt: its logits fill M / what follows each token of the prompt comes first in its row /
-        the LM head would have to read all of the prompt, which takes as long as many tokens
-    the tree: 80 nodes at 6 levels, found by hand / the likeliest tree by how often each successor
-        was right so far, of as many nodes as pay on this machine / on a CPU a call of 80 rows takes
-        much longer than one of a few, and models differ
+Departures:
+- A token that was never fed. Paper: its row of M is zeros, so that token 0 is guessed. Here:
+  nothing is guessed. Why: a wrong guess costs a row.
+- The prompt. Paper: its logits fill M. Here: what follows each of its tokens comes first in the
+  token's row. Why: the LM head would have to read all of the prompt.
+- The tree. Paper: 80 nodes at 6 levels, found by hand. Here: the likeliest tree by how often each
+  successor was right so far, of as many nodes as pay. Why: rows cost time on a CPU, models differ.
 """
 import sys
 from typing import Iterator

@@ -19,10 +19,9 @@ The last tokens of a text often occur elsewhere, and what follows them there is 
     best n = 4 of            │      └─ a
     these prefixes           └─ in
 
-"on the" cannot occur more often than "on". So a prefix ranks before all that extend it. With each
-of the n most frequent prefixes its parent is among them, and they are a tree below the root. The
-suffix s has at most 16 tokens, and 10 tokens are read behind it. Where s gives fewer than n
-prefixes, the next shorter suffix brings the others.
+A prefix is at least as frequent as its extensions. So the n most frequent prefixes contain all
+their parents: they are a tree. The suffix s has at most 16 tokens, and 10 tokens are read behind
+it. Where s gives fewer than n prefixes, the next shorter suffix brings the others.
 
 SuffixDecoding instead makes a tree for each suffix s and for each of datastore and text. A tree has
 at most alpha · |s| guesses, because a longer match says more. These are the nodes with the largest
@@ -38,34 +37,24 @@ Above, with s = "cat sat": D(on) = 2/3 and D(on the) = 2/3 · 1/2 = 1/3.
 The output is lossless. The tree depends on the datastore and on final text alone, and the target is
 sampled once at each node (`walk`).
 
-Departures of REST (paper or released code / here / why):
-- n is the same at all temperatures / by the clock, it is planned for greedy decoding / a plan for
-  temperature 1 made 1.5% more tokens a call there for EAGLE, and was not tried here.
-- only the longest suffix that occurs gives guesses / shorter suffixes fill the tree / rows that
-  are paid for should all have a guess.
-- a suffix has 2 tokens or more / it has 1 or more / the same.
-- the first 5,000 matches in sorted order count / of more than 100 matches an even sample counts /
-  the first matches in that order are those before tokens with low ids.
-- matches run on into the next text / nothing follows the end of an answer / it is another text.
-- the text itself is not searched / it is, unless --no-grow is given / a text repeats itself.
-- a datastore has given texts / it has them with --text, and else the model's own answers / a model
-  repeats its own phrases most often.
-- a datastore has whole texts / it has answers, with two tokens of their prompts / the first tokens
-  of an answer are found by the end of its prompt.
-- a datastore serves all models of a tokenizer / it serves one model / answers and measured gains
-  are of that model.
-- n is 64 / the clock chooses n / rows are not free on a CPU.
-- released sampling draws apart for each path / all paths through a node share one draw / several
-  draws for one node are several chances to pass, so that the output is not exact.
+Departures of REST:
+- Suffixes. Paper: of 2 to 16 tokens in the released code, and only the longest that occurs guesses.
+  Here: of 1 to 16, and shorter ones fill the tree. Why: rows that are paid for should have a guess.
+- Matches. Paper: the first 5,000 in sorted order, which run on into the next text. Here: an even
+  sample of 100, which end with their text. Why: the first ones stand before tokens with low ids.
+- The datastore. Paper: given texts, for all models of a tokenizer, and n = 64. Here: the model's
+  own answers (or texts, with --text), for this model, with the text so far, and the clock chooses
+  n. Why: a model repeats its own phrases most often, and rows cost time on a CPU. n is planned for
+  greedy decoding: a plan for temperature 1 made 1.5% more tokens a call there for EAGLE.
+- Sampling. Paper: the released code draws apart for each path. Here: paths through a node share one
+  draw. Why: several draws for one node are several chances to pass, which is not exact.
 
-Departures of SuffixDecoding (paper or released code / here / why):
-- two suffix trees / two suffix arrays / they find the same counts.
-- finished answers join the datastore / a datastore stays as it was built / each run is repeatable.
-- all occurrences count / of more than 100 an even sample counts, as in REST / a look-up takes
-  little time everywhere.
-- suffixes may be longer / they end at 16 tokens, as in REST / one search serves both.
-- the released code leaves out guesses with D below 0.1 and adds an offset to the limit / neither /
-  the score does not need them.
+Departures of SuffixDecoding:
+- The datastore. Paper: finished answers join it, and all occurrences are counted. Here: it stays as
+  it was built, of more than 100 places an even sample is counted, and suffixes end at 16 tokens.
+  Why: each run is repeatable, and one search serves both methods.
+- The released code leaves out guesses with D below 0.1, and adds an offset to the limit. Here:
+  neither. Why: the score does not need them.
 
 Left out: SuffixDecoding's hybrid, which asks a draft model where the score is low.
 """
@@ -81,7 +70,8 @@ from typing import Iterable, Iterator, NamedTuple
 from common import CachedLM, InputError, Sampler, greedy, trie, walk
 from survey.clock import WIDTHS, fastest, row_costs
 from training.layers import context_length
-from training.parts import MODELS, follow, load_part, save_part
+from training.loop import collect_answers
+from training.parts import MODELS, follow, load_part, require, save_part
 
 import torch
 
@@ -205,8 +195,7 @@ def make_tree(text: str, guesses: Iterable[str]) -> tuple[list[int], list[int]]:
     returns  ids, the token of each node, and parents, the root first
     """
     [root] = as_tokens(text[-1])
-    ids, parents, _ = trie(root, map(as_tokens, guesses))
-    return ids, parents
+    return trie(root, map(as_tokens, guesses))[:2]
 
 
 def retrieve(stores: list[Datastore], text: str, n: int,
@@ -293,16 +282,13 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
 
     `store` is used instead of the file. If it has no `tokens_per_call`, `nodes` must be given.
     """
-    if nodes < 0:
-        raise InputError(f"--nodes must be 0 or more, got {nodes}")
-    if not 1 <= longest <= LONGEST:
-        raise InputError(f"--longest must be 1 to {LONGEST}, got {longest}")
-    if not alpha >= 0:
-        raise InputError(f"--alpha must be 0 or more, got {alpha}")
+    require(nodes >= 0, "nodes", "0 or more", nodes)
+    require(1 <= longest <= LONGEST, "longest", f"1 to {LONGEST}", longest)
+    require(alpha >= 0, "alpha", "0 or more", alpha)
     store = store or target.once(("rest", datastore),
                                  lambda: load_datastore(datastore, target.model))
-    if nodes == 0 and store.tokens_per_call is None:
-        raise InputError("--nodes must be 1 or more for a store without tokens_per_call, got 0")
+    require(nodes > 0 or store.tokens_per_call is not None, "nodes",
+            "1 or more for a store without tokens_per_call", nodes)
     target.start(prompt[:-1])
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
@@ -338,9 +324,8 @@ def load_datastore(path: str | Path, model) -> Datastore:
     header, tensors = load_part(path, "a REST datastore", model)
     try:
         text = "".join(map(chr, tensors["tokens"].tolist()))  # as `as_text` writes it
-        measured = {}
-        for i, rows in enumerate(CALLS):
-            measured[rows] = TokensPerCall(*map(float, header["tokens_per_call"][i]))
+        measured = {rows: TokensPerCall(*map(float, found))
+                    for rows, found in zip(CALLS, header["tokens_per_call"], strict=True)}
     except (LookupError, TypeError, ValueError) as error:
         raise InputError(f"expected a REST datastore, got {str(path)!r}: {error!r}") from error
     # `as_text` adds 1 to a token. So the largest character stands for the last row of embeddings.
@@ -391,9 +376,7 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     text: keep the texts of the file of prompts themselves, and no answers
     max_new_tokens: the most tokens of an answer
     """
-    from training.loop import collect_answers
-    if max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens must be 1 or more, got {max_new_tokens}")
+    require(max_new_tokens >= 1, "max_new_tokens", "1 or more", max_new_tokens)
     longest = context_length(model) - max_new_tokens
     prompts = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if text or len(p) <= longest]
     if text:

@@ -41,21 +41,20 @@ in which they were drawn (Alg. 2):
     no child accepted: draw a token from p, and end
 
 The output has the target's own distribution, so that it is lossless. This needs a shape that is
-fixed before anything is drawn. Were unlikely draws taken out of the tree, the other ones would not
-have the distribution q any more, which the rule divides by. At temperature 0 the children are the
-draft's likeliest tokens, and the output is the target's greedy one. The temperature changes p and
-q. Top-k and top-p change p alone, because q must not lack a token of p: it could not offer it.
+fixed before anything is drawn. Pruning unlikely draws afterwards would change their distribution,
+and q would be the wrong divisor. At temperature 0 the children are the draft's likeliest tokens,
+and the output is the target's greedy one. The temperature changes p and q. Top-k and top-p change p
+alone, because q must not lack a token of p: it could not offer it.
 
-Departures (paper or released code / here / why):
-- all draft levels cost the same / a level costs what its rows cost / rows are not free on a CPU.
-- 64 to 128 nodes on an A100, 768 with offloading / the clock tries 2 to 64 / rows are not free on
-  a CPU.
-- any number of nodes / at most 128 / the clock times no call of more rows.
-- a search over all sizes / the clock tries powers of two and 1 to 16 levels / nearby sizes give
-  nearly the same.
-- rates are measured at the temperature of decoding / those of the nearest of four temperatures
-  count / one file serves all temperatures.
-- the released code draws its noise once for a text / in every round / rounds must be independent.
+Departures:
+- Sizes. Paper: a search over all sizes, 64 to 128 nodes on an A100 and 768 with offloading, where
+  all draft levels cost the same. Here: the clock tries 2 to 64 nodes and 1 to 16 levels, and a
+  level costs what its rows cost. Why: rows cost time on a CPU, and nearby sizes give nearly the
+  same.
+- Rates. Paper: measured at the temperature of decoding. Here: those of the nearest of four
+  temperatures are used. Why: one file serves all temperatures.
+- Noise. Paper: the released code draws it once for a text. Here: in every round. Why: rounds must
+  be independent.
 
 Left out: offloading, where the target's weights lie in main memory.
 """
@@ -69,7 +68,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size, walk
 from survey.clock import WIDTHS, fastest, row_costs
 from training.layers import context_length
-from training.parts import MODELS, draft_for, load_facts, save_facts
+from training.parts import MODELS, draft_for, load_facts, require, save_facts
 
 import torch
 from tqdm import tqdm
@@ -341,8 +340,7 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
         first = len(unseen) - 1  # the root's row in the draft's pending tree
         fed = [node for node in path if node in shape.row]  # all of the path but a leaf
         draft.commit([*range(first), *(first + shape.row[node] for node in fed)])
-        unseen = [ids[node] for node in path[len(fed):]]
-        unseen.append(chunk[-1])
+        unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
         if log is not None:
             ranks = [shape.children[above].index(node) for above, node in zip(path, path[1:])]
             log.append({"drafted": len(ids) - 1, "accepted": len(ranks), "ranks": ranks})
@@ -363,10 +361,8 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
     The "ranks" say which child of its parent each accepted node was, from 0. The same seed draws
     the same tokens only if nodes and depth are given, because the clock chooses anew in each run.
     """
-    if nodes not in (0, *range(2, 129)):
-        raise InputError(f"--nodes must be 2 to 128, or 0, got {nodes}")
-    if not 0 <= depth < 128:
-        raise InputError(f"--depth must be 1 to 127, or 0, got {depth}")
+    require(nodes in (0, *range(2, 129)), "nodes", "2 to 128, or 0", nodes)
+    require(0 <= depth < 128, "depth", "1 to 127, or 0", depth)
     measured = target.once((rates, draft.model),
                            lambda: load_rates(rates, target.model, draft.model))
     nearest = min(measured, key=lambda t: abs(t - sample.temperature))

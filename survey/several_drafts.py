@@ -25,15 +25,13 @@ Both are lossless. For K = 1 both are speculative sampling (../speculative.py). 
 drafts of one model would be the same. So draft k of SpecInfer then begins with the k-th likeliest
 token, and the target's own choices are followed down the tree.
 
-Departures (paper / here / why):
-    order of the draws: SpecInfer's Alg. 2 picks the next one at random / they are tried in the
-        order in which they were drawn / the law is the same, as that order depends on no draw's
-        value
-    shape of the tree: SpecInfer expands it by a fixed number of children a level / K whole drafts
-        are merged / one number is enough, and SpecTr has the same tree
-    tree of several models: SpecInfer merges a tree of each model / the K drafts are shared out
-        among the models in turn / K counts all drafts, with one model or with several
-    ρ: SpecTr has a binary search / a grid that is refined eight times / no step waits for a GPU
+Departures:
+- The order of the draws. Paper: SpecInfer's Alg. 2 picks the next one at random. Here: as they were
+  drawn. Why: the law is the same, since that order depends on no draw's value.
+- The tree. Paper: SpecInfer has a fixed number of children a level, and merges a tree of each
+  model. Here: K whole drafts are merged, shared out among the models in turn. Why: one number is
+  enough, and SpecTr has the same tree.
+- ρ. Paper: a binary search. Here: a grid that is refined eight times. Why: no step waits for a GPU.
 
 Left out:
     batches           one text at a time is what the methods make faster
@@ -42,8 +40,9 @@ Left out:
 import sys
 from typing import Callable, Iterator, NamedTuple, Sequence
 
-from common import CachedLM, InputError, Sampler, greedy, trie, walk
+from common import CachedLM, Sampler, greedy, trie, walk
 from speculative import residual
+from training.parts import require
 
 import torch
 
@@ -226,20 +225,6 @@ def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[DrawnDr
     return accepted, path, target_probs[path[-1]]
 
 
-def check_options(gamma: int, K: int, models: int) -> None:
-    """Raise InputError if an option cannot be used.
-
-    gamma    tokens of a draft, 1 or more
-    K        drafts a round, 1 or more for each model
-    models   how many models draft
-    """
-    if gamma < 1:
-        raise InputError(f"--gamma must be 1 or more, got {gamma}")
-    if K < models:
-        more = f" with {models} drafts" if models > 1 else ""
-        raise InputError(f"--K must be {models} or more{more}, got {K}")
-
-
 def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedLM],
                    prompt: list[int], gamma: int, K: int, sample: Sampler,
                    log: list | None) -> Iterator[list[int]]:
@@ -256,7 +241,8 @@ def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedL
     Yields chunks of 1 to gamma + 1 tokens.
     """
     n = len(models)
-    check_options(gamma, K, n)
+    require(gamma >= 1, "gamma", "1 or more", gamma)
+    require(K >= n, "K", f"{n} or more" + (f" with {n} drafts" if n > 1 else ""), K)
     for lm in (target, *models):
         lm.start(prompt[:-1])
     turns = [i % n for i in range(K)]  # draft i is drawn by model number turns[i]

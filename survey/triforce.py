@@ -57,6 +57,7 @@ from common import CachedLM, InputError, KVCache, Sampler, greedy, grouped_atten
 from speculative import verify_block as verify
 from survey.cascade import Level, review
 from training.layers import move_counts
+from training.parts import require
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -171,9 +172,8 @@ def record_queries(model) -> Iterator[dict[int, torch.Tensor]]:
     model    its attention must be `grouped_attention`, which `load` chooses where a model allows it
     yields   {layer: [heads, d]}, the queries of the last row of the latest call
     """
-    if model.config._attn_implementation != "grouped":
-        raise InputError("--target must be a model with attention that can be replaced, got "
-                         f"{type(model).__name__}")
+    require(model.config._attn_implementation == "grouped", "target",
+            "a model with attention that can be replaced", type(model).__name__)
     queries = {}
 
     def record(module, query, key, value, attention_mask, **options):
@@ -266,8 +266,7 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
     for name, value, least in (("gamma", gamma, 1), ("inner", inner, 0), ("chunk", chunk, 1),
                                ("budget", budget, chunk), ("sinks", sinks, 1),
                                ("window", window, 1)):
-        if value < least:
-            raise InputError(f"--{name} must be {least} or more, got {value}")
+        require(value >= least, name, f"{least} or more", value)
     if type(target.cache) is not KVCache:
         raise InputError("--graphs must be off for triforce, which copies a part of a cache")
     # Alg. 1, before its loop: fill C_p with the context, build C_r out of it, and fill C_q

@@ -20,6 +20,7 @@ from survey import eagle as module
 from survey.eagle import (DEPTH, RANKS, EagleLayer, Pairs, compute_features, count_levels, eagle,
                           eagle_loss, feed, fit, load_draft, measure_acceptance,
                           plan_eagle, save_draft, train)
+from training import acceptance
 from training import loop as training
 from training.layers import FeatureLM
 
@@ -178,7 +179,7 @@ def test_a_prompt_comes_in_parts():
     lm = FeatureLM(draft.lm)
     logits = feed(draft, lm, [pairs.part(slice(130)), pairs.part(slice(130, None))])
     with torch.inference_mode():
-        [expected] = draft.lm(inputs_embeds=draft.join(pairs)[None], use_cache=False).logits
+        [expected] = draft.lm(inputs_embeds=draft.join(*pairs)[None], use_cache=False).logits
     assert lm.length == n and lm.parents == []
     torch.testing.assert_close(logits, expected[-1:], atol=1e-4, rtol=1e-4)
 
@@ -323,7 +324,7 @@ def test_noise_on_input_features_alone(monkeypatch):
     draft, [text], read, learnt = EagleLayer(llama()), compute_features(llama(), DATA[:1]), [], []
     join, loss = EagleLayer.join, torch.nn.functional.smooth_l1_loss
     monkeypatch.setattr(EagleLayer, "join",
-                        lambda self, x: read.append(x.features) or join(self, x))
+                        lambda self, f, tokens: read.append(f) or join(self, f, tokens))
     monkeypatch.setattr(torch.nn.functional, "smooth_l1_loss", lambda guessed, features:
                         learnt.append(features) or loss(guessed, features))
     eagle_loss(draft, same_logits, [text], torch.Generator())
@@ -378,7 +379,7 @@ def test_held_out_answers_are_measured_and_never_learnt_from(monkeypatch):
     learnt, measured, loss = [], [], eagle_loss
     monkeypatch.setattr(module, "eagle_loss", lambda *given: learnt.extend(given[2])
                         or loss(*given))
-    monkeypatch.setattr(module, "measure_acceptance", lambda draft, texts: measured.append(
+    monkeypatch.setattr(acceptance, "measure_acceptance", lambda draft, texts: measured.append(
         [ids.tolist() for ids, *_ in texts]) or ACCEPT)
     draft = EagleLayer(llama())
     fit(llama(), draft, DATA, HELD_OUT, **FIT | dict(steps=9))

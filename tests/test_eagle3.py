@@ -108,7 +108,7 @@ def test_the_draft_reads_the_final_text(monkeypatch, nodes):
     text = TEXT + [token for _ in range(12) for token in next(chunks)]
     lm, fresh = target.once((draft, "cached"), None), FeatureLM(draft.lm)
     fresh.start([])
-    fresh.forward(draft.join(Pairs(tapped(draft, text)[:-1], text[1:])))
+    fresh.forward(draft.join(*Pairs(tapped(draft, text)[:-1], text[1:])))
     assert len(TEXT) <= lm.length <= len(text) and sum(x["accepted"] for x in log) > 0
     for mine, theirs in zip(lm.cache.layers[0], fresh.cache.layers[0]):
         assert torch.allclose(mine[:, :, :lm.length], theirs[:, :, :lm.length], atol=1e-3)
@@ -172,10 +172,10 @@ def test_the_layer_computes_the_released_formula(form):
     a, logits = written_out(w, e, g, form)
     lm = FeatureLM(draft.lm)
     lm.start([])
-    found = lm.forward(draft.join(Pairs(features[:n], TEXT[1:])))
+    found = lm.forward(draft.join(*Pairs(features[:n], TEXT[1:])))
     assert torch.allclose(found, logits, atol=1e-4) and found.shape == (n, 21)
     assert torch.allclose(lm.features, a, atol=1e-4)
-    drafted = lm.forward(draft.join(Pairs(lm.features[-1:], [7])))
+    drafted = lm.forward(draft.join(*Pairs(lm.features[-1:], [7])))
     _, expected = written_out(w, torch.cat([e, table[[7]]]), torch.cat([g, a[-1:]]), form)
     assert torch.allclose(drafted, expected[-1:], atol=1e-4)
 
@@ -186,10 +186,10 @@ def test_a_tree_of_guesses_equals_its_paths():
 
     def guess(pairs: list, parents: list) -> torch.Tensor:
         lm.start([])
-        lm.forward(draft.join(Pairs(features[:4], TEXT[1:5])))
+        lm.forward(draft.join(*Pairs(features[:4], TEXT[1:5])))
         lm.commit(range(4))
         ids, rows = zip(*pairs)
-        return lm.forward(draft.join(Pairs(features[list(rows), :32], [*ids])), parents)
+        return lm.forward(draft.join(*Pairs(features[list(rows), :32], [*ids])), parents)
     tree = guess([(7, 5), (8, 6), (9, 7), (2, 8)], [-1, 0, 0, 2])
     assert torch.allclose(tree[1], guess([(7, 5), (8, 6)], [-1, 0])[-1], atol=1e-4)
     assert torch.allclose(tree[3], guess([(7, 5), (9, 7), (2, 8)], [-1, 0, 1])[-1], atol=1e-4)
@@ -209,14 +209,14 @@ def test_training_gives_the_layer_what_decoding_gives_it(mtp, taps, decay):
     lm = FeatureLM(draft.lm)
     for j in range(len(TEXT) - 2):
         lm.start([])
-        logits = lm.forward(draft.join(Pairs(features[0, :j + 1], TEXT[1:j + 2])))
+        logits = lm.forward(draft.join(*Pairs(features[0, :j + 1], TEXT[1:j + 2])))
         for n in range(3):
             if 4 <= j + 2 + n < len(TEXT):
                 target = MODEL(ids[:, :j + 2 + n]).logits[0, -1].softmax(-1)
                 losses[n].append(-(target * logits[-1].log_softmax(-1)).sum())
             if n < 2 and j + 2 + n < len(TEXT):
                 step = Pairs(lm.features[-1:], [TEXT[j + 2 + n]])
-                logits = lm.forward(draft.join(step))
+                logits = lm.forward(draft.join(*step))
     expected = sum(decay ** n * torch.stack(some).mean() for n, some in losses.items())
     found = unroll_loss(draft, ids, features, learns, probs, 3)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -250,7 +250,7 @@ def test_tokens_that_the_draft_cannot_guess_are_not_learned():
 def test_one_tapped_layer_is_read_as_it_is(form):
     draft = make_draft([7], form=form)
     features = tapped(draft, TEXT)
-    assert torch.equal(draft.join(Pairs(features, TEXT))[:, 32:], features)
+    assert torch.equal(draft.join(*Pairs(features, TEXT))[:, 32:], features)
     assert "fc.weight" not in draft.parts()
 
 
@@ -336,7 +336,7 @@ def test_an_exported_head_is_loaded_bit_for_bit(tmp_path, form, vocab, how):
     for one in (draft, again):
         lm = FeatureLM(one.lm)
         lm.start([])
-        guesses.append(one.vocab[lm.forward(one.join(pairs)).topk(3).indices])
+        guesses.append(one.vocab[lm.forward(one.join(*pairs)).topk(3).indices])
     assert torch.equal(*guesses) and again.form == form
     assert tokens_of(eagle3(FeatureLM(MODEL), TEXT, nodes=9, trained=again), 20) == \
         tokens_of(autoregressive(FeatureLM(MODEL), TEXT), 20)

@@ -365,7 +365,7 @@ def test_train_makes_the_heads_that_were_asked_for(tmp_path, monkeypatch):
     model, out, seen = tiny("llama"), tmp_path / "o", []
     data, held_out = [([9, 9], [7, 7, 7])], [([2, 2], [2] * 9)]
     options = dict(steps=7, batch=3, lr=0.5, seed=9)
-    monkeypatch.setattr(training, "collect_examples", lambda *_, seed: (data, held_out))
+    monkeypatch.setattr(training, "collect_examples", lambda *_, **__: (data, held_out))
     monkeypatch.setattr(module, "fit", lambda model, heads, *given, **named: seen.append(
         (given, named)))
     train(model, None, [[3], [4]], out=out, heads="hydra", K=2, vocab=2, work=tmp_path, **options)

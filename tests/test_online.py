@@ -70,7 +70,7 @@ def test_a_step_is_towards_what_the_target_thought_there(monkeypatch):
     learner = learner_of(model, small, "reverse-kl")
     tokens_of(learner.serve(PROMPT, 4, Sampler(0), []), 30)
     [(text, places)] = learner.kept
-    monkeypatch.setattr(module, "measure_divergence",
+    monkeypatch.setattr(training, "divergence",
                         lambda *x: given.append(x) or divergence(*x))
     learner.learn()
     [(kind, *logits)] = given
@@ -238,7 +238,7 @@ def test_a_second_draft_learns_all_that_the_first_gets_wrong_and_no_more(model, 
     scored, learnt, divergence = [], [], training.divergence
     monkeypatch.setattr(module, "read_answers", lambda *given: scored.append(
         training.read_answers(*given)) or scored[-1])
-    monkeypatch.setattr(module, "measure_divergence", lambda kind, p, q: learnt.append(
+    monkeypatch.setattr(training, "divergence", lambda kind, p, q: learnt.append(
         (p, q.detach().clone())) or divergence(kind, p, q))
     prompts, first = [[x, y, 7] for x in range(4, 24) for y in (3, 9)], near(model, 0.1)
     boost(model, Tokenizer(), prompts, out=tmp_path / "b", max_new_tokens=8, steps=30, batch=8)

@@ -21,7 +21,7 @@ from survey.eagle import Pairs
 from survey.layerskip import load_tuned
 from training.low_rank import add_low_rank
 from training.parts import save_part
-from training.released import load_accept, make_config, read_layer_config
+from training.released import MEDUSA_TREE, load_accept, make_config, read_layer_config
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
 LEVELS = [[(7, -1)], [(8, 0), (9, 0)], [(10, 2)]]  # a tree of drafted rows: tokens, rows above
@@ -180,7 +180,7 @@ def check_layer(draft, model, features: torch.Tensor, g: torch.Tensor, step) -> 
     e = table[TEXT[1:]]
     a, expected = step(e, g)
     lm.start([])
-    found = lm.forward(draft.join(Pairs(features, TEXT[1:])))
+    found = lm.forward(draft.join(*Pairs(features, TEXT[1:])))
     close(found, expected)
     close(lm.features, a)
     lm.commit(range(len(e)))
@@ -188,7 +188,7 @@ def check_layer(draft, model, features: torch.Tensor, g: torch.Tensor, step) -> 
     for level in LEVELS:
         tokens, above = zip(*level)
         read = torch.stack([feature_of[row] for row in above])
-        found, first = lm.forward(draft.join(Pairs(read, [*tokens])), above), len(paths)
+        found, first = lm.forward(draft.join(*Pairs(read, [*tokens])), above), len(paths)
         for i, (token, row) in enumerate(level):
             old_e, old_g, old_a = paths[row]
             chain = torch.cat([old_e, table[[token]]]), torch.cat([old_g, old_a[-1:]])
@@ -314,9 +314,9 @@ def test_the_tree_of_a_layer_that_nobody_has_measured():
         """Guess the ten likeliest children of a node by a draft that is fed its whole path."""
         lm = TimedLM(draft.lm)
         lm.start([])
-        lm.forward(draft.join(pairs))
+        lm.forward(draft.join(*pairs))
         for token in path:
-            lm.forward(draft.join(Pairs(lm.features[-1:], [token])))
+            lm.forward(draft.join(*Pairs(lm.features[-1:], [token])))
         logits = draft.lm.get_output_embeddings()(lm.features[-1])
         values, tokens = logits.softmax(-1).topk(10)
         return [(chance * p, path + [x]) for p, x in zip(values.tolist(), tokens.tolist())]
@@ -341,11 +341,11 @@ def test_the_tree_of_heads_that_nobody_has_measured(embedded):
             found.append(found[node.parent] + str(node.rank))
             assert len(found[-1]) == node.depth
         return found[1:]
-    assert words(medusa.plan_medusa_tree(heads, 0)) == medusa.RELEASED_TREE
-    assert len({*medusa.RELEASED_TREE}) == 63
+    assert words(medusa.plan_medusa_tree(heads, 0)) == MEDUSA_TREE
+    assert len({*MEDUSA_TREE}) == 63
     assert words(medusa.plan_medusa_tree(heads, 5)) == ["0", "00", "1", "01"]
     heads.K = 2
-    expected = [x for x in medusa.RELEASED_TREE if len(x) < 3]
+    expected = [x for x in MEDUSA_TREE if len(x) < 3]
     assert words(medusa.plan_medusa_tree(heads, 0)) == expected
 
 
@@ -410,7 +410,7 @@ def guess_with(draft) -> torch.Tensor:
     target, lm = TimedLM(MODEL), TimedLM(draft.lm)
     target.start(HALF[:-1])
     lm.start([])
-    return lm.forward(draft.join(Pairs(target.features, HALF[1:])))
+    return lm.forward(draft.join(*Pairs(target.features, HALF[1:])))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -363,7 +363,7 @@ def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
     for shown, argv in [(methods, []), *(([f], [f.__name__]) for f in commands)]:
         assert main(methods, None, [*argv, "--help"], commands=commands) == 0
         out = [line.strip() for line in capsys.readouterr().out.splitlines()]
-        for doc in [sys.modules[name].__doc__, *(f.__doc__ for f in shown)]:
+        for doc in [sys.modules[shown[0].__module__].__doc__, *(f.__doc__ for f in shown)]:
             lines = [line.strip() for line in doc.strip().splitlines()]
             assert any(out[i:i + len(lines)] == lines for i in range(len(out))), doc
         for function in shown:

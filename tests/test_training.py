@@ -512,10 +512,10 @@ def train_eagle3(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), ml
 
 def train_dflash(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), vocab=None,
                  anchors=3, loss="ce", layers=1, B=3, markov=4, causal=False, mlp=0,
-                 begin="last", **options):
+                 **options):
     model = make_llama(noise)
     draft = dflash.BlockDraft(model, [*taps], layers=layers, B=B, markov=markov, causal=causal,
-                              mlp=mlp, vocab=vocab, begin=begin)
+                              mlp=mlp, vocab=vocab)
     dflash.fit(model, draft, data, held_out, loss=loss, anchors=anchors, work=work, **FIT | options)
 
 
@@ -585,7 +585,7 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
                                              own_head=False)),
     "dflash": (train_dflash, SPLIT + changes(taps=([0, 2],), vocab=([*range(60)],), anchors=4,
                                              loss="tv", layers=2, B=4, markov=(0, 5), causal=True,
-                                             mlp=24, begin="random")),
+                                             mlp=24)),
     "early exit": (train_exit, SPLIT + changes(E=2)),
     "layerskip": (train_by(layerskip.tune, E=1, rank=2), ANSWERS + changes(rank=3)),
     "space": (train_by(masks.tune, k=2, rank=2), ANSWERS + changes(k=3, rank=3, anchors=1)),
@@ -909,8 +909,7 @@ def test_guesses_are_made_eight_pairs_at_a_time(monkeypatch):
 def test_no_training_scores_all_held_out_answers_at_once(train, few, monkeypatch, tmp_path):
     """Logits of a hundred answers do not fit in memory where a vocabulary is large."""
     sizes, pad, pairs = [], training.pad_pairs, [([n], [5, 6, 7]) for n in range(30)]
-    for module in training, online:
-        monkeypatch.setattr(module, "collect_examples", lambda *_, **__: (pairs, pairs))
+    monkeypatch.setattr(training, "collect_examples", lambda *_, **__: (pairs, pairs))
     monkeypatch.setattr(training, "pad_pairs", lambda pairs: sizes.append(len(pairs)) or pad(pairs))
     monkeypatch.setattr(online, "draft_for", lambda *_: tiny("llama", seed=1))
     train(tiny("llama"), WORDLESS, [], out=tmp_path / "out", work=tmp_path, steps=1, batch=4, **few)

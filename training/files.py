@@ -8,6 +8,7 @@
     check_file     refuses what stands for a file and is none
     shorten        puts an error or a message on one short line; `explain` does so with a reader's
     read_json      reads a JSON file
+    cut_answers    takes away the answers that a stream has to give again
 """
 import json
 import os
@@ -201,3 +202,27 @@ def explain(error: Exception) -> str:
 def read_json(path: str | Path):
     """Return what a JSON file holds. Windows may have put a byte order mark before its text."""
     return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+# ------------------------------------------------------------------- answers of a stream
+
+def cut_answers(file, prompts: list[list[int]], requests: int, every: int) -> None:
+    """Cut a file of answers behind the last answer that the draft has learnt from.
+
+    file      a file of JSON lines, opened with "a+b"
+    prompts   all prompts of the stream, in their order
+    requests  how many of the first prompts the draft has learnt from
+    every     how many prompts are served before each step. So an earlier run may have answered as
+              many prompts more, of which the draft has not learnt yet
+    raises    InputError unless the file has the answers to the first prompts, to at least
+              `requests` and at most `requests` + `every` of them, and nothing else
+    """
+    file.seek(0)
+    lines = [line for line in file if line.endswith(b"\n")]  # not one that was cut off half written
+    try:
+        answered = [json.loads(line)["prompt"] for line in lines]
+    except (ValueError, LookupError, TypeError):
+        answered = None
+    ours = answered == prompts[:len(lines)]
+    if not (ours and requests <= len(lines) <= requests + every):
+        raise InputError(f"--out must hold the answers to the first {requests} prompts, of which "
+                         f"the draft has learnt, or be a new file, got {file.name}")
+    file.truncate(sum(map(len, lines[:requests])))

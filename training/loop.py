@@ -47,6 +47,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from common import InputError, eos_ids
 from training.files import shorten, write_whole
 from training.layers import context_length
+from training.parts import require
 
 PAUSE = 120  # the fewest seconds between two checkpoints
 SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
@@ -94,18 +95,6 @@ def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autoc
     mixed = any(model.dtype != torch.float32 for model in models)
     return torch.autocast(device.type, dtype=torch.bfloat16,
                           enabled=mixed or multiplies_bfloat16(device))
-
-
-def require(fits: bool, option: str, expected: str, got) -> None:
-    """Raise an InputError that names one option, unless its value fits.
-
-    fits      whether the value fits
-    option    the option, as its keyword argument is written
-    expected  what the value must be, in words
-    got       the value
-    """
-    if not fits:
-        raise InputError(f"--{option.replace('_', '-')} must be {expected}, got {got}")
 
 
 def require_training_options(lr: float, **numbers: int) -> None:
@@ -341,6 +330,37 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     return data[few:], data[:few]
 
 
+def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work: Path | None, *,
+                     lr: float, max_new_tokens: int, seed: int, most: int = 100,
+                     **numbers: int) -> tuple[Path, list[Pair], list[Pair]]:
+    """Check the options that every training has, and collect what it learns from.
+
+    out      the file that the training makes
+    work     the folder of answers and checkpoints. None: OUT.work
+    numbers  by the option's name, numbers that must not be below 1
+
+    The other arguments are those of `collect_examples`.
+
+    returns  the folder, pairs to train on, and held-out pairs
+    """
+    require_training_options(lr, max_new_tokens=max_new_tokens, **numbers)
+    work = work or Path(f"{out}.work")
+    return work, *collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
+                                   most=most)
+
+
+def collect_all(model, tokenizer, prompts: list[list[int]], out: Path, work: Path | None,
+                limit: int) -> list[Pair]:
+    """Collect pairs to measure something by: all that `collect_examples` collects.
+
+    out    the file that is made of them
+    work   the folder of the answers. None: OUT.work
+    limit  the most tokens of an answer
+    """
+    work = work or Path(f"{out}.work")
+    return sum(collect_examples(model, tokenizer, prompts, limit, work, seed=0), [])
+
+
 def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
                   longest: int) -> list[Pair]:
     """Let the model answer each prompt once, and leave out prompts of more than `longest` tokens.
@@ -491,6 +511,39 @@ def compute_in_parts(compute: Callable, vocab: int, *rows: torch.Tensor) -> torc
         return compute(*rows)
     parts = zip(*(x.split(size) for x in rows))
     return torch.cat([compute_again(compute, *part) for part in parts])
+
+
+def cross_entropy_in_parts(score: Callable, vocab: int, read: torch.Tensor,
+                           target_read: torch.Tensor) -> torch.Tensor:
+    """Compute the cross-entropy of a draft's distributions q with a target's distributions p.
+
+    score        turns what an LM head reads into logits
+    vocab        the number of logits of a row
+    read         [N, d], what the LM head reads of the draft
+    target_read  [N, d], what it reads of the target
+    returns      [N], in nats
+    """
+    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            p = score(y).softmax(-1)
+        return F.cross_entropy(score(x), p, reduction="none")
+    return compute_in_parts(losses_of, vocab, read, target_read)
+
+
+def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable, vocab: int,
+                        target_read: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+    """Compute the `divergence` D(target, draft) of N rows, each from what its LM head reads.
+
+    score_target, score_draft  turn what LM heads read into logits
+    vocab                      the number of logits of a row
+    target_read, read          [N, d], what the LM heads of target and draft read
+    returns                    [N], in nats
+    """
+    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            p = score_target(x)
+        return divergence(kind, p, score_draft(y))
+    return compute_in_parts(losses_of, vocab, target_read, read)
 
 
 def compute_again(compute: Callable, *args, **options):
@@ -804,25 +857,36 @@ class Training:
         return total
 
 
-def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], loss_of: Callable,
-             evaluate: Callable, *, steps: int, texts: float, models: tuple = (), **how) -> dict:
-    """Train a part beside a frozen model, and give it the acceptance after the last step.
+def train_beside(parameters: dict, model, form: tuple, data: list[Pair], held_out: list[Pair],
+                 loss_of: Callable, evaluate: Callable, *, texts: float, models: tuple = (),
+                 work: Path | None = None, **how) -> dict:
+    """Train parameters beside a frozen model.
 
-    part       the part, which has `trainable()`
-    model      the frozen model
-    form       all else that the loss depends on: the part's form, and settings of the training
-    data       pairs to learn from
-    held_out   pairs to measure by
-    loss_of    as for `Training.train`
-    evaluate   as for `Training.train`. Its figures have "accept"
-    steps      how many steps are trained
-    texts      how many texts a pass reads, at most
-    models     other models that run
-    how        other arguments of `Training`
-    returns    the curve, as `Training.train` returns it
+    parameters  what is trained, tensors by name
+    model       the frozen model
+    form        all else that the loss depends on: the part's form, and settings of the training
+    data        pairs to learn from
+    held_out    pairs to measure by
+    loss_of     as for `Training.train`
+    evaluate    as for `Training.train`
+    texts       how many texts a pass reads, at most
+    models      other models that run
+    work        the folder of checkpoints. None: there are none
+    how         other arguments of `Training`
+    returns     the curve, as `Training.train` returns it
     """
     settings = digest(model.state_dict()), form, data, held_out
-    curve = Training(part.trainable(), settings, steps=steps, models=(model, *models),
-                     tokens=tokens_of_pass(data, texts), **how).train(loss_of, evaluate)
+    return Training(parameters, settings, folder=work, models=(model, *models),
+                    tokens=tokens_of_pass(data, texts), **how).train(loss_of, evaluate)
+
+
+def fit_part(part, model, *args, steps: int, **how) -> dict:
+    """Train a part by `train_beside`, and give it the acceptance after the last step.
+
+    part   the part, which has `trainable()`
+    args   other arguments of `train_beside`. The figures of `evaluate` have "accept"
+    steps  how many steps are trained
+    """
+    curve = train_beside(part.trainable(), model, *args, steps=steps, **how)
     part.accept = curve[steps]["accept"]
     return curve

@@ -9,6 +9,7 @@
     score_with                a function from what a model's LM head reads to its logits
     follow                    the path of a tree along a known text
     head_for                  a smaller LM head, for a part of the vocabulary
+    require                   what an option must be
 
 A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
 that it was made for. So a file of another model is refused.
@@ -27,6 +28,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
+
+
+def require(fits: bool, option: str, expected: str, got) -> None:
+    """Raise an InputError that names one option, unless its value fits.
+
+    fits      whether the value fits
+    option    the option, as its keyword argument is written
+    expected  what the value must be, in words
+    got       the value
+    """
+    if not fits:
+        raise InputError(f"--{option.replace('_', '-')} must be {expected}, got {got}")
 
 
 # ------------------------------------------------------------------- which model a file is for

@@ -42,6 +42,12 @@ KINDS = {
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "head_dim", "rms_norm_eps")  # what a configuration says of a layer, but for its positions
 RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
+# The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance nobody has measured.
+# A word is a node below the root: its digits are the ranks along its path.
+MEDUSA_TREE = """
+    0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40
+    21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90
+    060 0001 16 070""".split()
 ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
 
 
@@ -250,6 +256,59 @@ def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
     return torch.nn.Embedding.from_pretrained(table, freeze=True)
 
 
+# --------------------------------------------------------------------- of EAGLE-3's heads alone
+
+def check_taps(path: str, config: dict, taps: list[int]) -> None:
+    """Raise an InputError for a head that reads other layers, if its configuration says so.
+
+    path     the head's, for the message
+    config   its configuration
+    taps     numbers of the layers that it must read, in ascending order
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    inner = config.get("eagle_config")
+    listed = config.get(name) or (inner.get(name) if isinstance(inner, dict) else None)
+    # Engines count differently: to some, layer i is what enters it, to others what layer i gives.
+    allowed = [{*map(str, taps)}, {str(i - 1) for i in taps}]
+    given = {*map(str, listed)} if isinstance(listed, list) else listed
+    if listed and given not in allowed:
+        raise InputError(f"--adapter must be a head that reads layers {taps}, got {path!r} with "
+                         f"{name} {listed}")
+
+
+def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Tensor:
+    """Read which tokens the rows of a head's LM head stand for.
+
+    A head for a part of the vocabulary may say so twice. Row i stands for token i + d2t[i], and
+    t2d[x] says whether any row stands for token x. One of the two may be missing, or full of zeros
+    since nobody has filled it. Without d2t the rows stand for the tokens of t2d in ascending order.
+
+    path     the head's, for messages
+    tensors  the head's, from which d2t and t2d are taken
+    V        how many tokens the target has
+    returns  the tokens [D]. InputError if d2t and t2d do not say which D tokens they are
+    """
+    head = tensors.get("lm_head.weight")
+    if head is None or head.ndim != 2:
+        raise InputError(f"--adapter must have an LM head of its own, got {path!r} without")
+    D = len(head)
+    offsets = tensors.pop("d2t", torch.zeros(D, dtype=torch.int64))
+    if offsets.shape != (D,) or offsets.is_floating_point():
+        raise InputError(f"--adapter must be a head whose d2t has {D} whole numbers, got {path!r} "
+                         f"with {tuple(offsets.shape)} of {offsets.dtype}")
+    listed = tensors.pop("t2d", torch.zeros(V)).flatten().nonzero()[:, 0]
+    vocab = torch.arange(D) + offsets
+    if D < V and not offsets.any():
+        vocab = listed
+    same = len(listed) == 0 or D == V or torch.equal(vocab.sort().values, listed)
+    if not same or len(vocab.unique()) != D:
+        raise InputError(f"--adapter must be a head whose d2t and t2d name the same {D} tokens, "
+                         f"got {path!r} with {len(vocab.unique())} and {len(listed)} tokens")
+    if not 0 <= vocab.min() <= vocab.max() < V:
+        raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
+    return vocab
+
+
 # ------------------------------------------------------------------------------------- writing
 
 def describe_layer(config: PreTrainedConfig, model) -> dict:
@@ -289,6 +348,13 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
         told = json.dumps(config, indent=2) + "\n"
         (folder / "config.json").write_text(told, encoding="utf-8")
     write_whole(out, write)
+
+
+def require_all_tokens(adapter: Path, part: torch.nn.Module, model) -> None:
+    """Raise an InputError for a part of --adapter that guesses fewer tokens than its model has."""
+    if len(part.vocab) < len(model.get_output_embeddings().weight):
+        raise InputError(f"--adapter must guess all tokens, got {str(adapter)!r}, trained with "
+                         "--vocab")
 
 
 # ------------------------------------------------------------------------- measured acceptance

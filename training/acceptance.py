@@ -1,0 +1,84 @@
+"""What drafts read of texts, and how often EAGLE's and EAGLE-3's guesses are right there.
+
+Trees are planned by how often guesses are right.
+"""
+from typing import Iterator
+
+import torch
+
+from training.layers import FeatureLM, tap_target
+from training.loop import low_precision
+from training.released import RANKS
+
+Text = tuple[torch.Tensor, torch.Tensor, int]  # ids [T], features [T, f], length of the prompt
+
+
+@torch.inference_mode()
+def tap_texts(model, taps: list[int], data: list[tuple[list[int], list[int]]]) -> Iterator[Text]:
+    """Run a model over pairs of a prompt and its answer, and yield what is tapped of each."""
+    lm = FeatureLM(model)
+    with tap_target(lm, taps):
+        for prompt, answer in data:
+            lm.start(prompt + answer)
+            yield torch.tensor(prompt + answer), lm.features, len(prompt)
+
+
+@torch.inference_mode()
+def measure_acceptance(draft, held_out: list[Text]) -> list[list[float]]:
+    """Measure how often guesses are right on the path that a static tree reaches most often.
+
+    draft     the draft, of EAGLE or of EAGLE-3
+    held_out  texts with their features
+    returns   accept[n][r]: how often guess r is right after n guessed features, where the likeliest
+              guess was right at each of them. Elsewhere the tree of a call ends earlier
+
+    The tokens of an answer are guessed again, step by step. All steps of a text are one pending
+    tree of the draft, here of a text t_0 … t_5:
+
+        guesses      t_2  t_3  t_4  t_5
+        step 0 rows   0 ── 1 ── 2 ── 3    row i reads the text's f_i
+                        ╲    ╲    ╲
+        step 1 rows       1'   2'   3'    row i' reads what row i-1 guessed
+                             ╲    ╲
+        step 2 rows            2"   3"    row i" reads what row (i-1)' guessed
+
+    A line leads from a row down to the row that hangs below it. Every row reads the text's own
+    token t_{i+1}. So row 3" sees the rows 0, 1, 2' and itself, which read two features of the text
+    and then two guessed ones.
+    """
+    ranks = min(RANKS, len(draft.vocab))
+    hits, total = torch.zeros(draft.levels, ranks), torch.zeros(draft.levels, 1)
+    for ids, features, length in held_out:
+        first = max(0, length - 2)  # the first row that guesses a token of the answer
+        lm = FeatureLM(draft.lm)
+        lm.start([])
+        features, tokens = features[:-2].to(draft.lm.device), ids[1:-1]
+        above = None  # the rows of step 0 are a chain
+        reached = torch.ones(len(ids), 1, dtype=torch.bool, device=draft.vocab.device)
+        for n in range(min(draft.levels, len(ids) - 2 - first)):
+            logits = lm.forward(draft.join(features, tokens), above)
+            labels = ids[first + n + 2:].to(logits.device)
+            rows = len(labels)
+            best = draft.vocab[logits[-rows:].topk(ranks).indices]  # [rows, ranks]
+            reached = reached[:rows]
+            right = (best == labels[:, None]) & reached
+            hits[n] += right.sum(0).cpu()
+            total[n] += reached.sum().cpu()
+            reached = right[:, :1]
+            # The next step's rows hang below all rows of this step but its last. That one has no
+            # successor: the text ends.
+            above = range(len(lm.parents) - rows, len(lm.parents) - 1)
+            features, tokens = lm.features[-rows:-1], ids[first + n + 2:-1]
+    return (hits / total.clamp(min=1)).tolist()
+
+
+def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
+    """Measure the acceptance of a draft that is being trained, as `Training` asks for it.
+
+    draft     the draft, of EAGLE or of EAGLE-3
+    held_out  texts with what the draft reads of them
+    returns   {"accept": the table}, and a line to print
+    """
+    with low_precision(draft.lm.device, draft.lm):
+        accept = measure_acceptance(draft, held_out)
+    return {"accept": accept}, f"held-out acceptance {[round(ranks[0], 3) for ranks in accept]}"
