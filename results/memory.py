@@ -48,7 +48,7 @@ from cli.text import Parser  # noqa: E402
 from common import InputError, check  # noqa: E402
 from models import train  # noqa: E402
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online  # noqa: E402
-from training import files, loop as training  # noqa: E402
+from training import files, loop as training, parts  # noqa: E402
 
 aten = torch.ops.aten
 COMPARISONS = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
@@ -205,8 +205,9 @@ def replace_parts(data: tuple[list, list]) -> list:
     given = {"collect_examples": lambda *_, **__: data, "digest": lambda *_: ""}
     # Acceptance is measured text by text. Without numbers a text would have a round a token.
     measured = {"measure_acceptance": lambda *_: [[0.5]]}
-    return [(training, given | {"write_whole": skip, "KEPT": 0}), (files, {"write_whole": skip}),
-            (online, given | {"draft_for": make_draft}),
+    return [(training, given | {"write_whole": skip, "KEPT": 0}),
+            (files, {"write_whole": skip}), (parts, {"write_whole": skip}),
+            (online, {"digest": given["digest"], "draft_for": make_draft}),
             (train, given | {"measure_agreement": lambda *_: (0.0, 0.0)}),
             (eagle, measured), (eagle3, measured),
             (cllm, {"read_examples": lambda *_: (16, examples[2:], examples[:2])}),

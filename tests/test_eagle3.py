@@ -2,7 +2,6 @@
 enters three layers of the target."""
 import copy
 import json
-import xml.etree.ElementTree as xml
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -17,7 +17,7 @@ import train
 from bench import Ours
 from cli.graphs import GraphedLM, StaticCache, capture
 from cli.run import TimedLM
-from common import InputError, Sampler, autoregressive
+from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
@@ -103,10 +103,10 @@ def decode(name: str, run_as=TimedLM):
 
 PLANTED = {
     "tokens stay on the CPU": (
-        TimedLM, "forward", ".to(self.weight.device)", "",
+        CachedLM, "forward", ".to(self.weight.device)", "",
         decode("speculative")),
     "positions and mask stay on the CPU": (
-        TimedLM, "layout", ".to(self.weight.device)", "", decode("jacobi")),
+        CachedLM, "layout", ".to(self.weight.device)", "", decode("jacobi")),
     "the mask of a training stays on the CPU": (
         bita, "attention_mask", ".to(like)", ".to(like.dtype)",
         lambda folder: run("bita train", folder)),
@@ -123,7 +123,7 @@ PLANTED = {
     "a head's tokens stay on the CPU": (
         medusa, "fill_hydra_tree", ", device=f.device", "", decode("hydra")),
     "a layer's tokens stay on the CPU": (
-        eagle.EagleLayer, "join", ", device=pairs.features.device", "", decode("eagle")),
+        eagle.EagleLayer, "join", ", device=features.device", "", decode("eagle")),
     "an item in a capture": (
         StaticCache, "update", "if written is None:", "if int(written[0]) < 0:",
         decode("jacobi", GraphedLM)),
@@ -172,8 +172,8 @@ TRAININGS = {  # a command, and its options besides those of all
     "eagle train, last layer": (eagle.train, dict(begin="last", vocab=9)),
     "eagle3 train": (eagle3.train, dict(taps="0,1", passes=2, vocab=9)),
     "dflash train": (dflash.train, dict(taps="0,1", B=3, markov=4, anchors=3)),
-    "dflash train, few tokens": (dflash.train, dict(begin="random", layers=1, vocab=9, loss="tv",
-                                                    causal=True, markov=0, anchors=3)),
+    "dflash train, few tokens": (dflash.train, dict(layers=1, vocab=9, loss="tv", causal=True,
+                                                    markov=0, anchors=3)),
     "early_exit train": (early_exit.train, dict(E=1, width=8)),
     "layerskip tune": (layerskip.tune, dict(E=1, rank=2)),
     "masks train": (masks.train, dict(L=2, anchors=4)),

@@ -294,7 +294,7 @@ GAIN = [[1, 1]] * 7
     ({}, GAIN, "'tokens'"), ({"tokens": torch.tensor([4.0, 0.0])}, GAIN, "float"),
     ({"tokens": torch.tensor([[4, 0]])}, GAIN, "list"),
     ({"tokens": torch.tensor([-4, 0])}, GAIN, "range"),
-    ({"tokens": torch.tensor([4, 0])}, GAIN[:6], "IndexError"),
+    ({"tokens": torch.tensor([4, 0])}, GAIN[:6], "shorter"),
     ({"tokens": torch.tensor([4, 0])}, [[1]] * 7, "with_text"),
     ({"tokens": torch.tensor([4, 0])}, [[1, None]] * 7, "NoneType"),
     ({"tokens": torch.tensor([4, 0])}, None, "NoneType"),

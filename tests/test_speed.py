@@ -13,13 +13,11 @@ import torch
 import bita
 from cli.graphs import GraphedLM
 from common import CachedLM, Sampler, greedy
-from fake_cuda import FakeCuda
 from fake_models import counting
 from families import tiny
 from helpers import prefill
 from ouroboros import PhrasePool, ouroboros
-from speculative import verify_block
-from survey.several_drafts import k_seq, multi_step
+
 from test_common import buffers_of
 
 
@@ -123,16 +121,3 @@ def test_nothing_is_kept_of_the_context(monkeypatch):
     # Keys and values of 2 heads of 8, in buffers that have doubled; a mask for 2 x 2 groups of 3
     per_layer = 2 * 2 * 2 * 8 + 2 * 6
     assert 0 < kept[1] - kept[0] <= 100 * 2 * per_layer * 4
-
-
-def test_acceptance_waits_for_the_device_as_seldom_as_it_can():
-    """Plain speculation waits once, for the number of accepted guesses and the token; a rule of
-    several drafts never does."""
-    with FakeCuda() as gpu:
-        p, q = (torch.rand(9, 9, device="cuda").softmax(-1) for _ in "pq")
-        verify_block(p[:6], q[:5], [1, 2, 3, 4, 5], Sampler(seed=1))
-        assert gpu.counts["waits"] == 1
-        for rule in multi_step, k_seq:
-            gpu.counts.clear()
-            rule(p[0], q[:1].expand(8, -1), [*range(8)])
-            assert gpu.counts["waits"] == 0

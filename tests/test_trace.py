@@ -9,7 +9,7 @@ import torch
 
 from cli.run import Run, TimedLM
 from cli.trace import PAGE, Trace, make_page
-from common import autoregressive, encode, greedy
+from common import CachedLM, autoregressive, encode, greedy
 from families import tiny
 from helpers import ROOT, interrupting, main, tokens_of
 from picture import draw_picture
@@ -18,7 +18,7 @@ from test_structure import FILES, functions_of
 
 TEXT = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
 METHODS = [method for name in FILES for method in functions_of(name)[0]]
-FORWARD = TimedLM.forward
+FORWARD = CachedLM.forward
 # Trees of a given size need no calls that are timed. EAGLE's clock is asked, as by default.
 OWN = {method.__name__: {"nodes": "8"} for method in METHODS
        if "nodes" in signature(method).parameters and method.__name__ != "eagle"}
@@ -66,7 +66,7 @@ def test_every_method_writes_a_page(method, tmp_path, capsys):
     steps = [(call["ids"], call["best"]) for step in ar["rounds"] for call in step["calls"]]
     assert all(len(ids) == 1 for ids, _ in steps)
     assert [best[0] for _, best in steps] == checked(ar)  # greedy: the likeliest is the choice
-    assert TimedLM.forward is FORWARD  # nothing is recorded any more
+    assert CachedLM.forward is FORWARD  # nothing is recorded any more
 
 
 @pytest.mark.parametrize("method", ["speculative", "specinfer", "eagle", "pass_sampling",
@@ -212,11 +212,11 @@ def test_the_readmes_picture_is_one():
 def test_an_interrupted_run_has_a_page(tmp_path, monkeypatch):
     """And the models are themselves again."""
     [method] = [x for x in METHODS if x.__name__ == "speculative"]
-    monkeypatch.setattr(TimedLM, "commit", interrupting(TimedLM.commit, 12))
+    monkeypatch.setattr(CachedLM, "commit", interrupting(CachedLM.commit, 12))
     argv = ["--prompt", TEXT, "--trace", str(tmp_path / "x.html")]
     assert main([method], lambda run: "", argv) == 130
     [run] = data_of(tmp_path / "x.html")["runs"]
-    assert len(checked(run)) >= 2 and TimedLM.forward is FORWARD
+    assert len(checked(run)) >= 2 and CachedLM.forward is FORWARD
     page = (tmp_path / "x.html").read_text()
     assert main([method], lambda run: "", [*argv, "--gamma", "0"]) == 2  # nothing is decoded
     assert (tmp_path / "x.html").read_text() == page

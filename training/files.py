@@ -33,7 +33,7 @@ BEGINS = {
     "eagle train": f'{PART}an EAGLE layer"', "eagle3 train": f'{PART}an EAGLE-3 layer"',
     "dflash train": f'{PART}a DFlash draft"', "early_exit train": f'{PART}an early exit"',
     "layerskip tune": f'{PART}a LayerSkip tuning"', "rest build": f'{PART}a REST datastore"',
-    "hybrid fit": '{"model": [^"]*"trust": ', "draft_verify search": '{"model": [^"]*"attention": ',
+    "trust fit": '{"model": [^"]*"trust": ', "draft_verify search": '{"model": [^"]*"attention": ',
     "sequoia calibrate": r'{"target": \[', "cllm collect": '{"model": "[^"]*", "n": ',
     "online serve": '{"prompt": [^"]*"answer": [^"]*"drafted": ',
     **dict.fromkeys(("medusa measure", "eagle measure", "eagle3 measure"),

@@ -109,11 +109,13 @@ def read_taps(text: str, model) -> list[int]:
 
 
 def tap_widths(model, taps: list[int]) -> list[int]:
-    """Return the width of what each tap reads.
+    """Return the width of what each tap reads. InputError if the model lacks a layer.
 
     The LM head's input may be of another width than the layers' (in OPT-350m, for one).
     """
     L, inside = depth_of(model), model.config.get_text_config().hidden_size
+    if not 0 <= min(taps) <= max(taps) <= L:
+        raise InputError(f"expected numbers of layers from 0 to {L}, got {taps}")
     last = model.get_output_embeddings().weight.shape[1]
     return [inside if i < L else last for i in taps]
 
