@@ -33,8 +33,9 @@ def read_rows(path: str | Path) -> list[dict]:
     raises   ArgumentTypeError, a line that argparse prints, where no prompts are to be had
     """
     is_json = Path(path).suffix.lower() == ".jsonl"
-    return parse_lines(path, lambda line: parse_line(line, is_json), prompt_of,
+    rows = parse_lines(path, lambda line: parse_line(line, is_json), prompt_of,
                        "a file of prompts, one a line or JSON lines, in UTF-8")
+    return [*rows.values()]
 
 
 def read_pairs(path: str | Path) -> list[dict]:
@@ -47,24 +48,25 @@ def read_pairs(path: str | Path) -> list[dict]:
     raises   ArgumentTypeError, a line that argparse prints, for a line that is none of these
     """
     rows = parse_lines(path, parse_pair, str, 'lines of {"prompt", "answer"} or {"messages"}')
-    numbers = [number for number, _ in read_lines(path)]
-    return [row | {"where": f"{str(path)!r}, line {number}"} for number, row in zip(numbers, rows)]
+    return [row | {"where": f"{str(path)!r}, line {number}"} for number, row in rows.items()]
 
 
-def parse_lines(path: str | Path, parse: Callable, text_of: Callable, expected: str) -> list[dict]:
+def parse_lines(path: str | Path, parse: Callable, text_of: Callable,
+                expected: str) -> dict[int, dict]:
     """Read all lines of a file.
 
     parse     turns a line into a dictionary, or raises a ValueError
     text_of   gives the text of a dictionary. One line at least must have some
     expected  what the message of an ArgumentTypeError says was expected
+    returns   the dictionaries by the numbers of their lines, from 1
     """
-    rows, where = [], ""
+    rows, where = {}, ""
     try:
         for number, line in read_lines(path):
             where = f", line {number}"
-            rows.append(parse(line))
+            rows[number] = parse(line)
         where = ""
-        if not "".join(map(text_of, rows)):
+        if not "".join(map(text_of, rows.values())):
             raise ValueError("nothing in it")
     except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"expected {expected}, got {str(path)!r}{where}: "

@@ -46,7 +46,9 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
                          f"{path!r}: {shorten(error)}") from error
     try:
         model, tokenizer = load(path, device, dtype, **change_settings(path))
-        return check_passes(model), tokenizer
+        if window_of(model) is not None:  # else `load` has checked all that there is
+            check_passes(model)
+        return model, tokenizer
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
         if found:
@@ -76,6 +78,11 @@ def change_settings(path: str) -> dict:
     return {"config": config}
 
 
+def window_of(model) -> int | None:
+    """Return the window of a model's configuration, which not all families heed."""
+    return getattr(model.config.get_text_config(), "sliding_window", None)
+
+
 def check_passes(model, run_as: type[CachedLM] = CachedLM):
     """Check a model once more, with windows that are narrower than the tree of the check.
 
@@ -86,16 +93,16 @@ def check_passes(model, run_as: type[CachedLM] = CachedLM):
     run_as   the kind of CachedLM that is checked
     returns  the same model. InputError if it fails
     """
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
+    config, window = model.config.get_text_config(), window_of(model)
     try:
         if window is not None:
             config.sliding_window = 2
             try:
-                check(model, run_as)
+                return check(model, run_as)
             except InputError:
                 window = None
-            config.sliding_window = window
+            finally:
+                config.sliding_window = window
         return check(model, run_as)
     except InputError:
         raise

@@ -64,7 +64,8 @@ from training.layers import (FeatureLM, depth_of, list_layers, move_counts, open
 from training.files import save_model
 from training.loop import (compute_in_parts, count_tokens, pad_pairs, prepare_training, read_texts,
                            sample_alike, train_beside, warm_linear)
-from training.low_rank import add_low_rank, merge_changes, prepare_changes, share_weights
+from training.low_rank import (add_low_rank, choose_weights, merge_changes, prepare_changes,
+                               share_weights)
 from training.parts import MODELS, fill, load_part, logits_of, require, save_part
 
 import torch
@@ -271,10 +272,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
         rank=rank, steps=steps, batch=batch)
     to_logits = logits_of(model)
-    tuned = share_weights(model.requires_grad_(False))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        changes = add_low_rank(tuned, rank)
+    tuned = share_weights(model)
+    changes = choose_weights(tuned, rank, seed)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)

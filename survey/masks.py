@@ -78,7 +78,7 @@ from speculative import verify_block as verify
 from training.layers import move_counts
 from training.loop import (compute_in_parts, count_tokens, divergence_in_parts, guess_answers,
                            prepare_training, read_answers, sample_alike, train_beside, warm_linear)
-from training.low_rank import add_low_rank, prepare_changes, share_weights
+from training.low_rank import add_low_rank, choose_weights, prepare_changes, share_weights
 from training.parts import MODELS, fill, load_part, require, save_part, score_with
 
 import torch
@@ -258,10 +258,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     work, data, held_out = prepare_training(
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, k=k,
         rank=rank, steps=steps, batch=batch, anchors=anchors)
-    tuned = share_weights(model.requires_grad_(False))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        part = add_low_rank(tuned, rank)
+    tuned = share_weights(model)
+    part = choose_weights(tuned, rank, seed)
     table = model.get_input_embeddings().weight
     # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
     part["mask"] = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))

@@ -123,7 +123,6 @@ class Heads(Part):
         self.K = K
         self.residual = residual or {"medusa": "feature", "hydra": "trained"}[kind]
         self.accept = []
-        self.levels = K
         self.lm_head = model.get_output_embeddings()
         V, d = self.lm_head.weight.shape
         e = model.get_input_embeddings().weight.shape[1]

@@ -41,7 +41,7 @@ from typing import Iterator
 
 from common import CachedLM, Sampler, eos_ids, greedy, until, vocab_size
 from speculative import speculative
-from training.files import check_result, cut_answers, save_model, sign_folder
+from training.files import check_result, cut_stream, save_model, sign_folder
 from training.layers import FeatureLM, context_length, move_counts
 from training.loop import (Training, compute_in_parts, count_tokens, digest, divergence_in_parts,
                            guess_answers, prepare_training, read_answers, require_training_options,
@@ -217,7 +217,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     # A checkpoint is written after each step, so an earlier run learnt from so many requests
     served = learner.training.done * every
     with open(out, "a+b") as file:
-        cut_answers(file, prompts, served, every)
+        cut_stream(file, prompts, served, every)
         for i in tqdm(range(served, len(prompts)), desc="requests"):
             log = []
             # The coins of a request depend on its number alone, also in a run that was stopped

@@ -113,6 +113,9 @@ def test_imports_run_one_way(name):
     found = {room_of(x.module) for x in inner if path_of(x.module).exists()}
     clock = {"survey"} if name == "bita" else set()  # of its best tree
     assert found <= ROOMS[room_of(name)] | clock
+    if room_of(name) in ("common", "root", "survey", "training"):
+        own = {"common", "speculative", "bita", "survey", "training"}
+        assert imported(body) <= {*sys.stdlib_module_names} | PACKAGES | own
     if room_of(name) == "root":
         assert needs(name) == set()
     if name in FILES:

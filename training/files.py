@@ -8,7 +8,7 @@
     check_file     refuses what stands for a file and is none
     shorten        puts an error or a message on one short line; `explain` does so with a reader's
     read_json      reads a JSON file
-    cut_answers    takes away the answers that a stream has to give again
+    cut_stream     takes away the answers that a stream has to give again
 """
 import json
 import os
@@ -204,7 +204,7 @@ def read_json(path: str | Path):
     return json.loads(Path(path).read_text(encoding="utf-8-sig"))
 # ------------------------------------------------------------------- answers of a stream
 
-def cut_answers(file, prompts: list[list[int]], requests: int, every: int) -> None:
+def cut_stream(file, prompts: list[list[int]], requests: int, every: int) -> None:
     """Cut a file of answers behind the last answer that the draft has learnt from.
 
     file      a file of JSON lines, opened with "a+b"
