@@ -16,6 +16,7 @@
 # Another Python than python3: make demo PYTHON=python3.12
 PYTHON ?= python3
 RUN := .venv/bin/python
+PIP := $(RUN) -m pip install --no-compile --quiet --disable-pip-version-check
 
 .PHONY: demo test mutants bench who gpu gpu-dry models picture cost clean
 
@@ -49,18 +50,20 @@ gpu-dry: .venv/ready
 models: .venv/ready
 	$(RUN) models/train.py
 
-# Makes .github/decode.svg.
 picture: .venv/ready
 	$(RUN) results/picture.py
 
 # README's screenshots: .github/costs.png is this page at --window-size=1600,690, and trace.png at
-# 1200,610 is a page of speculative.py --compare --trace (chromium --headless --screenshot=FILE.png)
+# 1200,610 is a page of ouroboros.py --trace (chromium --headless --screenshot=FILE.png)
 cost: .venv/ready
 	$(RUN) results/cost_page.py
 
+# Without a GPU the small build of PyTorch comes first. On Linux pip's own index has a large one.
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -r requirements.txt
+	command -v nvidia-smi > /dev/null || $(PIP) --no-deps --retries 1 $$(grep ^torch= \
+		requirements.txt) --extra-index-url https://download.pytorch.org/whl/cpu
+	$(PIP) -r requirements.txt
 	touch $@
 
 clean:

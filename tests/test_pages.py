@@ -200,7 +200,7 @@ def test_the_table_of_survey_is_true():
 
 
 def test_readmes_figures_are_those_of_its_run():
-    """README has the tokens per call and the speed-up of the six root files."""
+    """README has the lines, the tokens per call and the speed-up of the six root files."""
     run = (ROOT / "results/all_methods.md").read_text()
     measured = {row[0]: (row[1], row[6]) for row in (
         [cell.strip() for cell in line.strip("|").split(" | ")] for line in run.splitlines()
@@ -211,7 +211,9 @@ def test_readmes_figures_are_those_of_its_run():
     readme = (ROOT / "README.md").read_text()
     for file, method in methods.items():
         [row] = [line for line in readme.splitlines() if line.startswith(f"| `{file}` |")]
-        assert tuple(cell.strip(" |") for cell in row.split(" | ")[-2:]) == measured[method], file
+        cells = [cell.strip(" |") for cell in row.split(" | ")]
+        assert (cells[-2], cells[-1]) == measured[method], file
+        assert int(cells[1]) == len((ROOT / file).read_text().splitlines()), file
 
 
 # ------------------------------------------------------------------ the checks see what they must
