@@ -85,8 +85,8 @@ def trie(root: int, sequences: Iterable[list[int]]) -> tuple[list[int], list[int
 
     root        the token of node 0
     sequences   lists of tokens
-    returns     ids, the token of each node; parents, the parent of each node (-1 for the root); and
-                paths, for each sequence its nodes with node 0 first
+    returns     ids, the token of each node. parents, the parent of each node, -1 for the root.
+                paths, the nodes of each sequence with node 0 first
     """
     ids, parents, paths = [root], [-1], []
     node_of = {}  # (parent, token): node
@@ -127,8 +127,9 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
 
 
 def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
-    """Put a tree below tokens that come before its root and are not cached, as in a draft model
-    that has fallen behind the text.
+    """Put a tree below tokens that come before its root and are not cached.
+
+    A draft model needs that if its cache is shorter than the text.
 
     Here "the" and "cat" are such a chain, and "sat" is the root of a tree of three nodes:
 
@@ -209,8 +210,8 @@ class CachedLM:
     length           how many tokens of context are cached
     parents          the parents of the pending nodes: earlier pending nodes, or -1 for the context
     prefix           how many rows lie before the context, for nodes with `sees_prefix` (in BiTA)
-    calls, rows      how many calls there were, and how many rows they had together. What `start`
-                     runs does not count
+    calls, rows      how many calls there were, and how many rows they had together. Those of
+                     `start` do not count
     seconds          how long Python spent in the calls; a GPU may still be at work after them
     memo             results of `once`, by name
     """
@@ -463,7 +464,7 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
     """
     target.start(prompt[:-1])
     root = prompt[-1:]
-    while True:  # each round has a tree of the root alone
+    while True:  # the tree of each round has only a root
         root = sample(target.forward(root))
         target.commit([0])
         yield root
