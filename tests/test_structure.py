@@ -20,7 +20,7 @@ from cli.options import is_training, read_options
 from common import CachedLM, autoregressive, encode, eos_ids
 from helpers import ROOT, fork, forget_project, main, tokens_of
 from cli.files import read_prompts
-from mutants import commands_of, list_mutants
+from mutants import commands_of, list_generated, list_written, make_slips, read, walk
 from training.loop import Settings
 from training.low_rank import add_low_rank
 from training.parts import save_part
@@ -381,24 +381,28 @@ def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
 # ------------------------------------------------------------------------------------- mutants
 
 def test_every_mutant_can_be_made():
-    """A mutant of tests/mutants.py replaces a text that its file has once, so that the entries
-    follow the code; none is run here."""
-    mutants = list_mutants()
-    assert len(mutants) == len({(x.file, x.old, x.new) for x in mutants}) >= 150
-    for mutant in mutants:
-        source = (ROOT / mutant.file).read_text()
-        assert source.count(mutant.old) == 1, mutant
-        assert mutant.new != mutant.old and mutant.mistake, mutant
-        ast.parse(source.replace(mutant.old, mutant.new))
+    """The text that a mutant replaces stands once in its file; none is run here."""
+    mutants = list_written()
+    assert len({x.source for x in mutants}) == len(mutants) >= 150
+    assert all(x.source != read(x.file) and x.mistake for x in mutants)
 
 
-def test_every_file_with_a_loop_has_mutants_and_tests():
-    files = {name for name in PRODUCT if name.endswith(".py")}
-    own = {name for name in files if not name.startswith("results/")}
-    loops = {name for name in own if any(isinstance(x, (ast.For, ast.While)) for x in
-                                           ast.walk(ast.parse((ROOT / name).read_text())))}
-    named = {mutant.file for mutant in list_mutants()}
-    assert loops <= named <= files
-    for name in named:
-        arguments = commands_of(name)
-        assert arguments and all((ROOT / tests).exists() for tests, *_ in arguments), name
+def test_every_method_has_mutants_and_every_file_with_mutants_has_tests():
+    files = {x.file for x in list_written()}
+    assert {f"{name.replace('.', '/')}.py" for name in FILES} <= files
+    assert all(commands_of(file) for file in files)
+
+
+def test_slips_are_made_at_places_that_the_seed_chooses():
+    """Each of the eight operators makes some; the places of a seed are always the same."""
+    slips = list_generated("survey/medusa.py", 16, seed=0)
+    assert slips == list_generated("survey/medusa.py", 16, seed=0) and len(slips) == 16
+    assert slips != list_generated("survey/medusa.py", 16, seed=1)
+    ast.parse(slips[0].source)
+    code = ast.parse("if a < 1 and b:\n    c[0] = min(d, 2.0)\n    f(x, y)")
+    made = [(kind, ast.unparse(new)) for node in walk(code) for kind, _, new in make_slips(node)]
+    assert sorted(made) == [
+        ("and, or", "a < 1 or b"), ("arguments", "f(y, x)"), ("comparison", "a <= 1"),
+        ("constant", "4.0"), ("min, max", "max"), ("negation", "not (a < 1 and b)"),
+        ("one more", "-1"), ("one more", "0"), ("one more", "1"), ("one more", "2"),
+        ("statement", "pass"), ("statement", "pass")]
