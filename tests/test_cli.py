@@ -24,7 +24,8 @@ from transformers import AutoTokenizer
 import bita
 from cli.graphs import GraphedLM
 from cli.main import explain_slowdown
-from cli.options import name_command, read_options
+from cli.options import (is_training, name_command, read_options, read_ranges,
+                         write_option)
 from cli.run import Run, TimedLM
 from cli.trajectory import show_trajectory
 from common import CachedLM, InputError, autoregressive, encode, eos_ids, greedy, load
@@ -35,6 +36,7 @@ from cli.files import read_prompts
 from speculative import report as acceptance
 from speculative import speculative
 from training import loop as training
+from training.loop import Settings
 from training.files import BEGINS, check_replaceable
 from test_structure import FILES, METHODS, functions_of, path_of
 
@@ -459,84 +461,55 @@ def odd(tmp_path_factory):
     return top
 
 
-# A command line, and for some of its options values that they must not have, and the rule.
-RULES = """
-speculative | --gamma 0 -3: 1 or more | --max-new-tokens 0: 1 or more
-speculative | --confidence -0.1 1.0 nan: 0 or more and below 1
-jacobi | --n 1: 2 or more
-jacobi --method lookahead | --W -1: 0 or more | --N 1: 2 or more | --G 0: 1 or more
-jacobi --method prompt_lookup | --N 1: 2 or more | --G 0: 1 or more
-ouroboros | --gamma 0: 1 or more | --W 0: 1 or more | --beta 1: 2 or more
-ouroboros | --K 0: 1 or more | --G 0: 1 or more
-mjsd | --gamma 0: 1 or more | --beams 0: 1 or more | --tau -1.0 nan: 0 or more
-mjsd --method mjgd | --K 0: 1 or more | --beams 0: 1 or more
-bita | --tree oak: best, efficient, full, chain
-bita | --k 0: 1 or more
-bita train --out /no/x | --steps 0: 1 or more
-cllm | --n 1: 2 or more
-cllm collect --out /no/x | --n 1: 2 or more
-cllm profile | --n 1: 2 or more
-survey.several_drafts | --K 0: 1 or more
-survey.several_drafts --method spectr | --gamma 0: 1 or more
-survey.lossy | --fallback -1.0 nan: 0 or more | --rollback -1.0 nan: 0 or more
-survey.lossy | --gamma 0: 1 or more
-survey.lossy --method specdec | --gamma 0: 1 or more | --beta 0: 1 or more
-survey.lossy --method specdec | --tau -1.0 nan: 0 or more
-survey.medusa | --heads three: medusa or hydra | --nodes -1 129: 0 to 128
-survey.medusa | --epsilon 0.0 nan: above 0 | --delta -1.0: above 0
-survey.medusa train --out /no/x | --heads x: medusa or hydra | --K 0: 1 or more
-survey.medusa train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
-survey.medusa train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
-survey.eagle | --nodes -1 65: 0 to 64
-survey.eagle train --out /no/x | --begin x: random or last | --mlp -1: 0 or more
-survey.eagle train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
-survey.eagle train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
-survey.dflash | --nodes -1 65: 0 to 64
-survey.dflash train --out /no/x | --mlp -1: 0 or more
-survey.dflash train --out /no/x | --loss x: ce or tv | --B 0: 1 or more | --markov -1: 0 or more
-survey.dflash train --out /no/x | --layers 0: 1 or more | --layers 13: at most 12
-survey.dflash train --out /no/x | --anchors 0: 1 or more | --steps 0: 1 or more
-survey.dflash train --out /no/x | --taps 3,2: numbers from 0 to 12 in ascending order
-survey.sequoia | --nodes 1 129: 2 to 128, or 0 | --depth -1 128: 1 to 127, or 0
-survey.rest | --nodes -1: 0 or more | --longest 0 17: 1 to 16 | --alpha -1.0 nan: 0 or more
-survey.rest build --out /no/x | --max-new-tokens -1: 1 or more
-survey.hybrid | --guess rest: none, medusa, hydra, eagle, eagle3, dflash | --nodes -1: 1 to 64, or 0
-survey.masks | --L -1 9: 1 to 5, or 0
-survey.masks --method space | --k -1: 1 or more, or 0
-survey.masks tune --out /no/x | --rank 0: 1 or more | --k 0: 1 or more
-survey.cascade | --gamma -1: 0 or more | --inner -1: 0 or more | --tail -1: 0 or more
-survey.triforce | --gamma 0: 1 or more | --inner -1: 0 or more | --budget 7: 8 or more
-survey.triforce | --chunk 0: 1 or more | --sinks 0: 1 or more | --window 0: 1 or more
-survey.draft_verify | --gamma 0: 1 or more | --threshold -1.0 nan: 0 or more
-survey.layerskip | --gamma 0: 1 or more | --E -1: 0 or more
-survey.layerskip tune --out /no/x | --E 0 12: 1 to 11 | --rank 0: 1 or more | --lr 0.0: above 0
-survey.layerskip tune --out /no/x | --max-new-tokens 0: 1 or more
-survey.early_exit | --gamma 0: 1 or more
-survey.early_exit train --out /no/x | --E 0 12: 1 to 11 | --steps 0: 1 or more | --lr 0.0: above 0
-survey.early_exit train --out /no/x | --width 0: 1 or more | --max-new-tokens 0: 1 or more
-survey.online | --gamma 0: 1 or more | --every 0: 1 or more | --lr 0.0: above 0
-survey.online | --divergence tvd: forward-kl, reverse-kl, jsd
-survey.online serve --out /no/x | --every 0: 1 or more | --gamma 0: 1 or more
-survey.online serve --out /no/x | --max-new-tokens 0: 1 or more
-survey.online boost --out /no/x | --steps 0: 1 or more
-""".strip().splitlines()
+FREE = {"seed", "temperature", "confidence"}  # numbers without a range of this kind
 
 
-@pytest.mark.parametrize("line", RULES)
-def test_an_option_outside_its_range_is_named_with_the_value(line, ask, tmp_path):
-    command, *rules = line.replace("/no/x", f"{tmp_path}/x").split(" | ")
-    file, *argv = command.split()
-    for words, _, rule in (text.partition(": ") for text in rules):
-        name, *values = words.split()
-        for value in values:
-            err = refusal(ask(*argv, name, value, file=file))
-            assert err.endswith(f": {name} must be {rule}, got {value}\n")
+def outside(words: str, kind: type) -> list[str]:
+    """Return values of a kind outside a range that a docstring says in words."""
+    least, *most = (float(x) for x in re.findall(r"[\d.]+", words))
+    below = least if words.startswith("above") else least - 1
+    found = [below, *(x + 1 for x in most), *([float("nan")] if kind is float else [])]
+    return [str(value if kind is float else int(value)) for value in found]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_number_outside_its_range_is_named_with_the_value(file, ask, tmp_path):
+    """Each number that a method, a command or any training takes has a range in a docstring."""
+    methods, commands = functions_of(file)
+    for function in [*methods, *commands]:
+        argv = [function.__name__] if function in commands else ["--method", function.__name__]
+        options, ranges = read_options(function), read_ranges(Settings) | read_ranges(function)
+        for name, (kind, default) in options.items():
+            if default is inspect.Parameter.empty:
+                argv += [write_option(name), "1" if kind is float else f"{tmp_path}/x"]
+        if is_training(function):
+            options |= read_options(Settings)
+        for name, (kind, _) in options.items():
+            if kind not in (int, float) or name in FREE:
+                continue
+            for value in outside(ranges[name], kind):
+                err = refusal(ask(*argv, write_option(name), value, file=file))
+                assert f"{write_option(name)} must be {ranges[name]}, got {value}\n" in err
 
 
 # A command line of a method file, and what its one line on stderr says: both sides of a " … ".
 # {odd} is the folder above, {long} a prompt that is longer than the context.
 REFUSED = [
     ("speculative --gamma many", "argument --gamma: invalid int value: 'many'"),
+    ("speculative --confidence nan", "--confidence must be 0 or more and below 1, got nan"),
+    ("survey.sequoia --nodes 1", "--nodes must be 2 to 128, or 0, got 1"),
+    ("survey.masks --L 9", "--L must be 1 to 5, or 0, got 9"),
+    ("survey.layerskip tune --out {odd}/new --E 12", "--E must be 1 to 11, got 12"),
+    ("survey.early_exit train --out {odd}/new --E 12", "--E must be 1 to 11, got 12"),
+    ("survey.dflash train --out {odd}/new --layers 13", "--layers must be at most 12, got 13"),
+    ("survey.dflash train --out {odd}/new --taps 3,2", "--taps must be numbers from 0 to 12"),
+    ("survey.triforce --budget 7", "--budget must be 8 or more, got 7"),
+    ("bita --tree oak", "--tree must be best, efficient, full, chain, got oak"),
+    ("survey.medusa --heads three", "--heads must be medusa or hydra, got three"),
+    ("survey.hybrid --guess rest", "--guess must be none, medusa, hydra, eagle, eagle3, dflash"),
+    ("survey.online --divergence tvd", "--divergence must be forward-kl, reverse-kl, jsd, got"),
+    ("survey.eagle train --out {odd}/new --begin x", "--begin must be random or last, got x"),
+    ("speculative --max-new-tokens 0", "--max-new-tokens must be 1 or more, got 0"),
     ("speculative --gam 3", "unrecognized arguments: --gam 3"),
     ("speculative --temperature nan", "temperature 0 or 1e-6 to 1e6, … got nan, 0 and 1.0"),
     ("speculative --top-k -1 --top-p 1.5", "top_k >= 0, 0 < top_p <= 1, got 0.0, -1 and 1.5"),
