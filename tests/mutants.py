@@ -520,7 +520,8 @@ def make_slips(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
         yield "one more", node, change(node, value=value + 1)
         yield "one more", node, change(node, value=value - 1)
     if isinstance(node, ast.Constant) and type(value) in (bool, float):
-        yield "constant", node, change(node, value=not value if value in (0, 1) else 2 * value)
+        other = not value if type(value) is bool else 2 * value or 1.0
+        yield "constant", node, change(node, value=other)
     if isinstance(node, ast.Call) and len(node.args) > 1 and called(node) not in SYMMETRIC:
         if not any(isinstance(x, ast.Starred) for x in node.args):
             first, second, *others = node.args
@@ -570,11 +571,14 @@ def list_product() -> list[str]:
 
 
 @functools.cache
-def find_methods(file: str) -> list[str]:
-    """Return the methods of a file: the first list that its last block gives to `main`."""
-    calls = [x for x in ast.walk(ast.parse(read(file))) if called(x) == "main"]
-    lists = [x.args[0].elts for x in calls if x.args and isinstance(x.args[0], ast.List)]
-    return [method.id for method in lists[0]] if lists else []
+def find_functions(file: str, keyword: str = "") -> list[str]:
+    """Return the functions that the last block of a file gives to `main`: its methods, which are
+    the first argument, or those of a keyword, such as "commands"."""
+    found = []
+    for call in [x for x in ast.walk(ast.parse(read(file))) if called(x) == "main"]:
+        given = {x.arg: x.value for x in call.keywords} | {"": call.args[0] if call.args else None}
+        found += [x.id for x in getattr(given.get(keyword), "elts", [])]
+    return found
 
 
 @functools.cache
@@ -596,7 +600,7 @@ def list_users(file: str, folder_files: list[str]) -> list[str]:
     """List which of some files import a file or name it. Those that use few files come first."""
     module = file.removesuffix(".py").replace("/", ".")
     names = {module}
-    if file.startswith(("models/", "results/")) or find_methods(file):
+    if file.startswith(("models/", "results/")) or find_functions(file):
         names.add(Path(file).stem)  # as the tests import and call it
     users = [other for other in folder_files if names & find_modules(other) and other != file]
     return sorted(users, key=lambda other: (len(find_modules(other)), other))
@@ -619,7 +623,7 @@ def commands_of(file: str) -> list[list[str]]:
     tests.remove("tests/test_structure.py")  # it knows the code's own texts
     found = [[own]] if own in tests else []
     for test in list_users(file, tests):
-        rows = find_methods(file) + ROWS.get(file, []) if len(list_methods_used(test)) > 5 else []
+        rows = find_functions(file) + ROWS.get(file, []) if len(list_methods_used(test)) > 5 else []
         if test != own:
             found.append([test, *(["-k", " or ".join(rows)] if rows else [])])
     if found == []:
@@ -631,7 +635,7 @@ def commands_of(file: str) -> list[list[str]]:
 @functools.cache
 def list_methods_used(test: str) -> list[str]:
     """List the files with methods that a file of tests uses."""
-    return [file for file in list_product() if find_methods(file) and list_users(file, [test])]
+    return [file for file in list_product() if find_functions(file) and list_users(file, [test])]
 
 
 # -------------------------------------------------------------------------------------- the trial
