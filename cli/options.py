@@ -45,11 +45,9 @@ class FileRows(list):
 
 def read_options(function) -> dict[str, tuple[type, object]]:
     """Return {name: (type, default)} of a function's arguments that a command line can give."""
-    options = {}
-    for name, argument in signature(function).parameters.items():
-        if argument.kind is Parameter.KEYWORD_ONLY and argument.annotation in KINDS:
-            options[name] = argument.annotation, argument.default
-    return options
+    return {name: (argument.annotation, argument.default)
+            for name, argument in signature(function).parameters.items()
+            if argument.kind is Parameter.KEYWORD_ONLY and argument.annotation in KINDS}
 
 
 # A range at the end of a sentence: ", 1 or more", ", 0 to 64" or ", above 0".
@@ -58,17 +56,13 @@ RANGE = re.compile(r", ([\d.]*\d or more|[\d.]*\d to [\d.]*\d|above [\d.]*\d)(?:
 
 def read_ranges(function) -> dict[str, str]:
     """Return the ranges of a function's options, in the words that its docstring has for them."""
-    found, names, text = {}, [], ""
-    for line in (getdoc(function) or "").splitlines():
-        entry = re.match(r" *(\w+(?:, \w+)*): +(.*)", line)
-        if entry:
-            names, text = entry[1].split(", "), entry[2]
-        else:
-            text += f" {line.strip()}"
-        if not line.strip():
-            names = []
-        if ends := RANGE.search(text):
-            found |= dict.fromkeys(names, ends[1])
+    found = {}
+    for lines in (getdoc(function) or "").split("\n\n"):
+        for entry in re.split(r"\n *(?=\w+(?:, \w+)*: )", f"\n{lines}"):
+            names, _, text = entry.partition(": ")
+            words = RANGE.search(" ".join(text.split()))
+            if words:
+                found |= dict.fromkeys(names.split(", "), words[1])
     return found
 
 
@@ -186,9 +180,8 @@ def add_own_options(parser: ArgumentParser, function) -> None:
     counts.
     """
     options = read_options(function)
-    shown = []
-    for name, (_, default) in options.items():
-        shown.append(name if default is Parameter.empty else f"{name}={default!r}")
+    shown = [name if default is Parameter.empty else f"{name}={default!r}"
+             for name, (_, default) in options.items()]
     group = parser.add_argument_group(f"{function.__name__}({', '.join(shown)})", getdoc(function))
     for name, (kind, default) in options.items():
         how = {"type": kind, "metavar": METAVARS.get(kind)}
