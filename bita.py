@@ -143,7 +143,8 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
              tree, in which only the likeliest candidate of a mask has children. full has children
              below every node. chain is the paper's straightforward decoding, which has one
              candidate of each mask, and one group of masks, after the root
-    k:       candidates of each mask token in efficient and full trees. Other trees do not read it
+    k:       candidates of each mask token in efficient and full trees, 1 or more. Other trees do
+             not read it
     adapter: file of prompt and mask tokens, made by `python bita.py train`
 
     Yields chunks of 1 to M + 1 tokens; logs {"guessed", "accepted", "rows"} a call. They are the
@@ -333,10 +334,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     out:    the safetensors file to make
     work:   folder of answers and checkpoints, by default OUT.work
-    P, M:   numbers of prompt tokens and of mask tokens. With P 0 there are mask tokens alone
+    P:      prompt tokens, 0 or more. With 0 there are mask tokens alone
+    M:      mask tokens, 1 or more
     max_new_tokens: the most tokens of an answer
     batch:  answers of a pass. A step of the paper has 128 answers
-    anchors: the most mask groups of an answer
+    anchors: the most mask groups of an answer, 1 or more
     lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M to 70B weights
     """
     from training.loop import (Training, collect_examples, count_tokens, digest, require,

@@ -144,7 +144,7 @@ def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED,
     """Count what Jacobi decoding gains with a model before training and after it. Table 3.
 
     after: directory of the trained model
-    n:     tokens of a block, its root included
+    n:     tokens of a block, its root included, 2 or more
     """
     eos = eos_ids(model, tokenizer)
     trained, _ = load(after, str(model.device), model.dtype)
@@ -212,8 +212,8 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     """Collect the Jacobi trajectories of a model's own answers. Alg. 1. A stopped run goes on.
 
     out:     the file to make. It has a line for the settings, then one for each prompt
-    n:       tokens of a block, its root included
-    augment: probability of correcting a wrong token, in half of the states
+    n:       tokens of a block, its root included, 2 or more
+    augment: probability of correcting a wrong token, in half of the states, 0 to 1
     """
     from training.loop import digest, read_whole_lines, repeats, require
     require(n >= 2, "n", "2 or more", n)
@@ -367,11 +367,13 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     out:    model directory to make, in bfloat16
     work:   folder of checkpoints, by default OUT.work
     batch:  answers of a pass
-    states: the most states of each block of an answer
-    rank:   train changes of this rank of the layers' matrices, with 0 for all weights
+    states: the most states of each block of an answer, 1 or more
+    rank:   train changes of this rank of the layers' matrices, 0 or more. With 0 all weights are
+            trained
     lr:     learning rate after the warm-up. With 10M parameters 5e-4 worked well. The released
             script for 7B parameters has 2e-5
-    w:      weight of the AR loss. In Table 6 a model is faster with 1, and more accurate with 10
+    w:      weight of the AR loss, 0 or more. In Table 6 a model is faster with 1, and more accurate
+            with 10
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     """
     from training.files import save_model

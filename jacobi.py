@@ -145,7 +145,7 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
     """Guess the tokens that followed the text's last token earlier in the text.
 
     N: tokens of an n-gram, 2 or more. A guess has N - 1 tokens
-    G: how many guesses a call verifies, the newest ones
+    G: how many guesses a call verifies, the newest ones, 1 or more
 
     Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows"} a call, counts of tokens.
     """
@@ -221,9 +221,9 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     """Run W columns of Jacobi iteration, and verify up to G n-grams of the pool in the same call.
     Fu et al., Sections 3.1 to 3.3.
 
-    W: columns of the window. 0 leaves the window out, which is prompt lookup
+    W: columns of the window, 0 or more. 0 leaves the window out, which is prompt lookup
     N: tokens of an n-gram, 2 or more. The window has N - 1 levels, and a guess has N - 1 tokens
-    G: how many n-grams that begin with the root a call verifies, the newest ones
+    G: how many n-grams that begin with the root a call verifies, the newest ones, 1 or more
     prompt_ngrams: the n-grams of the prompt and of the text as it grows enter the pool too
 
     Yields chunks of 1 to N tokens; logs as prompt_lookup does, the window counted as rows only.

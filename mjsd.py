@@ -150,9 +150,9 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     """Decode the likeliest K tokens at a time, by beam search on the target itself: multi-token
     joint greedy decoding (Def. 3.1, with the same K in every step, as in Fig. 1).
 
-    K:     tokens decoded together, of which 1 is greedy decoding
-    beams: beams that stay after each token of the search. With V ** (K - 1) of them the search
-           finds the argmax itself
+    K:     tokens decoded together, 1 or more. 1 is greedy decoding
+    beams: beams that stay after each token of the search, 1 or more. With V ** (K - 1) of them the
+           search finds the argmax itself
 
     Yields chunks of K tokens, or fewer if an EOS ends the chunk; logs {"logp"} a chunk. This is the
     chunk's joint log-probability in nats. The search takes a target call for each token.
@@ -181,10 +181,10 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     """Draft by beam search, and accept the longest prefix that is jointly likely enough:
     multi-token joint speculative decoding (Alg. 1).
 
-    gamma: tokens of a beam (γ), fewer if an EOS ends the beam
-    beams: beams of the draft's beam search
-    tau:   accept a prefix if min(1, p / q) is above this (τ). 1 accepts nothing, so that greedy
-           output is the target's. 0 accepts every prefix that the target can say at all
+    gamma: tokens of a beam (γ), 1 or more. An EOS may end it earlier
+    beams: beams of the draft's beam search, 1 or more
+    tau:   accept a prefix if min(1, p / q) is above this (τ), 0 or more. 1 accepts nothing, so that
+           greedy output is the target's. 0 accepts every prefix that the target can say at all
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round: how many tokens
     the best beam has, and how many of them are accepted.

@@ -251,11 +251,11 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     """Draft at least gamma tokens phrase by phrase. Verify the drafted tokens, and the phrases that
     may follow them as suffixes, in one target call.
 
-    gamma:   tokens drafted a round, at least (γ)
-    W:       columns of the draft's lookahead window
+    gamma:   tokens drafted a round, at least (γ), 1 or more
+    W:       columns of the draft's lookahead window, 1 or more
     beta:    tokens of a phrase (β), 2 or more. The first one is its key
-    K:       phrases tried as suffixes of a draft, at most
-    G:       phrases tried in one draft call, at most
+    K:       phrases tried as suffixes of a draft, at most, 1 or more
+    G:       phrases tried in one draft call, at most, 1 or more
     phrases: draft by lookahead, with phrases (Section 3.1). Without it draft token by token
     lengthen: verify also what follows the last drafted token in phrases that begin with it (3.2)
     verification: make phrases of what the target discards (3.3)

@@ -247,14 +247,5 @@ def describe(name: str, runs: list[dict], table: list, ar: list[dict] = (),
 
 def write_panel(entries: list[dict]) -> str:
     """Write the panel of some methods as HTML, with its script."""
-    data = json.dumps(round_all(entries)).replace("<", "\\u003c")
+    data = json.dumps(entries).replace("<", "\\u003c")
     return PANEL.read_text(encoding="utf-8").replace("NUMBERS", data, 1)
-
-
-def round_all(value):
-    """Round the numbers in lists and dictionaries to eight digits, which makes pages smaller."""
-    if isinstance(value, dict):
-        return {key: round_all(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [round_all(x) for x in value]
-    return float(f"{value:.8g}") if isinstance(value, float) else value

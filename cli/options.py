@@ -3,13 +3,16 @@
     def lookahead(target, prompt, *, W: int = 5, exact: bool = True, sample=greedy, log=None):
         \"\"\"Guess by n-grams. …
 
-        W:     columns of the window
+        W:     columns of the window, 1 or more
         exact: …\"\"\"
 
-becomes `--W 7` and `--exact` or `--no-exact`, and --help prints the docstring. Keyword arguments of
+becomes `--W 7` and `--exact` or `--no-exact`, and --help prints the docstring. `--W 0` is refused,
+since a sentence about W ends with its range (`read_ranges`). Keyword arguments of
 other kinds (`sample`, `log`, objects) are filled in by the command line itself and are no options.
 """
+import math
 import os
+import re
 import sys
 from argparse import (SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace,
                       RawDescriptionHelpFormatter)
@@ -42,11 +45,33 @@ class FileRows(list):
 
 def read_options(function) -> dict[str, tuple[type, object]]:
     """Return {name: (type, default)} of a function's arguments that a command line can give."""
-    options = {}
-    for name, argument in signature(function).parameters.items():
-        if argument.kind is Parameter.KEYWORD_ONLY and argument.annotation in KINDS:
-            options[name] = argument.annotation, argument.default
-    return options
+    return {name: (argument.annotation, argument.default)
+            for name, argument in signature(function).parameters.items()
+            if argument.kind is Parameter.KEYWORD_ONLY and argument.annotation in KINDS}
+
+
+# A range at the end of a sentence: ", 1 or more", ", 0 to 64" or ", above 0".
+RANGE = re.compile(r", ([\d.]*\d or more|[\d.]*\d to [\d.]*\d|above [\d.]*\d)(?:\.|$)")
+
+
+def read_ranges(function) -> dict[str, str]:
+    """Return the ranges of a function's options, in the words that its docstring has for them."""
+    found = {}
+    for lines in (getdoc(function) or "").split("\n\n"):
+        for entry in re.split(r"\n *(?=\w+(?:, \w+)*: )", f"\n{lines}"):
+            names, _, text = entry.partition(": ")
+            words = RANGE.search(" ".join(text.split()))
+            if words:
+                found |= dict.fromkeys(names.split(", "), words[1])
+    return found
+
+
+def fits(value: float, words: str) -> bool:
+    """Tell whether a value is in a range that `read_ranges` found; nan is in none."""
+    least, *most = map(float, re.findall(r"[\d.]*\d", words))
+    if words.startswith("above"):
+        return value > least
+    return least <= value <= (most[0] if most else math.inf)
 
 
 def write_option(name: str) -> str:
@@ -155,9 +180,8 @@ def add_own_options(parser: ArgumentParser, function) -> None:
     counts.
     """
     options = read_options(function)
-    shown = []
-    for name, (_, default) in options.items():
-        shown.append(name if default is Parameter.empty else f"{name}={default!r}")
+    shown = [name if default is Parameter.empty else f"{name}={default!r}"
+             for name, (_, default) in options.items()]
     group = parser.add_argument_group(f"{function.__name__}({', '.join(shown)})", getdoc(function))
     for name, (kind, default) in options.items():
         how = {"type": kind, "metavar": METAVARS.get(kind)}
@@ -207,14 +231,20 @@ def select_options(args: Namespace, function, others: list) -> dict:
 
     args     what was parsed
     others   functions of the same file, whose options are parsed too
-    returns  a value for each of these options. InputError for an option of another function
+    returns  a value for each of these options. InputError for an option of another function, and
+             for a value outside the range that the docstring says. If it says none, the range in
+             the docstring of Settings counts
     """
     own = read_options(function)
     for other in others:
         for name in read_options(other):
             if name in args and name not in own:
                 raise InputError(f"{write_option(name)} is no option of {function.__name__}")
-    return {name: vars(args)[name] for name in own if name in args}
+    given = {name: vars(args)[name] for name in own if name in args}
+    for name, words in (read_ranges(Settings) | read_ranges(function)).items():
+        if name in given and not fits(given[name], words):
+            raise InputError(f"{write_option(name)} must be {words}, got {given[name]}")
+    return given
 
 
 def select_settings(args: Namespace) -> Settings:

@@ -2,7 +2,7 @@
 import time
 from typing import Callable, Iterator
 
-from common import CachedLM, Sampler, until
+from common import Sampler, until
 from training.layers import FeatureLM
 
 import torch

@@ -48,12 +48,7 @@ def read_argument(text: str) -> str:
     tokenizer takes.
     """
     try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        pass
-    try:
-        return os.fsencode(text).decode()
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
         raise InputError(f"--prompt must be UTF-8 text, got {text!r}") from error
 

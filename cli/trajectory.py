@@ -17,18 +17,14 @@ def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
     shown = len(log) - 1  # the last block of the log has begun, those before are of other prompts
     for chunk in chunks:
         text += chunk
-        while shown < len(log) and is_complete(log[shown]):
-            print_states(log[shown]["states"], tokenizer)
-            shown += 1
+        for block in log[shown:]:
+            if block["final"][-1] >= len(block["states"][0]):  # all of its tokens are final
+                print_states(block["states"], tokenizer)
+                shown += 1
     for block in log[shown:]:  # a block that EOS or the limit cut: print what is final of it
         final = block["final"][-1]
         print_states([y[:final] for y in block["states"]], tokenizer)
     print(tokenizer.decode(text, skip_special_tokens=True), flush=True)
-
-
-def is_complete(block: dict) -> bool:
-    """Say whether all tokens of a block are final."""
-    return block["final"][-1] >= len(block["states"][0])
 
 
 def print_states(states: list[list[int]], tokenizer) -> None:

@@ -336,8 +336,8 @@ def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
     2406.08464).
 
     out:   the file of JSON lines to make. OUT.part has those of a run that was stopped
-    count: how many prompts are written
-    batch: how many prompts are written at once
+    count: how many prompts are written, 1 or more
+    batch: how many prompts are written at once, 1 or more
     max_new_tokens: the most tokens of a prompt. Longer prompts are dropped
     temperature: prompts are samples at this temperature
     """

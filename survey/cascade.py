@@ -235,9 +235,11 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
     Each further --draft (`more_drafts`) is the next cheaper one. Max-Gram is always the last.
 
-    gamma: tokens a round that the first draft gives the target
-    inner: tokens of the next cheaper draft that a draft reviews in a call. With 0 it draws alone
-    tail:  tokens a round that every other draft, Max-Gram too, gives the target after those
+    gamma: tokens a round that the first draft gives the target, 0 or more
+    inner: tokens of the next cheaper draft that a draft reviews in a call, 0 or more. With 0 it
+           draws alone
+    tail:  tokens a round that every other draft, Max-Gram too, gives the target after those, 0 or
+           more
     grams: path of a datastore (python -m survey.rest build), whose bigrams Max-Gram uses. An empty
            path means no bigrams
 

@@ -327,7 +327,7 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
 
     trained   a draft to use in place of a file's
 
-    nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
+    nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
     adapter: file of a draft, made by `python -m survey.dflash train`
     Yields chunks of 1 to B + 1 tokens; logs {"guessed", "accepted"} a call.
@@ -621,18 +621,19 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     out:     the safetensors file to make
     work:    folder of answers and checkpoints, OUT.work by default
-    layers:  how many layers the draft has
-    B:       how many rows a block has, and how many guesses
-    markov:  the rank of the Markov head, with 0 for none, so that guesses ignore each other
+    layers:  how many layers the draft has, 1 or more
+    B:       how many rows a block has, and how many guesses, 1 or more
+    markov:  the rank of the Markov head, 0 or more. With 0 there is none, and guesses ignore each
+             other
     causal:  let a row of the block see only the earlier rows of its block
     loss:    ce (cross-entropy with the target's distribution), or tv (mostly the distance of the
              two distributions, which is twice the chance of a rejection)
     taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 1
-    mlp:     width of the layers' MLPs, with 0 for the target's
+    mlp:     width of the layers' MLPs, 0 or more. 0 stands for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
-    anchors: how many blocks each answer of a step has
+    anchors: how many blocks each answer of a step has, 1 or more
     max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
     lr:      the learning rate after the warm-up of a twenty-fifth of the steps

@@ -155,7 +155,8 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
 
     gamma:     the most tokens that are drafted in a round (the paper's K), 1 or more
     threshold: a draft ends after a guess that had a smaller draft probability than this number, by
-               the draft's distribution before temperature, top-k and top-p (the paper's γ)
+               the draft's distribution before temperature, top-k and top-p (the paper's γ), 0 or
+               more
     adaptive:  move the threshold after each round so that 0.9 of the guesses is accepted
     blocks:    the file of the blocks to leave out, made by `python -m survey.draft_verify search`
 
@@ -298,7 +299,7 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
 
     out:    the JSON file to make
     max_new_tokens: the most tokens of an answer on which agreement is measured
-    passes: how often step 3 goes over all blocks
+    passes: how often step 3 goes over all blocks, 1 or more
     """
     answers = answer_all(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
     data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]

@@ -366,7 +366,7 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
 
     trained   a draft to use in place of a file's
 
-    nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
+    nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
              right most often
@@ -480,7 +480,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              learns faster only where the layer adds no more than about a feature's size
     released: train a layer of the released form, which `export` can write. It is Llama's without
              its input norm, it begins at random, and `fc` has no bias
-    mlp:     width of the layer's MLP, with 0 for the target's
+    mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
     max_new_tokens: the longest answer that is collected

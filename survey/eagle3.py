@@ -312,7 +312,7 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
 
     trained   a draft to use in place of a file's
 
-    nodes:   how many nodes a tree has with its root, up to 64, with 0 for as many as pay on this
+    nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
              right most often
@@ -401,14 +401,14 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     taps:    numbers of the layers whose inputs are read, as 2,6,9. The number of all layers stands
              for what the LM head reads, which is the default with --mtp. Without it the default
              is layers 2, L/2 and L - 3
-    passes:  how many passes the training-time test has. With 1 the layer never reads its own
-             guesses in training
+    passes:  how many passes the training-time test has, 1 or more. With 1 the layer never reads its
+             own guesses in training
     norms:   train the form of EAGLE-3.1, which norms each tapped layer and every guessed feature
     mtp:     train the layer of multi-token prediction, a plain one over a projection of [norm of
              the feature; norm of the token]
     head:    own, an LM head that begins as the target's and is trained, or target, the target's
              rows as they are, which the file then need not hold
-    mlp:     width of the layer's MLP, with 0 for the target's
+    mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
              for all
     max_new_tokens: the longest answer that is collected

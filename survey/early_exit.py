@@ -160,8 +160,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     out:   the safetensors file to make
     work:  the folder of the answers and the checkpoints. The default is OUT.work
-    E:     how many layers stand before the exit
-    width: the width of the exit's MLP
+    E:     how many layers stand before the exit, 1 or more
+    width: the width of the exit's MLP, 1 or more
     max_new_tokens: the most tokens of an answer
     batch: how many positions a step learns from
     lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was found for models

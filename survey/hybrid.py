@@ -235,8 +235,8 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
     guess:     the trained part that guesses beside the n-grams. Medusa and hydra guess the token
                after the root, and dflash a whole block. Eagle and eagle3 guess after any node, by
                a pass for each. With none only n-grams guess
-    nodes:     nodes of a tree, the root among them. Then a pass of the part must bring PASS tokens.
-               With 0, nodes and passes are as many as pay in each call
+    nodes:     nodes of a tree, the root among them, 0 to 64. Then a pass of the part must bring
+               PASS tokens. With 0, nodes and passes are as many as pay in each call
     adapter:   the file of the trained part, by default models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
     trust:     a file made by `python -m survey.hybrid fit`

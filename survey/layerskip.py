@@ -133,7 +133,7 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
     The first layers guess through the model's own last norm and LM head. The output is that of the
     TUNED model, exactly.
 
-    E:      how many layers draft. 0 takes the number that the file of the tuning says
+    E:      how many layers draft, 0 or more. 0 takes the number that the file of the tuning says
     gamma:  how many tokens are drafted in a round, 1 or more
     tuning: the file of the low-rank changes, made by `python -m survey.layerskip tune`. If it is
             empty, the target decodes as it is, and E must be given
@@ -258,9 +258,9 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     out:   the safetensors file to make
     work:  the folder of the answers and the checkpoints. The default is OUT.work
-    E:     how many layers are to draft, which the file keeps. Training itself does not use it, but
-           measures the exit after E layers on held-out answers
-    rank:  the rank of the change of each matrix
+    E:     how many layers are to draft, which the file keeps, 1 or more. Training itself does not
+           use it, but measures the exit after E layers on held-out answers
+    rank:  the rank of the change of each matrix, 1 or more
     max_new_tokens: the most tokens of an answer
     batch: how many answers a step has
     lr:    the highest learning rate. It is reached after a twentieth of the steps, and falls to 0.

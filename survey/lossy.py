@@ -103,10 +103,11 @@ def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5
     unlikely. Kim et al., Section 3. The method is lossy. Greedy output is the target's with
     rollback 0, or with a fallback above 1, where nothing is drafted.
 
-    gamma:    tokens drafted a round, at most
+    gamma:    tokens drafted a round, at most, 1 or more
     fallback: stop before a token where the draft's largest probability (at temperature 1) is below
-              this
-    rollback: reject a guess whose -log p under the target (nats, at temperature 1) is above this
+              this, 0 or more
+    rollback: reject a guess whose -log p under the target (nats, at temperature 1) is above this, 0
+              or more
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
@@ -128,10 +129,10 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     Greedy output is the target's with beta 1 or tau 0. Then the argmax alone passes, and no token
     that ties with it.
 
-    gamma: tokens drafted a round (the paper's block)
-    beta:  a guess must be among the so many likeliest tokens (β)
+    gamma: tokens drafted a round (the paper's block), 1 or more
+    beta:  a guess must be among the so many likeliest tokens (β), 1 or more
     tau:   log p of a guess may be lower than log p of the best by so much (τ, nats, at temperature
-           1)
+           1), 0 or more
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """

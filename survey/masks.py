@@ -94,7 +94,7 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
                   log: list | None = None) -> Iterator[list[int]]:
     """Draft in a call with look-ahead tokens, and verify in the next one (PaSS).
 
-    L:      look-ahead tokens. With 0, all that were trained
+    L:      look-ahead tokens, 0 or more. With 0, all that were trained
     tokens: the file of the look-ahead tokens, made by `python -m survey.masks train`
 
     Yields chunks of 2 to L + 2 tokens; logs {"drafted", "accepted"} a round.
@@ -136,7 +136,8 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     Each row of root and guesses is sampled once, and the guesses were made before that. So the
     output has exactly the tuned model's distribution.
 
-    k:      masks behind the root and behind each guess. With 0, as many as pay on this machine
+    k:      masks behind the root and behind each guess, 0 or more. With 0, as many as pay on this
+            machine
     tuning: the file of the model's changes, made by `python -m survey.masks tune`
 
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
@@ -200,10 +201,10 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     out:     the safetensors file to make
     work:    the folder of answers and checkpoints, by default OUT.work
-    L:       how many look-ahead tokens to train
+    L:       how many look-ahead tokens to train, 1 or more
     max_new_tokens: the most tokens of an answer
     batch:   answers of a step
-    anchors: the most places of an answer behind which look-ahead tokens stand
+    anchors: the most places of an answer behind which look-ahead tokens stand, 1 or more
     lr:      the learning rate at which the cosine begins. 3e-2 is that of BiTA's paper, for 7B to
              70B parameters, and suited 10M to 135M
     """
@@ -248,11 +249,11 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     out:     the safetensors file to make
     work:    the folder of answers and checkpoints, by default OUT.work
-    k:       how many masks stand behind a token
-    rank:    the rank of each matrix's change
+    k:       how many masks stand behind a token, 1 or more
+    rank:    the rank of each matrix's change, 1 or more
     max_new_tokens: the most tokens of an answer
     batch:   answers of a step
-    anchors: the most tokens of an answer that have masks behind them
+    anchors: the most tokens of an answer that have masks behind them, 1 or more
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
     work, data, held_out = prepare_training(

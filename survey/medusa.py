@@ -385,12 +385,12 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     trained   heads to use in place of a file's
 
     heads:   medusa or hydra
-    nodes:   how many nodes a tree has with its root, up to 128, with 0 for as many as pay on this
+    nodes:   how many nodes a tree has with its root, 0 to 128. With 0, as many as pay on this
              machine
     typical: accept what is typical of the target (lossy), not only what it chooses
-    epsilon: for typical acceptance, a probability that is always enough (ε)
-    delta:   for typical acceptance, the factor δ. A probability above δ exp(-entropy) is enough,
-             too
+    epsilon: for typical acceptance, a probability that is always enough (ε), above 0
+    delta:   for typical acceptance, the factor δ, above 0. A probability above δ exp(-entropy) is
+             enough, too
     adapter: file of heads, made by `python -m survey.medusa train`, or the directory or hub id of
              released Medusa heads. Without a name it is models/HEADS.safetensors
     accept:  file that `python -m survey.medusa measure` made for released heads. Without it their
@@ -538,7 +538,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     out:    the safetensors file to make
     work:   folder of answers and checkpoints, OUT.work by default
     heads:  medusa or hydra
-    K:      how many heads are trained
+    K:      how many heads are trained, 1 or more
     vocab:  how many tokens heads can guess, the most frequent of prompts and answers, with 0 for
             all
     max_new_tokens: the longest answer that is collected

@@ -159,7 +159,7 @@ def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     What the draft learnt is lost when the process ends. `serve` keeps it.
 
     gamma: tokens drafted a round, 1 or more
-    every: how many prompts are served before each step
+    every: how many prompts are served before each step, 1 or more
     divergence: what a step reduces, D(target, draft), which is forward-kl, reverse-kl or jsd
     lr:    the learning rate of a step
 
@@ -195,7 +195,8 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     work:  folder of the draft's checkpoints. When all prompts are answered, the draft is saved in
            its folder draft (default: OUT.work)
     draft: the small model that the stream begins with
-    gamma, every, divergence: as in `online`
+    gamma, every: as in `online`, 1 or more
+    divergence: as in `online`
     temperature: 0 makes answers greedy. Above 0 they are sampled
     """
     require_training_options(lr, gamma=gamma, every=every, max_new_tokens=max_new_tokens)

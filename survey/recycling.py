@@ -126,7 +126,8 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: b
               log: list | None = None) -> Iterator[list[int]]:
     """Guess what the target said when it read the same tokens before, and verify it in one call.
 
-    nodes:   the most nodes of a tree, the root among them. With 0, as many as pay on this machine
+    nodes:   the most nodes of a tree, the root among them, 0 to 64. With 0, as many as pay on
+             this machine
     history: keep M from prompt to prompt
 
     Yields chunks of 1 to 7 tokens; logs {"guessed", "accepted"} a call.

@@ -266,11 +266,12 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
          log: list | None = None) -> Iterator[list[int]]:
     """Verify what followed the end of the text elsewhere, all in one call.
 
-    nodes:     the most nodes of a tree, the root among them. With 0, as many as pay on this machine
-    longest:   the most tokens of the suffix that is looked up, from 1 to 16
+    nodes:     the most nodes of a tree, the root among them, 0 or more. With 0, as many as pay on
+               this machine
+    longest:   the most tokens of the suffix that is looked up, 1 to 16
     grow:      look the suffix up in the prompt and in the text as it is written, too
     alpha:     choose the tree by SuffixDecoding's score, with at most alpha guesses for each token
-               of the suffix. With 0, the tree is REST's
+               of the suffix, 0 or more. With 0, the tree is REST's
     datastore: a file made by `python -m survey.rest build`
 
     Yields chunks of 1 to 11 tokens, with --alpha up to one more than --nodes; logs {"guessed",

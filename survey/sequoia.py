@@ -352,8 +352,9 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
             log: list | None = None) -> Iterator[list[int]]:
     """Draft the best tree for this pair of models and this machine; verify it in one target call.
 
-    nodes: nodes of a tree, the root among them. With 0, as many as are fastest by the clock
-    depth: the most levels below the root. With 0, as many as are fastest by the clock
+    nodes: nodes of a tree, the root among them, 0 to 128. With 0, as many as are fastest by the
+           clock
+    depth: the most levels below the root, 0 to 127. With 0, as many as are fastest by the clock
     rates: the file of this pair's acceptance rates, which `calibrate` made
 
     Yields chunks of 1 to depth + 1 tokens; logs {"drafted", "accepted", "ranks"} a round.

@@ -287,9 +287,9 @@ def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     4.3. More models that draft (`more_drafts`, or --draft again) take turns with the first model. A
     draw is judged by the distribution q of the model that drew it.
 
-    gamma: tokens of a draft
-    K:     drafts a round, drawn independently. At temperature 0 draft k of a model begins with the
-           model's k-th likeliest token
+    gamma: tokens of a draft, 1 or more
+    K:     drafts a round, drawn independently, 1 or more. At temperature 0 draft k of a model
+           begins with the model's k-th likeliest token
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
     numbers of nodes below the root and of accepted guesses.
@@ -302,8 +302,8 @@ def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int =
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Draw several drafts, and judge all draws at a node alike by k-SEQ. Sun et al., Alg. 1 to 3.
 
-    gamma: tokens of a draft
-    K:     drafts a round, drawn independently (at temperature 0 all are the same)
+    gamma: tokens of a draft, 1 or more
+    K:     drafts a round, drawn independently, 1 or more. At temperature 0 all are the same
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
     numbers of nodes below the root and of accepted guesses.

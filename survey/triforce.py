@@ -252,12 +252,12 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
     Section 4, Alg. 1. It is made for long texts.
 
     gamma:  tokens a round that the target with a part of its cache drafts (γ2), 1 or more
-    inner:  tokens that the small model drafts for each review by this part (γ1). With 0 the small
-            model is never called
-    budget: rows of the prompt that the part has, at least those of one chunk
-    chunk:  rows of the prompt that are retrieved together
-    sinks:  first rows that the small model's cache keeps
-    window: newest rows that the small model's cache keeps
+    inner:  tokens that the small model drafts for each review by this part (γ1), 0 or more. With 0
+            the small model is never called
+    budget: rows of the prompt that the part has, at least those of one chunk, 1 or more
+    chunk:  rows of the prompt that are retrieved together, 1 or more
+    sinks:  first rows that the small model's cache keeps, 1 or more
+    window: newest rows that the small model's cache keeps, 1 or more
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "reviews"} a round. A
     review is a call of the target with a part of its cache. It is not counted as a call of the

@@ -17,14 +17,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub.utils import logging
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 import bita
 from cli.graphs import GraphedLM
 from cli.main import explain_slowdown
-from cli.options import name_command, read_options
+from cli.options import (is_training, name_command, read_options, read_ranges,
+                         write_option)
 from cli.run import Run, TimedLM
 from cli.trajectory import show_trajectory
 from common import CachedLM, InputError, autoregressive, encode, eos_ids, greedy, load
@@ -35,6 +35,7 @@ from cli.files import read_prompts
 from speculative import report as acceptance
 from speculative import speculative
 from training import loop as training
+from training.loop import Settings
 from training.files import BEGINS, check_replaceable
 from test_structure import FILES, METHODS, functions_of, path_of
 
@@ -179,18 +180,6 @@ def test_a_trained_file_is_read_once_for_all_prompts(ask, monkeypatch, file, rea
     assert status == 0 and len(read) == 1 and re.search(r" \d+%; set-up \d+\.\d s$", err, re.M)
 
 
-def test_the_report_comes_last_and_its_own_calls_do_not_count(ask):
-    def busy(run):
-        run.models["target"].start(run.prompts[0])
-        for _ in range(7):
-            run.models["target"].forward([5])
-        return "a busy report"
-    _, _, err = ask(*ONE, "--max-new-tokens", "5", method=same, report=busy)
-    figures, last = err.splitlines()
-    assert "same: 5 tokens" in figures and "5 target calls (1.00 tokens per call)" in figures
-    assert last == "a busy report"
-
-
 def test_show_colours_all_of_a_chunk_but_its_last_token(ask):
     """auto: on a terminal alone, and stdout is none here."""
     _, tokenizer = loaded(TARGET, None, None)
@@ -204,22 +193,16 @@ def test_show_colours_all_of_a_chunk_but_its_last_token(ask):
 
 def test_several_prompts_go_to_stderr_before_their_answers(ask):
     """A single one is not repeated."""
-    few, alone = ["--max-new-tokens", "10", "--show", "always"], ""
-    for text in PROMPT, SHORT:
-        _, out, err = ask("--prompt", text, *few)
-        alone += out
-        assert text not in err
-    _, out, err = ask("--prompt", PROMPT, "--prompt", SHORT, *few)
-    assert out == alone and out.count("\033[32m") > 2
-    assert err.startswith(f"{PROMPT}\n{SHORT}\nspeculative: 20 tokens in")
+    assert SHORT not in ask(*ONE, "--max-new-tokens", "10")[2]
+    _, _, err = ask(*TWO, "--max-new-tokens", "10")
+    assert err.startswith(f"{SHORT}\n{PROMPT}\nspeculative: 20 tokens in")
 
 
 def test_a_viewer_prints_in_place_of_the_text_but_only_with_show_always(ask):
     """Jacobi decoding has one, which shows each prompt's trajectories and then its text."""
     few, alone = ["--max-new-tokens", "18", "--show"], ""
     for text in PROMPT, SHORT:
-        _, answer, _ = ask("--prompt", text, *few, "never", file="jacobi")
-        assert ask("--prompt", text, *few, "auto", file="jacobi")[1] == answer
+        _, answer, _ = ask("--prompt", text, *few, "auto", file="jacobi")
         _, out, _ = ask("--prompt", text, *few, "always", file="jacobi")
         assert out.startswith("  0: ") and out.endswith(answer) and answer[:3] != "  0"
         alone += out
@@ -273,15 +256,11 @@ def test_compare_reports_the_first_difference(ask, dtype, expected):
     lm.start(text[:-1])
     first, second = lm.forward(text[-1:])[0].topk(2).values.tolist()
     assert f"output differs at token 3: largest logits {first:.5g}, {second:.5g}\n" in err
-    assert status == expected and "equals" not in err and "may differ" not in err
-    [figures] = [line for line in err.splitlines() if line.startswith("autoregressive: 8 tokens")]
-    assert "8 target calls (1.00 tokens per call); " in figures
-    assert re.search(r"of the time target (9.|100)%", figures)
+    assert status == expected and "autoregressive: 8 tokens" in err and "8 target calls (1." in err
 
 
 def test_a_slow_run_says_why():
-    """By hand: AR's calls take 0.1 s; calls of 16 rows 0.21 s, or the guesses of a call 0.3 s, or
-    both together less than two calls of AR."""
+    """By hand: AR's calls take 0.1 s, and calls of 16 rows 0.21 s."""
     def run_of(all_seconds, **counts):
         return SimpleNamespace(tokens=20, seconds=all_seconds, models={
             "target": SimpleNamespace(prompt_seconds=1.0, **counts)})
@@ -289,23 +268,10 @@ def test_a_slow_run_says_why():
     run = run_of(4.1, seconds=2.1, calls=10, rows=160)
     assert explain_slowdown(run, ar) == ("slower here because a call of 16 rows costs 2.1 calls of "
                                          "one, and a call gives 2.0 tokens")
-    run = run_of(5.3, seconds=1.3, calls=10, rows=160)
-    assert explain_slowdown(run, ar) == ("slower here because the guesses of a call cost 3.0 calls "
-                                         "of one row, and a call gives 2.0 tokens")
-    run = run_of(3.72, seconds=2.4, calls=16, rows=256)
-    assert explain_slowdown(run, ar) == ("slower here because guesses are seldom right: a call and "
-                                         "its guesses cost 1.7 calls of one row, and a call gives "
-                                         "1.2 tokens")
 
 
 def test_compare_looks_at_every_prompt_and_at_the_end(ask):
-    """Also a second prompt's output, one that stops early and one that goes on count."""
-    def second(target, prompt, *, sample=None, log=None):
-        yield from wrong_from(2 if len(prompt) > 30 else 99)(target, prompt)
-    few = ["--max-new-tokens", "4", "--compare"]
-    assert ask(*ONE, *few, method=second)[0] == 0
-    status, _, err = ask(*TWO, *few, method=second)
-    assert status == 1 and "differs at token 2" in err
+    """A second prompt's output counts, and one that stops early or goes on."""
     ar = Run(autoregressive, {"target": TimedLM(loaded(TARGET, None, None)[0])}, {}, {})
     ours = Run(same, ar.models, {}, {})
     ours.prompts, ar.outputs = [[5, 6], [5, 6]], [[7, 8], [7, 8, 9]]
@@ -346,18 +312,12 @@ def test_an_answer_ends_with_the_shortest_context(ask, monkeypatch):
     torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB"),
     RuntimeError("can't allocate memory:\nyou tried to allocate 9 GiB")], ids=["gpu", "cpu"])
 def test_memory_that_is_used_up(ask, monkeypatch, error):
-    """While it decodes, while a model is read, while it is moved to its device: one line."""
+    """While it decodes, while a model is loaded: one line."""
     def full(*_, **__):
         raise error
-
-    def greedy_for_memory(target, prompt, *, sample=None, log=None):
-        yield full()
-    assert "allocate 9 GiB" in refusal(ask(*TWO, method=greedy_for_memory))
+    monkeypatch.setattr("cli.main.autoregressive", full)
+    assert "allocate 9 GiB" in ask(*ONE, "--compare", "--max-new-tokens", "2")[2]
     monkeypatch.setattr("cli.loading.load", full)
-    assert "allocate 9 GiB" in refusal(ask(*ONE))
-    monkeypatch.setattr("cli.loading.load", load)
-    monkeypatch.setattr("common.AutoModelForCausalLM.from_pretrained",
-                        lambda *_, **__: (SimpleNamespace(to=full), {}))  # and a report of weights
     assert "allocate 9 GiB" in refusal(ask(*ONE))
 
 
@@ -381,23 +341,17 @@ def test_methods_and_their_options(capsys):
         given.append((width, name, share, local, file))
         yield from autoregressive(target, prompt)
 
-    def tunable(target, prompt, *, beta: int = 1, sample=None, log=None):
-        """beta: a number"""
-
     def ask(*argv):
-        return main([speculative, tunable, other], lambda run: "", argv), *capsys.readouterr()
+        return main([speculative, other], lambda run: "", argv), *capsys.readouterr()
     few = [*ONE, "--max-new-tokens", "2", "--method", "other"]
     for own in "--width 4", "--width -4 --name 1 --share 2 --no-local --file a/b", "--width 0":
         assert ask(*few, *own.split())[0] == 0
     assert given == [(4, "x", 0.5, True, None), (-4, "1", 2.0, False, Path("a/b")),
                      (0, "x", 0.5, True, None)]
-    for wrong in ["--gamma", "4"], ["--width", "4", "--gamma", "4", "--beta", "2"]:
-        assert refusal(ask(*few, *wrong)).endswith("--gamma is no option of other\n")
-    for argv in ["--help"], ["--method", "other", "-h"]:
-        status, out, _ = ask(*argv)
-        assert status == 0 and "--no-local" in out and "--eos" not in out
-        assert "gamma: tokens drafted a round" in out and "width: a number" in out
-        assert "other(width=3, name='x', share=0.5, local=True, file=None)" in out
+    assert refusal(ask(*few, "--gamma", "4")).endswith("--gamma is no option of other\n")
+    status, out, _ = ask("--method", "other", "-h")
+    assert status == 0 and "--no-local" in out and "--eos" not in out and "γ" in out
+    assert "other(width=3, name='x', share=0.5, local=True, file=None)" in out
 
 
 def test_what_prompts_share_is_made_anew_for_each_run(ask):
@@ -407,13 +361,11 @@ def test_what_prompts_share_is_made_anew_for_each_run(ask):
     def pooled(target, prompt, *, n: int = 1, pool=None, eos=None, sample=greedy, log=None):
         pools.append((pool, eos))
         yield from autoregressive(target, prompt)
-    few, extras = [*TWO, "--max-new-tokens", "2"], dict(shared={"pool": list}, ranges={"n": [1]})
-    assert ask(*few, method=pooled, **extras)[0] == 0
-    assert ask(*few, "--tune", method=pooled, **extras)[0] == 0
-    (one, _), (other, _), (later, _), *_ = pools
-    assert one is other and one == [] and later is not one and len(pools) == 2 + 2 + 3 * 2
-    assert all(eos == {1} for _, eos in pools)
-    assert ask(*few, method=same, **extras)[0] == 0  # which takes neither
+    few = [*TWO, "--max-new-tokens", "2"]
+    for _ in range(2):
+        assert ask(*few, method=pooled, shared={"pool": list})[0] == 0
+    (one, eos), (other, _), (later, _), _ = pools
+    assert one is other and one == [] and later is not one and eos == {1}
 
 
 def test_what_a_method_is_given(ask, monkeypatch):
@@ -459,185 +411,117 @@ def odd(tmp_path_factory):
     return top
 
 
-# A command line, and for some of its options values that they must not have, and the rule.
-RULES = """
-speculative | --gamma 0 -3: 1 or more | --max-new-tokens 0: 1 or more
-speculative | --confidence -0.1 1.0 nan: 0 or more and below 1
-jacobi | --n 1: 2 or more
-jacobi --method lookahead | --W -1: 0 or more | --N 1: 2 or more | --G 0: 1 or more
-jacobi --method prompt_lookup | --N 1: 2 or more | --G 0: 1 or more
-ouroboros | --gamma 0: 1 or more | --W 0: 1 or more | --beta 1: 2 or more
-ouroboros | --K 0: 1 or more | --G 0: 1 or more
-mjsd | --gamma 0: 1 or more | --beams 0: 1 or more | --tau -1.0 nan: 0 or more
-mjsd --method mjgd | --K 0: 1 or more | --beams 0: 1 or more
-bita | --tree oak: best, efficient, full, chain
-bita | --k 0: 1 or more
-bita train --out /no/x | --steps 0: 1 or more
-cllm | --n 1: 2 or more
-cllm collect --out /no/x | --n 1: 2 or more
-cllm profile | --n 1: 2 or more
-survey.several_drafts | --K 0: 1 or more
-survey.several_drafts --method spectr | --gamma 0: 1 or more
-survey.lossy | --fallback -1.0 nan: 0 or more | --rollback -1.0 nan: 0 or more
-survey.lossy | --gamma 0: 1 or more
-survey.lossy --method specdec | --gamma 0: 1 or more | --beta 0: 1 or more
-survey.lossy --method specdec | --tau -1.0 nan: 0 or more
-survey.medusa | --heads three: medusa or hydra | --nodes -1 129: 0 to 128
-survey.medusa | --epsilon 0.0 nan: above 0 | --delta -1.0: above 0
-survey.medusa train --out /no/x | --heads x: medusa or hydra | --K 0: 1 or more
-survey.medusa train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
-survey.medusa train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
-survey.eagle | --nodes -1 65: 0 to 64
-survey.eagle train --out /no/x | --begin x: random or last | --mlp -1: 0 or more
-survey.eagle train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
-survey.eagle train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
-survey.dflash | --nodes -1 65: 0 to 64
-survey.dflash train --out /no/x | --mlp -1: 0 or more
-survey.dflash train --out /no/x | --loss x: ce or tv | --B 0: 1 or more | --markov -1: 0 or more
-survey.dflash train --out /no/x | --layers 0: 1 or more | --layers 13: at most 12
-survey.dflash train --out /no/x | --anchors 0: 1 or more | --steps 0: 1 or more
-survey.dflash train --out /no/x | --taps 3,2: numbers from 0 to 12 in ascending order
-survey.sequoia | --nodes 1 129: 2 to 128, or 0 | --depth -1 128: 1 to 127, or 0
-survey.rest | --nodes -1: 0 or more | --longest 0 17: 1 to 16 | --alpha -1.0 nan: 0 or more
-survey.rest build --out /no/x | --max-new-tokens -1: 1 or more
-survey.hybrid | --guess rest: none, medusa, hydra, eagle, eagle3, dflash | --nodes -1: 1 to 64, or 0
-survey.masks | --L -1 9: 1 to 5, or 0
-survey.masks --method space | --k -1: 1 or more, or 0
-survey.masks tune --out /no/x | --rank 0: 1 or more | --k 0: 1 or more
-survey.cascade | --gamma -1: 0 or more | --inner -1: 0 or more | --tail -1: 0 or more
-survey.triforce | --gamma 0: 1 or more | --inner -1: 0 or more | --budget 7: 8 or more
-survey.triforce | --chunk 0: 1 or more | --sinks 0: 1 or more | --window 0: 1 or more
-survey.draft_verify | --gamma 0: 1 or more | --threshold -1.0 nan: 0 or more
-survey.layerskip | --gamma 0: 1 or more | --E -1: 0 or more
-survey.layerskip tune --out /no/x | --E 0 12: 1 to 11 | --rank 0: 1 or more | --lr 0.0: above 0
-survey.layerskip tune --out /no/x | --max-new-tokens 0: 1 or more
-survey.early_exit | --gamma 0: 1 or more
-survey.early_exit train --out /no/x | --E 0 12: 1 to 11 | --steps 0: 1 or more | --lr 0.0: above 0
-survey.early_exit train --out /no/x | --width 0: 1 or more | --max-new-tokens 0: 1 or more
-survey.online | --gamma 0: 1 or more | --every 0: 1 or more | --lr 0.0: above 0
-survey.online | --divergence tvd: forward-kl, reverse-kl, jsd
-survey.online serve --out /no/x | --every 0: 1 or more | --gamma 0: 1 or more
-survey.online serve --out /no/x | --max-new-tokens 0: 1 or more
-survey.online boost --out /no/x | --steps 0: 1 or more
+FREE = {"seed", "temperature", "confidence"}  # numbers without a range of this kind
+
+
+def outside(words: str, kind: type) -> list[str]:
+    """Return values of a kind outside a range that a docstring says in words."""
+    least, *most = (float(x) for x in re.findall(r"[\d.]+", words))
+    below = least if words.startswith("above") else least - 1
+    found = [below, *(x + 1 for x in most), *([float("nan")] if kind is float else [])]
+    return [str(value if kind is float else int(value)) for value in found]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_number_outside_its_range_is_named_with_the_value(file, ask, tmp_path):
+    """Each number that a method, a command or any training takes has a range in a docstring."""
+    methods, commands = functions_of(file)
+    for function in [*methods, *commands]:
+        argv = [function.__name__] if function in commands else ["--method", function.__name__]
+        options, ranges = read_options(function), read_ranges(Settings) | read_ranges(function)
+        for name, (kind, default) in options.items():
+            if default is inspect.Parameter.empty:
+                argv += [write_option(name), "1" if kind is float else f"{tmp_path}/x"]
+        if is_training(function):
+            options |= read_options(Settings)
+        for name, (kind, _) in options.items():
+            if kind not in (int, float) or name in FREE:
+                continue
+            for value in outside(ranges[name], kind):
+                err = refusal(ask(*argv, write_option(name), value, file=file))
+                assert f"{write_option(name)} must be {ranges[name]}, got {value}\n" in err
+
+
+# The five refusals that a user meets first: a command line, and what its line on stderr says.
+# {odd} is the folder above, {long} a prompt that is longer than the context.
+FIRST = [
+    ("speculative tune", "unrecognized arguments: tune (--help lists all options)"),
+    ("speculative --target no/such", "directory or hub id that can be reached, got 'no/such'"),
+    ("speculative --prompt ''", "expected a prompt with some text, got ''"),
+    ("speculative --prompt '{long}'", "--prompt must be shorter than the context of 2048 tokens"),
+    ("speculative --draft {odd}/tokenizer", "a draft with the target's tokenizer, got another"),
+]
+
+# What else is refused. The line on stderr names the last option or the last value.
+REFUSED = """
+speculative --gam 3
+speculative --gamma many
+speculative --confidence nan
+speculative --max-new-tokens 0
+speculative --temperature nan
+speculative --top-k -1 --top-p 1.5
+speculative --method spectr
+speculative --show sometimes
+speculative --dtype int3
+speculative --device cuda:99
+speculative --draft {odd}/broken
+speculative --draft a --draft b
+speculative --target {odd}/file
+speculative --chat
+speculative --prompt Tom --prompt '<s></s>'
+speculative --prompts {odd}/latin
+speculative --prompts {odd}/empty
+jacobi --W 4
+jacobi --method lookahead --n 4
+jacobi --method lookahead --W 0 --no-prompt-ngrams
+mjsd --method mjgd --temperature 1
+ouroboros --phrases maybe
+bita --tree oak
+bita train --out /no/such/x --k 3
+cllm train --data x --out x --lr 1 --prompts x
+cllm train --out x --lr 1 --data /no/such
+cllm profile --after /no/such/model
+survey.sequoia --nodes 1
+survey.lossy --method specdec --fallback 1
+survey.medusa --heads three
+survey.medusa --adapter models/hydra.safetensors
+survey.eagle --adapter {odd}/none
+survey.eagle train --out {odd}/new --released --begin last
+survey.eagle3 train --out {odd}/new --mtp --norms
+survey.dflash train --out {odd}/new --layers 13
+survey.dflash train --out {odd}/new --taps 3,2
+survey.hybrid --guess rest
+survey.masks --L 9
+survey.layerskip --tuning '' --E 12
+survey.layerskip tune --out {odd}/new --E 12
+survey.early_exit train --out {odd}/new --E 12
+survey.triforce --budget 7
+survey.triforce --graphs
+survey.online --divergence tvd
+survey.several_drafts --method spectr --draft a --draft b
+speculative --trace {odd}
+speculative --trace {odd}/file/x
+speculative --trace models/medusa.safetensors
+bita train --out {odd}/file/x
+survey.medusa train --prompts {odd}/p.jsonl --out {odd}/empty/../p.jsonl
+survey.medusa train --work {odd}/x --out {odd}/x
+survey.medusa train --out {odd}/unknown/config.json
+survey.medusa export --adapter x --out {odd}/broken
+survey.hybrid fit --adapters {odd}/broken --out {odd}/broken/model.safetensors
+survey.online boost --draft {odd}/unknown --out {odd}/link
+survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft
+survey.layerskip export --tuning x --out {odd}/file
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", RULES)
-def test_an_option_outside_its_range_is_named_with_the_value(line, ask, tmp_path):
-    command, *rules = line.replace("/no/x", f"{tmp_path}/x").split(" | ")
-    file, *argv = command.split()
-    for words, _, rule in (text.partition(": ") for text in rules):
-        name, *values = words.split()
-        for value in values:
-            err = refusal(ask(*argv, name, value, file=file))
-            assert err.endswith(f": {name} must be {rule}, got {value}\n")
-
-
-# A command line of a method file, and what its one line on stderr says: both sides of a " … ".
-# {odd} is the folder above, {long} a prompt that is longer than the context.
-REFUSED = [
-    ("speculative --gamma many", "argument --gamma: invalid int value: 'many'"),
-    ("speculative --gam 3", "unrecognized arguments: --gam 3"),
-    ("speculative --temperature nan", "temperature 0 or 1e-6 to 1e6, … got nan, 0 and 1.0"),
-    ("speculative --top-k -1 --top-p 1.5", "top_k >= 0, 0 < top_p <= 1, got 0.0, -1 and 1.5"),
-    ("speculative tune", "unrecognized arguments: tune (--help lists all options)"),
-    ("speculative --trace {odd}/file/x", "--trace must be a file that can be … /file/x': Not a"),
-    ("speculative --trace {odd}", "--trace must be a file that can be … '{odd}': it is a folder"),
-    ("speculative --trace {odd}/latin", "'{odd}/latin': it was not made here, and would be lost"),
-    ("speculative --method spectr", "invalid choice: 'spectr'"),
-    ("speculative --show sometimes", "invalid choice: 'sometimes'"),
-    ("speculative --dtype int3", "model directory or hub id that … can load as int3"),
-    ("speculative --device tpu", "model directory or hub id that tpu can load"),
-    ("speculative --device cuda:99", "model directory or hub id that cuda:99 can load"),
-    ("speculative --target no/such/model", "hub id that can be reached, got 'no/such/model'"),
-    ("speculative --target /no/such", "hub id that can be reached, got '/no/such'"),
-    ("speculative --draft 'no such model'", "model directory or hub id … got 'no such model'"),
-    ("speculative --target {odd}/empty", "got '{odd}/empty': it has no config.json"),
-    ("speculative --target {odd}/file", "got '{odd}/file': it is a file, not a directory"),
-    ("speculative --target {odd}/unknown", "model directory or hub id … got '{odd}/unknown'"),
-    ("speculative --draft {odd}/broken", "model.safetensors is cut off or damaged"),
-    ("speculative --draft {odd}/tokenizer", "a draft with the target's tokenizer, got another"),
-    ("speculative --draft a --draft b", "--draft must be given once for speculative, got 2"),
-    ("speculative --chat", "a chat template for --chat"),
-    ("speculative --prompt ''", "a prompt with some text, got ''"),
-    ("speculative --prompt '<s></s>'", "a prompt with some text, got '<s></s>'"),
-    ("speculative --prompt Tom --prompt ''", "a prompt with some text, got ''"),
-    ("speculative --prompt caf\udce9", "--prompt must be UTF-8 text, got 'caf\\udce9'"),
-    ("speculative --prompt '{long}'", "--prompt must be shorter than the context of 2048 tokens"),
-    ("speculative --prompts {odd}/latin", "a file of prompts … '{odd}/latin'"),
-    ("speculative --prompts {odd}/empty", "a file of prompts … '{odd}/empty'"),
-    ("jacobi --W 4", "--W is no option of jacobi"),
-    ("jacobi --draft a --draft b --draft c", "--draft is no option of jacobi, got 'a'"),
-    ("jacobi --method lookahead --n 4", "--n is no option of lookahead"),
-    ("jacobi --method lookahead --W 0 --no-prompt-ngrams", "1 or more with --no-prompt-ngrams"),
-    ("ouroboros --phrases maybe", "unrecognized arguments: maybe"),
-    ("mjsd --K 3", "--K is no option of mjsd"),
-    ("mjsd --method mjgd --temperature 1", "--temperature must be 0 for joint greedy"),
-    ("bita --adapter /no/such", "a file of prompt and mask tokens, got '/no/such'"),
-    ("bita train", "the following arguments are required: --out"),
-    ("bita train --out /no/such/x --k 3", "unrecognized arguments: --k 3"),
-    ("cllm train --out /no/such/x", "the following arguments are required: --data, --lr"),
-    ("cllm train --data x --out x --lr 1 --prompts x", "unrecognized arguments: --prompts x"),
-    ("cllm train --data /no/such --out x --lr 1", "a file made by `python cllm.py collect`"),
-    ("cllm profile --after /no/such/model", "got '/no/such/model'"),
-    ("survey.several_drafts --method spectr --draft a --draft b",
-     "--draft must be given once for spectr, got 2"),
-    ("survey.lossy --method specdec --fallback 1", "--fallback is no option of specdec"),
-    ("survey.medusa --adapter {odd}/none", "expected a trained file, or … got '{odd}/none'"),
-    ("survey.medusa --adapter models/hydra.safetensors", "one of hydra heads"),
-    ("survey.eagle --adapter {odd}/none", "expected a trained file, or … got '{odd}/none'"),
-    ("survey.dflash --adapter {odd}/none", "expected a file of a DFlash draft, got '{odd}/none'"),
-    ("survey.rest --datastore {odd}/none", "expected a file of a REST datastore, got '{odd}/none'"),
-    ("survey.hybrid --trust {odd}/none", "expected a file … made for this model"),
-    ("survey.hybrid --datastore {odd}/none", "expected a file of a REST datastore, got"),
-    ("survey.hybrid --adapter {odd}/none", "expected a trained file, or … got '{odd}/none'"),
-    ("survey.masks --tokens {odd}/none", "expected"),
-    ("survey.masks --tokens models/bita.safetensors",
-     "--tokens must be a file without prompt tokens, got"),
-    ("survey.masks --method space --tuning {odd}/none", "expected a file of a SPACE tuning, got"),
-    ("survey.cascade --grams {odd}/none", "expected a file of a REST datastore, got '{odd}/none'"),
-    ("survey.triforce --graphs", "--graphs must be off"),
-    ("survey.triforce --draft a --draft b", "--draft must be given once for triforce, got 2"),
-    ("survey.draft_verify --blocks {odd}/none", "expected blocks that … for this model, got"),
-    ("survey.layerskip --tuning ''", "--E must be 1 or more without --tuning, got 0"),
-    ("survey.layerskip --tuning '' --E 12", "--E must be 1 to 11 for a model of 12 layers, got"),
-    ("survey.layerskip --tuning models/exit.safetensors", "one of an early exit"),
-    ("survey.early_exit --exit {odd}/none", "expected a file of an early exit, got '{odd}/none'"),
-    # Results that would take the place of something of the user's.
-    ("survey.medusa train --prompts {odd}/p.jsonl --out {odd}/empty/../p.jsonl",
-     "--out must be no file that the command itself reads or works in, got '{odd}/empty/../p"),
-    ("survey.medusa train --work {odd}/x --out {odd}/x", "itself reads or works in, got '{odd}/x'"),
-    ("survey.hybrid fit --adapters {odd}/broken --out {odd}/broken/model.safetensors",
-     "itself reads or works in"),
-    ("survey.eagle3 export --adapter x --target {odd}/unknown --out {odd}/link/", "itself reads"),
-    ("survey.online boost --draft {odd}/unknown --out {odd}/link", "itself reads or works in"),
-    ("survey.medusa export --adapter x --out {odd}/broken",
-     "got '{odd}/broken' with config.json: it was not made by `medusa export`, and would be lost"),
-    ("survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft",
-     "--work must be no folder that the command itself reads or works in, got '{odd}/has/draft'"),
-    ("survey.online serve --out /no/x --work models --draft x",
-     "--work must be a folder that … 'models/draft' with config.json: it was not made by `online"),
-    ("survey.layerskip export --tuning x --out {odd}/file", "--out must be a folder … is a file"),
-    ("cllm train --data x --lr 1 --out {odd}/file", "--out must be a folder … it is a file"),
-    ("survey.medusa train --out {odd}/empty", "--out must be a file … it is a folder"),
-    ("survey.medusa train --out {odd}/unknown/config.json", "it was not made by `medusa train`"),
-    ("survey.medusa train --out {odd}/p.jsonl", "it was not made by `medusa train`, and would be"),
-    ("speculative --trace models/medusa.safetensors", "it was not made here, and would be lost"),
-    ("survey.draft_verify search --out {odd}/new --max-new-tokens 0",
-     "--max-new-tokens must be 1 or more, got 0"),
-    ("bita train --out {odd}/file/x", "--out must be a file that can be … Not a directory"),
-    ("survey.online boost --out /no/such/x --draft {odd}/empty",
-     "expected a model directory or hub id that … got '{odd}/empty'"),
-]
-
-
-@pytest.mark.parametrize("line, said", REFUSED, ids=[line[:60] for line, _ in REFUSED])
+@pytest.mark.parametrize("line, said", [*FIRST, *((line, "") for line in REFUSED)])
 def test_wrong_input_is_one_line_and_status_2(line, said, odd, ask):
     """Before anything is printed, the three example prompts included."""
     names = {"odd": odd, "long": LONG}
     file, *argv = [word.format(**names) for word in shlex.split(line)]
     err = refusal(ask(*argv, file=file))
-    assert all(words in err for words in said.format(**names).split(" … ")), err
+    option = next((word for word in argv[::-1] if word.startswith("--")), "")
+    assert said in err and (said or option in err or argv[-1] in err), err
 
 
 def test_a_command_may_make_its_own_folder_again(tmp_path, ask):
@@ -646,7 +530,6 @@ def test_a_command_may_make_its_own_folder_again(tmp_path, ask):
     for _ in range(2):
         assert ask("export", *argv, file="survey.eagle3")[0] == 0
     assert "made by `eagle export`" in refusal(ask("export", *argv, file="survey.eagle"))
-    assert [file.name for file in tmp_path.iterdir()] == ["head"]
 
 
 def test_only_the_command_that_made_a_file_may_make_it_again():
@@ -657,36 +540,12 @@ def test_only_the_command_that_made_a_file_may_make_it_again():
         except InputError:
             return False
         return True
-    trainers = {"hydra": "medusa train", "layerskip": "layerskip tune", "space": "masks tune",
-                "rest": "rest build", "exit": "early_exit train", "pass": "masks train",
-                "blocks": "draft_verify search", "sequoia": "sequoia calibrate",
-                "hybrid": "trust fit", "evaluation": ""}
-    for part in [*ROOT.glob("models/*.safetensors"), *ROOT.glob("models/*.json")]:
-        expected = trainers.get(part.stem, f"{part.stem} train")
-        assert [by for by in BEGINS if takes(part, by)] == [expected], part
+    parts = [*ROOT.glob("models/*.safetensors"), *ROOT.glob("models/*.json")]
+    makers = [[by for by in BEGINS if takes(part, by)] for part in parts]
+    assert all(len(some) == 1 for some in makers) and len({some[0] for some in makers}) > 12
     making = {name_command(command) for file in FILES for command in functions_of(file)[1]
               if "out" in read_options(command)}
-    folders = {"eagle export", "eagle3 export", "medusa export", "layerskip export", "cllm train",
-               "online boost"}
-    assert making - folders == {*BEGINS} - {"", "train prompts"}
-
-
-def test_a_stream_that_ended_may_begin_again(small, quick, tmp_path):
-    """Its file of answers and its folder of the draft are the command's own."""
-    argv = ["--draft", str(small / "draft"), "--out", str(tmp_path / "a"), "--max-new-tokens", "3"]
-    for work in "one", "one", "other":
-        status, _, err = quick("survey.online", "serve", *argv, "--work", str(tmp_path / work))
-        assert status == (2 if work == "other" else 0), err
-
-
-def test_a_head_that_cannot_be_reached_is_one_line(ask, monkeypatch, caplog):
-    """No attempt of the hub's client is told of, which makes several."""
-    monkeypatch.setattr("training.released.cached_file",
-                        lambda *_, **__: hub.warning("Retrying in"))
-    hub = logging.get_logger("huggingface_hub.utils._http")
-    logging.set_verbosity_warning()
-    assert "got 'none'" in refusal(ask("--adapter", "none", file="survey.eagle"))
-    assert caplog.records == []
+    assert {*BEGINS} - {"", "train prompts"} < making
 
 
 def test_a_draft_for_a_method_that_takes_none(ask, monkeypatch):
@@ -741,22 +600,13 @@ ACCEPTED = [  # command lines with values at the ends of what each option takes
     "speculative --gamma 4 --temperature 3 --top-k 100000 --top-p 0.3 --seed " + "9" * 30,
     "speculative --gamma 1 --temperature 0.7 --top-k 5 --top-p 1 --seed -7 --show never",
     "speculative --dtype bfloat16 --device cpu --show", "speculative --graphs --compare",
-    "survey.several_drafts --K 1 --gamma 1",
-    "survey.several_drafts --method spectr --K 2 --temperature 1 --graphs",
-    "survey.lossy --fallback 0 --rollback 0", "survey.lossy --fallback 2 --rollback inf",
-    "survey.lossy --method specdec --beta 1 --tau 0 --compare",
-    "survey.lossy --method specdec --beta 2000 --tau inf --temperature 1",
-    "jacobi --n 2 --temperature 1", "jacobi --n 16 --show always --compare",
-    "jacobi --method lookahead --W 1 --N 2 --G 1 --no-prompt-ngrams",
-    "jacobi --method lookahead --W 0 --N 4 --G 5 --prompt-ngrams --temperature 1",
+    "survey.several_drafts --method spectr --K 1 --gamma 1 --temperature 1 --graphs",
+    "survey.lossy --fallback 2 --rollback inf", "jacobi --n 2 --show always --compare",
+    "jacobi --method lookahead --W 0 --N 2 --G 1 --temperature 1",
     "jacobi --method prompt_lookup --N 2 --G 1 --compare",
     "ouroboros --W 1 --beta 2 --K 1 --G 1 --no-phrases --no-lengthen",
-    "ouroboros --W 3 --beta 4 --K 3 --no-verification --temperature 1",
-    "mjsd --beams 2 --tau 0", "mjsd --beams 8 --tau 7 --temperature 1",
-    "mjsd --method mjgd --K 3 --beams 4 --temperature 0",
-    "bita --tree efficient --temperature 1", "bita --tree full --k 1", "bita --tree chain --graphs",
-    "survey.recycling --nodes 1 --compare", "cllm --n 2 --compare",
-    "cllm --n 16 --temperature 1 --dtype bfloat16"]
+    "mjsd --beams 2 --tau 0", "mjsd --method mjgd --K 1 --beams 4",
+    "bita --tree full --k 1", "survey.recycling --nodes 1 --compare", "cllm --n 2 --compare"]
 
 
 @pytest.mark.parametrize("line", ACCEPTED)
@@ -767,22 +617,16 @@ def test_right_options_are_taken(line, quick):
 
 
 def test_several_drafts(quick, small):
-    """A share of the time and a cache for each, on all prompts; AR has neither. Text as AR's."""
+    """A share of the time and a cache for each, on all prompts. Text as AR's."""
     argv = ["--draft", str(small / "draft"), "--draft", TARGET, *ONE, "--prompt", "cakes",
             "--max-new-tokens", "12", "--gamma", "3", "--compare"]
     status, _, err = quick("survey.several_drafts", *argv)
-    figures, kept, ar, *_, end = err.splitlines()[2:]
-    shares = re.search(r"of the time target (\d+)%, draft (\d+)%, draft 2 (\d+)%$", figures)
-    assert 50 < sum(map(int, shares.groups())) <= 101 and min(map(int, shares.groups())) > 0
-    assert "24 tokens" in figures and "6 target calls (4.00 tokens per call)" in figures
-    assert kept.endswith("; 36 draft calls")  # 3 of each model a round: the second is the target
-    assert re.search(r"of the time target \d+%$", ar)
-    assert status == 0 and end.endswith("; output equals autoregressive output")
+    assert re.search(r"24 tokens .* 6 target calls .* target \d+%, draft \d+%, draft 2 \d+%\n", err)
+    assert "; 36 draft calls\n" in err  # 3 of each model a round: the second is the target
+    assert status == 0 and err.endswith("; output equals autoregressive output\n")
     argv += ["--draft", str(small / "draft")]
     assert "--K must be 3 or more with 3 drafts, got 2" in refusal(
         quick("survey.several_drafts", *argv))
-    _, _, err = quick("survey.several_drafts", *argv, "--K", "3")
-    assert re.search(r"draft \d+%, draft 2 \d+%, draft 3 \d+%\n", err)
 
 
 def test_every_draft_has_the_targets_tokens(quick, small, odd):
@@ -805,21 +649,15 @@ def test_tune_finds_the_fastest(ask, clock):
         clock[0] += seconds[gamma][len(seen) % 3] * {1: 1, 2: 0.5, 4: 2}[K]
         yield from saying([[7, 7]] * 9)(target, prompt)
     how = dict(method=tunable, ranges={"gamma": (3, 2, 5), "beta": (1, 2), "K": (1, 2, 4)})
-    argv = [*ONE, "--max-new-tokens", "4", "--tune"]
+    argv = [*ONE, "--max-new-tokens", "4", "--tune", "--K", "4", "--width", "7"]
     status, out, err = ask(*argv, **how)
-    assert (status, err) == (0, "") and out.splitlines() == [
-        "--gamma 3: 2.0 tokens/s", "--gamma 2: 4.0 tokens/s", "--gamma 5: 0.4 tokens/s",
+    assert (status, err) == (0, "") and out.splitlines()[3:] == [
         "--K 1: 4.0 tokens/s", "--K 2: 8.0 tokens/s", "--K 4: 2.0 tokens/s",
         "fastest: --gamma 2 --K 2"]
-    tried = [(3, 1), (2, 1), (5, 1), (2, 1), (2, 2), (2, 4)]
-    assert seen == [(5, 1, 0), *((gamma, K, 0) for gamma, K in tried for _ in range(3))]
-    seen.clear()
-    _, out, _ = ask(*argv, "--K", "4", "--width", "7", **how)
     tried = [(3, 4), (2, 4), (5, 4), (2, 1), (2, 2), (2, 4)]
     assert seen == [(5, 4, 7), *((gamma, K, 7) for gamma, K in tried for _ in range(3))]
-    assert out.splitlines()[-1] == "fastest: --gamma 2 --K 2"
     none = ask(*argv, method=tunable, ranges={"beta": (1, 2)})
-    assert refusal(none).endswith("--tune must have an option to search, tunable has none\n")
+    assert "--tune must have an option to search" in refusal(none)
 
 
 QUICK = {line.split()[0] for line in ACCEPTED}
@@ -839,12 +677,10 @@ def test_tuned_options_are_accepted(quick, file, method):
 
 
 def test_tune_leaves_out_values_that_do_not_go_with_the_others(quick, small):
-    """A K that leaves a model without a draft; any of an option that goes with no other."""
-    argv = ["--tune", "--prompt", "Tom", "--max-new-tokens", "1"]
-    _, out, _ = quick("survey.several_drafts", *["--draft", str(small / "draft")] * 2, *argv)
+    """A K that leaves a model without a draft."""
+    _, out, _ = quick("survey.several_drafts", *["--draft", str(small / "draft")] * 2, "--tune",
+                      "--prompt", "Tom", "--max-new-tokens", "1")
     assert re.findall(r"^--K (\d)", out, re.M) == ["2", "3", "4"]
-    status, out, _ = quick("jacobi", "--method", "lookahead", "--no-prompt-ngrams", *argv)
-    assert status == 0 and "fastest: " in out
 
 
 # ----------------------------------------------------------------------------- commands
@@ -857,7 +693,7 @@ def test_commands(ask, tmp_path):
     def learn(model, tokenizer, *, out: Path, work: Path = None, name: str = "x",
               rate: float = 0.5, local: bool = False, gamma: int = 3, other=None, prompts):
         """out: what to make"""
-        given.append((model, prompts, out, work, name, rate, local, gamma))
+        given.append((model.dtype, prompts, out, work, name, rate, local, gamma))
 
     def count(model, tokenizer, *, size: int, max_new_tokens: int = 9):
         given.append((size, max_new_tokens))
@@ -870,32 +706,17 @@ def test_commands(ask, tmp_path):
     assert command(f"learn --out a/b --prompts {file}")[0] == 0
     assert command("learn --out a/b --work w --name 5 --rate 2 --local --gamma -4 "
                    "--dtype bfloat16")[0] == 0
-    model, tokenizer = loaded(TARGET, None, None)
-    half, _ = loaded(TARGET, None, "bfloat16")
+    _, tokenizer = loaded(TARGET, None, None)
     prompts = [[encode(tokenizer, text) for text in texts] for texts in ([SHORT, PROMPT], PROMPTS)]
-    assert given == [(model, prompts[0], Path("a/b"), None, "x", 0.5, False, 3),
-                     (half, prompts[1], Path("a/b"), Path("w"), "5", 2.0, True, -4)]
-    assert model.dtype == torch.float32 and half.dtype == torch.bfloat16
+    assert given == [(torch.float32, prompts[0], Path("a/b"), None, "x", 0.5, False, 3),
+                     (torch.bfloat16, prompts[1], Path("a/b"), Path("w"), "5", 2.0, True, -4)]
     assert command("count --size 5 --max-new-tokens 2")[0] == 1 and given[2:] == [(5, 2)]
-    for line, said in (
-            ("learn", "the following arguments are required: --out"),
-            ("count --size 5 --prompts x", "unrecognized arguments: --prompts x"),
-            ("count --size 5 --chat", "unrecognized arguments: --chat"),
-            ("count --size 5.5", "invalid int value: '5.5'"),
-            ("learn --out x --other y", "unrecognized arguments: --other y"),
-            ("learn --out x --draft y", "unrecognized arguments: --draft y"),
-            ("learn --out x --prompts /no/such", "a file of prompts"),
-            ("learn --out x --target /no/such", "hub id that can be reached, got '/no/such'"),
-            ("learn --out x --chat", "a chat template for --chat"),
-            ("--gamma 3 learn", "unrecognized arguments: learn"),
-            ("teach", "unrecognized arguments: teach")):
-        assert said in refusal(command(line)), line
-    assert len(given) == 3
+    for line in ("learn", "count --size 5 --prompts x", "count --size 5.5",
+                 "learn --out x --other y", "learn --out x --draft y", "--gamma 3 learn", "teach"):
+        refusal(command(line))
     _, out, _ = command("learn --help")
-    assert "out: what to make" in out and "--no-local" in out and "--gamma" in out
+    assert "out: what to make" in out and "--no-local" in out and "--compare" not in out
     assert out.startswith("usage: python tests/test_cli.py learn [options]\n")
-    assert "--compare" not in out and "tokens drafted a round" not in out
-    assert "--prompts" not in command("count --help")[1]
     assert "python speculative.py count --help\n" in command("--help")[1]
     assert command("--prompt Tom --gamma 2 --max-new-tokens 2")[0] == 0
 
@@ -956,30 +777,26 @@ def run_files(top: Path, lines: list[list[str]]) -> int:
         forget_project(top)
         sys.path[:0] = [os.path.dirname(top / file)]
         sys.argv[0] = file
-        status = 0
         try:
             runpy.run_path(str(top / file), run_name="__main__")
         except SystemExit as end:
-            status = end.code
-        print(f"status {status}", flush=True)
+            assert end.code == 0
+        print("THE NEXT", flush=True)
     return 0
 
 
 def test_files_of_a_folder_with_an_odd_name_run_in_a_locale_of_ascii(tmp_path):
-    """The folder's name has signs that formats might read. --help prints the module's docstring and
-    the methods'; a file without arguments decodes the examples; a prompt with any characters is the
-    same as an argument and on standard input; a file of survey/ is run by its path too."""
+    """The folder's name has signs that formats might read. A file without arguments decodes the
+    examples; a prompt with any characters is the same as an argument and on standard input; a file
+    of survey/ is run by its path too."""
     top, prompt = tmp_path / "100% %s %(prog)s {x}", "Zoë counts 漢字 🙂"
     page = tmp_path / "page.html"
     shutil.copytree(ROOT, top, ignore=shutil.ignore_patterns(".*", "work", "results", "tests",
-                                                             "__pycache__", "*.safetensors"))
-    for name in ("target", "draft"):
-        (top / f"models/{name}/model.safetensors").symlink_to(
-            ROOT / f"models/{name}/model.safetensors")
+                                                             "models", "__pycache__"))
+    (top / "models").symlink_to(ROOT / "models")
     survey = [str(path_of(name).relative_to(ROOT)) for name in FILES if "survey" in name]
     process, stdin, out, err = fork(run_files, top, [
-        ["speculative.py", "--help"], ["bita.py", "--help"],
-        ["speculative.py", "--show", "--max-new-tokens", "8"],
+        ["bita.py", "--help"], ["speculative.py", "--show", "--max-new-tokens", "8"],
         ["speculative.py", "--prompt", os.fsencode(prompt).decode("ascii", "surrogateescape"),
          "--prompt", "-", "--max-new-tokens", "8", "--trace", str(page)],
         *([file, "--help"] for file in survey)])
@@ -987,19 +804,14 @@ def test_files_of_a_folder_with_an_odd_name_run_in_a_locale_of_ascii(tmp_path):
     stdin.close()
     said, errors = out.read(), err.read()
     process.join()
-    assert process.exitcode == 0 and said.count("status 0\n") == 4 + len(survey), errors
-    first, second, text, answers, *helps, end = said.split("status 0\n")
-    for doc in sys.modules["speculative"].__doc__, speculative.__doc__:
-        assert all(line.strip() in first for line in doc.splitlines())
-    assert "prompt and mask tokens" in second and str(top) in second and "--adapter" in second
-    assert len(text.splitlines()) >= 3 and "\033[32m" in text
+    assert process.exitcode == 0, errors
+    first, text, answers, *helps, _ = said.split("THE NEXT\n")
+    assert "prompt and mask tokens" in first and str(top) in first and "\033[32m" in text
     one, other = answers[:len(answers) // 2], answers[len(answers) // 2:]
     assert one == other != "" and errors.count(prompt) == 2
     data = page.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0]
-    shown = "".join(json.loads(data)["runs"][0]["said"])
-    assert shown.removeprefix("<s>").startswith(prompt)
-    assert [text.split()[3] for text in helps] == [
-        f"survey.{Path(file).stem}" for file in survey]
+    assert prompt in "".join(json.loads(data)["runs"][0]["said"])
+    assert [text.split()[3] for text in helps] == [f"survey.{Path(x).stem}" for x in survey]
 
 
 @pytest.mark.parametrize("name, option", [("speculative", "--gamma"), ("survey.lossy", "--tau")])
@@ -1096,12 +908,9 @@ def test_answers_made_elsewhere_become_tokens(row, chat, prompt, answer, small_l
     ({"messages": TALK, "tools": [{"f": {}}]}, [], "leaves out 'tools'"),
     ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS}, [],
      "line 1: the chat template begins answers with '<think>', but not this one"),
-    ({"messages": TALK, "template": OPENS.replace("<think>", "!")}, [], "begins answers with '!'"),
-    ({"messages": [ASKED, SAID | {"content": ""}]}, [], "line 1: the last message says nothing"),
     ({"prompt": "a"}, [], "line 1: it has no answer"),
     ({"prompt": "a", "answer": "b"}, ["--prompts", f"{ROOT}/models/examples.jsonl"],
-     "not allowed with argument"),
-    ({"prompt": "a", "answer": "b"}, ["--accumulate", "0"], "--accumulate must be 1 or more")])
+     "not allowed with argument")])
 def test_answers_that_cannot_be_learnt_from_are_refused(row, options, said, small_llama, tmp_path,
                                                         capfd):
     file, folder = tmp_path / "pairs.jsonl", tmp_path / "model"
@@ -1125,12 +934,6 @@ def test_a_template_writes_the_date_of_the_first_run(small_llama, tmp_path):
     for name in "one", "one", "two":
         assert main([speculative], None, [*argv, str(tmp_path / name)], commands=[ask]) == 0
     assert given[0] == given[1] != given[2]
-
-
-def test_help_of_a_training_has_the_options_of_all(capsys):
-    assert main([speculative], None, ["learn", "--help"], commands=[learn]) == 0
-    out = capsys.readouterr().out
-    assert all(x in out for x in ("--accumulate N", "--recompute", "--max-length N", "--data FILE"))
 
 
 def test_a_part_that_cannot_be_written_is_said_in_a_line(monkeypatch, capfd):

@@ -156,12 +156,10 @@ def of(change):
 
 WRONG = [  # as trainings, clones, broken downloads and other programs leave a directory
     (of(split_lora), "LoRA adapter, which must be merged into its base model first"),
-    (of(drop("layers.1.mlp.up_proj")), "1 are missing .* model.layers.1.mlp.up_proj.weight"),
     (of(drop("layers.1.")), "9 are missing or of another size: model.layers.1.input_lay"),
     (of(drop("model.norm")), "1 are missing or of another size: model.norm.weight"),
     (of(cut_embeddings), "1 are missing or of another size: model.embed_tokens.weight"),
     (write_pointer("model.safetensors"), "model.safetensors is a pointer of git-lfs"),
-    (write_pointer("tokenizer.json"), "tokenizer.json is a pointer of git-lfs"),
     (cut_off, "model.safetensors is cut off or damaged"),
     (lose_shard, "1 of its 2 files are missing, as model-2.safetensors"),
     (quantise, "its weights are quantised"),
@@ -240,13 +238,9 @@ def test_a_window_counts_where_the_family_uses_it():
     assert known >= 35 and used >= 15
 
 
-@pytest.mark.parametrize("model_type", ["llama", "apertus", "gpt2", "mistral", "qwen3", "phi3",
-                                        "gemma3_text", "gemma2", "olmo3", "starcoder2"])
-@pytest.mark.parametrize("keys", [{}, {"sliding_window": None}, {"sliding_window": 3},
-                                  {"sliding_window": 40}])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("keys", [{}, {"sliding_window": 3}, {"sliding_window": 40}])
 def test_windows_of_all_sizes(model_type, keys):
-    if model_type in ("gemma3_text", "gemma2", "olmo3") and keys == {"sliding_window": None}:
-        keys = {"layer_types": ["full_attention"] * 2}  # they need a window for other layers
     assert agrees(make_tiny(model_type, **keys)) is True
 
 
@@ -304,15 +298,6 @@ def test_ids_with_gaps_lose_no_token():
     prompt = [5, 6, 7, 8]
     ours = tokens_of(autoregressive(CachedLM(model, vocab_size(model, tokenizer)), prompt), 40)
     assert ours == own_tokens(model, prompt, 40) and 49 in ours
-
-
-def test_every_caller_counts_ids_and_not_entries():
-    """In the product and in README: no `len(tokenizer)` where logits are meant."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), ROOT / "README.md"]
-    found = [f"{file.name}: {line.strip()}" for file in files if file.parent.name != "tests"
-             for line in file.read_text(encoding="utf-8").splitlines() if "len(tokenizer)" in line]
-    assert found == ["train.py: vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, "
-                     "tie_word_embeddings=True,"]  # of a tokenizer that was just made, without gaps
 
 
 def test_tokens_without_embeddings_are_refused(embedded):

@@ -119,23 +119,23 @@ def require_numbers(**numbers: int) -> None:
 class Settings:
     """Hold the options that every training has besides its own.
 
-    accumulate: passes of a step, which takes the mean of their gradients. Four passes of 4 answers
-                need the memory of 4 answers, and learn what a pass of 16 answers learns
+    accumulate: passes of a step, which takes the mean of their gradients, 1 or more. Four passes of
+                4 answers need the memory of 4 answers, and learn what a pass of 16 answers learns
     recompute:  keep only what enters each layer of a model, and compute the layer again for its
                 gradients. This takes a third more time. A part that is no model, such as a head or
                 an exit, has no such layers
-    max_length: the most tokens of a prompt and its answer together. A prompt that leaves no room
-                for the longest answer is left out. An answer of --data is cut
+    max_length: the most tokens of a prompt and its answer together, 3 or more. A prompt that leaves
+                no room for the longest answer is left out. An answer of --data is cut
 
     A training explains the following options only where they mean something else.
 
     out:    the file or the folder to make
     work:   the folder of the answers and the checkpoints. The default is OUT.work
-    vocab:  how many of the most frequent tokens a part can guess. 0 stands for all
-    max_new_tokens: the most tokens of an answer
-    steps:  how many updates are made
-    batch:  how many answers a pass has
-    lr:     the highest learning rate
+    vocab:  how many of the most frequent tokens a part can guess, 0 or more. 0 stands for all
+    max_new_tokens: the most tokens of an answer, 1 or more
+    steps:  how many updates are made, 1 or more
+    batch:  how many answers a pass has, 1 or more
+    lr:     the highest learning rate, above 0
     seed:   another seed samples other data
 
     `pairs` are prompts with answers that were made elsewhere, in place of the model's own answers.
