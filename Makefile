@@ -36,9 +36,9 @@ mutants: .venv/ready
 bench: .venv/ready
 	$(RUN) results/bench.py
 
-# Makes results/who_guesses.svg. What was measured is kept. Only the costs are measured again.
+# Makes results/who_guesses.svg.
 who: .venv/ready
-	$(RUN) results/who_guesses.py -n 16 --time-again --picture results/who_guesses.svg
+	$(RUN) results/who_guesses.py -n 16 --picture results/who_guesses.svg
 
 # With the Python that has torch for the GPU already: no .venv is made. It writes results/gpu.json.
 gpu:

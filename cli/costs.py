@@ -146,15 +146,21 @@ def expected_speed(size: dict, one: float, right: float = 1.0, row: float = 1.0,
     return expected_tokens(size["acceptance"], right) / seconds
 
 
-def know_ahead(steps: list[tuple[dict, int]], table: list, draft: float) -> float:
-    """Return the speed of an oracle, which feeds in each round those guesses alone that are right.
+def know_ahead(steps: list[tuple[dict, int]], table: list) -> float:
+    """Return the speed of an oracle, which feeds in each call only those guesses that are right.
 
-    steps, table   as for `measure_size`
-    draft          the seconds of the guessing of a round
+    The oracle drafts as the run did. The table was timed after the run, when the machine may have
+    been slower or faster. So the table says only by what share the run's own calls would have been
+    shorter, and an oracle is never slower than its run.
+
+    steps, table   as for `measure_size`. In the table no call costs less than a narrower one
     """
-    tokens = [sum(len(call["kept"]) for call in step["calls"] if call["lm"] == target)
-              for step, target in steps]
-    return sum(tokens) / sum(read_table(table, max(1, n)) + draft for n in tokens)
+    calls = [call for step, target in steps for call in step["calls"] if call["lm"] == target]
+    all_rows = sum(read_table(table, len(call["ids"])) for call in calls)
+    right_rows = sum(read_table(table, max(1, len(call["kept"]))) for call in calls)
+    saved = sum(map(time_of, calls)) * (1 - right_rows / all_rows)
+    seconds = sum(step["seconds"] for step, _ in steps)
+    return sum(len(step["chunk"]) for step, _ in steps) / (seconds - saved)
 
 
 def find_reason(rows: float, call: float, guessing: float, tokens: float) -> str:
@@ -231,6 +237,8 @@ def describe(name: str, runs: list[dict], table: list, ar: list[dict] = (),
             do, and no size beyond theirs is known
     """
     own, steps, alone = (list_rounds(some) for some in (runs, tried or runs, ar))
+    # A width that was timed in a busy moment costs no more than a wider one.
+    table = [(rows, min(x for n, x in table if n >= rows)) for rows, _ in table]
     one = table[0][1]
     widest = max(count_rows(*step) for step in steps)
     sizes = [measure_size(steps, table, most) for most in list_sizes(widest)]
@@ -242,7 +250,7 @@ def describe(name: str, runs: list[dict], table: list, ar: list[dict] = (),
               for i in sorted({0, len(sizes) // 2, len(sizes) - 1}) for factors in SLIDERS]
     return {"name": name, "one": one, "table": table, "sizes": sizes, "chosen": chosen,
             "speed": speed, "plain": plain, "compared": bool(alone), "said": said,
-            "checks": checks, "oracle": know_ahead(own, table, chosen["draft"])}
+            "checks": checks, "oracle": know_ahead(own, table)}
 
 
 def write_panel(entries: list[dict]) -> str:

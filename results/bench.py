@@ -20,7 +20,6 @@ import importlib
 import inspect
 import shlex
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +48,7 @@ from survey.hybrid import GUESSES  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
 from training.files import check_result  # noqa: E402
 from training.layers import context_length, depth_of  # noqa: E402
-from training.loop import collect_answers, require  # noqa: E402
+from training.loop import answer_all, require  # noqa: E402
 
 
 # ----------------------------------------------------------------------------- what is measured
@@ -137,17 +136,13 @@ class Theirs:
 
     def __call__(self, prompt: list[int]) -> Count:
         target, hooks = self.models["target"], []
-        calls, seconds = dict.fromkeys(self.models, 0), dict.fromkeys(self.models, 0.0)
+        times = {name: [] for name in self.models}  # when its passes began and ended
 
-        def before(name, *_):
-            calls[name] += 1
-            seconds[name] -= clock(target.device)
-
-        def after(name, *_):
-            seconds[name] += clock(target.device)
+        def note(name, *_):
+            times[name].append(clock(target.device))
         for name, model in self.models.items():
-            hooks.append(model.register_forward_pre_hook(functools.partial(before, name)))
-            hooks.append(model.register_forward_hook(functools.partial(after, name)))
+            hooks.append(model.register_forward_pre_hook(functools.partial(note, name)))
+            hooks.append(model.register_forward_hook(functools.partial(note, name)))
         ids, began = torch.tensor([prompt], device=target.device), time.perf_counter()
         rows = target.generate(ids, attention_mask=torch.ones_like(ids),
                                max_new_tokens=self.limit, **self.options)
@@ -155,7 +150,8 @@ class Theirs:
         total = time.perf_counter() - began
         for hook in hooks:
             hook.remove()
-        return Count(len(output), calls["target"], total, seconds["target"],
+        seconds = {name: sum(some[1::2]) - sum(some[::2]) for name, some in times.items()}
+        return Count(len(output), len(times["target"]) // 2, total, seconds["target"],
                      seconds.get("draft", 0.0), output)
 
 
@@ -181,6 +177,11 @@ def by_category(path: str) -> dict[str, list[str]]:
 def guesses_of(record: dict) -> int:
     """Return how many guesses a round had, which some methods call drafted tokens."""
     return record.get("guessed", record.get("drafted", 0))
+
+
+def sampler_of(args: argparse.Namespace) -> Sampler:
+    """Return the sampler that a command line asks for."""
+    return Sampler(args.temperature, args.top_k, args.top_p, args.seed)
 
 
 def keep_fitting(names, act: Callable) -> dict:
@@ -226,31 +227,28 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         for option in "n", "rounds", "max_new_tokens":
             require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
-        self.args, self.sample = args, Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+        self.args, self.tokenizer = args, None
         self.run_as = GraphedLM if args.graphs else TimedLM
-        self.target, self.tokenizer = self.prepared(args.target)
+        self.target = self.load(args.target)
         if args.draft is None and args.target == EMBEDDED:
             args.draft = str(ROOT / "models/draft")
         self.draft = self.load(args.draft) if args.draft else None
         self.eos = eos_ids(self.target, self.tokenizer)
-        self.examples = {}  # of the tasks, by prompt: their answers can be graded
-        if args.prompts:
-            prompts = {name: self.encode(texts[:args.n]) for name, texts in args.prompts.items()}
-        else:
-            prompts = dict.fromkeys(tasks.TASKS, ())
-            for task in tasks.TASKS:
-                some = tasks.take(task, "test", args.n, args.seed)
-                prompts[task] = self.encode([example.prompt for example in some])
-                self.examples |= zip(map(tuple, prompts[task]), some)
+        texts, taken = args.prompts, {}
+        if not texts:
+            taken = {task: tasks.take(task, "test", args.n, args.seed) for task in tasks.TASKS}
+            texts = {task: [example.prompt for example in some] for task, some in taken.items()}
+        prompts = {name: self.encode(some[:args.n]) for name, some in texts.items()}
+        # By prompt: the answers of tasks can be graded
+        self.examples = {tuple(prompt): example for task, some in taken.items()
+                         for prompt, example in zip(prompts[task], some)}
         every = [prompt for some in prompts.values() for prompt in some]
-        longest = max(map(len, every))
         context = min(context_length(model) for model in (self.target, self.draft) if model)
-        if longest + args.max_new_tokens > context:
-            raise InputError(f"expected prompts and {args.max_new_tokens} new tokens within the "
-                             f"context of {context}, got a prompt of {longest} tokens")
-        with tempfile.TemporaryDirectory() as work:  # AR's output, many prompts at once
-            answers = collect_answers(self.target, self.tokenizer, every, args.max_new_tokens,
-                                  Path(work))
+        room = context - max(map(len, every))
+        require(args.max_new_tokens <= room, "max_new_tokens",
+                f"at most {room} for these prompts and a context of {context}",
+                args.max_new_tokens)
+        answers = answer_all(self.target, self.eos, every, args.max_new_tokens)
         loops = [prompt for prompt, answer in zip(every, answers) if tasks.loops(answer)]
         kept = {name: [p for p in some if p not in loops] for name, some in prompts.items()}
         self.prompts = {name: some for name, some in kept.items() if some}
@@ -259,21 +257,17 @@ class Bench:
             raise InputError(f"expected a prompt whose AR output does not loop, got {self.dropped} "
                              "that do")
 
-    def prepared(self, path: str) -> tuple:
-        """Load a model and its tokenizer, and check the model as it will be run."""
-        model, tokenizer = load_checked(path, self.args.device, self.args.dtype)
-        return check(model, self.run_as), tokenizer
-
     @functools.cache
     def load(self, path: str):
-        """Load another model, which must have the target's tokenizer."""
+        """Load a model, and check it as it will be run. All have the first one's tokenizer."""
         if path is None:
             raise InputError("expected a --draft")
-        model, tokenizer = self.prepared(path)
+        model, tokenizer = load_checked(path, self.args.device, self.args.dtype)
+        self.tokenizer = self.tokenizer or tokenizer
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(f"expected a model with the target's tokenizer, got {path!r}, which "
                              "has another vocabulary")
-        return model
+        return check(model, self.run_as)
 
     def cached(self, model) -> TimedLM:
         return self.run_as(model, vocab_size(model, self.tokenizer))
@@ -292,34 +286,31 @@ class Bench:
         name, *words = shlex.split(line)
         if name not in METHODS:
             raise InputError(f"expected a row of one of {', '.join(METHODS)}, got {line!r}")
-        method = METHODS[name]
-        args = parse_decoding([method], (), name if name == "cllm" else "target", words)
-        given = {word.partition("=")[0] for word in words}
-        sample, limit, models = self.sample, self.args.max_new_tokens, {"target": self.target}
-        if given & {"--temperature", "--top-k", "--top-p", "--seed"}:
-            sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        if "--max-new-tokens" in given:
-            limit = args.max_new_tokens
-        if "--target" in given or name == "cllm":
-            models["target"] = self.load(args.target)
+        method, own = METHODS[name], self.args
+        usual = [f"--max-new-tokens={own.max_new_tokens}", f"--temperature={own.temperature}",
+                 f"--top-k={own.top_k}", f"--top-p={own.top_p}", f"--seed={own.seed}"]
+        if name != "cllm":  # which decodes a model of its own
+            usual.append(f"--target={own.target}")
+        args = parse_decoding([method], (), "cllm", usual + words)  # the last word counts
+        models = {"target": self.load(args.target)}
         options = self.find_files(method, select_options(args, method, []))
         if "nodes" in read_options(method):
-            options.setdefault("nodes", self.args.nodes)
+            options.setdefault("nodes", own.nodes)
         if "draft" in inspect.signature(method).parameters:
-            models["draft"], *more = map(self.load, args.draft or [self.args.draft])
+            models["draft"], *more = map(self.load, args.draft or [own.draft])
             if more:
                 options["more_drafts"] = [self.cached(model) for model in more]
-        return Ours(method, {name: self.cached(model) for name, model in models.items()}, limit,
-                    self.eos, sample, **options)
+        return Ours(method, {name: self.cached(model) for name, model in models.items()},
+                    args.max_new_tokens, self.eos, sampler_of(args), **options)
 
     def find_files(self, method, options: dict) -> dict:
         """Let options that name files of models/ by default name those of --adapters."""
-        files = {name: default for name, (_, default) in read_options(method).items()
-                 if isinstance(default, str) and default.startswith(f"{MODELS}/")}
-        if method.__name__ == "medusa":
-            files["adapter"] = f"{options.get('heads', 'medusa')}.safetensors"
-        if method.__name__ == "hybrid" and options.get("guess", "eagle") != "none":
-            files["adapter"] = f"{options.get('guess', 'eagle')}.safetensors"
+        usual = {name: default for name, (_, default) in read_options(method).items()}
+        files = {name: file for name, file in usual.items()
+                 if isinstance(file, str) and file.startswith(f"{MODELS}/")}
+        kind = (usual | options).get("heads") or (usual | options).get("guess", "none")
+        if kind != "none":  # medusa and the hybrid: the option says which file
+            files["adapter"] = f"{kind}.safetensors"
         return {name: str(self.args.adapters / Path(file).name)
                 for name, file in files.items()} | options
 
@@ -345,7 +336,7 @@ class Bench:
     def theirs(self, *names: str, **options) -> Theirs:
         """Build transformers' own `generate`, with the models of these names beside the target."""
         models = {name: self.plain(name) for name in ("target", *names)}
-        return Theirs(models, self.args.max_new_tokens, self.sample, **options)
+        return Theirs(models, self.args.max_new_tokens, sampler_of(self.args), **options)
 
     def graded(self, outputs: list[list[int]]) -> list[bool]:
         """Grade the answers to all prompts, which are tasks: return whether each is right."""
@@ -453,11 +444,6 @@ def table(rows: list[list[str]]) -> str:
 
 # -------------------------------------------------------------------------------- the tables
 
-def build_rows(bench: Bench, lines: list[str]) -> dict[str, Ours]:
-    """Build the methods of rows; where there is no draft, those that need none."""
-    return keep_fitting(lines, bench.row)
-
-
 def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
     """Build transformers' own `generate` in each of its forms.
 
@@ -481,41 +467,41 @@ def choose_lines(args: argparse.Namespace) -> list[str]:
     return [*dict.fromkeys(lines)]
 
 
-def make_line(bench: Bench, results: Results, method: str) -> list[str]:
-    """Make the line of a method in the table."""
+def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
+    """Make the line of a method in the table: a cell under each head."""
     per_call, ratios = results.per_call(method), results.ratios(method, AR)
-    total, *parts = (results.per_token(method, x) for x in ("total", "target", "draft"))
-    cells = [method, f"{per_call:.2f}", f"{results.per_call(method, 'rows'):.1f}",
-             f"{results.guesses(method):.1f}",
-             f"{results.layers(method, depth_of(bench.target)):.1f}",
-             f"{median(results.speeds(method)):.0f}", f"{median(ratios):.2f}",
-             f"{min(ratios):.2f} to {max(ratios):.2f}"]
-    cells += [f"{median(results.ratios(method, AR, name)):.2f}" for name in bench.prompts]
-    cells += [f"{median(ratios) / per_call:.0%}",
-              *(f"{x:.2f}" for x in (*parts, total - sum(parts)))]
+    total, target, draft = (results.per_token(method, x) for x in ("total", "target", "draft"))
+    layers = results.layers(method, depth_of(bench.target))
+    cells = {"method": method, "tokens per target call": f"{per_call:.2f}",
+             "rows a call": f"{results.per_call(method, 'rows'):.1f}",
+             "guesses a call": f"{results.guesses(method):.1f}",
+             "target layers a token": f"{layers:.1f}",
+             "tokens/s": f"{median(results.speeds(method)):.0f}",
+             "x AR": f"{median(ratios):.2f}", "range": f"{min(ratios):.2f} to {max(ratios):.2f}"}
+    for name in bench.prompts:
+        cells[f"x AR, {name}"] = f"{median(results.ratios(method, AR, name)):.2f}"
+    cells |= {"realised share": f"{median(ratios) / per_call:.0%}",
+              "ms a token: target": f"{target:.2f}", "draft": f"{draft:.2f}",
+              "rest": f"{total - target - draft:.2f}"}
     if bench.args.temperature == 0:
-        cells.append(results.same(method, AR))
+        cells["output as AR's"] = results.same(method, AR)
     if bench.examples:
         right = bench.graded([count.output for count in results.rounds(method)[0]])
-        cells.append(f"{sum(right)} of {len(right)}")
+        cells["right answers"] = f"{sum(right)} of {len(right)}"
     return cells
 
 
 def print_tables(bench: Bench) -> None:
     """Measure the rows that are asked for beside transformers' own, and print two tables."""
-    runs, peers = build_rows(bench, choose_lines(bench.args)), build_peers(bench)
-    both = runs if bench.args.table else runs | dict(peers.values())
-    results, names = bench.measure(both), list(bench.prompts)
-    head = ["method", "tokens per target call", "rows a call", "guesses a call",
-            "target layers a token", "tokens/s", "x AR", "range", *(f"x AR, {x}" for x in names),
-            "realised share", "ms a token: target", "draft", "rest"]
-    head += ["output as AR's"] * (bench.args.temperature == 0)
-    head += ["right answers"] * bool(bench.examples)
-    print(table([head, *(make_line(bench, results, method) for method in results.counts)]))
-    rows = [["ratio of tokens/s", "all", *names]]
+    runs = keep_fitting(choose_lines(bench.args), bench.row)
+    peers = {} if bench.args.table else build_peers(bench)
+    results = bench.measure(runs | dict(peers.values()))
+    lines = [make_line(bench, results, method) for method in results.counts]
+    print(table([[*lines[0]], *([*line.values()] for line in lines)]))
+    rows = [["ratio of tokens/s", "all", *bench.prompts]]
     for ours, (theirs, _) in peers.items():
-        if {ours, theirs} <= results.counts.keys():
-            ratios = [results.ratios(ours, theirs, name) for name in (None, *names)]
+        if ours in results.counts:
+            ratios = [results.ratios(ours, theirs, name) for name in (None, *bench.prompts)]
             rows.append([f"{ours} / {theirs}", *(f"{median(x):.2f}" for x in ratios)])
     print(table(rows) if rows[1:] else "")
 

@@ -1,30 +1,24 @@
 """Write a page on which sliders say what a faster machine or a better draft would change.
 
     make cost                                  # five methods on the embedded models: costs.html
-    python results/cost_page.py --check        # the expected speed beside the measured one
     python results/cost_page.py --target DIR --adapters FOLDER --prompts FILE --chat --out FILE
 
 Each method decodes the prompts at its defaults, where the clock of this machine chooses the tree,
 and once more with the largest tree. The second run says what each smaller tree is worth
 (cli/costs.py). Calls of every width are timed in between. --trace has the same panel for a run.
-
---check computes the speed from these figures, and measures it in runs that nobody records. Its exit
-status is 1 if the two differ by more than 15% for any method.
 """
 import re
 import sys
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cli.costs import describe, expected_speed, write_panel  # noqa: E402  (the path is set above)
+from cli.costs import describe, write_panel  # noqa: E402  (the path is set above)
 from cli.main import run_script  # noqa: E402
 from cli.trace import PAGE, Trace  # noqa: E402
-from results.bench import AR, Bench, Ours, build_rows, options, perform, table  # noqa: E402
+from results.bench import AR, Bench, Ours, keep_fitting, options, perform  # noqa: E402
 from training.files import write_text  # noqa: E402
 
-OFF = 0.15  # of the measured speed: how far the expected one may be from it
 WIDEST = 64  # rows of the largest trees, which the second runs have
 LONGEST = 12  # tokens of the longest drafts
 
@@ -37,7 +31,7 @@ def list_methods(bench: Bench, wide: bool = False) -> dict[str, Ours]:
     nodes = f" --nodes {WIDEST}" if wide else ""
     lines = [f"speculative --gamma {LONGEST if wide else 6}", f"medusa{nodes}", f"eagle{nodes}",
              f"rest{nodes}", f"hybrid --guess {bench.args.guess}{nodes}"]
-    runs = bench.warm_up(build_rows(bench, lines), bench.pairs()[:1])
+    runs = bench.warm_up(keep_fitting(lines, bench.row), bench.pairs()[:1])
     return {line.split()[0]: run for line, run in runs.items()}
 
 
@@ -74,59 +68,16 @@ def write_page(entries: list[dict]) -> str:
             "</html>\n")
 
 
-def measure(ours: Ours, prompts: list[list[int]]) -> float:
-    """Return the tokens a second of a method that nobody records, without passes over prompts."""
-    tokens, seconds = 0, 0.0
-    ours.new_round()
-    for prompt in prompts:
-        count = ours(prompt)
-        tokens += count.tokens
-        seconds += count.total - sum(lm.prompt_seconds for lm in ours.models.values())
-    return tokens / seconds
-
-
-def check(bench: Bench) -> int:
-    """Print the expected and the measured speed of each method; return the exit status.
-
-    Runs that are recorded and runs that are not take turns, and the median of the rounds counts.
-    """
-    prompts = [prompt for _, prompt in bench.pairs()]
-    rows = [["method", "rows a call", "expected tokens/s", "measured tokens/s", "off by"]]
-    failed = False
-    for name, run in list_methods(bench).items():
-        pairs = []
-        for _ in range(bench.args.rounds):
-            trace = record(run, prompts)
-            entry = describe(name, trace.runs, trace.table)
-            expected = expected_speed(entry["chosen"], entry["one"])
-            pairs.append((expected, measure(run, prompts)))
-        expected, measured = (median(x) for x in zip(*pairs))
-        off = expected / measured - 1
-        failed |= abs(off) > OFF
-        rows.append([name, f"{entry['chosen']['rows']:.1f}", f"{expected:.0f}", f"{measured:.0f}",
-                     f"{off:+.0%}"])
-    print(table(rows))
-    return int(failed)
-
-
-def main() -> int:
+def main() -> None:
     parser = options(__doc__)
-    add = parser.add_argument
-    add("--check", action="store_true", help="compare the expected speed with the measured one")
-    add("--guess", default="eagle", help="the trained part of the hybrid")
-    add("--out", type=Path, default=Path("costs.html"), help="the page")
-    parser.set_defaults(n=3, rounds=3, max_new_tokens=100)
-    status = 0
+    parser.add_argument("--guess", default="eagle", help="the trained part of the hybrid")
+    parser.add_argument("--out", type=Path, default=Path("costs.html"), help="the page")
+    parser.set_defaults(n=3, max_new_tokens=100)
 
-    def act(bench: Bench) -> None:
-        nonlocal status
-        if bench.args.check:
-            status = check(bench)
-            return
+    def write(bench: Bench) -> None:
         write_text(bench.args.out, write_page(collect(bench)))
         print(bench.args.out.resolve())
-    perform(parser, act)
-    return status
+    perform(parser, write)
 
 
 if __name__ == "__main__":

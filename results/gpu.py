@@ -36,8 +36,7 @@ import torch  # noqa: E402  (the path is set above)
 import transformers  # noqa: E402
 
 import memory  # noqa: E402
-from bench import (ALL, Bench, build_peers, build_rows, options, run_script,  # noqa: E402
-                   table)
+from bench import ALL, Bench, build_peers, keep_fitting, options, run_script  # noqa: E402
 from cli.graphs import GraphedLM  # noqa: E402
 from cli.run import TimedLM  # noqa: E402
 from survey.clock import WIDTHS  # noqa: E402
@@ -47,10 +46,12 @@ SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]
 FEW = {"autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "bita", "medusa", "eagle",
        "rest", "hybrid --guess none", "cllm", "`generate`"}
-SIZES = {"8B": memory.BIG, "1B": memory.DRAFT,
-         "3B": memory.DRAFT | dict(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24,
-                                   head_dim=128)}
-SLOW = "eagle", "layerskip", "cllm", "distil", "boost"  # trained last
+TIED = memory.BIG | {"intermediate_size": 8192, "tie_word_embeddings": True}
+SIZES = {"8B": memory.BIG,
+         "1B": TIED | {"hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64},
+         "3B": TIED | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
+                       "head_dim": 128}}
+SLOW = "eagle", "layerskip", "cllm"  # trained last
 CALLS = {"launches": ("cudaLaunch", "cuLaunch"), "waits": ("Memcpy DtoH",),
          "copies": ("Memcpy HtoD",), "ends": ("cudaDeviceSynchronize",)}
 
@@ -115,7 +116,7 @@ def load_bench(args, dtype: str, how: str) -> tuple[Bench, dict]:
     line = ["--device", args.device, "--dtype", dtype, "-n", "1", "--rounds", "1", "--nodes", "16",
             "--max-new-tokens", "6" if args.small else "48"]
     bench = Bench(options(__doc__).parse_args(line + ["--graphs"] * (how == "graphs")))
-    runs = dict(build_peers(bench).values()) | build_rows(bench, ALL)
+    runs = dict(build_peers(bench).values()) | keep_fitting(ALL, bench.row)
     return bench, {name: run for name, run in runs.items() if how == "graphs" or name in FEW}
 
 
@@ -203,17 +204,13 @@ STEPS = {machine: 30, exact: 110, decode: 130, launches: 20, sizes: 35, training
 
 
 def perform(args, step) -> None:
-    """Run a step in this process, save each of its rows, and print all of them as a table."""
+    """Run a step in this process, and save and print each of its rows."""
     kept = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     rows = kept[step.__name__] = {}
     for name, row in step(args, kept):
         rows[name] = row
         write_text(args.out, json.dumps(kept, indent=1) + "\n")
-        print(f"{step.__name__}: {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
-    heads = dict.fromkeys(head for row in rows.values() for head in row)
-    cells = [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in
-              (row.get(head, "-") for head in heads)] for row in rows.values()]
-    print(table([["", *heads], *([name, *cell] for name, cell in zip(rows, cells))]), flush=True)
+        print(f"{step.__name__}: {name}: {json.dumps(row)}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -227,8 +224,6 @@ def main(argv: list[str] | None = None) -> int:
                         help="run this step alone, here and without a limit")
     args = parser.parse_args(argv)
     check_result("out", args.out)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     command = [sys.executable, __file__, "--device", args.device, "--out", str(args.out),
                *["--small"] * args.small]
     failed = 0

@@ -17,7 +17,7 @@ The prompt is left out. tests/fake_cuda.py says what is simulated and how it is 
 import sys
 from collections import Counter
 
-from bench import ALL, ROOT, Bench, Ours, build_rows, options, run_script, table
+from bench import ALL, ROOT, Bench, Ours, keep_fitting, options, run_script, table
 
 sys.path.append(str(ROOT / "tests"))
 from fake_cuda import FakeCuda  # noqa: E402  (the path is set in bench.py and above)
@@ -69,7 +69,7 @@ def main() -> None:
     with FakeCuda() as gpu:
         bench = Bench(args)
         prompts = [prompt for _, prompt in bench.pairs()]
-        rows = [count(gpu, *row, prompts) for row in build_rows(bench, ALL).items()]
+        rows = [count(gpu, *row, prompts) for row in keep_fitting(ALL, bench.row).items()]
     print("Counted on a simulated GPU; nothing was measured on one.\n")
     print(table([["method", "launches a target call", "launches a token", "waits a token",
                   "copies a token", "ends a token"], *rows]))

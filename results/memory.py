@@ -31,8 +31,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "models")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402  (the path is set above)
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
@@ -46,8 +45,7 @@ from cli.main import run_script  # noqa: E402
 from cli.options import parse_command, select_options, select_settings  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from common import InputError, check  # noqa: E402
-from models import train  # noqa: E402
-from survey import eagle, eagle3, early_exit, layerskip, masks, medusa, online  # noqa: E402
+from survey import eagle, eagle3, early_exit, layerskip, masks, medusa  # noqa: E402
 from training import files, loop as training, parts  # noqa: E402
 
 aten = torch.ops.aten
@@ -56,8 +54,6 @@ INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 LENGTHS = 312, 200  # tokens of each prompt and of each answer
 BIG = dict(vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
            num_key_value_heads=8, intermediate_size=14336, max_position_embeddings=131072)
-DRAFT = BIG | dict(hidden_size=2048, num_hidden_layers=16, head_dim=64, intermediate_size=8192,
-                   tie_word_embeddings=True)  # as Llama 3.2 1B
 SMALL = dict(vocab_size=8192, hidden_size=128, num_hidden_layers=8, num_attention_heads=4,
              num_key_value_heads=2, intermediate_size=352, max_position_embeddings=1024)
 
@@ -161,22 +157,9 @@ def make_model(shape: dict, device: str = "cpu"):
     return check(model.eval())
 
 
-def make_draft(model, *_):
-    """Make the draft that goes with a target, big or small."""
-    return make_model(DRAFT if model.config.vocab_size == BIG["vocab_size"] else SMALL)
-
-
 def collect_answers(model, tokenizer, prompts: list, *, steps: int, lr: float, out: Path) -> None:
     """Answer a whole batch of prompts. At the last of its tokens the cache is largest."""
     training.answer_all(model, {2}, [prompt + answer[:-2] for prompt, answer in prompts], 2)
-
-
-def distil(model, tokenizer, prompts: list, *, steps: int, out: Path, lr: float, layers: int = 4,
-           batch: int = 2) -> None:
-    """Distil a draft out of some of the layers."""
-    train.distil_on(model, tokenizer, prompts, SimpleNamespace(
-        layers=[*range(layers)], batch=batch, steps=steps, lr=lr, out=out, work=None,
-        max_new_tokens=2))
 
 
 def make_trajectory(prompt: list[int], answer: list[int], n: int = 16) -> dict:
@@ -190,16 +173,20 @@ def make_trajectory(prompt: list[int], answer: list[int], n: int = 16) -> dict:
 
 COMMANDS = {"answers": collect_answers, "medusa": medusa.train, "eagle": eagle.train,
             "eagle3": eagle3.train, "bita": bita.train, "pass": masks.train, "space": masks.tune,
-            "layerskip": layerskip.tune, "exit": early_exit.train, "cllm": cllm.train,
-            "distil": distil, "boost": online.boost}
-LINES = [*COMMANDS, "medusa --heads hydra", "cllm --rank 16"]
-LINES.remove("cllm")  # all its weights take 128 GB
+            "layerskip": layerskip.tune, "exit": early_exit.train, "cllm": cllm.train}
+LINES = [*COMMANDS, "medusa --heads hydra"]
+LINES[LINES.index("cllm")] = "cllm --rank 16"  # all its weights take 128 GB
 
 
 def replace_parts(data: tuple[list, list]) -> list:
     """List what a training of made-up texts does not do: (its owner, what takes its place)."""
     def skip(*_, **__) -> None:
         pass
+
+    def find_one(lm, prompt: list[int], n: int, *_) -> tuple:
+        lm.start(prompt)
+        lm.forward([0] * n)
+        return [0], []
     examples = [make_trajectory(*pair) for pair in data[0][:18]]
     # A hash reads numbers, and the states of this little data would be kept.
     given = {"collect_examples": lambda *_, **__: data, "digest": lambda *_: ""}
@@ -207,10 +194,9 @@ def replace_parts(data: tuple[list, list]) -> list:
     measured = {"measure_acceptance": lambda *_: [[0.5]]}
     return [(training, given | {"write_whole": skip, "KEPT": 0}),
             (files, {"write_whole": skip}), (parts, {"write_whole": skip}),
-            (online, {"digest": given["digest"], "draft_for": make_draft}),
-            (train, given | {"measure_agreement": lambda *_: (0.0, 0.0)}),
             (eagle, measured), (eagle3, measured),
-            (cllm, {"read_examples": lambda *_: (16, examples[2:], examples[:2])}),
+            (cllm, {"read_examples": lambda *_: (16, examples[2:], examples[:2]),
+                    "find_trajectories": find_one}),
             (torch.backends.cpu, {"get_cpu_capability": lambda: "AVX512"})]  # as on a GPU
 
 
@@ -242,7 +228,7 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> 
         command(make_model(shape), tokenizer, **options)
 
 
-def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int]) -> tuple[int, str]:
+def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> tuple[int, str]:
     """Run a command on shapes.
 
     returns  the peak in bytes, and how many numbers are trained, as the training says
@@ -258,16 +244,10 @@ def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int]) -> tuple[i
 def main() -> None:
     """Print the peak of each training."""
     parser = Parser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("trainings", nargs="*", metavar="TRAINING", default=LINES,
-        help="with its options, one of " + ", ".join(COMMANDS))
-    add("--prompt", type=int, default=LENGTHS[0], help="tokens of each prompt")
-    add("--answer", type=int, default=LENGTHS[1], help="tokens of each answer")
-    args = parser.parse_args()
-    training.require(args.prompt >= 1, "prompt", "1 or more", args.prompt)
-    training.require(args.answer >= 1, "answer", "1 or more", args.answer)
-    for line in args.trainings:
-        peak, trained = count_by_shapes(line, BIG, (args.prompt, args.answer))
+    parser.add_argument("trainings", nargs="*", metavar="TRAINING", default=LINES,
+                        help="with its options, one of " + ", ".join(COMMANDS))
+    for line in parser.parse_args().trainings:
+        peak, trained = count_by_shapes(line, BIG)
         print(f"{line}: peak {peak / 1e9:.2f} GB, {trained or '0 trained numbers'}", flush=True)
 
 

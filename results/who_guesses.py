@@ -1,7 +1,7 @@
 """Compare all drafters on the same answers: who guesses best, and what a guess costs.
 
     make who                                    # the embedded target
-    python results/who_guesses.py --target DIR --adapters FOLDER --chat --prompts FILE --work DIR
+    python results/who_guesses.py --target DIR --adapters FOLDER --chat --prompts FILE
 
 Every drafter decodes the same held-out prompts greedily, so all of them guess the same answers. In
 16 bits the width of a call may decide a near-tie, and an answer then goes on in another way.
@@ -19,14 +19,10 @@ Costs are measured with chains of three lengths. Their unit is a round of AR, wh
 row. A round of a chain of k guesses takes the time to guess and a call of k + 1 rows:
 
     cost of a guess = (cost of the round - cost of the call's rows) / guesses
-
-The weights that a guess reads are those of all modules that run in a round beyond those of one
-call of the target.
 """
 import contextlib
 import functools
 import itertools
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -37,20 +33,16 @@ from unittest.mock import patch
 import torch
 from tqdm import tqdm
 
-from bench import (AR, ROOT, Bench, Ours, guesses_of, keep_fitting, options, perform, run_script,
-                   table)
+from bench import (AR, Bench, Ours, guesses_of, keep_fitting, options, perform, run_script,
+                   table)  # it sets the path for what follows
+from bita import load_tuning
+from cli.costs import expected_tokens, read_table
+from common import InputError
+from survey import dflash, eagle, hybrid, medusa, recycling, rest
+from survey.clock import Node, best_tree, time_calls
+from training.files import write_text
+from training.loop import require
 from who_picture import draw_figure, read_curves
-
-sys.path.insert(0, str(ROOT))
-from bita import load_tuning  # noqa: E402  (the path is set above)
-from cli.costs import expected_tokens, read_table  # noqa: E402
-from common import InputError  # noqa: E402
-from survey import dflash as dflash_file, eagle as eagle_file, hybrid as hybrid_file  # noqa: E402
-from survey import medusa as medusa_file, recycling as recycling_file  # noqa: E402
-from survey import rest as rest_file  # noqa: E402
-from survey.clock import Node, best_tree, time_calls  # noqa: E402
-from training.files import write_text  # noqa: E402
-from training.loop import digest, read_kept, require  # noqa: E402
 
 LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown
@@ -72,30 +64,6 @@ DRAFTERS = {
 OWN = dict.fromkeys(DRAFTERS, 1) | {"PaSS": 2}
 
 
-class Kept:
-    """Keep what was measured, by name, a line of JSON each.
-
-    A figure that is kept is not measured again. A line that was cut off is.
-    """
-
-    def __init__(self, bench: Bench):
-        args = bench.args
-        settings = (digest(bench.target.state_dict()), str(bench.target.dtype),
-                    str(bench.target.device), args.graphs, sorted(bench.eos),
-                    [prompt for _, prompt in bench.pairs()], args.max_new_tokens)
-        args.work.mkdir(parents=True, exist_ok=True)
-        self.path = args.work / f"{digest({}, *settings)}.jsonl"
-        with open(self.path, "a+b") as file:
-            self.known = read_kept(file, lambda row: (row[0], dict(row[1])))
-
-    def __call__(self, name: str, make: Callable):
-        if name not in self.known:
-            self.known[name] = json.loads(json.dumps(make()))
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps([name, self.known[name]]) + "\n")
-        return self.known[name]
-
-
 # ------------------------------------------------------------------------------------- chains
 
 def retrieve_chain(stores: list, text: str, n: int, longest: int) -> tuple[list, list]:
@@ -108,10 +76,10 @@ def retrieve_chain(stores: list, text: str, n: int, longest: int) -> tuple[list,
     # The end of the text itself is found as well, and nothing follows it.
     following = next(filter(any, found), [])
     chain = ""
-    for prefix in rest_file.rank_prefixes(following):  # the most frequent one comes first
+    for prefix in rest.rank_prefixes(following):  # the most frequent one comes first
         if prefix[:-1] == chain and len(chain) < n:
             chain = prefix
-    return rest_file.make_tree(text, [chain])
+    return rest.make_tree(text, [chain])
 
 
 def keep_likeliest(predict: Callable[..., dict[str, float]], *args) -> dict[str, float]:
@@ -129,11 +97,11 @@ def plan_likeliest(accept: list[list[float]], n: int) -> list[Node]:
 @contextlib.contextmanager
 def only_chains() -> Iterator[None]:
     """Let methods that have no option for it give every node one child, while this lasts."""
-    one = functools.partial(keep_likeliest, hybrid_file.predict_children)
-    changes = ((rest_file, "retrieve", retrieve_chain), (hybrid_file, "predict_children", one),
-               (eagle_file, "RANKS", 1), (dflash_file, "RANKS", 1),
-               (medusa_file, "best_tree", plan_likeliest),
-               (recycling_file, "best_tree", plan_likeliest), (recycling_file, "DEPTH", LONGEST))
+    one = functools.partial(keep_likeliest, hybrid.predict_children)
+    changes = ((rest, "retrieve", retrieve_chain), (hybrid, "predict_children", one),
+               (eagle, "RANKS", 1), (dflash, "RANKS", 1),
+               (medusa, "best_tree", plan_likeliest),
+               (recycling, "best_tree", plan_likeliest), (recycling, "DEPTH", LONGEST))
     with contextlib.ExitStack() as stack:
         for file, name, value in changes:
             stack.enter_context(patch.object(file, name, value))
@@ -152,21 +120,6 @@ def make_chain(bench: Bench, name: str, k: int = LONGEST) -> Ours:
         tuning.masks = torch.nn.Parameter(tuning.masks[:k].detach())
         run.options["tuning"] = tuning
     return run
-
-
-def find_drafters(bench: Bench) -> dict[str, str]:
-    """Find the drafters whose models and files are there.
-
-    returns  for each a name and a hash of what was trained or collected for it
-    """
-    known = [name for name in DRAFTERS if name != "distilled" or bench.args.distilled]
-    found = keep_fitting(known, lambda name: make_chain(bench, name))
-    hashes = {}
-    for name, run in bench.warm_up(found, bench.pairs()[:1]).items():
-        files = [Path(x) for x in run.options.values() if isinstance(x, str) and Path(x).is_file()]
-        draft = run.models["draft"].model.state_dict() if "draft" in run.models else {}
-        hashes[name] = f"chains of {name} {digest(draft, *(file.read_bytes() for file in files))}"
-    return hashes
 
 
 # --------------------------------------------------------------------------------- acceptance
@@ -222,38 +175,12 @@ def time_rounds(run: Ours, prompt: list[int], limit: int) -> tuple[float, float]
     return (marks[-1] - marks[0]) / (len(marks) - 1), guesses / (len(marks) - 1)
 
 
-def count_read(run: Ours, prompt: list[int], limit: int) -> tuple[int, int, int]:
-    """Count the weights that run in the rounds of a prompt after the first one.
-
-    A module that runs twice is read twice. Embeddings are left out, of which a row is read a token.
-
-    returns  bytes of weights, rounds, and guesses
-    """
-    read = []
-
-    def note(module, args) -> None:
-        empty = bool(args) and torch.is_tensor(args[0]) and args[0].numel() == 0
-        if not isinstance(module, torch.nn.Embedding) and not empty:
-            read.extend(p.nbytes for p in module.parameters(recurse=False))
-    job = run.start_run()
-    job.eos = set()  # a round more than the answer has is as good as any
-    chunks = job.decode(prompt, limit, run.sample)
-    next(chunks)
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
-    try:
-        rounds = sum(1 for _ in chunks)
-    finally:
-        hook.remove()
-    return sum(read), rounds, sum(map(guesses_of, job.log[1:]))
-
-
 def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
-    """Measure what rounds cost by the length of the chain, and what a guess reads.
+    """Measure what rounds cost by the length of the chain.
 
     mosts    for each drafter the guesses of its longest chain
     returns  {"AR": seconds of a round of AR, "calls": what clock.time_calls returned, "rounds":
-             {name: [[guesses of a chain, seconds of a round, guesses that it really has]]}, "read":
-             {name: bytes of weights for each guess}, "weights": bytes that a call reads}
+             {name: [[guesses of a chain, seconds of a round, guesses that it really has]]}}
     """
     prompts = sorted((prompt for _, prompt in bench.pairs()), key=len)[:bench.args.timed]
     limit = min(TIMED, bench.args.max_new_tokens)
@@ -273,18 +200,12 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     if not any(alone):
         raise InputError("--max-new-tokens must be 3 or more, and prompts have answers of as many, "
                          f"got {bench.args.max_new_tokens}")
-    rounds, read = {name: [] for name in mosts}, {}
+    rounds = {name: [] for name in mosts}
     for (name, k), measured in spent.items():
         if whole := [x for x in measured if x is not None]:
             rounds[name].append([k, *map(median, zip(*whole))])
-    both, alone_rounds, _ = count_read(ar, prompts[-1], limit)
-    weights = both // alone_rounds
-    for name, most in mosts.items():
-        both, n, guesses = count_read(runs[name, most], prompts[-1], limit)
-        read[name] = (both - n * weights) / max(1, guesses)
-    seconds = median(x[0] for x in alone if x is not None)
-    return {"AR": seconds, "calls": [[*map(median, zip(*width))] for width in zip(*calls)],
-            "rounds": rounds, "read": read, "weights": weights}
+    return {"AR": median(x[0] for x in alone if x is not None), "rounds": rounds,
+            "calls": [[*map(median, zip(*width))] for width in zip(*calls)]}
 
 
 def find_best(name: str, rates: list[float], costs: dict) -> dict:
@@ -330,33 +251,24 @@ def table_costs(answers: dict[str, dict], costs: dict) -> str:
     answers   for each drafter what `decode_all` returned
     costs     what `measure_costs` returned
     """
-    rows = [["drafter", "a guess costs", "weights a guess reads, MB", "of the target's",
-             "best chain", "tokens a round", "a round costs", "x AR"]]
+    rows = [["drafter", "a guess costs", "best chain", "tokens a round", "a round costs", "x AR"]]
     for name, found in answers.items():
         if costs["rounds"][name]:
             best = find_best(name, rates_of(found["counts"]), costs)
-            read = costs["read"][name]
-            rows.append([name, f"{best['guess']:.3f}", f"{read / 1e6:.1f}",
-                         f"{read / costs['weights']:.1%}", str(best["length"]),
+            rows.append([name, f"{best['guess']:.3f}", str(best["length"]),
                          f"{best['tokens']:.2f}", f"{best['cost']:.2f}", f"{best['speed']:.2f}"])
     return table(rows)
 
 
 def compare(bench: Bench) -> None:
-    """Measure all drafters, or take what is kept, and print the tables and draw the picture."""
-    args = bench.args
+    """Measure all drafters whose models and files are there, print the tables, draw the picture."""
+    args, prompts = bench.args, [prompt for _, prompt in bench.pairs()]
     require(args.temperature == 0, "temperature", "0", args.temperature)
     require(args.timed >= 1, "timed", "1 or more", args.timed)
-    kept = Kept(bench)
-    names, answers = find_drafters(bench), {}
-    prompts = [prompt for _, prompt in bench.pairs()]
-    for name in tqdm(names, desc="drafters", leave=False):
-        answers[name] = kept(names[name], lambda: decode_all(make_chain(bench, name), prompts))
-    timed = f"costs {torch.get_num_threads()} {args.timed} {sorted(names.values())}"
-    if args.time_again:
-        kept.known.pop(timed, None)
-    mosts = {name: found["most"] for name, found in answers.items()}
-    costs = kept(timed, lambda: measure_costs(bench, mosts))
+    names = [name for name in DRAFTERS if name != "distilled" or args.distilled]
+    answers = keep_fitting(tqdm(names, desc="drafters", leave=False),
+                           lambda name: decode_all(make_chain(bench, name), prompts))
+    costs = measure_costs(bench, {name: found["most"] for name, found in answers.items()})
     tables = f"{table_acceptance(answers)}\n{table_costs(answers, costs)}"
     print(f"{tables}\nA round of AR took {1000 * costs['AR']:.1f} ms.\n")
     if args.picture:
@@ -369,10 +281,8 @@ def main() -> None:
     parser = options(__doc__)
     add = parser.add_argument
     add("--distilled", help="directory of a second draft model")
-    add("--work", type=Path, default=ROOT / "models/work/who", help="folder of what was measured")
     add("--picture", type=Path, metavar="FILE", help="the SVG file to draw")
     add("--timed", type=int, default=6, help="prompts that are decoded while the clock runs")
-    add("--time-again", action="store_true", help="measure the costs anew, though they are kept")
     parser.set_defaults(rounds=1)
     with only_chains():
         perform(parser, compare)

@@ -1,6 +1,5 @@
 """What smaller trees would have made, by hand; the page's script has Python's formula; the report
 says which of rows, draft and guesses makes a run slow."""
-import json
 import re
 import shutil
 import subprocess
@@ -8,7 +7,7 @@ import subprocess
 import pytest
 
 from cli.costs import (describe, expected_speed, expected_tokens, find_reason, know_ahead,
-                       list_sizes, measure_size, read_table, say_why, write_panel)
+                       list_sizes, measure_size, read_table, write_panel)
 from cli.run import Run, TimedLM
 from cli.trace import Trace
 from survey.clock import time_calls
@@ -61,30 +60,25 @@ def test_masks_are_no_guesses_and_hidden_states_are():
     assert measure_size([(hidden, 1)], TABLE, 2)["rows"] == 2
 
 
-def test_seconds_lie_between_those_of_measured_widths():
-    assert [read_table(TABLE, n) for n in (1, 1.5, 2, 3, 8)] == pytest.approx(
-        [0.1, 0.11, 0.12, 0.16, 0.6])
-    assert read_table(TABLE, 10) == pytest.approx(0.8)  # the last line goes on
-    assert read_table([(1, 0.1)], 5) == 0.1
-
-
 def test_the_formula():
     """By hand: 1 + 0.5 + 0.5 · 0.4 tokens in 0.3 s; acceptance stays below 1."""
     size = {"call": 0.2, "draft": 0.1, "acceptance": [0.5, 0.4]}
     assert expected_speed(size, 0.1) == pytest.approx(1.7 / 0.3)
     assert expected_speed(size, 0.1, right=3) == pytest.approx(3 / 0.3)
-    assert expected_speed(size, 0.1, row=2) == pytest.approx(1.7 / 0.4)
-    assert expected_speed(size, 0.1, draft=0) == pytest.approx(1.7 / 0.2)
-
-
-def test_an_oracle_feeds_what_is_right():
-    """3 and 2 rows; the draft takes as long as it did."""
-    assert know_ahead(ROUNDS, TABLE, 0.05) == pytest.approx(5 / (0.16 + 0.12 + 0.1))
-
-
-def test_sizes_that_are_compared():
-    assert list_sizes(1) == [1] and list_sizes(5) == [1, 2, 3, 4, 5]
+    assert expected_speed(size, 0.1, row=2, draft=0) == pytest.approx(1.7 / 0.3)
+    # Seconds lie between those of measured widths, and the last line goes on.
+    assert [read_table(TABLE, n) for n in (1.5, 3, 10)] == pytest.approx([0.11, 0.16, 0.8])
     assert list_sizes(33) == [*range(1, 17), 20, 24, 28, 32, 33]
+
+
+def test_an_oracle_is_never_slower_than_its_run():
+    """Its calls have 3 and 2 rows, which take 0.28 s by the table, and the run's calls take 0.4. So
+    30% of the 0.2 s are saved that the run's calls really took."""
+    seconds = sum(step["seconds"] for step, _ in ROUNDS)
+    assert know_ahead(ROUNDS, TABLE) == pytest.approx(5 / (seconds - 0.3 * 0.2))
+    busy = [(1, 0.5), (2, 0.1), (4, 0.2)]  # the call of one row met a busy moment
+    entry = describe("x", [{"target": 1, "rounds": [x for x, _ in ROUNDS]}], busy)
+    assert entry["one"] == 0.1 and entry["oracle"] > entry["speed"] == pytest.approx(5 / seconds)
 
 
 @pytest.mark.parametrize("counts, said", [
@@ -97,27 +91,11 @@ def test_which_term_loses(counts, said):
     assert find_reason(*counts) == said
 
 
-def test_the_sentence_is_of_what_was_measured():
-    """Calls of 0.1 s, which are two calls of one row, and 0.07 s for guesses."""
-    assert say_why(ROUNDS, 0.05, 0.6) == (
-        "slower here because the guesses of a call cost 1.4 calls of one row, and a call gives 2.5 "
-        "tokens")
-    assert say_why(ROUNDS, 0.1, 1.5).startswith(
-        "1.5 times as fast here: a call of 4 rows costs 1.0 calls of one, its guesses cost 0.7")
-
-
-def test_calls_are_timed_and_leave_no_trace(monkeypatch):
-    """A row that waits is not a part of any call that is timed."""
-    lm, pending, forward = TimedLM(tiny("llama")), [], TimedLM.forward
+def test_calls_are_timed_and_leave_no_trace():
+    lm = TimedLM(tiny("llama"))
     lm.start([3, 5, 7])
-    lm.forward([4])
-
-    def spy(lm, *args, **options):
-        pending.append(len(lm.parents))
-        return forward(lm, *args, **options)
-    monkeypatch.setattr(TimedLM, "forward", spy)
+    lm.forward([4])  # a row that waits is no part of any call that is timed
     table = time_calls(lm, 5)
-    assert pending == [0] * 4 * 4
     assert [rows for rows, _ in table] == [1, 2, 4, 8] and all(x > 0 for _, x in table)
     assert (lm.length, lm.parents, lm.calls) == (3, [], 1)
 
@@ -129,15 +107,13 @@ def test_a_chain_is_described_as_it_was(embedded):
     lms = {"target": TimedLM(target), "draft": TimedLM(draft)}
     run = Run(speculative, lms, {"gamma": 4}, set())
     prompt = encode(tokenizer, "Tom has 3 apples. He buys 4 apples. How many apples does he have?")
-    chunks = trace.watch(run, prompt, run.decode(prompt, 40, greedy))
-    output = [x for chunk in chunks for x in chunk]
+    output = [x for some in trace.watch(run, prompt, run.decode(prompt, 40, greedy)) for x in some]
     trace.time_calls()
-    [entry] = trace.describe_costs()
-    [known] = trace.runs
-    n = len(known["rounds"])
+    [entry], [known] = trace.describe_costs(), trace.runs
     assert [x["most"] for x in entry["sizes"]] == [1, 2, 3, 4, 5]
     assert entry["chosen"] == entry["sizes"][-1]
-    assert expected_tokens(entry["chosen"]["acceptance"]) == pytest.approx(len(output) / n)
+    assert expected_tokens(entry["chosen"]["acceptance"]) == pytest.approx(
+        len(output) / len(known["rounds"]))
     prompts = sum(lm.prompt_seconds for lm in lms.values())
     seconds = sum(x["seconds"] for x in known["rounds"])
     assert seconds == pytest.approx(run.seconds - prompts, rel=0.02)
@@ -152,14 +128,10 @@ def entries() -> list[dict]:
 
 def test_the_page_is_one_file_and_a_name_is_only_text():
     page = write_page(entries())
-    data = re.search(r'id="costs-data">(.*?)</script>', page, re.S)[1]
-    assert json.loads(data)[0]["name"] == "</script><b>" and "<b>" not in page
+    assert "</script><b>" not in page and r"\u003c/script>\u003cb>" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "") and "innerHTML" not in page
     for name in ("right", "row", "draft", "method"):  # each control has a label
         assert f'<label for="costs-{name}">' in page and f'id="costs-{name}"' in page
-    assert 'by(name).setAttribute("aria-valuetext"' in page  # what a slider's place means
-    sizes = [float(x) for x in re.findall(r"(?:font-size: |font: (?:\d+ )?)([\d.]+)px", page)]
-    assert sizes and min(sizes) >= 12
 
 
 def test_the_script_has_the_same_formula():
@@ -176,4 +148,3 @@ def test_the_script_has_the_same_formula():
         console.log(agrees(entries[0]));"""
     said = subprocess.run(["node", "-e", ask], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["true", "false"]
-    assert len({tuple(x) for x in entries()[0]["checks"]}) >= 16
