@@ -660,7 +660,7 @@ def test_only_the_command_that_made_a_file_may_make_it_again():
     trainers = {"hydra": "medusa train", "layerskip": "layerskip tune", "space": "masks tune",
                 "rest": "rest build", "exit": "early_exit train", "pass": "masks train",
                 "blocks": "draft_verify search", "sequoia": "sequoia calibrate",
-                "hybrid": "trust fit", "evaluation": ""}
+                "hybrid": "hybrid fit", "evaluation": ""}
     for part in [*ROOT.glob("models/*.safetensors"), *ROOT.glob("models/*.json")]:
         expected = trainers.get(part.stem, f"{part.stem} train")
         assert [by for by in BEGINS if takes(part, by)] == [expected], part
