@@ -47,9 +47,10 @@ from collections import Counter
 from itertools import takewhile
 from typing import Iterator, Sequence
 
-from common import CachedLM, InputError, Sampler, greedy
+from common import CachedLM, Sampler, greedy
 from speculative import verify_block as verify
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
+from training.parts import require
 
 import torch
 import torch.nn.functional as F
@@ -247,8 +248,7 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     "accepted"} a round.
     """
     for name, value in (("gamma", gamma), ("inner", inner), ("tail", tail)):
-        if value < 0:
-            raise InputError(f"--{name} must be 0 or more, got {value}")
+        require(value >= 0, name, "0 or more", value)
     followers = target.once(("bigrams", grams), lambda: count_bigrams(grams, target.model))
     lms = [target, draft, *more_drafts]
     for lm in lms:

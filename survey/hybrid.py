@@ -21,7 +21,7 @@ The children of a node come from n-grams of the text and of a datastore, and fro
 said the last time that it was fed the node's token (ngrams.py). They are looked up after the text
 and the node's path. A trained part guesses as well (guessers.py). Its chance p and the n-grams' q
 of a token make one chance by three numbers, e^c p^a q^b over the sum of all (training/trust.py).
-These and the trust of the n-grams are fitted by `fit` (trust.py).
+`fit` fits these and the trust of the n-grams to answers that are replayed (trust.py).
 
 A pass of DFlash's draft guesses for all depths of its block, and one of EAGLE's layer only for the
 children of one node. Passes are bought like rows, below. Where a node is reached, and where the
@@ -68,6 +68,7 @@ import sys
 import time
 from collections import deque
 from itertools import accumulate
+from pathlib import Path
 from statistics import linear_regression
 from typing import Iterable, Iterator
 
@@ -75,13 +76,15 @@ from common import CachedLM, Sampler, greedy, walk
 from survey.clock import row_costs
 from survey.eagle import Pairs
 from survey.guessers import GUESSES, MOST, Trained, load_guesser
-from survey.ngrams import NGrams
+from survey.ngrams import NGrams, mix_entries
 from survey.recycling import Successors
-from survey.rest import DATASTORE, as_text, as_tokens, load_datastore
-from survey.trust import fit, load_trust
+from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
+from survey.trust import CLASSES, load_trust, replay_answers
 from training.layers import FeatureLM, depth_of, tap_target
-from training.parts import MODELS, require
-from training.trust import pool_chances
+from training.loop import collect_all
+from training.parts import MODELS, require, save_facts
+from training.released import some_weights
+from training.trust import fit_pool, fit_trust, pool_chances
 
 LEAST = 0.01  # the least chance of a node
 PASS = 0.05  # the tokens that a pass of the part must bring where --nodes is given, without a clock
@@ -287,6 +290,50 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
                 log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
                             "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
             yield chunk
+
+
+# --------------------------------------------------------------------------------- the trust
+
+def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
+        datastore: str = DATASTORE, adapters: str = MODELS, max_new_tokens: int = 200) -> None:
+    """Measure on a model's own answers how far to trust n-grams, and trained parts beside them.
+
+    The result is the trust of each class of entries (ngrams.py), and for each trained part how its
+    guesses are joined with theirs. The parts should not have been trained on these prompts.
+
+    out:       the JSON file to make
+    work:      the folder of answers, by default OUT.work
+    datastore: a file made by `python -m survey.rest build`, from which these answers are left out
+    adapters:  the folder of medusa.safetensors, hydra.safetensors, eagle.safetensors,
+               eagle3.safetensors and dflash.safetensors, or of some of them
+    max_new_tokens: the most tokens of an answer
+    """
+    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
+    # Leave these answers out of the datastore, which would know them all by heart. A text of the
+    # datastore begins with BEGIN tokens of a prompt. The tokens behind these tell whether it is one
+    # of the answers.
+    few = min(32, max_new_tokens)
+    begins = {as_text(answer[:few]) for _, answer in data}
+    texts = load_datastore(datastore, model).text.split(BOUNDARY)
+    store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
+    lm = FeatureLM(model)
+    parts = {}
+    for kind in GUESSES[1:]:
+        path = Path(adapters) / f"{kind}.safetensors"
+        if path.exists():
+            parts[kind] = Trained(lm, kind, str(path))
+    tokens, entries, guessed = replay_answers(lm, data, store, parts)
+    # For each entry before a token: its class, and the token's share of the followers.
+    chains = []
+    for token, found in zip(tokens, entries):
+        chains.append([(group, counts[token] / counts.total()) for group, counts in found])
+    trust = fit_trust(chains, CLASSES)
+    by_ngrams = [mix_entries(found, trust) for found in entries]
+    pools = {kind: fit_pool(tokens, p, by_ngrams) for kind, p in guessed.items()}
+    fingerprints = {kind: some_weights(part.part) for kind, part in parts.items()}
+    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools, parts=fingerprints)
+    print(f"{len(tokens):,} tokens; c, a, b and the share of the n-grams' errors that each part "
+          f"mends: {pools}")
 
 
 # ------------------------------------------------------------------------- the command line

@@ -33,8 +33,9 @@ Departures:
 import sys
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, greedy, walk
+from common import CachedLM, Sampler, greedy, walk
 from survey.clock import WIDTHS, Node, best_tree, fastest, row_costs
+from training.parts import require
 
 import torch
 
@@ -121,23 +122,21 @@ def plan_recycling(target: CachedLM, rates: list[float]) -> Iterator[tuple]:
         yield tree[:n], sum(node.chance for node in tree[:n]), costs[n]
 
 
-def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0, history: bool = True,
+def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
               successors: Successors | None = None, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
     """Guess what the target said when it read the same tokens before, and verify it in one call.
 
-    nodes:   the most nodes of a tree, the root among them, 0 to 64. With 0, as many as pay on
-             this machine
-    history: keep M from prompt to prompt
+    nodes: the most nodes of a tree, the root among them, 0 to 64. With 0, as many as pay on this
+           machine
 
     Yields chunks of 1 to 7 tokens; logs {"guessed", "accepted"} a call.
 
-    `successors` is M, which is changed in place.
+    The Successors `successors` are M, which is changed in place. Prompts that are given the same M
+    share it, as those of a command line do.
     """
-    if not 0 <= nodes <= MOST:
-        raise InputError(f"--nodes must be 0 to {MOST}, got {nodes}")
-    if successors is None or not history:
-        successors = Successors()
+    require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
+    successors = successors or Successors()
     successors.read(prompt)
     target.start(prompt[:-1])
     root = prompt[-1]

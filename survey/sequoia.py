@@ -61,7 +61,7 @@ Left out: offloading, where the target's weights lie in main memory.
 import functools
 import sys
 from collections import deque
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
@@ -156,7 +156,8 @@ class Shape(NamedTuple):
     parents: list[int]  # the parent of each node
     children: list[list[int]]  # the children of each node
     levels: list[list[int]]  # for each level its nodes with children, the rows of a draft call
-    row: dict[int, int]  # {node with children: its row, counted through all draft calls of a round}
+    # {node with children: its number in the draft's pending tree, or -1 for the root}
+    row: dict[int, int]
 
 
 def shape_of(parents: list[int]) -> Shape:
@@ -172,7 +173,7 @@ def shape_of(parents: list[int]) -> Shape:
     while level:
         levels.append(level)
         level = [x for node in level for x in children[node] if children[x]]
-    row = {node: i for i, node in enumerate(node for level in levels for node in level)}
+    row = {node: i for i, node in enumerate(chain(*levels), -1)}
     return Shape(parents, children, levels, row)
 
 
@@ -246,11 +247,11 @@ def draw_tree(draft: CachedLM, unseen: list[int], shape: Shape,
                 ids[child] = token
         q_logits_of.update(zip(level, logits))
     # The first call feeds all unseen tokens in a chain. The root is the last of them, and only its
-    # logits are needed.
-    first = len(unseen) - 1  # the root's row in the draft's pending tree
+    # logits are needed. These tokens are final, so they join the context at once.
     draw([0], draft.forward(unseen)[-1:])
+    draft.commit(range(len(unseen)))
     for level in shape.levels[1:]:
-        parent_rows = [first + shape.row[shape.parents[node]] for node in level]
+        parent_rows = [shape.row[shape.parents[node]] for node in level]
         draw(level, draft.forward([ids[node] for node in level], parent_rows))
     return ids, q_logits_of
 
@@ -335,11 +336,11 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
         else:
             path, chunk = sample_path(ids, shape, logits, q_logits_of, sample)
         target.commit(path)
-        # The draft keeps the unseen tokens that it was fed, and its rows of the path. It was fed no
-        # leaves. So if the path ends in a leaf, this token is unseen, and so is the last of chunk.
-        first = len(unseen) - 1  # the root's row in the draft's pending tree
+        # The draft keeps its rows of the path. The root's row is in the context already. The draft
+        # was fed no leaf. So if the path ends in a leaf, this token is unseen, and so is the last
+        # token of the chunk.
         fed = [node for node in path if node in shape.row]  # all of the path but a leaf
-        draft.commit([*range(first), *(first + shape.row[node] for node in fed)])
+        draft.commit(shape.row[node] for node in fed[1:])
         unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
         if log is not None:
             ranks = [shape.children[above].index(node) for above, node in zip(path, path[1:])]

@@ -137,7 +137,8 @@ class Drawn(NamedTuple):
     """Hold the drafts of one model. Drafts with the same prefix share its distribution and node."""
     texts: list[tuple[int, ...]]  # the tokens of each draft
     probs: dict[tuple[int, ...], torch.Tensor]  # prefix: [V], which the next token was drawn from
-    nodes: dict[tuple[int, ...], int]  # prefix: the node of its last token in the model's own tree
+    # prefix: the node of its last token in the model's own pending tree, or -1 for the root
+    nodes: dict[tuple[int, ...], int]
 
 
 class DrawnDraft(NamedTuple):
@@ -159,10 +160,10 @@ def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: 
     ranked    whether draft k begins with the k-th likeliest token, which is not drawn then
     returns   the drafts with their distributions and nodes
     """
-    root_node = len(unseen) - 1
     logits = draft.forward(unseen)
+    draft.commit(range(len(unseen)))  # they are final, so they join the context at once
     texts = [()] * K
-    nodes = {(): root_node}
+    nodes = {(): -1}
     probs = {(): sample.probs(logits[-1:])[0]}
     for depth in range(gamma):
         # Feed the tokens that the depth before has drawn. The last depth's are never fed.
@@ -265,14 +266,12 @@ def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedL
         target.commit(path)
         # A model keeps the rows of those accepted guesses that it was fed. It was fed a prefix of
         # the accepted guesses if one of its own drafts begins with this prefix and is longer.
-        prefixes = [guesses[:length] for length in range(len(guesses) + 1)]
+        prefixes = [guesses[:length] for length in range(1, len(guesses) + 1)]
         for m, lm in enumerate(models):
             nodes = drawn[m].nodes
             kept = [nodes[prefix] for prefix in prefixes if prefix in nodes]
-            before_root = range(len(unseen[m]) - 1)
-            lm.commit([*before_root, *kept])
-            cached = len(kept) - 1  # the first node of `kept` is the root, the others are guesses
-            unseen[m] = [*guesses[cached:], root]
+            lm.commit(kept)
+            unseen[m] = [*guesses[len(kept):], root]
         if log is not None:
             log.append({"drafted": len(ids) - 1, "accepted": len(guesses)})
         yield [*guesses, root]

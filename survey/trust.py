@@ -1,70 +1,24 @@
-"""`python -m survey.hybrid fit` measures how far hybrid.py trusts n-grams and trained parts.
+"""This file replays answers for `python -m survey.hybrid fit`, and reads the file that it makes.
 
-The answers of a model are replayed: before each of their tokens, n-grams and parts are asked as in
-decoding. What makes these tokens likeliest is fitted (training/trust.py) and kept in a file.
+Before each token of an answer, n-grams and trained parts are asked as in decoding. How far to trust
+them is fitted to what they said (training/trust.py).
 """
 from collections import Counter
 from itertools import chain
-from pathlib import Path
 
 from survey.eagle import Pairs
-from survey.guessers import GUESSES, Trained
-from survey.ngrams import SEEN, SOURCES, NGrams, mix_entries
+from survey.guessers import Trained
+from survey.ngrams import SEEN, SOURCES, NGrams
 from survey.recycling import Successors
-from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
+from survey.rest import Datastore, as_text, as_tokens
 from training.layers import FeatureLM, depth_of, tap_target, tap_widths
-from training.loop import collect_all
-from training.parts import MODELS, load_facts, save_facts, score_with
-from training.released import some_weights
-from training.trust import fit_pool, fit_trust
+from training.parts import load_facts, score_with
 
 import torch
 from tqdm import tqdm
 
 CLASSES = len(SOURCES), len(SEEN) + 1, 3  # of entries: ngrams.py
 LIKELY = 0.1  # the least chance of a token that does not end a round of `replay_part`
-
-
-def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-        datastore: str = DATASTORE, adapters: str = MODELS, max_new_tokens: int = 200) -> None:
-    """Measure on a model's own answers how far to trust n-grams, and trained parts beside them.
-
-    The result is the trust of each class of entries (ngrams.py), and for each trained part how its
-    guesses are joined with theirs. The parts should not have been trained on these prompts.
-
-    out:       the JSON file to make
-    work:      the folder of answers, by default OUT.work
-    datastore: a file made by `python -m survey.rest build`, from which these answers are left out
-    adapters:  the folder of medusa.safetensors, hydra.safetensors, eagle.safetensors,
-               eagle3.safetensors and dflash.safetensors, or of some of them
-    max_new_tokens: the most tokens of an answer
-    """
-    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
-    # Leave these answers out of the datastore, which would know them all by heart. A text of the
-    # datastore begins with BEGIN tokens of a prompt. The tokens behind these tell whether it is one
-    # of the answers.
-    few = min(32, max_new_tokens)
-    begins = {as_text(answer[:few]) for _, answer in data}
-    texts = load_datastore(datastore, model).text.split(BOUNDARY)
-    store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
-    lm = FeatureLM(model)
-    parts = {}
-    for kind in GUESSES[1:]:
-        path = Path(adapters) / f"{kind}.safetensors"
-        if path.exists():
-            parts[kind] = Trained(lm, kind, str(path))
-    tokens, entries, guessed = replay_answers(lm, data, store, parts)
-    # For each entry before a token: its class, and the token's share of the followers.
-    chains = []
-    for token, found in zip(tokens, entries):
-        chains.append([(group, counts[token] / counts.total()) for group, counts in found])
-    trust = fit_trust(chains, CLASSES)
-    by_ngrams = [mix_entries(found, trust) for found in entries]
-    pools = {kind: fit_pool(tokens, p, by_ngrams) for kind, p in guessed.items()}
-    fingerprints = {kind: some_weights(part.part) for kind, part in parts.items()}
-    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools, parts=fingerprints)
-    print(f"{len(tokens):,} tokens; c, a, b and the share of the n-grams' errors that each part "
-          f"mends: {pools}")
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ import torch
 from common import CachedLM, Sampler
 from fake_models import ScriptedLM, markov
 from families import tiny
-from helpers import per_call, tokens_of
+from helpers import tokens_of
 from laws import law, outcomes
 from survey import cascade as module
 from survey.cascade import Level, MaxGram, cascade, count_bigrams, review
@@ -98,10 +98,3 @@ def test_bigrams_are_the_most_frequent_followers_within_a_text(monkeypatch):
     monkeypatch.setattr(module, "load_datastore", lambda *_: store)
     expected = {as_text([x]): as_text([y]) for x, y in ((1, 2), (2, 1), (3, 4))}
     assert count_bigrams("x", None) == expected and count_bigrams("", None) == {}
-
-
-def test_max_gram_makes_a_round_of_the_embedded_pair_longer(embedded, held_out):
-    target, draft, _ = embedded
-    alone, both = (per_call(lambda lm, prompt: cascade(lm, CachedLM(draft), prompt, tail=tail),
-                            target, held_out[4:5]) for tail in (0, 2))
-    assert both > alone + 0.2 > 4

@@ -2,13 +2,10 @@
 import itertools
 import math
 
-import pytest
 import torch
 
 from common import Sampler
 from fake_models import ScriptedLM
-from families import near, tiny
-from helpers import check_without_caches
 from survey.lossy import bild, specdec
 
 
@@ -107,11 +104,3 @@ def test_specdec_at_exactly_tau():
     chunk = next(specdec(ScriptedLM(lambda _: target), ScriptedLM(lambda _: draft), [0], gamma=1,
                          tau=3.0))
     assert chunk == [1, 0]
-
-
-@pytest.mark.parametrize("method, options", [
-    (bild, dict(gamma=3, fallback=0.4, rollback=1.5)), (specdec, dict(gamma=3, beta=4, tau=1.5))])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_sampled_output_of_real_caches_is_that_without_caches(family, method, options):
-    model = tiny(family)
-    check_without_caches(method, model, [near(model, 0.04)], [3, 14, 15], **options)

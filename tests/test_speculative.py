@@ -1,4 +1,4 @@
-"""Speculative decoding: the rule of acceptance, real caches, the report. That whole texts have the
+"""Speculative decoding: the rule of acceptance, the report. That whole texts have the
 target's law is in test_lossless.py."""
 import functools
 from types import SimpleNamespace
@@ -10,14 +10,9 @@ import torch.nn.functional as F
 from cli.run import report_acceptance
 from common import Sampler
 from fake_models import Zeros
-from families import near, tiny
-from helpers import check_without_caches
 from laws import outcomes
-from speculative import (VERIFICATIONS, report, residual, speculative, verify_block,
-                         verify_tokens)
+from speculative import VERIFICATIONS, report, residual, verify_block, verify_tokens
 from test_lossless import Choosing
-
-PROMPT = [3, 14, 15]
 
 
 # ------------------------------------------------------------------------------------ the rule
@@ -106,13 +101,6 @@ def test_residual():
 def test_a_guess_of_no_probability_is_never_accepted(verify):
     p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
     assert verify(p, q, [0], Zeros()) == (0, 1)
-
-
-# ---------------------------------------------------------------------------------- real models
-
-def test_sampled_output_of_real_caches_is_that_without_caches():
-    model = tiny("llama")
-    check_without_caches(speculative, model, [near(model, 0.04)], PROMPT, gamma=2)
 
 
 # ----------------------------------------------------------------------------------- the report
