@@ -48,17 +48,14 @@ Departures:
 - The tree. Paper: 60 nodes. Here: the best size by measured acceptance and by the clock, planned
   for greedy decoding. Why: costs differ. A released head has 60 nodes until `measure` has written a
   file for `--accept`, since its files say no acceptance.
-- Passes. Paper: 7. Here: 5 (`--passes`). Why: pass n weighs 0.8^n and costs as much as the first.
-- The LM head. Paper: begins at random. Here: begins as the target's, and with `--head target` stays
-  so. Why: it learns faster, or makes a small file and cheap steps.
-- Training. Paper: a rate of 5e-5, on answers of a fixed set. Here: 1e-3 after a warm-up, on the
-  target's own greedy answers. Why: small models need it (lower it for billions of parameters), and
-  the draft guesses these answers.
+- Training. Paper: 7 passes, a rate of 5e-5, answers of a fixed set, an LM head that begins at
+  random. Here: 5 passes (`--passes`), 1e-3 after a warm-up (lower it for billions of parameters),
+  the target's own greedy answers, and an LM head that begins as the target's or stays it (`--head
+  target`). Why: pass n weighs 0.8^n and costs as much as the first, and the draft guesses these
+  answers.
 - MTP. Paper: the target learns too, and row j of a later pass sees the rows of its pass up to j.
   Here: the target stays frozen, as in FastMTP, and rows see what the training-time test has them
   see. Why: the output is then still its own, and decoding gives rows just that.
-
-Left out: heads with more than one layer, heads with biases.
 """
 import math
 import random
@@ -68,17 +65,16 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
-from survey.eagle import DEPTH, decode
+from survey.eagle import decode
 from training.acceptance import evaluate, measure_acceptance, tap_texts
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
                              tap_widths)
 from training.loop import (collect_all, count_tokens, find_frequent, fit_part, pad_pairs,
                            prepare_training, sample_alike, warm_linear)
-from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                            require, save_trained)
-from training.released import (check_taps, describe_layer, is_released, load_measured, make_config,
-                               read_head, read_layer_config, read_vocab, refuse_settings,
-                               save_accept, take_embeddings, write_head)
+from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
+from training.released import (check_taps, describe_layer, fill_layer, is_released, load_measured,
+                               make_config, read_head, read_layer_config, read_vocab,
+                               refuse_settings, save_accept, write_head)
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +99,7 @@ class Form(NamedTuple):
 def split_inputs(inputs: torch.Tensor, h: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a layer's inputs [B, n, 2h] into embeddings and features, [B, n, h] each.
 
-    The clock times passes over tokens alone. Their embeddings [B, n, h] stand for both.
+    The clock times passes over tokens alone, whose embeddings [B, n, h] stand for both.
     """
     if inputs.shape[-1] == h:
         return inputs, inputs
@@ -174,7 +170,6 @@ class Eagle3Layer(Part):
 
     accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py. It is
               empty if nobody has measured that
-    levels    the most levels that `accept` can have
     """
     title = "an EAGLE-3 layer"
 
@@ -182,7 +177,6 @@ class Eagle3Layer(Part):
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
         super().__init__()
         self.taps, self.form, self.accept = taps, form, []
-        self.levels = DEPTH
         self.vocab = torch.tensor([*vocab], device=model.device)
         self.config, self.h, self.own_head = config, config.hidden_size, own_head
         widths = tap_widths(model, taps)
@@ -346,20 +340,20 @@ def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor
 
 @torch.no_grad()
 def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
-                   hidden: torch.Tensor, to_logits: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+                   hidden: torch.Tensor, score: Callable) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the tokens to be learned, and compute the target's distributions of them.
 
     ids        [B, T]
     answers    bool [B, T - 1], where the next token is of an answer (`training.pad_pairs`)
     hidden     [B, T, f], what the target's LM head reads
-    to_logits  a function from rows [N, f] to the target's logits [N, D] over the draft's vocabulary
+    score      turns rows of `hidden` into logits of the draft's vocabulary (parts.score_with)
     returns    learns and probs, as `unroll_loss` takes them
     """
     # The target's own answer is greedy, so its token is the target's likeliest. A token that the
     # draft cannot guess teaches it nothing. An answer of --data is taken for the target's own.
     # Rows are chosen before the LM head, which is most of the work.
     learns = answers & torch.isin(ids[:, 1:], draft.vocab)
-    probs = to_logits(hidden[:, :-1][learns]).float().softmax(-1)
+    probs = score(hidden[:, :-1][learns]).softmax(-1)
     return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
 
 
@@ -367,20 +361,16 @@ def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, b
         **how) -> dict:
     """Train a draft beside its target, and set its `accept`.
 
-    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
-    returns          {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
-
-    The other arguments are those of `train`, and of `train_beside`.
+    The arguments are those of `train` and of `train_beside`.
     """
-    scale = logits_of(model)  # from what an LM head gives to logits
     texts = [*tap_texts(model, draft.taps, held_out)]
-    head = head_for(model.get_output_embeddings(), draft.vocab)
+    score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
         features, hidden = read_target(model, draft.taps, ids)
-        learns, probs = choose_lessons(draft, ids, answers, hidden, lambda x: scale(head(x)))
+        learns, probs = choose_lessons(draft, ids, answers, hidden, score)
         return unroll_loss(draft, ids, features, learns, probs, passes)
 
     form = (draft.taps, draft.form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head,
@@ -396,8 +386,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
           steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
-    out:     the safetensors file to make
-    work:    folder of answers and checkpoints, OUT.work by default
     taps:    numbers of the layers whose inputs are read, as 2,6,9. The number of all layers stands
              for what the LM head reads, which is the default with --mtp. Without it the default
              is layers 2, L/2 and L - 3
@@ -409,11 +397,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     head:    own, an LM head that begins as the target's and is trained, or target, the target's
              rows as they are, which the file then need not hold
     mlp:     width of the layer's MLP, with 0 for the target's
-    vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
-             for all
-    max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
-    lr:      the learning rate after the warm-up of a twentieth of the steps
     """
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
@@ -455,16 +439,8 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
         Form(**header["form"]), own_head=header.get("own_head", True)))
 
 
-# ------------------------------------------------------------------------------- released heads
-
 def load_released(path: str, model) -> Eagle3Layer:
-    """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
-
-    path     a directory or hub id
-    model    the target
-    returns  the draft, which nobody has measured. InputError if it is damaged, unknown, or for
-             another model
-    """
+    """Read a draft as EAGLE's code, SpecForge and SGLang release it, from a directory or hub id."""
     config, found = read_head(path, "an EAGLE-3 head")
     refuse_settings(path, config, found, ("attention_bias", "norm_before_fc"))
     taps = choose_taps(model)
@@ -475,11 +451,7 @@ def load_released(path: str, model) -> Eagle3Layer:
                 norm_output=bool(config.get("norm_output")))
     vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
     draft = Eagle3Layer(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
-    own = take_embeddings(path, tensors, model, draft.h)
-    if own is not None:
-        draft.lm.set_input_embeddings(own)
-    fill(draft.parts(), tensors, path)
-    return match_type(draft, model)
+    return fill_layer(draft, draft.parts(), tensors, path, model)
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
@@ -489,7 +461,6 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     adapter: file, directory or hub id of a draft
     out:     the JSON file to make, for `--accept`
     work:    folder of answers, OUT.work by default
-    max_new_tokens: the longest answer that is collected
     """
     draft = load_draft(adapter, model)
     data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)

@@ -488,11 +488,10 @@ survey.medusa train --out /no/x | --heads x: medusa or hydra | --K 0: 1 or more
 survey.medusa train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
 survey.medusa train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
 survey.eagle | --nodes -1 65: 0 to 64
-survey.eagle train --out /no/x | --begin x: random or last | --mlp -1: 0 or more
+survey.eagle train --out /no/x | --mlp -1: 0 or more
 survey.eagle train --out /no/x | --steps 0: 1 or more | --batch 0: 1 or more | --lr 0.0: above 0
 survey.eagle train --out /no/x | --max-new-tokens 0: 1 or more | --vocab -1: 0 or more
 survey.dflash | --nodes -1 65: 0 to 64
-survey.dflash train --out /no/x | --mlp -1: 0 or more
 survey.dflash train --out /no/x | --loss x: ce or tv | --B 0: 1 or more | --markov -1: 0 or more
 survey.dflash train --out /no/x | --layers 0: 1 or more | --layers 13: at most 12
 survey.dflash train --out /no/x | --anchors 0: 1 or more | --steps 0: 1 or more
