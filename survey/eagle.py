@@ -95,10 +95,8 @@ class EagleLayer(Part):
     `lm` is a model of one layer, with the target's embeddings and LM head. It reads what `fc` makes
     of a token's embedding and a feature.
 
-    model    the target
     config   of the layer, Llama's or Qwen2's. None: as wide as the target
     bias     whether `fc` has a bias, as some released heads have
-    seed     a seed for the random weights
 
     accept   accept[n][r], how often the guess of rank r is right on held-out answers, below a path
              of n right guesses. It is empty if nobody has measured that.
@@ -329,9 +327,7 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features: the loop of EAGLE, and of EAGLE-3.
 
-    target    the target, whose `features` are what the draft reads
-
-    The other arguments, and what is yielded and logged, are those of `eagle`.
+    What is yielded and logged is as in `eagle`.
     """
     require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
@@ -437,8 +433,6 @@ def name_released(draft: EagleLayer) -> dict[str, torch.nn.Parameter]:
 def load_draft(path: str | Path, model) -> EagleLayer:
     """Read a draft from a file, or one that others have released from a directory or a hub id.
 
-    path      the safetensors file, the directory or the hub id
-    model     the target
     returns   the draft. InputError if it is damaged, unknown, or of another model
     """
     if is_released(path):

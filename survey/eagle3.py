@@ -59,7 +59,6 @@ Departures:
 """
 import math
 import random
-import re
 import sys
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
@@ -72,9 +71,8 @@ from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_la
 from training.loop import (collect_all, count_tokens, find_frequent, fit_part, pad_pairs,
                            prepare_training, sample_alike, warm_linear)
 from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from training.released import (check_taps, describe_layer, fill_layer, is_released, load_measured,
-                               make_config, read_head, read_layer_config, read_vocab,
-                               refuse_settings, save_accept, write_head)
+from training.released import (describe_layer, fill_layer, is_released, load_measured, make_config,
+                               read_eagle3, save_accept, write_head)
 
 import torch
 import torch.nn.functional as F
@@ -168,8 +166,7 @@ class Eagle3Layer(Part):
     own_head  whether the LM head is trained, or stays what it begins as: the target's rows.
               InputError if it is to stay so and the target's LM head is of another width
 
-    accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py. It is
-              empty if nobody has measured that
+    accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py
     """
     title = "an EAGLE-3 layer"
 
@@ -221,13 +218,10 @@ class Eagle3Layer(Part):
                 if self.own_head or name != "lm_head.weight"}
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
-        """Put embeddings and features side by side.
+        """Return the layer's inputs [..., 2h]: embeddings of tokens [...] beside features.
 
         features  [..., w]. Those of final tokens are tapped, and `fc` maps them to g. Those of
-                  drafted tokens are the layer's own, h wide. So w tells which they are. A single
-                  tapped layer that is as wide as the draft needs no `fc`
-        tokens    [...]
-        returns   the layer's inputs [..., 2h]
+                  drafted tokens are the layer's own, h wide. So w tells which they are
         """
         ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
         g = features.to(self.lm.lm_head.weight.dtype)
@@ -263,7 +257,6 @@ def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, l
                 probs: torch.Tensor, passes: int) -> torch.Tensor:
     """Compute the loss of the training-time test (Section 3.2, and the released code).
 
-    draft     the draft
     ids       [B, T], texts that were padded at their ends
     features  [B, T, t], what was tapped, where t is the width of all taps
     learns    bool [B, T], which tokens are learned
@@ -433,25 +426,12 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
     returns  the draft. InputError where it is damaged, unknown, or for another model
     """
     if is_released(path):
-        return load_released(str(path), model)
+        config, taps, vocab, form, tensors = read_eagle3(str(path), model)
+        draft = Eagle3Layer(model, config, taps, vocab, Form(**form))
+        return fill_layer(draft, draft.parts(), tensors, str(path), model)
     return load_trained(path, Eagle3Layer.title, model, lambda header: Eagle3Layer(
         model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
         Form(**header["form"]), own_head=header.get("own_head", True)))
-
-
-def load_released(path: str, model) -> Eagle3Layer:
-    """Read a draft as EAGLE's code, SpecForge and SGLang release it, from a directory or hub id."""
-    config, found = read_head(path, "an EAGLE-3 head")
-    refuse_settings(path, config, found, ("attention_bias", "norm_before_fc"))
-    taps = choose_taps(model)
-    check_taps(path, config, taps)
-    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
-    form = Form(norm_before_residual=bool(config.get("norm_before_residual")),
-                fc_norm=any(name.startswith("fc_norm.") for name in tensors),
-                norm_output=bool(config.get("norm_output")))
-    vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
-    draft = Eagle3Layer(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
-    return fill_layer(draft, draft.parts(), tensors, path, model)
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,

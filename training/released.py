@@ -21,7 +21,7 @@ from typing import Callable, Collection, Iterable
 
 from common import CachedLM, InputError
 from training.files import check_file, explain, read_json, shorten, write_whole
-from training.layers import context_length
+from training.layers import choose_taps, context_length
 from training.parts import (belongs, check_numbers, fill, load_facts, match_type, save_facts,
                             some_rows)
 
@@ -326,6 +326,25 @@ def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Ten
     if not 0 <= vocab.min() <= vocab.max() < V:
         raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
     return vocab
+
+
+def read_eagle3(path: str, model) -> tuple:
+    """Read a head of EAGLE-3 as EAGLE's code, SpecForge and SGLang write it.
+
+    path     a directory or hub id
+    model    the target
+    returns  the configuration of its layer, the layers that it reads, the tokens that it guesses,
+             {a setting of its form: whether it has that}, and its other tensors by name
+    """
+    config, found = read_head(path, "an EAGLE-3 head")
+    refuse_settings(path, config, found, ("attention_bias", "norm_before_fc"))
+    taps = choose_taps(model)
+    check_taps(path, config, taps)
+    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
+    form = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
+    form["fc_norm"] = any(name.startswith("fc_norm.") for name in tensors)
+    vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
+    return read_layer_config(path, config, model), taps, vocab.tolist(), form, tensors
 
 
 # ------------------------------------------------------------------------------------- writing
