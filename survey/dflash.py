@@ -25,16 +25,15 @@ is x_5:
     Markov                      x_5 ─┴ g_1 ┴ g_2 ┴ g_3 ┴   read from left to right
     guesses                         g_1  g_2  g_3  g_4     of the tokens x_6 to x_9
 
-z_k does not know which tokens the rows before it guess. So two likely guesses need not fit each
+z_k does not know which tokens the rows before it guess, so two likely guesses need not fit each
 other. The Markov head repairs this, because it reads the token before, which for g_1 is the root
 g_0. It costs one product with a matrix for each node of a tree, and no further pass of the layers:
 
     p(g_k | g_{k-1}) = softmax((z_k + W_2 W_1[g_{k-1}]) / T_k)
 
 T_k, one for each place, calibrates these chances on held-out answers. The chance of a node is the
-product of the p along its path. Every node has its ten likeliest guesses for children, and the
-tree has the n likeliest nodes of all these. One call of the target verifies it. So the output is
-the target's own, greedily or with one sample at each node.
+product of the p along its path, and the tree has the n likeliest nodes. One call of the target
+verifies it, so the output is the target's own, greedily or with one sample at each node.
 
 Training packs many blocks into one pass over a text, one for each of some random anchors, which are
 the roots of these blocks. A block sees the H before its anchor, and itself, and no other block. In
@@ -55,45 +54,38 @@ With `--loss tv` each term is 0.1 CrossEntropy + 0.9 ‖target's distribution - 
 weights. Half of this distance is the chance that speculative sampling rejects a guess drawn from p.
 
 Departures:
-- Sampling. Paper: a chain of guesses is drawn, and each is accepted or rejected. Here: the tree has
-  the likeliest nodes, as many as pay (`--nodes`), and the target draws once at each node. Why: one
-  rule serves greedy and sampled output, and costs differ. T_k and sizes are those of greedy
-  decoding.
-- Context rows. Paper: the keys and values of every layer come from H, of five layers. Here: H of
-  three layers (`--taps`) are rows of the draft, which pass through its layers. Why: the draft is
-  then an ordinary model with an ordinary cache. No released draft can be loaded, though.
-- Block rows. Paper: a row reads its token or the mask, and the root guesses nothing. Here: a row
-  also reads H of the token before the root, and a vector for its place, and the root guesses the
-  next token, as in DSpark. Why: the newest H is the best predictor of what follows.
-- Training. Paper: 5 random layers, labels are tokens, γ is 7, 5 or 4 by the length of the block,
-  and the rate is 6e-4. Here: 2 layers, which begin as the target's last ones, labels are the
-  target's distributions, γ is 4 and the rate 3e-3. Why: small models learn faster so. The last
-  guesses of blocks of more than 8 learn less than the paper's.
-- Confidences. Paper: DSpark trains a head for them. Here: temperatures. Why: a tree compares
-  chances of all places, and B numbers make them right.
-
-Left out: heads that others have released, more than one pass over a block, and a schedule of
-several texts.
+- Sampling. Paper: a chain of guesses is drawn, and each is accepted or rejected; DSpark trains a
+  head for confidences. Here: the tree has the likeliest nodes, as many as pay (`--nodes`), and the
+  target draws once at each. Why: one rule serves greedy and sampled output. T_k and sizes are
+  those of greedy decoding.
+- The network. Paper: the keys and values of all 5 layers come from H, of five taps; a row reads its
+  token or the mask. Here: H of three taps (`--taps`) are rows of 2 layers, a row also reads H of
+  the token before the root and a vector for its place, and the root guesses too, as in DSpark. Why:
+  the draft is an ordinary model with an ordinary cache, and the newest H is the best predictor of
+  what follows. No released draft can be loaded, though.
+- Training. Paper: random layers, labels are tokens, γ is 7, 5 or 4 by the length of the block, a
+  rate of 6e-4. Here: layers begin as the target's last ones, labels are the target's distributions,
+  γ is 4, the rate 3e-3. Why: small models learn faster so.
 """
 import heapq
 import math
 import random
 import sys
 import timeit
-from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import CachedLM, Sampler, attention_mask, greedy, walk, windows_of
+from common import CachedLM, Sampler, attention_mask, check, greedy, walk, windows_of
 from survey.clock import WIDTHS, fastest, row_costs
 from survey.eagle import MOST, RANKS
-from training.acceptance import tap_texts
-from training.layers import (FeatureLM, context_length, copy_layer, copy_outside_layers, depth_of,
-                             make_layer, read_taps, tap_target, tap_widths)
+from training.acceptance import (TargetText, fit_temperatures, measure_places, read_target_texts,
+                                 sample_anchors)
+from training.layers import (FeatureLM, context_length, depth_of, read_taps, take_layers,
+                             tap_target, tap_widths)
 from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
-                           prepare_training, sample_alike)
-from training.parts import (MODELS, Part, follow, head_for, load_trained, logits_of, require,
-                            save_trained)
+                           prepare_training, sample_alike, warm_cosine)
+from training.parts import (MODELS, Part, follow, head_for, load_trained, require, save_trained,
+                            score_with)
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +93,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/dflash.safetensors"
 GAMMA = 4.0  # the loss of guess k weighs exp(-(k - 1) / GAMMA)
-TEMPERATURES = [0.6 * 1.1 ** i for i in range(16)]  # 0.6 to 2.5, from which T_k is chosen
 EVERY = 4  # held-out answers are measured by a block at each EVERY-th of their places
 
 
@@ -116,7 +107,6 @@ class BlockDraft(Part):
     B        how many rows a block has, each of which makes a guess
     markov   the rank of the Markov head. 0: there is none
     causal   whether a row of the block sees only the earlier rows of its block
-    mlp      the width of the layers' MLPs. 0: as wide as the target's
     vocab    the tokens that the draft can guess, V' of them. None: all. Row i of the LM head stands
              for vocab[i]
     seed     a seed for the random weights
@@ -130,9 +120,9 @@ class BlockDraft(Part):
     facts = ("accept", "temperatures", "tokens")
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
-                 causal: bool = False, mlp: int = 0, vocab: list[int] | None = None, seed: int = 0):
+                 causal: bool = False, vocab: list[int] | None = None, seed: int = 0):
         super().__init__()
-        self.form = dict(layers=layers, B=B, markov=markov, causal=causal, mlp=mlp)
+        self.form = dict(layers=layers, B=B, markov=markov, causal=causal)
         self.taps, self.B, self.causal = taps, B, causal
         self.accept, self.temperatures, self.tokens = [], [1.0] * B, [1.0]
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -145,14 +135,20 @@ class BlockDraft(Part):
         row[known] = torch.arange(len(known))
         self.register_buffer("vocab", known, persistent=False)
         self.register_buffer("row", row, persistent=False)
+        # The layers begin as the target's last ones, in a model of 8 tokens, in whose place come
+        # the target's embeddings and LM head.
+        L, widths = depth_of(model), tap_widths(model, taps)
+        lm = take_layers(model, [*range(L - layers, L)], vocab_size=8, pad_token_id=None)
+        lm = check(lm.float())
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            lm, last = make_layer(model, mlp, layers)
-            self.fc = torch.nn.Linear(sum(tap_widths(model, taps)), e, bias=False)
+            self.fc = torch.nn.Linear(sum(widths), e, bias=False)
             self.W1 = torch.nn.Embedding(len(known) + 1, markov) if markov else None
             self.W2 = torch.nn.Linear(markov, len(known), bias=False) if markov else None
-            copy_layer(last, lm)
-            self.begin_with_last_tap()
+            torch.nn.init.normal_(self.fc.weight, std=0.002)
+        if widths[-1] == e:
+            # H begins as the last tap, which is about what the target's last layers read.
+            self.fc.weight.data[:, -e:] += torch.eye(e)
         self.norm = LlamaRMSNorm(e)
         self.mask = torch.nn.Parameter(table.weight.detach().float().mean(0))
         self.token = torch.nn.Linear(e, e, bias=False)  # reads the root's embedding or the mask
@@ -163,24 +159,11 @@ class BlockDraft(Part):
         # At first the Markov head adds nothing, and neither does the H before the root.
         if markov:
             torch.nn.init.zeros_(self.W2.weight)
-        copy_outside_layers(last, lm)
         model.requires_grad_(False)
         self.lm = lm
         self.to(model.device)
         lm.set_input_embeddings(table)
         lm.set_output_embeddings(head if vocab is None else head_for(head, self.vocab))
-
-    @torch.no_grad()
-    def begin_with_last_tap(self) -> None:
-        """Let H begin as the normed input of the last tap, with a little noise.
-
-        The draft's layers begin as the target's last ones, which read about the same. Where the
-        widths do not fit, H begins as noise alone.
-        """
-        e, width = self.fc.weight.shape
-        torch.nn.init.normal_(self.fc.weight, std=0.002)
-        if width % e == 0:
-            self.fc.weight[:, width - e:] += torch.eye(e)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Return H [..., e] of what was tapped, [..., t], where t is the width of all taps."""
@@ -190,7 +173,7 @@ class BlockDraft(Part):
         """Return what the rows of blocks read, [..., B, e].
 
         roots    the first token of each block, [...]
-        before   H of the token before each root, [..., e]. It is 0 where there is none
+        before   H of the token before each root, [..., e], or 0 where there is none
         """
         root = self.lm.get_input_embeddings()(roots).to(self.mask.dtype)
         masks = self.mask.expand(*root.shape[:-1], self.B - 1, -1)
@@ -200,12 +183,7 @@ class BlockDraft(Part):
         return rows + torch.cat([of_root, of_masks], -2) + self.place
 
     def add_markov(self, z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Add what the Markov head says to the logits of some rows.
-
-        z        [..., V'], the logits of rows of blocks
-        tokens   [...], the token before each guess
-        returns  [..., V'], the logits of the header's p, before T_k divides them
-        """
+        """Add what the Markov head says of the tokens [...] before to logits z [..., V']."""
         if self.W1 is None:
             return z
         # A CachedLM cuts off logits that stand for no token. So z may be the narrower one.
@@ -252,7 +230,6 @@ def run_block(draft: BlockDraft, lm: BlockLM, H: torch.Tensor, root: int) -> tor
 
     lm       the draft's layers with their cache
     H        [n, e], of the tokens that became final since the last block
-    root     the last token of the text
     returns  z [B, V'], the logits of the block's rows, without the Markov head
     """
     before = H[-1] if len(H) else torch.zeros_like(draft.mask)
@@ -268,11 +245,9 @@ def run_block(draft: BlockDraft, lm: BlockLM, H: torch.Tensor, root: int) -> tor
 
 @torch.inference_mode()
 def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, list]:
-    """Grow the tree of the n likeliest nodes. A node has at most RANKS children.
+    """Grow the tree of the n likeliest nodes below a root. A node has at most RANKS children.
 
     z        [B, V'], the logits of a block, without the Markov head
-    root     the token of node 0
-    n        how many nodes the tree has, the root among them
     returns  ids, parents and chances of the nodes, the likeliest first. The first m nodes are the
              tree of the m likeliest nodes
     """
@@ -366,36 +341,6 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
 
 # ------------------------------------------------------------------------------------ training
 
-class Text(NamedTuple):
-    """Hold a prompt with its answer, and what the target computed of it."""
-    ids: torch.Tensor  # [T]
-    features: torch.Tensor  # [T, t], what was tapped
-    last: torch.Tensor  # [T, f], what the LM head read
-    length: int  # of the prompt
-
-    def anchors(self) -> range:
-        """Return the places of all roots: at least one token of the answer comes after each."""
-        return range(self.length - 1, len(self.ids) - 1)
-
-
-@torch.inference_mode()
-def compute_texts(model, taps: list[int], data: list) -> list[Text]:
-    """Run the target over pairs of a prompt and its answer.
-
-    model    the target
-    taps     the layers that are tapped
-    data     the pairs
-    returns  a text for each pair, with what the target computed in bfloat16
-    """
-    used = sum(tap_widths(model, taps))
-    last = model.get_output_embeddings().weight.shape[1]
-    texts = []
-    for ids, features, length in tap_texts(model, sorted({*taps, depth_of(model)}), data):
-        rows = features.cpu().to(torch.bfloat16)
-        texts.append(Text(ids, rows[:, :used], rows[:, -last:], length))
-    return texts
-
-
 class Blocks(NamedTuple):
     """Hold G blocks of each of N texts, and what their B rows should guess.
 
@@ -443,10 +388,9 @@ def run_blocks(draft: BlockDraft, ids: torch.Tensor, features: torch.Tensor,
     return hidden[:, T:].unflatten(1, (-1, draft.B))
 
 
-def make_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
+def make_blocks(draft: BlockDraft, texts: list[TargetText], anchors: list[list[int]]) -> Blocks:
     """Run blocks of texts, and find what they should guess.
 
-    texts     N texts
     anchors   for each text the places of the roots of G blocks
     """
     device = draft.place.device
@@ -462,47 +406,26 @@ def make_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) 
     return Blocks(hidden, at, previous, draft.row[labels], inside)
 
 
-def score_rows(draft: BlockDraft, to_logits: Callable, hidden: torch.Tensor) -> torch.Tensor:
-    """Compute the logits [..., V'] that the LM head gives, without the Markov head.
-
-    to_logits   scales or caps what the LM head gives (`parts.logits_of`)
-    hidden      [..., f], what the LM head reads
-    """
-    head = draft.lm.get_output_embeddings()
-    return to_logits(head(hidden.to(head.weight)).float())
-
-
-def block_logits(draft: BlockDraft, to_logits: Callable, hidden: torch.Tensor,
-                 previous: torch.Tensor) -> torch.Tensor:
-    """Compute the logits [..., V'] of guesses, where all tokens before them are the text's.
-
-    previous    [...], the token before each guess
-
-    The other arguments are those of `score_rows`.
-    """
-    return draft.add_markov(score_rows(draft, to_logits, hidden), previous)
-
-
-def block_loss(draft: BlockDraft, to_logits: Callable, texts: list[Text], anchors: list[list[int]],
-               loss: str) -> torch.Tensor:
+def block_loss(draft: BlockDraft, score: Callable, texts: list[TargetText],
+               anchors: list[list[int]], loss: str) -> torch.Tensor:
     """Compute the loss of the header, the weighted mean over all guesses of all blocks.
 
-    to_logits   as for `score_rows`
-    texts       the texts of a step
-    anchors     for each text equally many places of roots
-    loss        ce or tv
+    score     turns what the LM head reads into logits [..., V'] (parts.score_with)
+    texts     the texts of a step
+    anchors   for each text equally many places of roots
+    loss      ce or tv
     """
     blocks = make_blocks(draft, texts, anchors)
     # Where the draft cannot guess the right token, no guess can be accepted. So these places do not
     # count. The target's distribution is that over the tokens that the draft can guess.
     known = blocks.inside & (blocks.labels < len(draft.vocab))
-    logits = block_logits(draft, to_logits, blocks.hidden[known], blocks.previous[known])
+    logits = draft.add_markov(score(blocks.hidden[known]), blocks.previous[known])
     # What the target read when it chose the tokens that are guessed, [N, T, f]
     last = torch.nn.utils.rnn.pad_sequence([x.last for x in texts], batch_first=True)
     text = torch.arange(len(texts))[:, None, None].expand(known.shape)[known.cpu()]
-    read = last[text, blocks.at[known].cpu()]
+    read = last[text, blocks.at[known].cpu()].to(logits.device)
     with torch.no_grad():
-        target_probs = score_rows(draft, to_logits, read).softmax(-1)  # [guesses, V']
+        target_probs = score(read).softmax(-1)  # [guesses, V']
     each = F.cross_entropy(logits, target_probs, reduction="none")
     if loss == "tv":
         # The distance alone teaches little where p is sure of a wrong token: its gradient at each
@@ -513,76 +436,39 @@ def block_loss(draft: BlockDraft, to_logits: Callable, texts: list[Text], anchor
     return (weights * each).sum() / weights.sum().clamp(min=1e-9)
 
 
-@torch.inference_mode()
-def measure_acceptance(draft: BlockDraft, to_logits: Callable, texts: list[Text]) -> list[float]:
-    """Measure how often the likeliest guess of each place is right, where all before it are right.
-
-    texts    held-out texts
-    returns  for each of the B places a rate
-    """
-    right = reached = torch.zeros(draft.B, dtype=torch.long, device=draft.place.device)
+def guess_blocks(draft: BlockDraft, score: Callable, texts: list[TargetText]) -> Iterator[tuple]:
+    """Yield what `acceptance.measure_places` takes, of blocks at each EVERY-th place of texts."""
     for text in texts:
         blocks = make_blocks(draft, [text], [[*text.anchors()[::EVERY]]])
-        logits = block_logits(draft, to_logits, blocks.hidden, blocks.previous)
-        hits = (logits.argmax(-1) == blocks.labels) & blocks.inside  # [1, G, B]
-        so_far = hits.cumprod(-1).bool()
-        earlier = F.pad(so_far[..., :-1], (1, 0), value=True)
-        right = right + so_far.sum((0, 1))
-        reached = reached + (earlier & blocks.inside).sum((0, 1))
-    return (right / reached.clamp(min=1)).tolist()
+        logits = draft.add_markov(score(blocks.hidden), blocks.previous)
+        yield logits, blocks.labels, blocks.inside
 
 
 @torch.inference_mode()
-def calibrate(draft: BlockDraft, to_logits: Callable, texts: list[Text]) -> None:
-    """Set a draft's temperatures and `tokens` by held-out texts.
-
-    A temperature makes the right tokens of its place likeliest, where the tokens before them are
-    the text's.
-    """
-    losses, counts, trees = torch.zeros(len(TEMPERATURES), draft.B), torch.zeros(MOST), 0
-    blocks_of = [make_blocks(draft, [text], [[*text.anchors()[::EVERY]]]) for text in texts]
-    for blocks in blocks_of:
-        logits = block_logits(draft, to_logits, blocks.hidden, blocks.previous)
-        known = blocks.inside & (blocks.labels < len(draft.vocab))
-        labels = blocks.labels.clamp(max=len(draft.vocab) - 1)[..., None]
-        for i, temperature in enumerate(TEMPERATURES):
-            of_labels = (logits / temperature).log_softmax(-1).gather(-1, labels)[..., 0]
-            losses[i] -= (of_labels * known).sum((0, 1)).cpu()
-    draft.temperatures = [TEMPERATURES[i] for i in losses.argmin(0).tolist()]
-    for text, blocks in zip(texts, blocks_of):
-        ids = text.ids.tolist()
-        for anchor, hidden in zip(text.anchors()[::EVERY], blocks.hidden[0]):
-            z = score_rows(draft, to_logits, hidden)
-            tree, parents, _ = grow_block(draft, z, ids[anchor], MOST)
+def count_tree_tokens(draft: BlockDraft, score: Callable, texts: list[TargetText]) -> list[float]:
+    """Measure how many tokens calls with trees of 1, 2, … nodes give on held-out texts."""
+    counts, trees = torch.zeros(MOST), 0
+    for text in texts:
+        ids, anchors = text.ids.tolist(), text.anchors()[::EVERY]
+        for anchor, hidden in zip(anchors, make_blocks(draft, [text], [[*anchors]]).hidden[0]):
+            tree, parents, _ = grow_block(draft, score(hidden), ids[anchor], MOST)
             counts[follow(tree, parents, ids[anchor + 1:])] += 1
             trees += 1
     # The first n nodes are the tree of n nodes. It would have kept those nodes of the path that are
     # among them. The root stands for the token that the target chooses itself.
-    draft.tokens = (counts.cumsum(0) / max(1, trees)).tolist()
-
-
-def paper_rate(done: int, steps: int) -> float:
-    """Return the rate of a step, as a share of `lr`. It rises over 4% of the steps, then falls.
-
-    It falls along the same cosine that a run without a warm-up would fall along.
-    """
-    return min(1.0, (done + 1) / (0.04 * steps)) * 0.5 * (1 + math.cos(math.pi * done / steps))
+    return (counts.cumsum(0) / max(1, trees)).tolist()
 
 
 def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anchors: int,
         batch: int, **how) -> dict:
-    """Train a draft beside its target, and set its `accept`.
+    """Train a draft beside its target, and set its `accept`, `temperatures` and `tokens`.
 
-    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
-    returns          {step: {"accept": ...}}, BlockDraft.accept after some of the steps
-
-    The other arguments are those of `train`, and of `train_beside`.
+    The arguments are those of `train` and of `train_beside`.
     """
-    to_logits = logits_of(model)
-    texts_of, _ = compute_frozen(lambda pairs: compute_texts(model, draft.taps, pairs), data,
+    score = score_with(model, draft.lm.get_output_embeddings())
+    texts_of, _ = compute_frozen(lambda pairs: read_target_texts(model, draft.taps, pairs), data,
                                  sum(tap_widths(model, [*draft.taps, depth_of(model)])))
-    held_texts = compute_texts(model, draft.taps, held_out)
-
+    held_texts = read_target_texts(model, draft.taps, held_out)
     # H begins as large as what the target's last layers read. The first token of a text may have a
     # far larger input than all others.
     rows = texts_of([0])[0].features[1:, -draft.place.shape[1]:].float()
@@ -592,35 +478,26 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
         numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
         some = texts_of(numbers)
         places = [sample_anchors(text, anchors, rng) for text in some]
-        return block_loss(draft, to_logits, some, places, loss)
+        return block_loss(draft, score, some, places, loss)
 
     def evaluate() -> tuple[dict, str]:
         with low_precision(model.device, model):
-            accept = measure_acceptance(draft, to_logits, held_texts)
-        # The mean number of guesses before the first wrong one
-        accepted = sum(accumulate(accept, lambda a, b: a * b))
-        return {"accept": accept}, (f"held-out acceptance {[round(x, 3) for x in accept]}, "
-                                    f"{accepted:.2f} of {draft.B}")
+            accept = measure_places(guess_blocks(draft, score, held_texts), draft.B)
+        return {"accept": accept}, f"held-out acceptance {[round(x, 3) for x in accept]}"
     form = draft.taps, draft.form, draft.vocab.tolist(), batch, anchors, loss
-    return fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
-                    rate=paper_rate, texts=batch, **how)
-
-
-def sample_anchors(text: Text, n: int, rng: random.Random) -> list[int]:
-    """Sample n places of roots. No place comes twice, unless a text has fewer than n places."""
-    places = text.anchors()
-    return rng.sample(places, n, counts=[-(-n // len(places))] * len(places))
+    curve = fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
+                     rate=warm_cosine, texts=batch, **how)
+    draft.temperatures = fit_temperatures(guess_blocks(draft, score, held_texts), draft.B)
+    draft.tokens = count_tree_tokens(draft, score, held_texts)
+    return curve
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           layers: int = 2, B: int = 8, markov: int = 64, causal: bool = False, loss: str = "ce",
-          taps: str = "", mlp: int = 0, vocab: int = 0, anchors: int = 24,
-          max_new_tokens: int = 200, steps: int = 1500, batch: int = 16, lr: float = 3e-3,
-          seed: int = 0) -> None:
+          taps: str = "", vocab: int = 0, anchors: int = 24, max_new_tokens: int = 200,
+          steps: int = 1500, batch: int = 16, lr: float = 3e-3, seed: int = 0) -> None:
     """Train a block draft for a frozen model on its own answers. A stopped run goes on.
 
-    out:     the safetensors file to make
-    work:    folder of answers and checkpoints, OUT.work by default
     layers:  how many layers the draft has, 1 or more
     B:       how many rows a block has, and how many guesses, 1 or more
     markov:  the rank of the Markov head, 0 or more. With 0 there is none, and guesses ignore each
@@ -630,16 +507,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              two distributions, which is twice the chance of a rejection)
     taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 1
-    mlp:     width of the layers' MLPs, 0 or more. 0 stands for the target's
-    vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
-             for all
     anchors: how many blocks each answer of a step has, 1 or more
-    max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
-    lr:      the learning rate after the warm-up of a twenty-fifth of the steps
     """
     require(loss in ("ce", "tv"), "loss", "ce or tv", loss)
-    for option, number in (("markov", markov), ("mlp", mlp), ("vocab", vocab)):
+    for option, number in (("markov", markov), ("vocab", vocab)):
         require(number >= 0, option, "0 or more", number)
     L = depth_of(model)
     require(layers <= L, "layers", f"at most {L}", layers)
@@ -648,11 +520,10 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
         layers=layers, B=B, anchors=anchors, steps=steps, batch=batch, most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
-    draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal, mlp=mlp,
+    draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal,
                        vocab=known, seed=seed)
     fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
         work=work, seed=seed)
-    calibrate(draft, logits_of(model), compute_texts(model, draft.taps, held_out))
     save_draft(out, draft, model)
 
 
@@ -666,7 +537,8 @@ def save_draft(path: Path, draft: BlockDraft, model) -> None:
 def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file. InputError if it is damaged, or for another model."""
     def make(header: dict) -> BlockDraft:
-        draft = BlockDraft(model, header["taps"], **header["form"], vocab=header.get("vocab"))
+        form = {name: x for name, x in header["form"].items() if name != "mlp"}  # of older files
+        draft = BlockDraft(model, header["taps"], **form, vocab=header.get("vocab"))
         if len(header["temperatures"]) != draft.B or not 0 < len(header["tokens"]) <= MOST:
             raise ValueError(f"too few or too many temperatures or tokens for B = {draft.B}")
         return draft

@@ -9,11 +9,8 @@
 
     python -m survey.eagle train --prompts FILE --out my.safetensors
     python -m survey.eagle --adapter my.safetensors --prompt "..."
-
-A head that others have released decodes as well (not tried here, since it is for a large model):
-
-    python -m survey.eagle --target meta-llama/Meta-Llama-3-8B-Instruct --chat \
-        --adapter yuhuili/EAGLE-LLaMA3-Instruct-8B --prompt "..."
+    python -m survey.eagle --adapter yuhuili/EAGLE-LLaMA3-Instruct-8B --chat --prompt "..." \
+        --target meta-llama/Meta-Llama-3-8B-Instruct        # a released head, not tried here
 
 The feature f_i of position i is what the LM head reads to choose token t_{i+1}. The draft's row i:
 
@@ -34,26 +31,20 @@ Each row proposes several tokens, and each of these can be fed as a row in turn:
 tree, which one call of the target verifies. The output is the target's own, greedily or with one
 sample of the target at each node.
 
+The layer is that of the released code: Llama's without its input norm, random at first, behind an
+`fc` without a bias. It reads embeddings and features alone, so the target may be of any family.
+
 Departures:
 - Sampling. Paper: EAGLE-1 draws children from the draft. Here: they are its likeliest tokens, and
   the target draws once at each node. Why: one rule serves greedy and sampled output.
 - The tree. Paper: static and made by hand, or dynamic with 60 nodes, where the 10 likeliest of a
-  level are expanded. Here: planned by measured acceptance, of up to 8 levels and as many nodes as
-  pay (`--nodes`), n / 6 of which are expanded in a level. So trees of up to 8 nodes are chains.
-  Why: costs and acceptance differ. The plan is made for greedy decoding: one for temperature 1 made
-  1.5% more tokens a call there. A released head that nobody has measured gets the paper's tree.
-- The layer. Paper: Llama's, in the released code without its input norm, and random at first. Here:
-  of the target's class, with its input norm, and `--begin last` begins with the target's last. Why:
-  any family can be the target. `train --released` makes the released layer, for `export`.
-- Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy. Here:
-  the target's own greedy answers, 1e-3 with a cosine, betas .9 and .999, 512 rows of a step. Why:
-  the draft guesses these answers, small models need a higher rate, and logits of all rows do not
-  fit in memory. Use a lower rate for billions of parameters.
-- `--vocab`. Paper: FR-Spec counts tokens in a corpus, and drops the others after training. Here:
-  prompts and answers are counted, and the layer learns with these tokens. Why: training then sees
-  what decoding will use.
-
-Left out: training on the draft's own outputs and features of several layers, which are EAGLE-3.
+  level are expanded. Here: of as many nodes as pay by measured acceptance, planned for greedy
+  decoding, and n / 6 are expanded in a level. Why: costs and acceptance differ. A released head
+  that nobody has measured gets the paper's tree.
+- Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy, and
+  FR-Spec drops tokens afterwards. Here: the target's own greedy answers, 1e-3 with a cosine (use a
+  lower rate for billions of parameters), betas .9 and .999, 512 rows of a step, and `--vocab` is
+  chosen before. Why: the draft guesses these answers, and small models need a higher rate.
 """
 import functools
 import math
@@ -63,25 +54,22 @@ import timeit
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, greedy, walk
+from common import CachedLM, InputError, Sampler, check, greedy, walk
 from survey.clock import Node, best_tree, fastest, row_costs
-from training.acceptance import Text, evaluate, measure_acceptance
-from training.layers import FeatureLM, copy_layer, make_layer, make_released_layer
+from training.acceptance import (LEVELS, Text, compute_features, evaluate,
+                                 measure_acceptance)
+from training.layers import FeatureLM
 from training.loop import (collect_all, compute_frozen, count_tokens, cross_entropy_in_parts,
-                           find_frequent, fit_part, prepare_training, read_texts, sample_alike,
-                           warm_cosine)
-from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                            require, save_trained)
-from training.released import (RANKS, describe_layer, is_released, load_measured, make_config,
-                               read_head, read_layer_config, refuse_settings, require_all_tokens,
-                               save_accept, take_embeddings, write_head)
+                           find_frequent, fit_part, prepare_training, sample_alike, warm_cosine)
+from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
+from training.released import (RANKS, describe_layer, fill_layer, is_released, load_measured,
+                               make_config, read_eagle, require_all_tokens, save_accept, write_head)
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
-DEPTH = 8  # the most levels of guesses that a tree has
 MOST = 64  # the most nodes that a tree has
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
@@ -89,14 +77,10 @@ RELEASED_NODES = 60  # of the released code's tree, in which RANKS nodes of each
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
 
-
 # ----------------------------------------------------------------------------------- the draft
 
 class Pairs(NamedTuple):
-    """Hold what n rows of the draft read. Row i learns f_{i+1} and guesses t_{i+2}.
-
-    Tokens are lists or tensors [n].
-    """
+    """Hold what n rows of the draft read. Row i learns f_{i+1} and guesses t_{i+2}."""
     features: torch.Tensor  # f_i, [n, f]
     tokens: list[int]  # t_{i+1}
 
@@ -108,62 +92,45 @@ class Pairs(NamedTuple):
 class EagleLayer(Part):
     """Guess the feature after a token and a feature. Making a draft freezes the target.
 
-    `fc` joins a token's embedding and a feature. `lm` reads that: it is a model of one layer, with
-    the target's embeddings and LM head.
+    `lm` is a model of one layer, with the target's embeddings and LM head. It reads what `fc` makes
+    of a token's embedding and a feature.
 
-    model    the target
-    begin    how the layer begins: random, or last (as the target's last layer)
-    mlp      the width of the layer's MLP. 0: as wide as the target's
-    seed     a seed for the random weights
-    config   of a layer of the released form, which is random and has no input norm. None: the layer
-             is of the target's class
-    bias     whether `fc` has a bias
+    config   of the layer, Llama's or Qwen2's. None: as wide as the target
+    bias     whether `fc` has a bias, as some released heads have
 
     accept   accept[n][r], how often the guess of rank r is right on held-out answers, below a path
              of n right guesses. It is empty if nobody has measured that.
-    levels   the most levels that `accept` can have
     vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
     """
     title = "an EAGLE layer"
 
-    def __init__(self, model, begin: str = "random", mlp: int = 0, seed: int = 0,
-                 config: PreTrainedConfig | None = None, bias: bool = True):
+    def __init__(self, model, config: PreTrainedConfig | None = None, bias: bool = False,
+                 seed: int = 0):
         super().__init__()
-        require(begin in ("random", "last"), "begin", "random or last", begin)
-        require(begin == "random" or config is None, "begin", "random with --released", begin)
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        e, f = table.weight.shape[1], head.weight.shape[1]
-        self.begin = begin
-        self.mlp = mlp
-        self.config = config
+        self.config = config or make_config(model)
         self.accept = []
-        self.levels = DEPTH
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        e, f, h = table.weight.shape[1], head.weight.shape[1], self.config.hidden_size
+        if not e == f == h:
+            raise InputError(f"expected embeddings and features of {h} numbers, as the layer has, "
+                             f"got {e} and {f}")
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            if config is None:
-                lm, last = make_layer(model, mlp)
-            else:
-                lm = make_released_layer(config)
-            self.fc = torch.nn.Linear(e + f, e, bias)
-        if begin == "last":
-            copy_layer(last, lm)
-        for name, part in list(lm.get_decoder().named_children()):
-            # The decoder's own norm is the final one. A feature is what comes after that norm, so
-            # the draft makes features without it.
-            if "Norm" in type(part).__name__:
-                setattr(lm.get_decoder(), name, torch.nn.Identity())
+            # A model of 8 tokens, in whose place come the target's embeddings and LM head.
+            small = self.config.to_dict() | dict(vocab_size=8, pad_token_id=None)
+            lm = AutoModelForCausalLM.from_config(type(self.config)(**small), dtype=torch.float32)
+            self.fc = torch.nn.Linear(2 * h, h, bias)
+        lm.model.layers[0].input_layernorm = torch.nn.Identity()
+        lm.model.norm = torch.nn.Identity()  # a feature comes after the final norm
         model.requires_grad_(False)
-        self.lm = lm
+        self.lm = check(lm)
         self.to(model.device)
         lm.set_input_embeddings(table)
         lm.set_output_embeddings(head)
 
     def keep(self, vocab: list[int]) -> None:
-        """Guess the tokens of `vocab` alone, through their rows of the LM head.
-
-        vocab   the tokens; the new LM head has its rows in this order
-        """
+        """Guess the tokens of `vocab` alone, through their rows of the LM head in this order."""
         self.vocab = self.vocab[vocab]
         self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
@@ -174,18 +141,17 @@ class EagleLayer(Part):
         return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, features)], -1))
 
 
-def eagle_loss(draft: EagleLayer, to_logits: Callable, batch: list[Text],
+def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
                rng: torch.Generator) -> torch.Tensor:
     """Compute the loss of Section 3.2 in nats, the mean over rows that guess a token of an answer.
 
-    draft       the draft
-    to_logits   a function that scales or caps the LM head's output where the target does so, as
-                `logits_of` of training/parts.py finds out
-    batch       texts with their features
-    rng         a generator of the draft's device, which draws the noise, and the rows whose
-                guesses are compared
+    draft   the draft
+    score   turns features into logits of the tokens that the draft can guess (parts.score_with)
+    batch   texts with their features
+    rng     a generator of the draft's device, which draws the noise, and the rows whose guesses
+            are compared
     """
-    head, device = draft.lm.get_output_embeddings(), draft.fc.weight.device
+    device = draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids = pad([ids for ids, _, _ in batch]).to(device)  # [B, T]
     f = pad([f for _, f, _ in batch]).to(device)  # [B, T, f]
@@ -198,19 +164,16 @@ def eagle_loss(draft: EagleLayer, to_logits: Callable, batch: list[Text],
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns].float()  # [N, f]
     features = f[:, 1:-1][learns].float()
-
-    def score(x: torch.Tensor) -> torch.Tensor:
-        return to_logits(head(x.to(head.weight.dtype)).float())  # [n, V']
     # The guesses of a sample of the rows are compared.
     few = torch.randperm(len(features), generator=rng, device=device)[:SAMPLED]
-    each = cross_entropy_in_parts(score, len(head.weight), guessed[few], features[few])
+    each = cross_entropy_in_parts(score, len(draft.vocab), guessed[few], features[few])
     return F.smooth_l1_loss(guessed, features) + 0.1 * each.mean()
 
 
 # ---------------------------------------------------------------------------------- decoding
 
 def count_levels(tree: list[Node]) -> list[int]:
-    """Count the nodes of a tree that have children, level by level from the root down."""
+    """Count the nodes of a tree that have children, level by level."""
     depth = max(node.depth for node in tree)
     return [len({child.parent for child in tree if child.depth == d + 1}) for d in range(depth)]
 
@@ -218,8 +181,7 @@ def count_levels(tree: list[Node]) -> list[int]:
 def spread_levels(n: int, depth: int) -> list[int]:
     """Say how many nodes of each level get children, at most, in a dynamic tree of n nodes.
 
-    A row of the draft costs time even if its guesses are not kept. So a small tree has as large a
-    share of such nodes as EAGLE-2's tree of 60 nodes, where they are 10.
+    They have as large a share as in EAGLE-2's tree of 60 nodes, where they are 10: rows cost time.
     """
     most = min(RANKS, max(1, RANKS * n // RELEASED_NODES))
     return [1, *[most] * (depth - 1)][:depth]
@@ -227,11 +189,10 @@ def spread_levels(n: int, depth: int) -> list[int]:
 
 def rank_tokens(draft: EagleLayer, logits: torch.Tensor,
                 ranks: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Rank the guesses after some nodes, with one wait for a GPU.
+    """Return the likeliest tokens after some nodes, and their probabilities. A GPU waits once.
 
     logits   [nodes, V'], the draft's guesses after each of these nodes
     ranks    how many guesses a node has at most
-    returns  the likeliest tokens after each node, and their probabilities
     """
     probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
     best = probs.topk(min(ranks, probs.shape[1]))
@@ -241,13 +202,11 @@ def rank_tokens(draft: EagleLayer, logits: torch.Tensor,
 def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
     """Yield trees of all sizes and depths, for `fastest` to choose from.
 
-    What a static tree gives was measured on held-out answers. A dynamic tree of as many nodes and
-    levels gives a little more. Costs are measured on this machine.
+    What a static tree gives was measured on held-out answers. A dynamic one gives a little more.
 
     lm       the draft's layer with its cache
-    dynamic  whether the trees are dynamic
     yields   nodes and levels of a tree and whether it is dynamic, the tokens to be expected, and
-             the seconds that growing the tree and the target's call take together
+             the seconds that growing the tree and the target's call take together on this machine
     """
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
     some = torch.zeros(4, len(draft.vocab), device=draft.vocab.device)
@@ -267,10 +226,9 @@ def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool)
 
 @torch.inference_mode()
 def feed(draft: EagleLayer, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor | None:
-    """Add pairs of final tokens to the draft's context. Those of a long prompt come in parts.
+    """Add chunks of final pairs to the draft's context. Those of a long prompt come in parts.
 
     lm       the draft's layer with its cache
-    chunks   pairs, in the order of the text
     returns  the logits [1, V'] after the last pair. None: there is no pair
     """
     logits = None
@@ -301,7 +259,6 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
 
     Nodes 1 and 2 hold different tokens t̂_5. So they make different features f̂_5.
 
-    draft     the draft
     lm        the draft's layer with its cache
     unfed     pairs of the tokens that became final since the last tree
     root      the token of node 0
@@ -345,20 +302,6 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
-def plan_eagle_tree(draft: EagleLayer, nodes: int, dynamic: bool) -> tuple[int, list[int], bool]:
-    """Plan a tree of a given size. A draft that nobody has measured gets the released code's tree.
-
-    nodes     how many nodes the tree is to have, the root among them. 0: as many as pay, which
-              `fastest` says later, or as in the released code
-    dynamic   whether the tree is to be dynamic
-    returns   how many nodes, how many of each level get children, and whether it is dynamic
-    """
-    n = nodes or RELEASED_NODES
-    if draft.accept and not dynamic:
-        return n, count_levels(best_tree(draft.accept, n)), False
-    return n, spread_levels(n, min(DEPTH, n - 1)), True
-
-
 def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
           adapter: str = ADAPTER, accept: str = "", trained: EagleLayer | None = None,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
@@ -384,9 +327,7 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features: the loop of EAGLE, and of EAGLE-3.
 
-    target    the target, whose `features` are what the draft reads
-
-    The other arguments, and what is yielded and logged, are those of `eagle`.
+    What is yielded and logged is as in `eagle`.
     """
     require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
@@ -398,7 +339,11 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
     pairs = Pairs(target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
-    tree = plan_eagle_tree(draft, nodes, dynamic)
+    # This size, or the released code's. The tree is dynamic if nobody has measured the draft.
+    n = nodes or RELEASED_NODES
+    tree = n, spread_levels(n, min(LEVELS, n - 1)), True
+    if draft.accept and not dynamic:
+        tree = n, count_levels(best_tree(draft.accept, n)), False
     while True:
         # The clock chooses, and may choose anew as the context grows.
         if nodes == 0 and draft.accept:
@@ -424,74 +369,46 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
 
 # ------------------------------------------------------------------------------------ training
 
-def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Text]:
-    """Run the target over texts, and return them with its features.
-
-    model    the target
-    data     pairs of a prompt and its answer
-    returns  for each pair its ids [T], features [T, f] in bfloat16, and the length of the prompt
-    """
-    texts = [prompt + answer for prompt, answer in data]
-    return [(torch.tensor(text), f, len(prompt))
-            for (prompt, _), text, f in zip(data, texts, read_texts(model, texts))]
-
-
 def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **how) -> dict:
     """Train a draft beside its target, and set its `accept`.
 
-    Each value of a gradient is cut to ± 0.5, as in the released code.
-
-    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
-    returns          {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
-
-    The other arguments are those of `train`, and of `train_beside`.
+    Each value of a gradient is cut to ± 0.5, as in the released code. The arguments are those of
+    `train` and of `train_beside`.
     """
-    to_logits = logits_of(model)
+    score = score_with(model, draft.lm.get_output_embeddings())
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                               model.get_output_embeddings().weight.shape[1])
     held_texts = compute_features(model, held_out)
-    if draft.begin == "random":
-        # Embeddings and features differ in size. The weights of the embeddings are scaled so that
-        # at first both weigh the same.
-        [(ids, features, _)] = texts_of([0])
-        e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
-        draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
+    # Embeddings and features differ in size. The weights of the embeddings are scaled so that at
+    # first both weigh the same.
+    [(ids, features, _)] = texts_of([0])
+    e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
+    draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
-        return eagle_loss(draft, to_logits, texts_of(numbers), noise)
+        return eagle_loss(draft, score, texts_of(numbers), noise)
 
-    form = draft.mlp, draft.vocab.tolist(), batch, draft.config and draft.config.to_dict()
+    form = draft.config.to_dict(), draft.vocab.tolist(), batch
     return fit_part(draft, model, form, data, held_out, loss_of,
                     lambda: evaluate(draft, held_texts), name="eagle", rate=warm_cosine,
                     max_norm=math.inf, max_value=0.5, models=(draft.lm,), texts=batch, **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          begin: str = "random", released: bool = False, mlp: int = 0, vocab: int = 0,
-          max_new_tokens: int = 200, steps: int = 1000, batch: int = 16, lr: float = 1e-3,
-          seed: int = 0) -> None:
+          mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200, steps: int = 1000,
+          batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
-    out:     the safetensors file to make
-    work:    folder of answers and checkpoints, OUT.work by default
-    begin:   how the layer begins, at random as in the paper, or as the target's last layer. That
-             learns faster only where the layer adds no more than about a feature's size
-    released: train a layer of the released form, which `export` can write. It is Llama's without
-             its input norm, it begins at random, and `fc` has no bias
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
-    vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
-             for all
-    max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
     lr:      the highest learning rate, after a warm-up. 1e-3 suited targets of 10M to 135M
              parameters. The released command has 3e-5 for 7B
     """
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
-    config = make_config(model, mlp) if released else None
-    draft = EagleLayer(model, begin, mlp, seed, config, bias=not released)
+    draft = EagleLayer(model, make_config(model, mlp), seed=seed)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
                                             max_new_tokens=max_new_tokens, steps=steps,
                                             batch=batch, most=50)
@@ -501,62 +418,29 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     save_draft(out, draft, model)
 
 
-# ------------------------------------------------------------------------------------ the file
+# ------------------------------------------------------------------------------- files and heads
 
 def save_draft(path: Path, draft: EagleLayer, model) -> None:
     """Write a draft to a file, which says for which model it is."""
-    config = draft.config and draft.config.to_dict()
-    save_trained(path, draft, model, mlp=draft.mlp, config=config, bias=draft.fc.bias is not None)
+    save_trained(path, draft, model, config=draft.config.to_dict())
 
-
-def load_draft(path: str | Path, model) -> EagleLayer:
-    """Read a draft from a file, or a released one from a directory or a hub id.
-
-    path      the safetensors file, the directory or the hub id
-    model     the target
-    returns   the draft. InputError if it is damaged, unknown, or of another model
-    """
-    if is_released(path):
-        return load_released(str(path), model)
-
-    def make(header: dict) -> EagleLayer:
-        config = LlamaConfig(**header["config"]) if header.get("config") else None
-        return EagleLayer(model, mlp=header.get("mlp", 0), config=config,
-                          bias=header.get("bias", True))
-    return load_trained(path, EagleLayer.title, model, make)
-
-
-# ------------------------------------------------------------------------------- released heads
 
 def name_released(draft: EagleLayer) -> dict[str, torch.nn.Parameter]:
     """Return what is trained in a draft, by the names of the released files."""
     return {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
 
 
-def load_released(path: str, model) -> EagleLayer:
-    """Read a draft in the released form of EAGLE and EAGLE-2, whose heads are the same.
+def load_draft(path: str | Path, model) -> EagleLayer:
+    """Read a draft from a file, or one that others have released from a directory or a hub id.
 
-    path     a directory or hub id
-    returns  the draft, which nobody has measured. InputError if it is damaged, unknown, or of
-             another model
+    returns   the draft. InputError if it is damaged, unknown, or of another model
     """
-    config, tensors = read_head(path, "an EAGLE head")
-    refuse_settings(path, config, tensors)
-    biases = [x for x in "qkvo" if f"layers.0.self_attn.{x}_proj.bias" in tensors]
-    # With biases of queries, keys and values alone the attention is Qwen2's.
-    family = Qwen2Config if biases == [*"qkv"] else LlamaConfig
-    layer = read_layer_config(path, config, model, family)
-    layer.attention_bias = "o" in biases
-    widths = {x.weight.shape[1] for x in (model.get_input_embeddings(),
-                                          model.get_output_embeddings())}
-    require(widths == {layer.hidden_size}, "adapter",
-            f"a head for features of width {max(widths)}", f"{path!r} for {layer.hidden_size}")
-    draft = EagleLayer(model, config=layer, bias="fc.bias" in tensors)
-    own = take_embeddings(path, tensors, model, layer.hidden_size)
-    if own is not None:
-        draft.lm.set_input_embeddings(own)
-    fill(name_released(draft), tensors, path)
-    return match_type(draft, model)
+    if is_released(path):
+        config, tensors = read_eagle(str(path), model)
+        draft = EagleLayer(model, config, "fc.bias" in tensors)
+        return fill_layer(draft, name_released(draft), tensors, str(path), model)
+    return load_trained(path, EagleLayer.title, model,
+                        lambda header: EagleLayer(model, LlamaConfig(**header["config"])))
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
@@ -566,7 +450,6 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     adapter: file, directory or hub id of a draft
     out:     the JSON file to make, for `--accept`
     work:    folder of answers, OUT.work by default
-    max_new_tokens: the longest answer that is collected
     """
     draft = load_draft(adapter, model)
     data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
@@ -574,9 +457,9 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:
-    """Write a draft in the released form, as a directory that an engine loads.
+    """Write a draft as a directory that an engine loads.
 
-    adapter: file of a draft layer, made by `python -m survey.eagle train --released`
+    adapter: file of a draft layer, made by `python -m survey.eagle train`
     out:     the directory to make
     engine:  vllm or sglang. They know the architecture by other names. vLLM's `fc` has no bias and
              SGLang's has one
@@ -584,8 +467,8 @@ def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") 
     require(engine in ARCHITECTURES, "engine", "vllm or sglang", engine)
     draft = load_draft(adapter, model)
     tensors = name_released(draft)
-    if draft.config is None or any("_proj.bias" in name for name in tensors):
-        raise InputError(f"--adapter must be a layer trained with --released, got {str(adapter)!r}")
+    if any("_proj.bias" in name for name in tensors):
+        raise InputError(f"--adapter must be a layer without biases, got {str(adapter)!r}")
     require_all_tokens(adapter, draft, model)
     require(engine == "sglang" or draft.fc.bias is None, "engine",
             "sglang for a head whose fc has a bias", engine)

@@ -48,37 +48,31 @@ Departures:
 - The tree. Paper: 60 nodes. Here: the best size by measured acceptance and by the clock, planned
   for greedy decoding. Why: costs differ. A released head has 60 nodes until `measure` has written a
   file for `--accept`, since its files say no acceptance.
-- Passes. Paper: 7. Here: 5 (`--passes`). Why: pass n weighs 0.8^n and costs as much as the first.
-- The LM head. Paper: begins at random. Here: begins as the target's, and with `--head target` stays
-  so. Why: it learns faster, or makes a small file and cheap steps.
-- Training. Paper: a rate of 5e-5, on answers of a fixed set. Here: 1e-3 after a warm-up, on the
-  target's own greedy answers. Why: small models need it (lower it for billions of parameters), and
-  the draft guesses these answers.
+- Training. Paper: 7 passes, a rate of 5e-5, answers of a fixed set, an LM head that begins at
+  random. Here: 5 passes (`--passes`), 1e-3 after a warm-up (lower it for billions of parameters),
+  the target's own greedy answers, and an LM head that begins as the target's or stays it (`--head
+  target`). Why: pass n weighs 0.8^n and costs as much as the first, and the draft guesses these
+  answers.
 - MTP. Paper: the target learns too, and row j of a later pass sees the rows of its pass up to j.
   Here: the target stays frozen, as in FastMTP, and rows see what the training-time test has them
   see. Why: the output is then still its own, and decoding gives rows just that.
-
-Left out: heads with more than one layer, heads with biases.
 """
 import math
 import random
-import re
 import sys
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
-from survey.eagle import DEPTH, decode
+from survey.eagle import decode
 from training.acceptance import evaluate, measure_acceptance, tap_texts
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
                              tap_widths)
 from training.loop import (collect_all, count_tokens, find_frequent, fit_part, pad_pairs,
                            prepare_training, sample_alike, warm_linear)
-from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                            require, save_trained)
-from training.released import (check_taps, describe_layer, is_released, load_measured, make_config,
-                               read_head, read_layer_config, read_vocab, refuse_settings,
-                               save_accept, take_embeddings, write_head)
+from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
+from training.released import (describe_layer, fill_layer, is_released, load_measured, make_config,
+                               read_eagle3, save_accept, write_head)
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +97,7 @@ class Form(NamedTuple):
 def split_inputs(inputs: torch.Tensor, h: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a layer's inputs [B, n, 2h] into embeddings and features, [B, n, h] each.
 
-    The clock times passes over tokens alone. Their embeddings [B, n, h] stand for both.
+    The clock times passes over tokens alone, whose embeddings [B, n, h] stand for both.
     """
     if inputs.shape[-1] == h:
         return inputs, inputs
@@ -172,9 +166,7 @@ class Eagle3Layer(Part):
     own_head  whether the LM head is trained, or stays what it begins as: the target's rows.
               InputError if it is to stay so and the target's LM head is of another width
 
-    accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py. It is
-              empty if nobody has measured that
-    levels    the most levels that `accept` can have
+    accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py
     """
     title = "an EAGLE-3 layer"
 
@@ -182,7 +174,6 @@ class Eagle3Layer(Part):
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
         super().__init__()
         self.taps, self.form, self.accept = taps, form, []
-        self.levels = DEPTH
         self.vocab = torch.tensor([*vocab], device=model.device)
         self.config, self.h, self.own_head = config, config.hidden_size, own_head
         widths = tap_widths(model, taps)
@@ -227,13 +218,10 @@ class Eagle3Layer(Part):
                 if self.own_head or name != "lm_head.weight"}
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
-        """Put embeddings and features side by side.
+        """Return the layer's inputs [..., 2h]: embeddings of tokens [...] beside features.
 
         features  [..., w]. Those of final tokens are tapped, and `fc` maps them to g. Those of
-                  drafted tokens are the layer's own, h wide. So w tells which they are. A single
-                  tapped layer that is as wide as the draft needs no `fc`
-        tokens    [...]
-        returns   the layer's inputs [..., 2h]
+                  drafted tokens are the layer's own, h wide. So w tells which they are
         """
         ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
         g = features.to(self.lm.lm_head.weight.dtype)
@@ -269,7 +257,6 @@ def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, l
                 probs: torch.Tensor, passes: int) -> torch.Tensor:
     """Compute the loss of the training-time test (Section 3.2, and the released code).
 
-    draft     the draft
     ids       [B, T], texts that were padded at their ends
     features  [B, T, t], what was tapped, where t is the width of all taps
     learns    bool [B, T], which tokens are learned
@@ -346,20 +333,20 @@ def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor
 
 @torch.no_grad()
 def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
-                   hidden: torch.Tensor, to_logits: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+                   hidden: torch.Tensor, score: Callable) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the tokens to be learned, and compute the target's distributions of them.
 
     ids        [B, T]
     answers    bool [B, T - 1], where the next token is of an answer (`training.pad_pairs`)
     hidden     [B, T, f], what the target's LM head reads
-    to_logits  a function from rows [N, f] to the target's logits [N, D] over the draft's vocabulary
+    score      turns rows of `hidden` into logits of the draft's vocabulary (parts.score_with)
     returns    learns and probs, as `unroll_loss` takes them
     """
     # The target's own answer is greedy, so its token is the target's likeliest. A token that the
     # draft cannot guess teaches it nothing. An answer of --data is taken for the target's own.
     # Rows are chosen before the LM head, which is most of the work.
     learns = answers & torch.isin(ids[:, 1:], draft.vocab)
-    probs = to_logits(hidden[:, :-1][learns]).float().softmax(-1)
+    probs = score(hidden[:, :-1][learns]).softmax(-1)
     return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
 
 
@@ -367,20 +354,16 @@ def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, b
         **how) -> dict:
     """Train a draft beside its target, and set its `accept`.
 
-    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
-    returns          {step: {"accept": ...}}, the table of `measure_acceptance` on `held_out`
-
-    The other arguments are those of `train`, and of `train_beside`.
+    The arguments are those of `train` and of `train_beside`.
     """
-    scale = logits_of(model)  # from what an LM head gives to logits
     texts = [*tap_texts(model, draft.taps, held_out)]
-    head = head_for(model.get_output_embeddings(), draft.vocab)
+    score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
         features, hidden = read_target(model, draft.taps, ids)
-        learns, probs = choose_lessons(draft, ids, answers, hidden, lambda x: scale(head(x)))
+        learns, probs = choose_lessons(draft, ids, answers, hidden, score)
         return unroll_loss(draft, ids, features, learns, probs, passes)
 
     form = (draft.taps, draft.form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head,
@@ -396,8 +379,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
           steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
-    out:     the safetensors file to make
-    work:    folder of answers and checkpoints, OUT.work by default
     taps:    numbers of the layers whose inputs are read, as 2,6,9. The number of all layers stands
              for what the LM head reads, which is the default with --mtp. Without it the default
              is layers 2, L/2 and L - 3
@@ -409,11 +390,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     head:    own, an LM head that begins as the target's and is trained, or target, the target's
              rows as they are, which the file then need not hold
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
-    vocab:   how many tokens the draft can guess, the most frequent of prompts and answers, with 0
-             for all
-    max_new_tokens: the longest answer that is collected
     batch:   how many answers a step learns from
-    lr:      the learning rate after the warm-up of a twentieth of the steps
     """
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
@@ -449,37 +426,12 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
     returns  the draft. InputError where it is damaged, unknown, or for another model
     """
     if is_released(path):
-        return load_released(str(path), model)
+        config, taps, vocab, form, tensors = read_eagle3(str(path), model)
+        draft = Eagle3Layer(model, config, taps, vocab, Form(**form))
+        return fill_layer(draft, draft.parts(), tensors, str(path), model)
     return load_trained(path, Eagle3Layer.title, model, lambda header: Eagle3Layer(
         model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
         Form(**header["form"]), own_head=header.get("own_head", True)))
-
-
-# ------------------------------------------------------------------------------- released heads
-
-def load_released(path: str, model) -> Eagle3Layer:
-    """Read a draft in the released form, which EAGLE's code, SpecForge and SGLang write.
-
-    path     a directory or hub id
-    model    the target
-    returns  the draft, which nobody has measured. InputError if it is damaged, unknown, or for
-             another model
-    """
-    config, found = read_head(path, "an EAGLE-3 head")
-    refuse_settings(path, config, found, ("attention_bias", "norm_before_fc"))
-    taps = choose_taps(model)
-    check_taps(path, config, taps)
-    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
-    form = Form(norm_before_residual=bool(config.get("norm_before_residual")),
-                fc_norm=any(name.startswith("fc_norm.") for name in tensors),
-                norm_output=bool(config.get("norm_output")))
-    vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
-    draft = Eagle3Layer(model, read_layer_config(path, config, model), taps, vocab.tolist(), form)
-    own = take_embeddings(path, tensors, model, draft.h)
-    if own is not None:
-        draft.lm.set_input_embeddings(own)
-    fill(draft.parts(), tensors, path)
-    return match_type(draft, model)
 
 
 def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
@@ -489,7 +441,6 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     adapter: file, directory or hub id of a draft
     out:     the JSON file to make, for `--accept`
     work:    folder of answers, OUT.work by default
-    max_new_tokens: the longest answer that is collected
     """
     draft = load_draft(adapter, model)
     data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)

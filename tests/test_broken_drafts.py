@@ -114,7 +114,7 @@ def test_a_layer_some_of_whose_passes_overflow(dynamic, kind):
     """Chances that are no numbers have no order, so a node could come before its parent."""
     model = tiny("llama", vocab_size=12)
     expected = tokens_of(autoregressive(FeatureLM(model), PROMPT[:1]), 80)
-    draft, target = EagleLayer(model, begin="last"), FeatureLM(model)
+    draft, target = EagleLayer(model), FeatureLM(model)
     draft.accept = [[0.5, 0.4, 0.3, 0.2]] * 5
     target.memo[draft, "cached"] = Broken(draft.lm, kind)
     chunks = eagle(target, PROMPT[:1], nodes=12, dynamic=dynamic, trained=draft)
@@ -124,7 +124,7 @@ def test_a_layer_some_of_whose_passes_overflow(dynamic, kind):
 def test_files_of_numbers_that_are_not_finite_are_refused(tmp_path, embedded):
     model, path = tiny("llama"), tmp_path / "part"
     heads, draft = Heads(model, "hydra", 2), EagleLayer(model)
-    heads.W[0].bias.data[3], draft.fc.bias.data[0] = torch.nan, torch.inf
+    heads.W[0].bias.data[3], draft.fc.weight.data[0] = torch.nan, torch.inf
     save_heads(path, heads, model)
     with pytest.raises(InputError, match="expected finite numbers, got"):
         load_heads(path, "hydra", model)

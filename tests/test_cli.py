@@ -486,7 +486,6 @@ survey.lossy --method specdec --fallback 1
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
 survey.eagle --adapter {odd}/none
-survey.eagle train --out {odd}/new --released --begin last
 survey.eagle3 train --out {odd}/new --mtp --norms
 survey.dflash train --out {odd}/new --layers 13
 survey.dflash train --out {odd}/new --taps 3,2

@@ -1,22 +1,22 @@
-"""The block draft: packed anchors are what each block is alone and what decoding computes, the tree
-has the likeliest paths, and a perfect block is accepted whole."""
+"""The block draft: packed blocks are what decoding computes, the loss is that of the guesses one by
+one, and the tree has the likeliest of all paths."""
 import itertools
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common import InputError, Sampler, autoregressive
+from common import InputError
 from families import tiny
-from helpers import tokens_of
 from survey import dflash as module
-from survey.dflash import (EVERY, BlockLM, BlockDraft, Text, block_logits, block_loss, calibrate,
-                           compute_texts, dflash, grow_block, load_draft, make_blocks,
-                           measure_acceptance, plan_block, run_block, run_blocks, sample_anchors,
-                           save_draft)
+from survey.dflash import (EVERY, BlockDraft, BlockLM, block_loss, count_tree_tokens, dflash,
+                           grow_block, guess_blocks, load_draft, make_blocks, plan_block, run_block)
+from training.acceptance import (TEMPERATURES, TargetText, fit_temperatures, measure_places,
+                                 read_target_texts, sample_anchors)
 from training.layers import FeatureLM
-from training.parts import save_part
+from training.parts import save_part, score_with
 
 MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -32,11 +32,11 @@ def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> BlockDraft:
     return draft.requires_grad_(False)
 
 
-def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
-    return compute_texts(model, draft.taps, [*pairs])
+def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[TargetText]:
+    return read_target_texts(model, draft.taps, [*pairs])
 
 
-def z_by_decoding(draft: BlockDraft, text: Text, anchor: int) -> torch.Tensor:
+def z_by_decoding(draft: BlockDraft, text: TargetText, anchor: int) -> torch.Tensor:
     """Compute a block's logits as decoding does, in a cache, with what was tapped before a root."""
     lm = BlockLM(draft.lm)
     lm.start([])
@@ -47,15 +47,13 @@ def z_by_decoding(draft: BlockDraft, text: Text, anchor: int) -> torch.Tensor:
 # ---------------------------------------------------------------------------------- the network
 
 KINDS = {"both ways": {}, "causal": dict(causal=True), "no Markov head": dict(markov=0),
-         "one layer": dict(layers=1), "another width": dict(mlp=24)}
+         "one layer": dict(layers=1)}
 
 
 @pytest.mark.parametrize("form", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
 def test_packed_blocks_are_what_decoding_computes(family, form):
     """Each of many anchors of two texts of different lengths, the first place among them."""
-    if family == "gpt2" and "mlp" in form:
-        pytest.skip("its MLP's width has another name")
     model = tiny(family)
     draft = make_draft(model, (0, 2), **form)
     texts = texts_of(draft, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
@@ -68,50 +66,22 @@ def test_packed_blocks_are_what_decoding_computes(family, form):
             assert torch.allclose(z, z_by_decoding(draft, text, anchor), atol=2e-3), anchor
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_what_a_row_of_a_block_sees(causal):
-    """The H before its anchor, and its block, or the earlier rows of its block."""
-    draft = make_draft(causal=causal)
-    ids = torch.tensor([TEXT])
-    features = torch.randn(1, len(TEXT), 64).requires_grad_()
-    draft.place.requires_grad_()
-    hidden = run_blocks(draft, ids, features, torch.tensor([[3, 6]]))
-    for block, anchor in enumerate((3, 6)):
-        for row in range(4):
-            total = hidden[0, block, row].sum()
-            of_features, of_places = torch.autograd.grad(total, [features, draft.place],
-                                                         retain_graph=True)
-            seen = of_features[0].abs().sum(-1) > 0
-            assert seen.tolist() == [place < anchor for place in range(len(TEXT))]
-            rows = of_places.abs().sum(-1) > 0
-            assert rows.tolist() == [not causal or other <= row for other in range(4)]
-
-
-def test_other_anchors_change_nothing():
-    draft, features = make_draft(), torch.randn(1, len(TEXT), 64)
-    ids = torch.tensor([TEXT])
-    packed = run_blocks(draft, ids, features, torch.tensor([[9, 2, 2, 5]]))
-    for i, anchor in enumerate((9, 2, 2, 5)):
-        alone = run_blocks(draft, ids, features, torch.tensor([[anchor]]))
-        assert torch.allclose(packed[:, i], alone[:, 0], atol=1e-5)
-
-
 def test_a_draft_begins_as_the_targets_last_layers():
-    draft = BlockDraft(MODEL, [0, 2], layers=2)
-    for i in range(2):
-        for mine, theirs in zip(draft.lm.model.layers[i].parameters(),
-                                MODEL.model.layers[1 + i].parameters(), strict=True):
+    """It reads the last tap as they do, and the root's embedding, and the mean one as the mask. The
+    Markov head adds nothing. A seed makes the rest, whatever was drawn before: otherwise a stopped
+    run would never go on."""
+    draft, x, z = BlockDraft(MODEL, [0, 2], layers=2), torch.randn(5, 64), torch.randn(2, 61)
+    for i, layer in enumerate(draft.lm.model.layers):
+        for mine, theirs in zip(layer.parameters(), MODEL.model.layers[1 + i].parameters()):
             assert torch.equal(mine, theirs)
-    x = torch.randn(5, 64)
-    H = draft.fuse(x)
     expected = x[:, 32:] / x[:, 32:].square().mean(-1, keepdim=True).sqrt()
-    assert (H - expected).abs().mean() < 0.05
-    block = draft.embed_blocks(torch.tensor(7), H[0])
-    table = MODEL.get_input_embeddings().weight
+    assert (draft.fuse(x) - expected).abs().mean() < 0.05
+    block, table = draft.embed_blocks(torch.tensor(7), x[0, :32]), MODEL.model.embed_tokens.weight
     assert torch.allclose(block[0], table[7], atol=1e-5)
     assert torch.allclose(block[1:], table.mean(0).expand(7, -1), atol=1e-5)
-    z = torch.randn(2, 61)
     assert torch.equal(draft.add_markov(z, torch.tensor([3, 4])), z)
+    same, other = (BlockDraft(MODEL, [0, 2], layers=2, seed=seed).fc.weight for seed in (0, 1))
+    assert torch.equal(same, draft.fc.weight) and not torch.equal(other, draft.fc.weight)
 
 
 def test_what_the_rows_of_a_block_read():
@@ -122,15 +92,6 @@ def test_what_the_rows_of_a_block_read():
     expected = e @ draft.token.weight.T + torch.stack([of_root, *[of_masks] * 3])
     found = draft.embed_blocks(torch.tensor([7, 7]), H.expand(2, 32))
     assert torch.allclose(found, (expected + draft.place).expand(2, 4, 32), atol=1e-4)
-
-
-def test_a_seed_makes_a_draft():
-    """Whatever random numbers were drawn before. Otherwise a stopped run would never go on."""
-    def weights(seed: int) -> torch.Tensor:
-        torch.rand(3)
-        draft = BlockDraft(MODEL, [0, 2], B=4, markov=8, seed=seed)
-        return torch.cat([p.detach().flatten() for p in draft.trainable().values()])
-    assert torch.equal(weights(0), weights(0)) and not torch.equal(weights(0), weights(1))
 
 
 def test_the_markov_head_by_hand():
@@ -165,46 +126,25 @@ def test_the_loss_by_hand(loss, vocab):
                     term = 0.1 * term + 0.9 * (p - q).abs().sum()
                 weight = 2.718281828 ** (-k / 4)
                 total, weights = total + weight * term, weights + weight
-    found = block_loss(draft, lambda x: x, [text], [[4, 8, 13]], loss)
+    score = score_with(MODEL, draft.lm.get_output_embeddings())
+    found = block_loss(draft, score, [text], [[4, 8, 13]], loss)
     assert len(answer) == 11 and found.item() == pytest.approx((total / weights).item(), rel=2e-3)
-
-
-def test_what_is_scaled_counts():
-    draft = make_draft(markov=0)
-    [text] = texts_of(draft)
-    blocks = make_blocks(draft, [text], [[4]])
-    plain, scaled = (block_logits(draft, lambda x: c * x, blocks.hidden, blocks.previous)
-                     for c in (1, 3))
-    assert torch.allclose(3 * plain, scaled)
-
-
-def test_blocks_end_with_the_text():
-    draft = make_draft(vocab=[*range(0, 61, 3)])
-    [text] = texts_of(draft)
-    blocks = make_blocks(draft, [text], [[4, 13, 14]])
-    assert blocks.inside[0].tolist() == [[True] * 4, [True, True, False, False],
-                                         [True, False, False, False]]
-    assert blocks.previous[0, 0].tolist() == TEXT[4:8] and blocks.at[0, 0].tolist() == [4, 5, 6, 7]
-    assert blocks.labels[0, 0].tolist() == [draft.vocab.tolist().index(x) if x % 3 == 0 else 21
-                                            for x in TEXT[5:9]]
 
 
 def test_anchors_are_those_of_the_answer():
     [text] = texts_of(make_draft())
     assert text.anchors() == range(4, 15)
     few, many = (sample_anchors(text, n, random.Random(0)) for n in (11, 30))
-    assert sorted(few) != few and {*few} <= {*range(4, 15)}
-    assert all(2 <= many.count(x) + (many.count(x) < 2) <= 3 for x in range(4, 15))
-    assert len(many) == 30
+    assert sorted(few) == [*range(4, 15)] != few and len(many) == 30
+    assert {many.count(x) for x in range(4, 15)} == {2, 3}
 
 
 def test_what_the_target_computed_of_a_text():
-    pairs = [(TEXT[:i], TEXT[i:]) for i in (2, 5)]
     hidden = MODEL(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-    for text, (prompt, _) in zip(compute_texts(MODEL, [1], pairs), pairs, strict=True):
-        assert text.ids.tolist() == TEXT and text.length == len(prompt)
-        for found, expected in ((text.features, hidden[1]), (text.last, hidden[3])):
-            assert torch.allclose(found.float(), expected[0], rtol=0.01, atol=0.01)
+    [text] = read_target_texts(MODEL, [1], [(TEXT[:2], TEXT[2:])])
+    assert text.ids.tolist() == TEXT and text.length == 2
+    for found, expected in ((text.features, hidden[1]), (text.last, hidden[3])):
+        assert torch.allclose(found.float(), expected[0], rtol=0.01, atol=0.01)
 
 
 # ------------------------------------------------------------------------------------- the tree
@@ -238,46 +178,13 @@ def test_a_tree_has_the_likeliest_of_all_paths(form):
 
 def test_a_draft_that_overflows_guesses_nothing_and_ends():
     """Also where only a row behind the first one does: its nodes come last, or not at all."""
-    draft = make_draft()
-    late = torch.randn(4, 61, generator=torch.Generator().manual_seed(3))
+    draft, late = make_draft(), torch.randn(4, 61, generator=torch.Generator().manual_seed(3))
     late[1] = torch.nan
-    for z in (torch.full((4, 61), torch.nan), torch.zeros(4, 61), late):
+    for z in (torch.full((4, 61), torch.nan), late):
         ids, parents, chances = grow_block(draft, z, 7, 64)
-        assert len(ids) == len(parents) <= 64 and ids[0] == 7
-        assert all(parent < i for i, parent in enumerate(parents))
-        assert chances[0] == 1.0 and chances == sorted(chances, reverse=True)
-    first = grow_block(draft, late[:1], 7, 11)
-    assert (ids[:11], parents[:11]) == first[:2]
-
-
-TRUTH = {}
-
-
-def perfect_block(draft, lm, H, root):
-    """Stand in for `run_block`: a block that knows the next B tokens."""
-    TRUTH["read"] += len(H)
-    z = torch.full((draft.B, 61), -30.0)
-    for k, token in enumerate(TRUTH["text"][TRUTH["read"] + 1:][:draft.B]):
-        z[k, token] = 30.0
-    return z
-
-
-@pytest.mark.parametrize("prompt", [TEXT[:5], TEXT[:1]], ids=["a prompt", "one token"])
-@pytest.mark.parametrize("B", [1, 4, 8])
-def test_a_perfect_block_is_accepted_whole(B, prompt, monkeypatch):
-    """And so every call gives B + 1 tokens. The draft is told every final token but the root."""
-    draft = make_draft(B=B, markov=0)
-    draft.temperatures = [1.0] * B
-    text = prompt + tokens_of(autoregressive(FeatureLM(MODEL), prompt), 60)
-    read = max(0, len(prompt) - 2)  # before the first block
-    TRUTH.update(text=text, read=read)
-    monkeypatch.setattr(module, "run_block", perfect_block)
-    log = []
-    chunks = dflash(FeatureLM(MODEL), prompt, nodes=B + 1, trained=draft, log=log)
-    found = [next(chunks) for _ in range(5)]
-    assert [len(chunk) for chunk in found] == [B + 1] * 5
-    assert prompt + sum(found, []) == text[:len(prompt) + 5 * (B + 1)]
-    assert log == [{"guessed": B, "accepted": B}] * 5
+        assert len(ids) == len(parents) <= 64 and chances == sorted(chances, reverse=True)
+        assert ids[0] == 7 and all(parent < i for i, parent in enumerate(parents))
+    assert (ids[:11], parents[:11]) == grow_block(draft, late[:1], 7, 11)[:2]
 
 
 @pytest.mark.parametrize("nodes", [30, 0], ids=["30 nodes", "by the clock"])
@@ -297,6 +204,8 @@ def test_the_draft_reads_the_final_text(nodes, monkeypatch):
     draft, target, log = make_draft(taps=(1, 2)), FeatureLM(MODEL), []
     chunks = dflash(target, TEXT, nodes=nodes, trained=draft, log=log)
     text = TEXT + [token for _ in range(16) for token in next(chunks)]
+    chunks.close()
+    assert not any(layer._forward_pre_hooks for layer in MODEL.model.layers)
     lm, fresh = target.once((draft, "cached"), None), FeatureLM(draft.lm)
     hidden = MODEL(torch.tensor([text]), output_hidden_states=True).hidden_states
     fresh.start([])
@@ -308,19 +217,16 @@ def test_the_draft_reads_the_final_text(nodes, monkeypatch):
             assert torch.allclose(mine[:, :, :lm.length], theirs[:, :, :lm.length], atol=1e-3)
 
 
-def test_a_long_prompt_comes_in_parts():
-    draft, text = make_draft(), [i * i % 61 for i in range(140)]
-    hidden = MODEL(torch.tensor([text]), output_hidden_states=True).hidden_states
-    H = draft.fuse(torch.cat([hidden[1], hidden[3]], -1)[0]).detach()
+def test_many_rows_come_in_parts():
+    draft, H = make_draft(), torch.randn(140, 32, generator=torch.Generator().manual_seed(0))
     parts, whole = BlockLM(draft.lm), BlockLM(draft.lm)
-    parts.start([])
-    whole.start([])
-    z = run_block(draft, parts, H, 7)
+    for lm in (parts, whole):
+        lm.start([])
     whole.forward(H)
     whole.commit(range(140))
-    block = draft.embed_blocks(torch.tensor(7), H[-1])
     whole.block = 4
-    assert torch.allclose(z, whole.forward(block), atol=1e-4)
+    expected = whole.forward(draft.embed_blocks(torch.tensor(7), H[-1]))
+    assert torch.allclose(run_block(draft, parts, H, 7), expected, atol=1e-4)
     assert parts.length == 140 and parts.parents == []
 
 
@@ -335,17 +241,17 @@ class Knowing(BlockDraft):
         return 8.0 * torch.nn.functional.one_hot(best, 61)
 
 
-def counting(first=5) -> tuple[BlockDraft, list[Text]]:
+def counting(first=5) -> tuple[BlockDraft, list[TargetText]]:
     """Make a draft that counts, and a text in which each token is the next number."""
     draft = Knowing(MODEL, [1], B=4, markov=8)
     ids = [*range(first, first + 21)]
-    return draft, compute_texts(MODEL, [1], [(ids[:4], ids[4:])])
+    return draft, read_target_texts(MODEL, [1], [(ids[:4], ids[4:])])
 
 
 def test_acceptance_by_hand():
     """The third guess is always wrong, and so the fourth, though right itself, is never reached."""
     draft, texts = counting()
-    assert measure_acceptance(draft, lambda x: x, texts) == [1.0, 1.0, 0.0, 0.0]
+    assert measure_places(guess_blocks(draft, score_with(MODEL), texts), 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_temperatures_and_tokens_by_hand(monkeypatch):
@@ -359,31 +265,27 @@ def test_temperatures_and_tokens_by_hand(monkeypatch):
         wrong = [root, root + 1, root + 9, root + 2, root + 7]
         return wrong, [-1, 0, 0, 1, 3], [1.0] * 5
     monkeypatch.setattr(module, "grow_block", chain)
-    calibrate(draft, lambda x: x, texts)
-    low, high = module.TEMPERATURES[0], module.TEMPERATURES[-1]
-    assert draft.temperatures[:2] == [low, low] and draft.temperatures[2] == high
+    found = fit_temperatures(guess_blocks(draft, score_with(MODEL), texts), 4)
+    assert found[:3] == [TEMPERATURES[0], TEMPERATURES[0], TEMPERATURES[-1]]
+    tokens = count_tree_tokens(draft, score_with(MODEL), texts)
     assert asked == [(place, 64) for place in range(8, 25, EVERY)]
     # nodes 1 and 3 are right; at the place before the text's last token node 1 alone is
     places = len(asked)
-    assert len(draft.tokens) == 64
+    assert len(tokens) == 64
     last = 24 in [root for root, _ in asked]
-    assert draft.tokens[:5] == pytest.approx([1, 2, 2, 3 - last / places, 3 - last / places])
+    assert tokens[:5] == pytest.approx([1, 2, 2, 3 - last / places, 3 - last / places])
 
 
 def test_a_trained_draft_is_calibrated(tmp_path, monkeypatch):
-    """Training ends with temperatures and `tokens`, of the held-out answers and not of the data."""
+    """Training ends with `tokens` of the held-out answers and not of the data."""
     seen = []
-
-    def note(draft, to_logits, texts):
-        seen.extend(texts)
-        draft.temperatures, draft.tokens = [0.8, 1.0, 1.3], [1.0, 1.5]
-    monkeypatch.setattr(module, "calibrate", note)
-    words = SimpleNamespace(eos_token_id=None)
-    module.train(MODEL, words, [[x, 3, 7] for x in range(4, 24)], out=tmp_path / "out", taps="1,2",
-                 layers=1, B=3, markov=4, anchors=3, max_new_tokens=6, steps=1, batch=2)
+    monkeypatch.setattr(module, "count_tree_tokens",
+                        lambda draft, _, texts: seen.extend(texts) or [1.0, 1.5])
+    module.train(MODEL, SimpleNamespace(eos_token_id=None), [[x, 3, 7] for x in range(4, 24)],
+                 out=tmp_path / "out", taps="1,2", layers=1, B=3, markov=4, anchors=3,
+                 max_new_tokens=6, steps=1, batch=2)
     trained = load_draft(tmp_path / "out", MODEL)
-    assert (trained.temperatures, trained.tokens) == ([0.8, 1.0, 1.3], [1.0, 1.5])
-    assert len(seen) == 2  # a tenth of the prompts
+    assert trained.tokens == [1.0, 1.5] and len(seen) == 2  # a tenth of the prompts
 
 
 def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
@@ -401,65 +303,14 @@ def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
 
 # ------------------------------------------------------------------------------------- the file
 
-def test_a_file_gives_the_same_draft(tmp_path):
-    draft = BlockDraft(MODEL, [0, 2], vocab=[*range(0, 61, 2)], causal=True, layers=1, mlp=24, B=3)
-    draft.tokens, draft.accept, draft.temperatures = [1.0, 1.5], [0.5] * 3, [0.8, 1.0, 1.2]
-    for p in draft.trainable().values():
-        p.data = torch.randn_like(p).bfloat16().float()
-    save_draft(tmp_path / "x", draft, MODEL)
-    again = load_draft(tmp_path / "x", MODEL)
-    for name, p in draft.trainable().items():
-        assert torch.equal(p, again.trainable()[name]), name
-    assert again.trainable().keys() == draft.trainable().keys()
-    for name in ("taps", "causal", "B", "accept", "tokens", "temperatures", "form"):
-        assert getattr(again, name) == getattr(draft, name)
-    assert again.vocab.tolist() == draft.vocab.tolist()
-    with pytest.raises(InputError, match="another's"):
-        load_draft(tmp_path / "x", tiny("llama", seed=5))
-
-
-WRONG = {"a layer too many": dict(taps=[0, 9]), "no tap": dict(taps=[]),
-         "taps that are no list": dict(taps=None), "an unknown form": dict(form=dict(odd=1)),
-         "a form of words": dict(form=dict(B="x")), "no temperatures": dict(temperatures=[]),
-         "no trees": dict(tokens=[]), "trees that are too large": dict(tokens=[1.0] * 65)}
-
-
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("wrong", [
+    dict(taps=[0, 9]), dict(taps=[]), dict(form=dict(odd=1)), dict(form=dict(B="x")),
+    dict(temperatures=[]), dict(tokens=[]), dict(tokens=[1.0] * 65), {}], ids=str)
 def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
+    """Files of before have an `mlp` of 0 in their form."""
     draft = BlockDraft(MODEL, [1, 3], B=4, markov=8)
-    header = dict(form=draft.form, taps=draft.taps, accept=draft.accept, tokens=draft.tokens,
+    header = dict(form=draft.form | dict(mlp=0), taps=draft.taps, accept=[], tokens=[1.0],
                   temperatures=draft.temperatures)
-    save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), **header)
-    load_draft(tmp_path / "x", MODEL)
-    save_part(tmp_path / "y", "a DFlash draft", MODEL, draft.trainable(), **header | wrong)
-    with pytest.raises(InputError, match="wrong header"):
-        load_draft(tmp_path / "y", MODEL)
-
-
-def test_a_file_without_a_part_of_its_header_is_refused(tmp_path):
-    draft = BlockDraft(MODEL, [1, 3], B=4, markov=8)
-    save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), form=draft.form)
-    with pytest.raises(InputError, match="wrong header: it has no 'taps'"):
+    save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), **header | wrong)
+    with pytest.raises(InputError, match="wrong header") if wrong else nullcontext():
         load_draft(tmp_path / "x", MODEL)
-
-
-def test_no_hook_is_left_behind():
-    chunks = dflash(FeatureLM(MODEL), TEXT, nodes=4, trained=make_draft())
-    next(chunks)
-    chunks.close()
-    assert not any(layer._forward_pre_hooks for layer in MODEL.model.layers)
-
-
-def test_a_sampled_run_is_the_run_without_a_draft():
-    """With the target's draws fixed, the draft changes no token."""
-    prompt = TEXT[:4]
-
-    def run(n: int) -> list[int]:
-        draws = itertools.count()
-
-        class Fixed(Sampler):
-            def __call__(self, logits):
-                return [(row.topk(2).indices[next(draws) * 0 + 1]).item() for row in logits]
-        return tokens_of(dflash(FeatureLM(MODEL), prompt, nodes=n, trained=make_draft(),
-                                sample=Fixed()), 30)
-    assert run(1) == run(20)

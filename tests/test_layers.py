@@ -13,7 +13,6 @@ import train as recipe
 from common import InputError, check
 from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
                       tiny)
-from survey.eagle import EagleLayer
 from training import loop as training
 from training.layers import list_layers, take_layers
 
@@ -117,33 +116,6 @@ def test_layers_that_no_configuration_makes_are_refused(make):
     with pytest.raises(InputError, match="layers 1, 3 of GPT2LMHeadModel cannot be made into a "
                        "model of their own: .*, outputs are off by"):
         take_layers(model, [1, 3])
-    for begin in "last", "random":
-        with pytest.raises(InputError, match="layers 3 of GPT2LMHeadModel cannot be made into"):
-            EagleLayer(model, begin=begin)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_draft_layer_is_of_the_last_layers_kind(name, make):
-    """With the last layer's weights, which only `begin` "last" copies, it computes what the last
-    layer does, windows and rotary positions included; no norm follows."""
-    model, seen = make(name), {}
-    draft = EagleLayer(model, begin="last")
-    layer, fresh, last = (list_layers(x)[-1] for x in (draft.lm, EagleLayer(model).lm, model))
-    copied, random, own = (torch.cat([p.flatten() for p in x.parameters()])
-                           for x in (layer, fresh, last))
-    assert torch.equal(copied, own) and not torch.equal(random, own)
-
-    def keep(_, given, out):
-        seen.update(read=given[0], out=out[0] if isinstance(out, tuple) else out)
-    with torch.inference_mode(), last.register_forward_hook(keep):
-        model(input_ids=IDS, use_cache=False)
-    expected, other = seen["out"], torch.zeros_like(model.get_input_embeddings()(IDS))
-    before = layer.register_forward_pre_hook(lambda _, given: (seen["read"], *given[1:]))
-    with torch.inference_mode(), before, layer.register_forward_hook(keep):
-        out = draft.lm.get_decoder()(inputs_embeds=other, use_cache=False)[0]
-    torch.testing.assert_close(seen["out"], expected)
-    projected = out.shape != expected.shape  # OPT's
-    assert projected or torch.equal(out, seen["out"])
 
 
 class Wordless:

@@ -161,14 +161,14 @@ METHODS = {
         draft_verify.draft_verify,
         dict(gamma=4, threshold=0.02, skipped={"attention": [1], "mlp": []}), few=dict(gamma=2)),
     "eagle": lambda model: Line(
-        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model, begin="last"), RATES)),
+        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model), RATES)),
         few=dict(nodes=3)),
     "eagle, dynamic": lambda model: Line(
-        eagle.eagle, dict(nodes=9, dynamic=True, trained=rand(eagle.EagleLayer(
-            model, "last"), RATES)), few=dict(nodes=3)),
+        eagle.eagle, dict(nodes=9, dynamic=True, trained=rand(eagle.EagleLayer(model), RATES)),
+        few=dict(nodes=3)),
     "eagle, released": lambda model: Line(
-        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(
-            model, config=eagle.make_config(model), bias=False))), few=dict(nodes=3)),
+        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model, bias=True))),
+        few=dict(nodes=3)),
     "eagle3": lambda model: Line(
         eagle3.eagle3, dict(nodes=9, trained=rand(eagle3.Eagle3Layer(
             model, eagle3.make_config(model), [0, 1, 2],
@@ -191,7 +191,7 @@ METHODS = {
         memo=trusting(model)),
     "hybrid, eagle": lambda model: Line(
         hybrid.hybrid, dict(guess="eagle", nodes=9, **FILES), few=dict(nodes=3),
-        memo=trusting(model, rand(eagle.EagleLayer(model, begin="last"), RATES), "eagle")),
+        memo=trusting(model, rand(eagle.EagleLayer(model), RATES), "eagle")),
     "hybrid, eagle3": lambda model: Line(
         hybrid.hybrid, dict(guess="eagle3", nodes=9, **FILES), few=dict(nodes=3),
         memo=trusting(model, rand(eagle3.Eagle3Layer(

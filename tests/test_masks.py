@@ -216,7 +216,7 @@ def test_what_is_kept_is_measured_on_the_tuned_model(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("file, name, options", [
     ("survey.masks", "tune", dict(k=2)), ("survey.masks", "train", dict(L=2)),
     ("bita", "train", dict(P=2)), ("survey.medusa", "train", dict(heads="medusa")),
-    ("survey.medusa", "train", dict(heads="hydra")), ("survey.eagle", "train", dict(begin="last")),
+    ("survey.medusa", "train", dict(heads="hydra")), ("survey.eagle", "train", {}),
     ("survey.early_exit", "train", dict(E=1)), ("survey.layerskip", "tune", dict(E=1))])
 def test_what_is_trained_for_a_model_in_bfloat16_is_float32(tmp_path, monkeypatch, file, name,
                                                             options):

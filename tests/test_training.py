@@ -493,11 +493,9 @@ def train_heads(work, kind="hydra", noise=0.0, data=PAIRS, held_out=HELD_OUT, K=
     medusa.fit(model, heads, data, held_out, work=work, **FIT | options)
 
 
-def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, begin="random", mlp=0,
-                vocab=range(61), released=False, **options):
+def train_eagle(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, mlp=0, vocab=range(61), **options):
     model = make_llama(noise)
-    config = eagle.make_config(model, mlp) if released else None
-    draft = eagle.EagleLayer(model, begin, mlp, config=config, bias=not released)
+    draft = eagle.EagleLayer(model, eagle.make_config(model, mlp))
     draft.keep([*vocab])
     eagle.fit(model, draft, data, held_out, work=work, **FIT | options)
 
@@ -511,11 +509,11 @@ def train_eagle3(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), ml
 
 
 def train_dflash(work, noise=0.0, data=PAIRS, held_out=HELD_OUT, taps=(0, 1), vocab=None,
-                 anchors=3, loss="ce", layers=1, B=3, markov=4, causal=False, mlp=0,
+                 anchors=3, loss="ce", layers=1, B=3, markov=4, causal=False,
                  **options):
     model = make_llama(noise)
     draft = dflash.BlockDraft(model, [*taps], layers=layers, B=B, markov=markov, causal=causal,
-                              mlp=mlp, vocab=vocab)
+                              vocab=vocab)
     dflash.fit(model, draft, data, held_out, loss=loss, anchors=anchors, work=work, **FIT | options)
 
 
@@ -577,15 +575,13 @@ TRAININGS = {  # name: a function of a folder and of changes, and changes that b
         rows=ROWS[::-1], n=3, states=2, rank=1, w=3.0, divergence="jsd")),
     "medusa": (lambda work, **change: train_heads(work, "medusa", **change), SPLIT + changes(K=1)),
     "hydra": (train_heads, SPLIT + changes(kind="medusa", K=1, vocab=range(60))),
-    "eagle": (train_eagle, SPLIT + changes(begin="last", mlp=24, vocab=range(60), released=True)),
-    "eagle, released": (lambda work, **change: train_eagle(work, released=True, **change),
-                        SPLIT + changes(mlp=24)),
+    "eagle": (train_eagle, SPLIT + changes(mlp=24, vocab=range(60))),
     "eagle3": (train_eagle3, SPLIT + changes(passes=3, taps=([0, 2],), vocab=range(60), mlp=24,
                                              form=(eagle3.Form(norm_output=True),),
                                              own_head=False)),
     "dflash": (train_dflash, SPLIT + changes(taps=([0, 2],), vocab=([*range(60)],), anchors=4,
-                                             loss="tv", layers=2, B=4, markov=(0, 5), causal=True,
-                                             mlp=24)),
+                                             loss="tv", layers=2, B=4, markov=(0, 5),
+                                             causal=True)),
     "early exit": (train_exit, SPLIT + changes(E=2)),
     "layerskip": (train_by(layerskip.tune, E=1, rank=2), ANSWERS + changes(rank=3)),
     "space": (train_by(masks.tune, k=2, rank=2), ANSWERS + changes(k=3, rank=3, anchors=1)),

@@ -2,19 +2,18 @@
 
     taps     what enters some layers is kept, for a draft to read. FeatureLM is a CachedLM that does
     views    a model of its own that has only some of the layers, and copies no weights
-    layers   some layers are copied into a smaller model, to be trained, saved and loaded. A draft
-             can begin so, or with random layers of this kind
+    layers   some layers are copied into a smaller model, to be trained, saved and loaded
 """
 import copy
 import json
 from contextlib import ExitStack, contextmanager
 from typing import Callable, Iterator
 
-from common import CachedLM, InputError, check
+from common import CachedLM, InputError
 from training.files import shorten
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 # Three kinds of settings change with the layers. Lists with an entry for each layer, such as
 # layer_types, need no names here, since their length tells.
@@ -464,69 +463,3 @@ def take_layers(model, numbers: list[int], **changes):
         listed = ", ".join(map(str, numbers))
         raise InputError(f"layers {listed} of {type(model).__name__} cannot be made into a model "
                          f"of their own: {type(error).__name__}: {shorten(error)}") from error
-
-
-# A draft may begin as the target's last layers, or as random ones of their kind.
-
-def make_layer(model, mlp: int, n: int = 1) -> tuple:
-    """Make random layers of the kind of the model's last ones, for the draft to train.
-
-    model    the target
-    mlp      the width of a layer's MLP. 0: as wide as the model's
-    n        how many layers. EAGLE has one
-    returns  a model of the random layers in float32, and a model of the last layers themselves.
-             Both have 8 tokens, since the draft puts in the target's embeddings and LM head.
-    """
-    L = depth_of(model)
-    last = take_layers(model, [*range(L - n, L)], vocab_size=8, pad_token_id=None)
-    config = copy.deepcopy(last.config)
-    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if mlp:
-        config.get_text_config().intermediate_size = mlp
-        plain, lm = lm, AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if [p.shape for p in plain.parameters()] == [p.shape for p in lm.parameters()]:
-            raise InputError(f"--mlp must be 0, or a width that changes the MLP of "
-                             f"{type(lm).__name__}, got {mlp}")
-    return check(lm), last
-
-
-def make_released_layer(config: PreTrainedConfig):
-    """Make a random layer of the released form, which has no input norm, as a model of 8 tokens.
-
-    config   of the layer
-    """
-    config = copy.deepcopy(config)
-    config.vocab_size, config.pad_token_id = 8, None
-    lm = check(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    lm.model.layers[0].input_layernorm = torch.nn.Identity()
-    return lm
-
-
-@torch.no_grad()
-def copy_layer(last, lm) -> None:
-    """Copy the weights of the target's last layer into a draft's layer.
-
-    An MLP of another width stays as it is. Learned positions are copied too.
-
-    last, lm   the last layer and the draft's layer, each a model of one layer
-    """
-    weights = last.state_dict()
-    for name, x in lm.state_dict().items():
-        if weights[name].shape == x.shape:
-            x.copy_(weights[name])
-
-
-@torch.no_grad()
-def copy_outside_layers(last, lm) -> None:
-    """Copy into a draft the norm before the LM head, and what else is no part of a layer.
-
-    The LM head is the target's, so the norm before it begins as the target's.
-
-    last   the target's last layers, as a model of their own
-    lm     the draft's layers, as a model of their own
-    """
-    in_layers = {id(p) for p in list_layers(lm).parameters()}
-    weights = dict(last.named_parameters())
-    for name, p in lm.named_parameters():
-        if id(p) not in in_layers:
-            p.copy_(weights[name])

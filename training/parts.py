@@ -315,12 +315,14 @@ def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
     return to_logits
 
 
-def score_with(model) -> Callable[[torch.Tensor], torch.Tensor]:
+def score_with(model, head: torch.nn.Linear | None = None) -> Callable:
     """Return a function from what a model's LM head reads, [..., d], to its logits [..., V].
 
     The logits are float32, and scaled or capped where the model does so.
+
+    head   an LM head with some of the model's rows, to use in its place
     """
-    head, to_logits = model.get_output_embeddings(), logits_of(model)
+    head, to_logits = head or model.get_output_embeddings(), logits_of(model)
 
     def score(x: torch.Tensor) -> torch.Tensor:
         return to_logits(head(x.to(head.weight.dtype)).float())

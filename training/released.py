@@ -21,12 +21,13 @@ from typing import Callable, Collection, Iterable
 
 from common import CachedLM, InputError
 from training.files import check_file, explain, read_json, shorten, write_whole
-from training.layers import context_length
-from training.parts import belongs, check_numbers, load_facts, save_facts, some_rows
+from training.layers import choose_taps, context_length
+from training.parts import (belongs, check_numbers, fill, load_facts, match_type, save_facts,
+                            some_rows)
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 from transformers.utils import cached_file
 
 # The first of these files that a repository has is read, since some have their weights in two
@@ -228,32 +229,50 @@ def read_layer_config(path: str, config: dict, model,
                          f"{path!r}: {shorten(error)}") from error
 
 
-def take_embeddings(path: str, tensors: dict[str, torch.Tensor], model,
-                    h: int) -> torch.nn.Embedding | None:
-    """Take the table of embeddings out of the tensors of a head.
+def read_eagle(path: str, model) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    """Read a head of EAGLE or EAGLE-2, whose forms are the same.
 
-    path     the head's, for messages
-    tensors  the head's, from which the table is taken
+    path     a directory or hub id
     model    the target
-    h        how wide the layer is
-    returns  the table. None where the head has no table or the target's, which then serves.
-             InputError if the table is of another model, or if the head needs one and has none
+    returns  the configuration of its layer, and its tensors by name
     """
-    own = model.get_input_embeddings().weight
-    table = tensors.pop("embed_tokens.weight", None)
-    if table is None and h == own.shape[1]:
-        return None
-    if table is None or table.shape != (len(own), h):
-        found = "none" if table is None else f"those of the shape {tuple(table.shape)}"
-        raise InputError(f"--adapter must be a head with embeddings of {len(own)} tokens, each of "
-                         f"{h} numbers, got {path!r} with {found}")
-    check_numbers({"embed_tokens.weight": table}, path)
-    if table.shape == own.shape and not belongs(some_rows(table), model):
-        raise InputError(f"--adapter must be a head for this model, got {path!r}, another's")
-    table = table.to(own)
-    if torch.equal(table, own):
-        return None
-    return torch.nn.Embedding.from_pretrained(table, freeze=True)
+    config, tensors = read_head(path, "an EAGLE head")
+    refuse_settings(path, config, tensors)
+    biases = [x for x in "qkvo" if f"layers.0.self_attn.{x}_proj.bias" in tensors]
+    # With biases of queries, keys and values alone the attention is Qwen2's.
+    family = Qwen2Config if biases == [*"qkv"] else LlamaConfig
+    layer = read_layer_config(path, config, model, family)
+    layer.attention_bias = "o" in biases
+    return layer, tensors
+
+
+def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
+               tensors: dict[str, torch.Tensor], path: str, model):
+    """Give a layer the tensors of a released head, and the head's embeddings where they differ.
+
+    draft       EAGLE's or EAGLE-3's layer, whose `lm` has the target's embeddings
+    parameters  its parameters by the names of the released files
+    tensors     the head's
+    path        the head's, for messages
+    model       the target
+    returns     the layer. InputError if tensors are missing or unknown, or if the embeddings are of
+                another model, or if the head needs some and has none
+    """
+    table, h = draft.lm.get_input_embeddings().weight, draft.config.hidden_size
+    found = tensors.pop("embed_tokens.weight", None)
+    if (table if found is None else found).shape != (len(table), h):
+        said = "none" if found is None else f"those of the shape {tuple(found.shape)}"
+        raise InputError(f"--adapter must be a head with embeddings of {len(table)} tokens, each "
+                         f"of {h} numbers, got {path!r} with {said}")
+    if found is not None:
+        check_numbers({"embed_tokens.weight": found}, path)
+        if found.shape == table.shape and not belongs(some_rows(found), model):
+            raise InputError(f"--adapter must be a head for this model, got {path!r}, another's")
+        if not torch.equal(found.to(table), table):
+            own = torch.nn.Embedding.from_pretrained(found.to(table), freeze=True)
+            draft.lm.set_input_embeddings(own)
+    fill(parameters, tensors, path)
+    return match_type(draft, model)
 
 
 # --------------------------------------------------------------------- of EAGLE-3's heads alone
@@ -307,6 +326,25 @@ def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Ten
     if not 0 <= vocab.min() <= vocab.max() < V:
         raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
     return vocab
+
+
+def read_eagle3(path: str, model) -> tuple:
+    """Read a head of EAGLE-3 as EAGLE's code, SpecForge and SGLang write it.
+
+    path     a directory or hub id
+    model    the target
+    returns  the configuration of its layer, the layers that it reads, the tokens that it guesses,
+             {a setting of its form: whether it has that}, and its other tensors by name
+    """
+    config, found = read_head(path, "an EAGLE-3 head")
+    refuse_settings(path, config, found, ("attention_bias", "norm_before_fc"))
+    taps = choose_taps(model)
+    check_taps(path, config, taps)
+    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
+    form = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
+    form["fc_norm"] = any(name.startswith("fc_norm.") for name in tensors)
+    vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
+    return read_layer_config(path, config, model), taps, vocab.tolist(), form, tensors
 
 
 # ------------------------------------------------------------------------------------- writing
