@@ -62,7 +62,6 @@ import torch.nn.functional as F
 
 TREES = ("best", "efficient", "full", "chain")
 RANKS = 10  # the candidates of a mask whose accuracies are measured, from which a best tree is made
-KIND = "prompt and mask tokens"  # what the file of a tuning holds, in words
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
 
@@ -79,7 +78,12 @@ class Tuning(torch.nn.Module):
     masks     embeddings of the mask tokens, [M, width]
     accept    accept[j - 1][r] is how often the guess of rank r of mask j is right on held-out
               answers. Rank 0 is the likeliest. The list is empty until the tuning is measured
+
+    title, facts, vocab and trainable() are what `save_trained` of training/parts.py asks for.
     """
+    title = "prompt and mask tokens"
+    facts = ("accept",)
+    vocab = None
 
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
@@ -93,6 +97,9 @@ class Tuning(torch.nn.Module):
         self.prompts = torch.nn.Parameter(0.02 * torch.randn(size, generator=rng))
         self.masks = torch.nn.Parameter(0.02 * torch.randn(M, lm.weight.shape[1], generator=rng))
         self.accept = []
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        return dict(self.named_parameters())
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -341,15 +348,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     anchors: the most mask groups of an answer, 1 or more
     lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M to 70B weights
     """
-    from training.loop import (Training, collect_examples, count_tokens, digest, require,
-                                 require_training_options, sample_alike, tokens_of_pass)
-    from training.parts import score_with
+    from training.loop import count_tokens, fit_part, prepare_training, sample_alike
+    from training.parts import require, score_with
     require(P >= 0, "P", "0 or more", P)
-    require_training_options(lr, M=M, max_new_tokens=max_new_tokens, steps=steps, batch=batch,
-                             anchors=anchors)
-    work = work or Path(f"{out}.work")
     tuning = Tuning(model.requires_grad_(False), P, M, seed).to(model.device)
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed)
+    work, data, held_out = prepare_training(
+        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, M=M,
+        steps=steps, batch=batch, anchors=anchors)
     print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters")
     score, vocab = score_with(model), len(model.get_output_embeddings().weight)
 
@@ -363,29 +368,23 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         loss, accept = accuracy(model, tuning, held_out, anchors)
         right = " ".join(f"{ranks[0]:.3f}" for ranks in accept)
         return {"accept": accept}, f"held-out loss {loss:.3f}, accuracy by mask {right}"
-    settings = digest(model.state_dict()), data, held_out, batch, anchors
-    curve = Training(dict(tuning.named_parameters()), settings, name="tuning", steps=steps, lr=lr,
-                     seed=seed, folder=work, models=(model,),
-                     tokens=tokens_of_pass(data, batch)).train(loss_of, evaluate)
-    tuning.accept = curve[steps]["accept"]
+    fit_part(tuning, model, (batch, anchors), data, held_out, loss_of, evaluate, name="tuning",
+             steps=steps, lr=lr, seed=seed, work=work, texts=batch)
     save_tuning(out, tuning, model)
 
 
 def save_tuning(path: Path, tuning: Tuning, model) -> None:
     """Write a tuning to a file, with the model that it is for."""
-    from training.parts import save_part
-    save_part(path, KIND, model, dict(tuning.named_parameters()), P=tuning.prompts.shape[3],
-              M=len(tuning.masks), accept=tuning.accept)
+    from training.parts import save_trained
+    save_trained(path, tuning, model, P=tuning.prompts.shape[3], M=len(tuning.masks))
 
 
 def load_tuning(path: str, model) -> Tuning:
     """Read a tuning from a file. Raise InputError if the file was made for another model."""
-    from training.parts import fill, load_part
-    header, tensors = load_part(path, KIND, model)
-    tuning = Tuning(model, header["P"], header["M"])
-    fill(dict(tuning.named_parameters()), tensors, path)
-    tuning.accept = header["accept"]
-    return tuning.requires_grad_(False).to(model.device)
+    from training.parts import load_trained
+    tuning = load_trained(path, Tuning.title, model,
+                          lambda header: Tuning(model, header["P"], header["M"]))
+    return tuning.to(model.device)
 
 
 # ------------------------------------------------------------------------- the command line

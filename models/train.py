@@ -50,9 +50,9 @@ from cli.main import main, run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from training.files import save_model, write_text  # noqa: E402
 from training.layers import depth_of, take_layers  # noqa: E402
-from training.loop import (Training, answer_all, collect_examples, compute_in_parts,  # noqa: E402
-                           digest, divergence, low_precision, multiplies_bfloat16, require,
-                           require_numbers, require_training_options, tokens_of_pass, warm_linear)
+from training.loop import (Training, answer_all, compute_in_parts, digest,  # noqa: E402
+                           divergence, low_precision, multiplies_bfloat16, prepare_training,
+                           require, require_numbers, tokens_of_pass, warm_linear)
 from training.parts import score_with  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
@@ -396,13 +396,12 @@ def distil(model, tokenizer, prompts: list[list[int]], *, layers: list[int], out
     layers: which layers of the model, from 0, in ascending order
     lr:     the highest learning rate. 3e-3 suited four layers of a model of 135M parameters
     """
-    require_training_options(lr, batch=batch, steps=steps, max_new_tokens=max_new_tokens)
     last = depth_of(model) - 1
     require(layers == sorted({*layers} & {*range(last + 1)}), "layers",
             f"different numbers from 0 to {last} in ascending order", " ".join(map(str, layers)))
-    work = work or Path(f"{out}.work")
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=0,
+                                            max_new_tokens=max_new_tokens, batch=batch, steps=steps)
     draft = make_draft_of_layers(model, layers)
-    data, held_out = collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=0)
     train_rows, held_rows = weigh_answers(*zip(*data)), weigh_answers(*zip(*held_out))
     measure = make_distance(model, draft)
 

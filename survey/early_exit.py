@@ -41,7 +41,7 @@ from survey.layerskip import collect_states, self_speculate
 from training.layers import FeatureLM, depth_of, open_model, split_layers
 from training.loop import (compute_frozen, cross_entropy_in_parts, prepare_training, sample_rows,
                            train_beside)
-from training.parts import MODELS, Part, fill, load_part, require, save_part, score_with
+from training.parts import MODELS, Part, load_trained, require, save_trained, score_with
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,11 @@ class Exit(Part):
     model  the model that the exit is for. The exit begins with a copy of its last norm
     E      how many layers stand before the exit
     width  the width of the exit's MLP
+    right  how often its likeliest token is the model's on held-out answers, once it is trained
     """
+    title = "an early exit"
+    facts = ("right",)
+    vocab = None
 
     def __init__(self, model, E: int, width: int):
         super().__init__()
@@ -177,22 +181,21 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         network = Exit(model, E, width)
     curve = fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed,
                 work=work)
-    save_part(out, "an early exit", model, network.trainable(), E=E, width=width, **curve[steps])
+    network.right = curve[steps]["right"]
+    save_trained(out, network, model, E=E, width=width)
 
 
 # ------------------------------------------------------------------------------------- its file
 
 def load_exit(path: str | Path, model) -> Exit:
-    """Load an exit and give it the type and the device of a model.
+    """Load an exit that `train` made for this model.
 
-    path     the file that `train` made
-    model    the model that the exit must be for
-    returns  the exit. InputError if the file was made for another model
+    path     the file
+    model    the model
+    returns  the exit. InputError if the file is damaged, or for another model
     """
-    header, tensors = load_part(path, "an early exit", model)
-    network = Exit(model, header["E"], header["width"])
-    fill(network.trainable(), tensors, path)
-    return network.requires_grad_(False).to(model.dtype)
+    return load_trained(path, Exit.title, model,
+                        lambda header: Exit(model, header["E"], header["width"]))
 
 
 if __name__ == "__main__":

@@ -64,9 +64,8 @@ from training.layers import (FeatureLM, depth_of, list_layers, move_counts, open
 from training.files import save_model
 from training.loop import (compute_in_parts, count_tokens, pad_pairs, prepare_training, read_texts,
                            sample_alike, train_beside, warm_linear)
-from training.low_rank import (add_low_rank, choose_weights, merge_changes, prepare_changes,
-                               share_weights)
-from training.parts import MODELS, fill, load_part, logits_of, require, save_part
+from training.low_rank import Tuned, merge_changes, prepare_changes
+from training.parts import MODELS, load_trained, logits_of, require, save_trained
 
 import torch
 import torch.nn.functional as F
@@ -272,8 +271,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
         rank=rank, steps=steps, batch=batch)
     to_logits = logits_of(model)
-    tuned = share_weights(model)
-    changes = choose_weights(tuned, rank, seed)
+    tuning = Tuning(model, E, rank, seed)
+    tuned = tuning.model
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
@@ -283,13 +282,27 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         right = [measure_exit(tuned, held_out, layers) for layers in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
-    train_beside(changes, model, (batch,), data, held_out, loss_of, evaluate, name="layerskip",
-                 steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work, models=(tuned,),
-                 texts=batch)
-    save_part(out, "a LayerSkip tuning", model, changes, E=E, rank=rank)
+    train_beside(tuning.changes, model, (batch,), data, held_out, loss_of, evaluate,
+                 name="layerskip", steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work,
+                 models=(tuned,), texts=batch)
+    save_trained(out, tuning, model, E=E, rank=rank)
 
 
 # ------------------------------------------------------------------------------------- its file
+
+class Tuning(Tuned):
+    """Be a model that is tuned for early exits.
+
+    model       the model that is tuned
+    E           how many of its layers draft
+    rank, seed  as `Tuned` has them
+    """
+    title = "a LayerSkip tuning"
+
+    def __init__(self, model, E: int, rank: int, seed: int = 0):
+        super().__init__(model, rank, seed)
+        self.E = E
+
 
 def load_tuned(path: str | Path, model):
     """Load the changes of a tuning, and make a model that has them in its weights.
@@ -297,14 +310,13 @@ def load_tuned(path: str | Path, model):
     path     the file that `tune` made. If it is empty, there is no tuning
     model    the model that the tuning must be for. It stays as it is
     returns  the tuned model, which shares what it can with the model, and E. Without a tuning they
-             are the model itself and 0. InputError if the file was made for another model
+             are the model itself and 0. InputError if the file is damaged, or for another model
     """
     if not path:
         return model, 0
-    header, tensors = load_part(path, "a LayerSkip tuning", model)
-    tuned = share_weights(model)
-    fill(add_low_rank(tuned, header["rank"]), tensors, path)
-    return prepare_changes(tuned), header["E"]
+    tuning = load_trained(path, Tuning.title, model,
+                          lambda header: Tuning(model, header["E"], header["rank"]))
+    return prepare_changes(tuning.model), tuning.E
 
 
 def export(model, tokenizer, *, tuning: Path, out: Path) -> None:

@@ -78,8 +78,8 @@ from speculative import verify_block as verify
 from training.layers import move_counts
 from training.loop import (compute_in_parts, count_tokens, divergence_in_parts, guess_answers,
                            prepare_training, read_answers, sample_alike, train_beside, warm_linear)
-from training.low_rank import add_low_rank, choose_weights, prepare_changes, share_weights
-from training.parts import MODELS, fill, load_part, require, save_part, score_with
+from training.low_rank import Tuned, prepare_changes
+from training.parts import MODELS, load_trained, require, save_trained, score_with
 
 import torch
 
@@ -259,18 +259,14 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     work, data, held_out = prepare_training(
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, k=k,
         rank=rank, steps=steps, batch=batch, anchors=anchors)
-    tuned = share_weights(model)
-    part = choose_weights(tuned, rank, seed)
-    table = model.get_input_embeddings().weight
-    # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
-    part["mask"] = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
-
-    score, V = score_with(model), len(table)
+    tuning = Tuning(model, rank, seed)
+    tuned = tuning.model
+    score, V = score_with(model), len(model.get_output_embeddings().weight)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
-        masked = mask_states(tuned, part["mask"].expand(k, -1), [], ids, at)
+        masked = mask_states(tuned, tuning.mask.expand(k, -1), [], ids, at)
         # On plain text the tuned model should say what the untuned one, its teacher, says.
         with torch.no_grad():
             teacher, _ = read_answers(model, pairs)
@@ -280,16 +276,35 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        all_right = measure_all_right(tuned, part["mask"].expand(k, -1), held_out)
+        all_right = measure_all_right(tuned, tuning.mask.expand(k, -1), held_out)
         guesses, labels = guess_answers(tuned, held_out)
         kept = (guesses == labels).float().mean().item()
         shares = " ".join(f"{x:.3f}" for x in all_right)
         line = f"held-out tokens kept {kept:.3f}, guesses all right {shares}"
         return {"right": all_right, "kept": kept}, line
-    curve = train_beside(part, model, (k, batch, anchors), data, held_out, loss_of, evaluate,
-                         name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work,
-                         models=(tuned,), texts=batch)
-    save_part(out, "a SPACE tuning", model, part, rank=rank, right=curve[steps]["right"])
+    curve = train_beside(tuning.changes, model, (k, batch, anchors), data, held_out, loss_of,
+                         evaluate, name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed,
+                         work=work, models=(tuned,), texts=batch)
+    tuning.right = curve[steps]["right"]
+    save_trained(out, tuning, model, rank=rank)
+
+
+class Tuning(Tuned):
+    """Be a model that is tuned for SPACE, with the embedding [1, d] of its mask token.
+
+    right  how often the first guess is right, the first two are both right, and so on
+
+    The arguments are those of `Tuned`.
+    """
+    title = "a SPACE tuning"
+    facts = ("right",)
+
+    def __init__(self, model, rank: int, seed: int = 0):
+        super().__init__(model, rank, seed)
+        table = model.get_input_embeddings().weight
+        # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
+        self.mask = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
+        self.changes["mask"] = self.mask
 
 
 def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tensor, list[float]]:
@@ -301,12 +316,10 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
              is right, the first two are both right, and so on. InputError if the file is damaged,
              or for another model
     """
-    header, tensors = load_part(path, "a SPACE tuning", target.model)
-    tuned = share_weights(target.model)
-    mask = torch.nn.Parameter(torch.zeros_like(tuned.get_input_embeddings().weight[:1]))
-    fill(add_low_rank(tuned, header["rank"]) | {"mask": mask}, tensors, path)
-    lm = type(target)(prepare_changes(tuned), target.vocab)
-    return lm, mask.requires_grad_(False), header["right"]
+    tuning = load_trained(path, Tuning.title, target.model,
+                          lambda header: Tuning(target.model, header["rank"]))
+    lm = type(target)(prepare_changes(tuning.model), target.vocab)
+    return lm, tuning.mask.detach(), tuning.right
 
 
 if __name__ == "__main__":

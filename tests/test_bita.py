@@ -6,23 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import bita as module
-from bita import (Tuning, accuracy, bita, build_tree, load_tuning, mask_states, sample_anchors,
-                  sar_loss, save_tuning, train)
-from common import CachedLM, InputError, autoregressive
+from bita import Tuning, accuracy, bita, build_tree, sample_anchors, sar_loss
+from common import CachedLM, InputError
 from survey.clock import MASK_ROWS, best_tree, fill_tree, list_mask_trees
 from fake_models import Decoder, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, tiny
-from helpers import ROOT, main, mask_logits, per_call, said_in_one_line, tokens_of
-from training import loop as training
-from training.parts import score_with
+from helpers import mask_logits, per_call
 
 PROMPT = [3, 14, 15]
-DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11])]
-HELD_OUT = [([50, 51], [52, 53, 54])]
-WORDLESS = SimpleNamespace(eos_token_id=None)  # a tokenizer, as far as needed
+DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([50, 51], [52, 53, 54])]
 LLAMA = tiny("llama")
 
 
@@ -219,13 +213,6 @@ def test_a_tree_is_planned_for_a_tuning_and_a_length(monkeypatch):
 
 # ------------------------------------------------------------------------- what training sees
 
-def test_the_number_of_parameters():
-    """P x layers x 2 x key heads x head size, and M x width."""
-    for P in 16, 0:  # 2 layers, 2 key heads of 8, width 32
-        tuning = Tuning(tiny("llama"), P, 3)
-        assert sum(p.numel() for p in tuning.parameters()) == P * 2 * 2 * 2 * 8 + 3 * 32
-
-
 def test_an_anchored_batch_by_hand():
     data = [([5, 6], [7, 8, 9]), ([4], [3, 2, 1, 0])]
     ids, anchors, labels = sample_anchors(data, 2, 9, random.Random(0))
@@ -285,43 +272,9 @@ def test_the_loss_by_hand():
 
 # ------------------------------------------------------------------------------------- tuning
 
-@pytest.mark.parametrize("P", [4, 0])
-def test_tuning_lowers_the_loss_and_reaches_nothing_else(P, tmp_path):
-    model, rng = tiny("llama"), random.Random(0)
-    prompts, lm = [[rng.randrange(2, 61) for _ in range(4)] for _ in range(16)], CachedLM(model)
-    data = [(p, tokens_of(autoregressive(lm, p), 12)) for p in prompts]
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    start, _ = accuracy(model, Tuning(model, P, 2), data, 12)
-    train(model, WORDLESS, prompts, out=tmp_path / "t", P=P, M=2, max_new_tokens=12, steps=40,
-          batch=8, anchors=12)
-    tuning = load_tuning(tmp_path / "t", model)
-    assert accuracy(model, tuning, data, 12)[0] < start - 0.1
-    assert all(torch.equal(p, before[name]) and p.grad is None
-               for name, p in model.named_parameters())
-    ids, anchors, labels = sample_anchors(data, 2, 12, rng)
-    states = mask_states(model, tuning.requires_grad_().masks, tuning.prompts, ids, anchors)
-    sar_loss(states, labels, score_with(model), 61).backward()
-    assert all(p.numel() == 0 or p.grad.abs().sum() > 0 for p in tuning.parameters())
-
-
-def test_it_learns_from_some_answers_and_is_measured_on_others(tmp_path, monkeypatch):
-    """A pass has --batch answers to learn from; what is measured stands in the file."""
-    seen, measured = [], []
-    monkeypatch.setattr(training, "collect_examples", lambda *_, **how: (2 * DATA, HELD_OUT))
-    monkeypatch.setattr(module, "sample_anchors", lambda data, *rest: seen.append(data)
-                        or sample_anchors(data, *rest))
-    monkeypatch.setattr(module, "accuracy", lambda *args: measured.append(args[2:])
-                        or (0.0, [[0.1 * len(measured)]]))
-    train(LLAMA, WORDLESS, [], out=tmp_path / "t", P=2, M=1, steps=2, batch=3, anchors=9)
-    assert len(seen) == 2 and all(len(pairs) == 3 for pairs in seen)
-    assert all(pair in DATA for pairs in seen for pair in pairs)
-    assert all(given == (HELD_OUT, 9) for given in measured)
-    assert load_tuning(tmp_path / "t", LLAMA).accept == [[0.1 * len(measured)]]
-
-
 def test_accuracy_by_hand():
     """Each label counts alike, however many its answer has."""
-    tuning, data = random_tuning(LLAMA), DATA + HELD_OUT
+    tuning, data = random_tuning(LLAMA), DATA
     loss, accept = accuracy(LLAMA, tuning, data, 9)
     terms, right = [], torch.zeros(3, module.RANKS)
     for pair in data:
@@ -337,20 +290,6 @@ def test_accuracy_by_hand():
     torch.testing.assert_close(torch.tensor(accept), right / counts[:, None])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_file_is_read_as_it_was_written(dtype, tmp_path):
-    model = tiny("llama").to(dtype)
-    tuning = random_tuning(model, 3, 2)
-    save_tuning(tmp_path / "t", tuning, model)
-    loaded = load_tuning(tmp_path / "t", model)
-    assert torch.equal(loaded.masks, tuning.masks.bfloat16().float())
-    assert torch.equal(loaded.prompts, tuning.prompts.bfloat16().float())
-    assert loaded.accept == tuning.accept and not loaded.masks.requires_grad
-    assert next(bita(CachedLM(model), PROMPT, adapter=str(tmp_path / "t")))
-    with pytest.raises(InputError, match="another's"):
-        load_tuning(tmp_path / "t", tiny("llama", seed=3))
-
-
 def test_the_embedded_tuning(embedded, held_out):
     """Held-out prompts: AR's output, and well over a token a call (1.87 was measured on 30 other
     prompts), also with a tree that this machine chooses."""
@@ -358,56 +297,14 @@ def test_the_embedded_tuning(embedded, held_out):
     assert per_call(bita, embedded[0], held_out[:1]) >= 1
 
 
-# ------------------------------------------------------------------------- the command line
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Directories of tiny models with the embedded target's tokenizer."""
-    folder = tmp_path_factory.mktemp("models")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/target")
-    for family in ("llama", "deepseek-v3"):
-        tiny(family, vocab_size=len(tokenizer)).save_pretrained(folder / family)
-        tokenizer.save_pretrained(folder / family)
-    (folder / "two").write_text('How many cats?\n{"prompt": "How many dogs are there?"}\n')
-    (folder / "one").write_text("hello\n")
-    return folder
+@pytest.mark.parametrize("options, said", [
+    (dict(tree="wide"), "--tree must be best, efficient, full, chain, got wide"),
+    (dict(k=0), "--k must be 1 or more, got 0")])
+def test_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(InputError, match=said):
+        next(bita(CachedLM(LLAMA), PROMPT, tuning=random_tuning(LLAMA), **options))
 
 
-def command(*argv) -> int:
-    """As the last lines of bita.py, on a CPU."""
-    return main([bita], module.report, [*map(str, argv), "--device", "cpu"], commands=[train],
-                ranges={"tree": module.TREES})
-
-
-def test_train_and_decode_from_the_command_line(small, tmp_path, capfd):
-    out, target = tmp_path / "tuned.safetensors", ("--target", small / "llama")
-    options = ["train", *target, "--prompts", small / "two", "--out", out, "--batch", "2", "--P",
-               "2", "--max-new-tokens", "12"]
-    assert command(*options, "--steps", "2") == 0
-    text = capfd.readouterr().out
-    assert "step 2: held-out loss" in text and f"{2 * 2 * 2 * 2 * 8 + 3 * 32:,} parameters" in text
-    assert command(*options, "--steps", "3") == 0  # it takes the place of its own file
-    capfd.readouterr()
-    for tree in module.TREES:
-        assert command(*target, "--prompts", small / "two", "--adapter", out, "--tree", tree,
-                       "--k", "2", "--max-new-tokens", "20", "--compare") == 0
-        err = capfd.readouterr().err
-        assert "output equals autoregressive output" in err and "of them candidates" in err
-
-
-@pytest.mark.parametrize("argv, said", [
-    ("train --prompts one", "2 prompts or more of at most 120 tokens, got 1"),
-    ("train --P -1", "--P must be 0 or more, got -1"),
-    ("train --M 0", "--M must be 1 or more, got 0"),
-    ("train --target deepseek-v3", "expected keys and values of one size"),
-    ("--adapter one", "expected a file of prompt and mask tokens, got 'one'"),
-    ("", "expected a file of prompt and mask tokens for this model"),
-    ("--k 0", "--k must be 1 or more, got 0")])
-def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):
-    monkeypatch.chdir(small)
-    argv = argv.split()
-    argv += ["--out", "o", "--max-new-tokens", "40"] if "train" in argv else ["--prompt", "x"]
-    if "--target" not in argv:
-        argv += ["--target", "llama"]
-    assert command(*argv) == 2
-    said_in_one_line(said, capfd)
+def test_models_with_keys_and_values_of_two_sizes_are_refused():
+    with pytest.raises(InputError, match="expected keys and values of one size, got Deepseek"):
+        Tuning(tiny("deepseek-v3"))

@@ -1,15 +1,14 @@
 """A trained exit: what it guesses, and a loss that reaches the exit alone. The loop is LayerSkip's
 (test_layerskip.py), and the text is the model's own (test_lossless.py)."""
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common import InputError, Sampler
-from families import deep, tiny
+from common import Sampler
+from families import deep
 from helpers import per_call
-from survey.early_exit import Exit, early_exit, exit_loss, fit, load_exit, train
+from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import collect_states
 from training.layers import FeatureLM
 
@@ -63,15 +62,6 @@ def test_each_guess_is_the_exits_likeliest_token_after_the_guesses_before_it():
     assert without != sample.drawn[:3]  # the exit is not the model's own
 
 
-def test_training_raises_what_an_exit_guesses_and_leaves_the_model_alone():
-    model, rng = deep("llama"), random.Random(0)
-    data = [([rng.randrange(61)], [rng.randrange(61) for _ in range(6)]) for _ in range(3)]
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    curve = fit(model, Exit(model, 1, 64), data, data, steps=120, batch=16, lr=1e-2)
-    assert curve[120]["right"] > curve[0]["right"] + 0.3
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
 def test_the_figure_of_held_out_answers_counts_all_their_tokens():
     """There are 600 of them, and a figure of the first 512 would be another one."""
     model, rng = deep("llama"), random.Random(0)
@@ -81,18 +71,6 @@ def test_the_figure_of_held_out_answers_counts_all_their_tokens():
     right = model.lm_head(model.model.norm(early)).argmax(-1) == model.lm_head(last).argmax(-1)
     assert curve[0]["right"] == pytest.approx(right.float().mean().item())
     assert right.float().mean() != right[:512].float().mean()
-
-
-def test_a_file_belongs_to_its_model(tmp_path):
-    model, wordless = deep("llama"), SimpleNamespace(eos_token_id=None)
-    train(model, wordless, [[2, 3], [4, 5], [6, 7]], out=tmp_path / "e", E=2, width=4, steps=1,
-          batch=2, max_new_tokens=5)
-    network = load_exit(tmp_path / "e", model)
-    assert network.E == 2 and network.W_1.weight.shape == (4, 32)
-    assert next(early_exit(FeatureLM(model), PROMPT, exit=str(tmp_path / "e")))
-    for other in (tiny("llama", seed=9), tiny("qwen2")):
-        with pytest.raises(InputError, match="an early exit for this model"):
-            load_exit(tmp_path / "e", other)
 
 
 def test_the_embedded_exit(embedded, held_out):

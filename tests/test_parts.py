@@ -1,16 +1,22 @@
 """Files of trained parts: what is kept, whose they are, and an LM head of fewer rows."""
+import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
-from common import InputError
-from families import tiny
+import bita
+from common import CachedLM, InputError
+from families import deep, tiny
 from helpers import ROOT
+from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa
 from training import parts
 from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_part, logits_of,
-                          save_facts, save_part, some_embeddings)
+                            save_facts, save_part, save_trained, some_embeddings)
+from trainings import make_llama, run
 
 LLAMA = tiny("llama")
 
@@ -99,6 +105,92 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
+# ---------------------------------------------------------------- files that trainings leave
+
+def load_space(path, model):
+    return masks.load_space(path, CachedLM(model))
+
+
+PARTS = {  # a training: functions that load the file that it leaves, and that save it again
+    "bita train --P 3 --M 2": (bita.load_tuning, bita.save_tuning),
+    "survey.medusa train --K 2": (lambda path, model: medusa.load_heads(path, "medusa", model),
+                                  medusa.save_heads),
+    "survey.medusa train --K 2 --heads hydra --vocab 9": (
+        lambda path, model: medusa.load_heads(path, "hydra", model), medusa.save_heads),
+    "survey.eagle train": (eagle.load_draft, eagle.save_draft),
+    "survey.eagle train --released --mlp 24": (eagle.load_draft, eagle.save_draft),
+    "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9": (eagle3.load_draft, eagle3.save_draft),
+    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3": (
+        dflash.load_draft, dflash.save_draft),
+    "survey.early_exit train --E 1 --width 8": (
+        early_exit.load_exit, lambda path, part, model: save_trained(
+            path, part, model, E=part.E, width=len(part.W_1.weight))),
+    "survey.layerskip tune --E 1 --rank 2": (layerskip.load_tuned, None),
+    "survey.masks tune --k 2 --rank 2": (load_space, None),
+}
+OPTIONAL = {"residual", "vocab", "config", "mlp", "bias", "own_head"}  # older files lack them
+ROW = pytest.mark.parametrize("line", PARTS)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function that gives a training's file, which is made once."""
+    return functools.cache(lambda line: run(line, tmp_path_factory.mktemp("part"), make_llama(),
+                                            steps=1))
+
+
+def read(path) -> tuple[dict, dict]:
+    """Return the header and the tensors of a part's file."""
+    with safe_open(path, "pt") as file:
+        return (json.loads(file.metadata()["part"]),
+                {name: file.get_tensor(name) for name in file.keys()})
+
+
+@ROW
+def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained, tmp_path):
+    """The model's fingerprint differs a little, as its weights are rounded."""
+    load, save = PARTS[line]
+    header, tensors = read(trained(line))
+    for dtype in torch.bfloat16, torch.float32:
+        model = make_llama().to(dtype)
+        part = load(trained(line), model)
+        if save:
+            assert {p.dtype for p in part.trainable().values()} == {dtype}
+            save(tmp_path / "again", part, model)
+            again, found = read(tmp_path / "again")
+            assert again == header and found.keys() == tensors.keys()
+            del found["model"]
+            assert all(torch.equal(x, tensors[name]) for name, x in found.items())
+
+
+@ROW
+def test_a_file_of_another_model_or_kind_or_of_no_numbers_is_refused(line, trained, tmp_path):
+    load, path, model = PARTS[line][0], tmp_path / "part", make_llama()
+    header, tensors = read(trained(line))
+    with pytest.raises(InputError, match="for this model, got .*: another's"):
+        load(trained(line), deep("llama", 3, seed=1))
+    other = next(x for x in PARTS if read(trained(x))[0]["kind"] != header["kind"])
+    with pytest.raises(InputError, match=f"expected a file of {header['kind']}, got .*, one of "):
+        load(trained(other), model)
+    for name in tensors.keys() - {"model"}:
+        broken = tensors | {name: torch.full_like(tensors[name], torch.nan)}
+        save_file(broken, path, {"part": json.dumps(header)})
+        with pytest.raises(InputError, match="expected finite numbers, got"):
+            load(path, model)
+
+
+@ROW
+def test_a_header_that_lacks_a_field_is_refused(line, trained, tmp_path):
+    header, tensors = read(trained(line))
+    for name in header.keys() - OPTIONAL:
+        others = {key: x for key, x in header.items() if key != name}
+        save_file(tensors, tmp_path / "part", {"part": json.dumps(others)})
+        with pytest.raises(InputError, match=f"expected a file of .* it has no '{name}'"):
+            PARTS[line][0](tmp_path / "part", make_llama())
+
+
+# ------------------------------------------------------------------------------ measured facts
+
 def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
     """Also where embeddings are so small that four decimals would be all zeros."""
     models = {"target": tiny("llama", seed=3), "draft": tiny("llama", seed=4)}
@@ -133,14 +225,6 @@ def test_facts_that_cannot_be_used_are_refused_in_one_line(tmp_path, wrong):
         load_facts(path, {"model": LLAMA}, "good facts", lambda facts: facts)
 
 
-@pytest.mark.parametrize("name", ["blocks", "hybrid", "sequoia", "smollm2/blocks",
-                                  "smollm2/hybrid"])
-def test_the_committed_facts_have_whole_fingerprints(name):
-    facts = json.loads((ROOT / f"models/{name}.json").read_text())
-    fingerprints = [facts[x] for x in ("model", "target", "draft") if x in facts]
-    assert fingerprints and all(torch.tensor(x).shape == (16, 16) for x in fingerprints)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_for_few_tokens_has_their_rows_in_their_order(bias, dtype):
@@ -162,22 +246,11 @@ def test_logits_that_are_neither_scaled_nor_capped_are_refused():
             logits_of(model)
 
 
-class Vocabulary:
-    """A tokenizer of these words."""
-
-    def __init__(self, *words):
-        self.words = words
-
-    def __len__(self):
-        return len(self.words)
-
-    def get_vocab(self):
-        return {word: i for i, word in enumerate(self.words)}
-
-
 def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):
-    monkeypatch.setattr(parts, "load", lambda *given: (given, Vocabulary("a", "b")))
-    assert draft_for(LLAMA, Vocabulary("a", "b"), "path") == ("path", "cpu", torch.float32)
-    for other in Vocabulary("b", "a"), Vocabulary("a", "c"), Vocabulary("a"):
+    def tokenizer(**words):
+        return SimpleNamespace(get_vocab=lambda: words)
+    monkeypatch.setattr(parts, "load", lambda *given: (given, tokenizer(a=0, b=1)))
+    assert draft_for(LLAMA, tokenizer(a=0, b=1), "path") == ("path", "cpu", torch.float32)
+    for other in tokenizer(b=0, a=1), tokenizer(a=0, c=1), tokenizer(a=0):
         with pytest.raises(InputError, match="the target's tokenizer, got another vocabulary"):
             draft_for(LLAMA, other, "path")

@@ -2,24 +2,21 @@
 of some of its layers and prompts of its own."""
 import copy
 import itertools
-import json
 import random
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train as recipe
+from cli.files import read_prompts
+from common import InputError
 from families import near, tiny
-from helpers import ROOT, interrupting, main, said_in_one_line, script, tokens_of
+from helpers import ROOT
+from tasks import take
+from training import loop as training
+from trainings import run
 
-sys.path.append(str(ROOT / "models"))
-import train as recipe  # noqa: E402  (the path is set above)
-from common import CachedLM, InputError, autoregressive, load  # noqa: E402
-from training import loop as training  # noqa: E402
-from cli.files import read_prompts  # noqa: E402
-from tasks import take  # noqa: E402
-
-PROMPTS = ["Tom has 3 apples.", "Ann has 4 cakes.", "He buys 7 pens.", "SELECT name"]
 IDS = torch.tensor([[5, 9, 30, 2], [8, 7, 1, 1]])
 WEIGHTS = torch.tensor([[0.0, 0, 1, 1], [1, 0.5, 0, 0]])
 SQL = {"sql": 1.0, "math": 0.0, "code": 0.0}
@@ -40,23 +37,6 @@ class Letters:
 
     def apply_chat_template(self, messages, **_):
         return f"HERE {messages[0]['content']}c"
-
-    def save_pretrained(self, folder):
-        pass
-
-
-@pytest.fixture(autouse=True)
-def no_default_device(monkeypatch):
-    """Under a default device of cuda, transformers loads no model without accelerate."""
-    def refuse(device):
-        raise AssertionError(device)
-    monkeypatch.setattr(torch, "set_default_device", refuse)
-
-
-def train(*argv) -> int:
-    """Run a command, as `python models/train.py ARGV` does; return its exit status."""
-    return main([], None, [*map(str, argv)], commands=[recipe.prompts, recipe.distil],
-                folders=[recipe.distil])
 
 
 def test_models_are_made_and_loaded_on_the_device(embedded):
@@ -126,18 +106,9 @@ def test_a_batch_of_samples(embedded, monkeypatch):
     assert batches[0] == batches[4] != batches[1] and len({begin for begin, _ in batches}) > 2
 
 
-def test_answers_stand_in_the_order_of_their_prompts():
-    """The shorter prompts are asked first."""
-    model, prompts = tiny("llama"), ["one of four", "two", "three of them", "4"]
-    tokenizer, lm = Letters(), CachedLM(model)
-    texts = [tokens_of(autoregressive(lm, tokenizer.encode(p)), 20) for p in prompts]
-    tokenizer.eos_token_id = texts[0][6]
-    expected = [text[:text.index(texts[0][6]) + 1] if texts[0][6] in text else text
-                for text in texts]
-    assert recipe.answer_prompts(model, tokenizer, prompts, 0.0, limit=20) == expected
-    assert 1 < len({*map(len, expected)})
+def test_sampled_answers_differ():
     torch.manual_seed(0)
-    sampled = recipe.answer_prompts(model, tokenizer, ["the same"] * 30, 3.0, limit=5)
+    sampled = recipe.answer_prompts(tiny("llama"), Letters(), ["the same"] * 30, 3.0, limit=5)
     assert len({*map(tuple, sampled)}) > 20
 
 
@@ -288,79 +259,19 @@ def test_agreement_by_hand():
     assert recipe.measure_agreement(target, draft, rows) == expected
 
 
-def test_distil_makes_a_draft_that_guesses_better_than_the_bare_layers(tmp_path, embedded, capsys):
-    """It is the command of the script itself."""
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    argv = ["distil", "--layers", 0, 11, "--prompts", tmp_path / "prompts.txt", "--device", "cpu",
-            "--max-new-tokens", 12, "--work", tmp_path / "work"]
-    shares = []
-    for steps in 1, 20:
-        given = [*argv, "--steps", steps, "--out", tmp_path / f"{steps}"]
-        assert script("train", *map(str, given)) == 0
-        shares.append(float(capsys.readouterr().out.split("1 - TVD ")[1]))
-    assert shares[1] > shares[0] + 0.05
-    assert (tmp_path / "20/made_by.txt").read_text() == "train distil\n"
-    draft, _ = load(str(tmp_path / "20"), "cpu", "float32")
-    assert draft.config.num_hidden_layers == 2
-    assert torch.equal(draft.get_input_embeddings().weight,
-                       embedded[0].get_input_embeddings().weight)
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """A tiny target, which answers with the first token of a prompt."""
-    def answer(model, tokenizer, prompts, limit, work):
-        work.mkdir(exist_ok=True)
-        return [p[:1] * min(limit, 4) for p in prompts]
-    monkeypatch.setattr("cli.main.load_checked", lambda *_: (tiny("llama"), Letters()))
-    monkeypatch.setattr(training, "collect_answers", answer)
-
-
-def distil_argv(folder, *argv) -> list:
-    """Return the arguments that distil the first layer; the draft is made in folder/draft."""
-    (folder / "prompts").write_text("\n".join(PROMPTS) + "\n")
-    return ["distil", "--layers", 0, "--prompts", folder / "prompts", "--batch", 2, "--steps", 3,
-            "--max-new-tokens", 8, "--out", folder / "draft", *argv]
-
-
-def test_a_stopped_command_ends_with_130_and_goes_on(small, tmp_path, monkeypatch, capfd):
-    argv, step = distil_argv(tmp_path), torch.optim.AdamW.step
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", interrupting(step, 3))
-        assert train(*argv) == 130
-    assert capfd.readouterr().err.endswith("\ninterrupted\n")
-    steps = []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: steps.append(args) or step(*args))
-    assert train(*argv) == 0
-    assert len(steps) == 1 and "on 1 held-out answers: " in capfd.readouterr().out
-
-
-def test_a_tenth_is_held_out(small, tmp_path, monkeypatch, capsys):
-    """The held-out answers are never trained on, and the last line is of them alone."""
-    batches, rows, pad = [], [], recipe.pad_rows
-    monkeypatch.setattr(recipe, "pad_rows", lambda some: batches.append(some) or pad(some))
+def test_what_a_draft_is_worth_is_measured_on_held_out_answers(tmp_path, monkeypatch, capsys):
+    rows = []
     monkeypatch.setattr(recipe, "measure_agreement",
                         lambda target, draft, some: rows.extend(some) or (0.25, 0.5))
-    assert train(*distil_argv(tmp_path, "--steps", 9)) == 0
-    assert len(rows) == 1 and [len(some) for some in batches].count(2) == 9
-    assert all((rows[0] in some) == (len(some) == 1) for some in batches)
-    assert {len(some) for some in batches} == {1, 2}
+    run("train distil --layers 0", tmp_path, tiny("llama"), steps=1)
     assert capsys.readouterr().out.endswith(
-        "on 1 held-out answers: 0.250 of the tokens guessed, 1 - TVD 0.500\n")
+        "on 1 held-out answers: 0.250 of the tokens guessed, 1 - TVD 0.500\n") and len(rows) == 1
 
 
-ASCENDING = "different numbers from 0 to 1 in ascending order"
-
-
-@pytest.mark.parametrize("command, option, values, said", [
-    *(("distil", name, [0], "1 or more") for name in ("steps", "batch", "max-new-tokens")),
-    *(("prompts", name, [0], "1 or more") for name in ("count", "batch", "max-new-tokens")),
-    ("distil", "lr", ["nan"], "above 0"), ("prompts", "temperature", ["nan"], "above 0"),
-    *(("distil", "layers", x, ASCENDING) for x in ([2], [-1], [1, 0], [1, 1]))])
-def test_bad_options_are_refused(command, option, values, said, small, tmp_path, capfd):
-    argv = distil_argv(tmp_path) if command == "distil" else ["prompts", "--out", tmp_path / "out"]
-    assert train(*argv, f"--{option}", *values) == 2
-    said_in_one_line(f"--{option} must be {said}, got {' '.join(map(str, values))}", capfd)
+@pytest.mark.parametrize("layers", [[2], [-1], [1, 0], [1, 1]])
+def test_layers_that_cannot_be_taken_are_refused(layers, tmp_path):
+    with pytest.raises(InputError, match="--layers must be different numbers from 0 to 1 in asc"):
+        recipe.distil(tiny("llama"), Letters(), [], layers=layers, out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("row, said", [([5, 6], 0), ([1], 0), ([7, 1], 1)])
@@ -408,47 +319,15 @@ def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypat
 
 # --------------------------------------------------------------------------- the embedded models
 
-@pytest.fixture
-def stages(monkeypatch, tmp_path):
-    """A function of arguments that runs the stages, and lists what they ask for."""
+def test_the_target_learns_arithmetic_last(monkeypatch):
+    """Its second phase has another mix, and goes on with the model of the first."""
     done = []
-
-    def run(*argv) -> list:
-        done.clear()
-        monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cpu", *argv])
-        recipe.make_embedded()
-        return done[:]
-    fakes = dict(
-        HERE=tmp_path, make_tokenizer=lambda: "words",
-        make_model=lambda name, _, device: [name] if device == "cpu" else None,
-        train_on_tasks=lambda name, model, tokenizer, mix, size, *, lr, tokens, work: done.append(
-            (name, *model, mix, size, lr, tokens, work.name)),
-        distil_on_tasks=lambda name, target, draft, tokenizer, *, tokens, work: done.append(
-            (name, *target, *draft, tokens)) or draft.append("distilled"),
-        save=lambda model, tokenizer, folder: done.append(("save", *model, folder.name)),
-        load=lambda folder, device: [f"saved {folder.name}"] if device == "cpu" else None,
-        measure_acceptance=lambda target, draft, tokenizer, prompts:
-            done.append(len(prompts)) or 0.5,
-        evaluate=lambda model, tokenizer: [*model])
-    for name, fake in fakes.items():
-        monkeypatch.setattr(recipe, name, fake)
-    return run
-
-
-def test_the_stages(stages, tmp_path, capsys):
-    """Each stage trains something on so many tokens, and saves it."""
-    work = ("--work", str(tmp_path / "some" / "kept"))
-    target = [("target", "target", recipe.MIX, 3072, 1.5e-3, 6_000_000, "kept"),
-              ("target-later", "target", recipe.LATER, 3072, 5e-4, 3_000_000, "kept"),
-              ("save", "target", "target")]
-    plain = [("draft", "draft", recipe.MIX, 4096, 4e-3, 1_500_000, "kept")]
-    draft = [*plain, ("distilled", "saved target", "draft", 800_000),
-             ("save", "draft", "distilled", "draft")]
-    assert stages("--stage", "target", *work) == target
-    assert stages("--stage", "plain-draft", *work) == plain
-    assert stages("--stage", "draft", *work) == draft
-    capsys.readouterr()
-    assert stages("--stage", "evaluate", *work) == [150]
-    assert (tmp_path / "evaluation.json").read_text() == capsys.readouterr().out == json.dumps(
-        {"target": ["saved target"], "draft": ["saved draft"], "acceptance": 0.5}, indent=1) + "\n"
-    assert stages(*work) == [*target, *plain, *draft, 150]
+    monkeypatch.setattr(recipe, "make_model", lambda name, tokenizer, device: [name, device])
+    monkeypatch.setattr(recipe, "train_on_tasks", lambda name, model, tokenizer, mix, size, **how:
+                        done.append((name, model, mix, how["tokens"])))
+    monkeypatch.setattr(recipe, "save", lambda model, tokenizer, folder: done.append(
+        (model, folder.name)))
+    recipe.make_target("words", SimpleNamespace(device="cpu", work=None))
+    model = ["target", "cpu"]
+    assert done == [("target", model, recipe.MIX, 6_000_000),
+                    ("target-later", model, recipe.LATER, 3_000_000), (model, "target")]

@@ -99,6 +99,30 @@ def share_weights(model):
     return copy.deepcopy(model, {id(x): x for x in [*model.parameters(), *model.buffers()]})
 
 
+class Tuned:
+    """Be a part, as `save_trained` takes it, that is a model with changes of low rank.
+
+    original  the model that is tuned. It stays as it is, and shares its weights
+    rank      the rank of each change
+    seed      the seed of the changes
+
+    model     the tuned model
+    changes   all that is trained, by name
+    """
+    facts = ()
+    vocab = None
+
+    def __init__(self, original, rank: int, seed: int = 0):
+        self.model = share_weights(original)
+        self.changes = choose_weights(self.model, rank, seed)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        return self.changes
+
+    def parameters(self):
+        return self.changes.values()
+
+
 def list_changed(model) -> list[torch.nn.Linear]:
     """List the matrices of a model that have a branch."""
     return [x for x in model.modules() if isinstance(getattr(x, "change", None), LowRank)]

@@ -168,9 +168,12 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
 class Part(torch.nn.Module):
     """Be a module that is trained beside a frozen model.
 
+    Other classes, such as `Tuned` of low_rank.py, are parts too if they have these attributes,
+    `trainable()` and `parameters()`.
+
     title   what it is, in words that an error message can use
     facts   names of attributes that JSON can hold, which its file keeps
-    vocab   [V'], the tokens that it can guess
+    vocab   [V'], the tokens that it can guess. None: it is for all tokens of the model
     """
     title = ""
     facts = ("accept",)
@@ -189,7 +192,8 @@ def save_trained(path: Path, part: Part, model, **form) -> None:
     form    what makes the part again, which JSON can hold
     """
     header = form | {name: getattr(part, name) for name in part.facts}
-    if len(part.vocab) < len(model.get_output_embeddings().weight):
+    every = len(model.get_output_embeddings().weight)
+    if part.vocab is not None and len(part.vocab) < every:
         header["vocab"] = part.vocab.tolist()
     save_part(path, part.title, model, part.trainable(), **header)
 
@@ -209,12 +213,12 @@ def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Par
         part = make(header)
         for name in part.facts:
             setattr(part, name, header[name])
+        if "vocab" in header and len(header["vocab"]) < len(part.vocab):
+            part.keep(header["vocab"])
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"expected a file of {title} for this model, got {str(path)!r} with a "
                          f"wrong header: {explain(error)}") from error
     fill(part.trainable(), tensors, path)
-    if len(header.get("vocab", part.vocab)) < len(part.vocab):
-        part.keep(header["vocab"])
     return match_type(part, model)
 
 
