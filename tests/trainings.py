@@ -22,8 +22,7 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.medusa train --K 2 --heads hydra --vocab 9":
         "survey.medusa --adapter OUT --heads hydra --nodes 5",
     "survey.eagle train": "survey.eagle --adapter OUT --nodes 5",
-    "survey.eagle train --released --mlp 24": "survey.eagle --adapter OUT --nodes 5 --dynamic",
-    "survey.eagle train --begin last --vocab 9": "survey.eagle --adapter OUT --nodes 5",
+    "survey.eagle train --mlp 24 --vocab 9": "survey.eagle --adapter OUT --nodes 5 --no-dynamic",
     "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9":
         "survey.eagle3 --adapter OUT --nodes 5",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3":
@@ -37,12 +36,10 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.online boost": "speculative --draft OUT",
     "train distil --layers 0": "speculative --draft OUT",
 }
-CHOICES = {"heads": ("medusa", "hydra"), "begin": ("random", "last"), "head": ("own", "target"),
+CHOICES = {"heads": ("medusa", "hydra"), "head": ("own", "target"),
            "taps": ("0,1", "0,2", "2"), "loss": ("ce", "tv"), "divergence": ("forward-kl", "jsd")}
 SAME = {  # options that the file keeps and no loss reads, or that do not go with others of the line
     "survey.layerskip tune --E 1 --rank 2": {"E"},
-    "survey.eagle train --released --mlp 24": {"begin"},
-    "survey.eagle train --begin last --vocab 9": {"released"},
 }
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
 WORDLESS = SimpleNamespace(  # a tokenizer, as far as needed
