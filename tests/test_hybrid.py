@@ -150,6 +150,12 @@ def test_a_part_reads_all_pairs_that_wait(kind):
         found.append(chances)
     for chances in found[1:]:
         assert found[0] == pytest.approx(chances, rel=1e-4) and len(chances) == RANKS
+    if kind in guessers.LAYERS:  # branches in any order
+        paths = ["\x07", "\x08", "\x07\x09"]
+        asked = {path: part.predict(path) for path in paths}
+        part.start(Pairs(target.features[:8], text[1:]))
+        for path in reversed(paths):
+            assert part.predict(path) == pytest.approx(asked[path], rel=1e-4)
     for p in weights.parameters():
         p.requires_grad_(False).fill_(torch.nan)
     part.start(Pairs(target.features, text))
@@ -166,26 +172,29 @@ def test_each_depth_of_a_block_pays_its_share(kind, seconds, monkeypatch):
     assert part.time_pass() == seconds and part.count_passes("xy") == (1 if kind == "dflash" else 3)
 
 
-def test_trees_are_as_wide_as_pays():
-    """Rows for nothing, rows of a tenth of a call, and a second row that costs nine calls."""
-    ngrams, sizes = NGrams("abcabdab", Datastore("q"), HALF), []
-    for row, step in ((1e-3, 0.0), (0.1, 0.0), (1e-3, 9.0)):
-        costs = [1 + row * n + step * (n > 1) for n in range(65)]
-        sizes.append(len(choose_tree(ngrams, None, [], costs, 0.0, [])[0]))
-    assert sizes[0] > 20 > sizes[1] > sizes[2] == 1
+@pytest.mark.parametrize("step, slope, least, most", [
+    (0.0, 0.0, 20, 64), (0.0, 0.1, 2, 18), (9.0, 0.0, 1, 1)])
+def test_trees_are_as_wide_as_pays(step, slope, least, most):
+    """A second row takes a step by the clock, and each row more a slope by the latest calls."""
+    recent = [(n, 1 + slope * (n - 1), 0.0, 1) for n in (1, 8, 16)] * 20
+    costs = [1 + step * (n > 1) for n in range(65)]
+    ngrams = NGrams("abcabdab", Datastore("q"), HALF)
+    assert least <= len(choose_tree(ngrams, None, [], costs, 0.0, recent)[0]) <= most
 
 
 def test_prices_are_those_of_the_latest_calls(monkeypatch):
-    """Each call is noted with its rows, its passes of 0.5 s and its tokens."""
+    """Each call is noted with its rows, its passes of 0.5 s and its tokens. What the target said
+    after rejected nodes is learnt too."""
     target, _ = random_part(tiny("llama"), "eagle")
     monkeypatch.setattr(module, "measure_costs", lambda *_: ([1.0] * 65, 0.5))
-    noted, log = [], []
+    noted, log, known = [], [], Successors()
     monkeypatch.setattr(module, "choose_tree", lambda ngrams, part, pool, costs, a_pass, recent:
                         noted.append([*recent]) or grow_hybrid(ngrams, part, pool, 9, 0.01))
-    chunks = hybrid(target, [3, 1, 4], log=log, **FILES)
+    chunks = hybrid(target, [3, 1, 4], log=log, successors=known, **FILES)
     lengths = [len(next(chunks)) for _ in range(5)]
     calls = [(r["guessed"] + 1, 0.5 * r["passes"], n) for r, n in zip(log, lengths)]
     assert [(rows, passes, n) for rows, _, passes, n in noted[-1]] == calls[:4] and log[0]["passes"]
+    assert len(known.rows) > sum(lengths)
 
 
 # ------------------------------------------------------------------------------------ the trust

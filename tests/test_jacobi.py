@@ -4,7 +4,6 @@ import inspect
 import itertools
 import random
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from common import CachedLM, Sampler, trie, until
 from fake_models import Recorder, ScriptedLM, counting, markov, scripted
 from families import tiny
 from helpers import prefill, tokens_of
-from jacobi import jacobi, lookahead, prompt_lookup, remember, report
+from jacobi import jacobi, lookahead, prompt_lookup, remember
 
 PROMPT = [3, 14, 15, 3, 14]
 
@@ -61,13 +60,11 @@ def test_states_follow_the_iteration(temperature):
 
 def test_first_guesses_are_tokens_of_the_prompt():
     """Drawn at random by the seed of the sampler."""
-    def first(seed):
-        log = []
-        next(jacobi(ScriptedLM(markov(1, 9)), [*range(9)] * 2, n=40, sample=Sampler(seed=seed),
-                    log=log))
-        return log[0]["states"][0]
-    assert first(1)[0] == 8 and set(first(1)) == set(range(9))
-    assert first(1) == first(1) != first(2)
+    log, lm, prompt = [], counting(9), [*range(9)] * 2
+    for seed in (1, 1, 2):
+        next(jacobi(lm, prompt, n=40, sample=Sampler(seed=seed), log=log))
+    first, again, other = (block["states"][0] for block in log)
+    assert first == again != other and first[0] == 8 and set(first) == set(range(9))
 
 
 def test_a_cllm_decodes_by_the_same_loop():
@@ -113,11 +110,6 @@ def test_the_trajectory_as_plain_text(capsys):
         "  0: e [a]\n"
         "  1: e f\n\n"
         "\ncdef\n")
-
-
-def test_the_trajectory_of_a_block_that_the_first_chunk_completes(capsys):
-    shown(scripted(lambda text: 5, 8), [5], 2, 3, earlier())
-    assert capsys.readouterr().out == "  0: f f\n  1: f f\n\n" * 2 + "fff\n"
 
 
 def test_the_trajectory_on_a_terminal(capsys, monkeypatch):
@@ -212,36 +204,7 @@ def test_prompt_lookup_tries_what_followed_the_last_token(prompt):
     assert max(r["guessed"] for r in log) > 2 and max(r["accepted"] for r in log) == N - 1
 
 
-def test_lookahead_without_a_window_is_prompt_lookup():
-    runs = []
-    for method, options in (lookahead, dict(W=0)), (prompt_lookup, {}):
-        log = []
-        chunks = method(ScriptedLM(markov(3)), [0, 1, 2, 0, 1], N=3, G=2, sample=Sampler(0.5),
-                        log=log, **options)
-        runs.append((list(itertools.islice(chunks, 20)), log))
-    assert runs[0] == runs[1]
-
-
 def test_the_pool_keeps_the_newest():
     pool = {}
     remember(pool, [(1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 5, 6), (2, 2, 3)], 2)
     assert {key: list(tails) for key, tails in pool.items()} == {1: [(2, 3), (5, 6)], 2: [(2, 3)]}
-
-
-def test_a_periodic_text_is_accepted_whole():
-    """Once the period is in the pool, every call yields N tokens; the prompt's n-grams suffice."""
-    def lengths(method, prompt, calls, **options):
-        target = scripted(lambda text: (text[-1] + 1) % 6, 6)
-        return [len(c) for c in itertools.islice(method(target, prompt, N=4, **options), calls)]
-    assert lengths(prompt_lookup, [0, 1, 2, 3, 4, 5, 0, 1, 2], 4) == [4, 4, 4, 4]
-    assert lengths(lookahead, [0], 30, W=4, prompt_ngrams=False)[-10:] == [4] * 10
-
-
-# ----------------------------------------------------------------------------------- the report
-
-def test_the_report():
-    blocks = [{"states": [[1, 2]] * 4, "final": [1]}, {"states": [[1, 2]] * 3, "final": [1]}]
-    assert report(SimpleNamespace(method=jacobi, log=blocks)) == "2 blocks, 2.50 calls for each"
-    calls = [dict(rows=8, guessed=5, accepted=1), dict(rows=9, guessed=0, accepted=0)]
-    assert report(SimpleNamespace(method=lookahead, log=calls)) == (
-        "a call: 8.5 rows, 2.5 of them guesses, 0.50 accepted")

@@ -7,14 +7,11 @@ import torch
 
 import mjsd as module
 from common import CachedLM, Sampler, autoregressive, greedy
-from fake_models import Recorder, ScriptedLM, drifting, markov, uncached
-from families import few_families, near, tiny
-from helpers import main, tokens_of
+from fake_models import Recorder, ScriptedLM, drifting, uncached
+from families import tiny
+from helpers import tokens_of
 from laws import chi_square_ok
 from mjsd import beam_search, mjgd, mjsd, perplexity, propose_children
-
-PROMPT = [3, 14, 15]
-APPLES = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
 
 
 # ----------------------------------------------------- references: no cache, no tree, no ids
@@ -78,9 +75,7 @@ def test_children_are_the_likeliest_or_draws_without_replacement():
         counts[x, y] += 1
         assert abs(first - logp[x]) < 1e-5 and abs(second - logp[y]) < 1e-5
     pairs = p[:, None] * p / (1 - p[:, None]) * (1 - torch.eye(5))
-    assert chi_square_ok(counts.sum(1), p)
     assert counts.diag().sum() == 0 and chi_square_ok(counts.flatten(), pairs.flatten())
-    assert not chi_square_ok(counts.sum(1), logits.softmax(-1))  # it would notice the temperature
 
 
 def test_each_row_has_as_many_children_as_have_a_probability():
@@ -122,22 +117,12 @@ def test_the_beam_search_is_that_over_whole_sequences(eos):
     assert mixed == bool(eos)  # some that ended come before longer ones
 
 
-@pytest.mark.parametrize("eos", [set(), {2}])
-def test_a_wide_beam_search_at_a_temperature_finds_all_texts(eos):
-    """With more beams than texts all are drawn that have a probability, in the order of it."""
-    sample, model = Sampler(0.9, top_k=3, top_p=0.9), drifting(0)
-    texts = [(tokens, joints(model, [0, 1], tokens, sample)[-1]) for tokens in absorbed(3, eos)]
-    texts = sorted((x for x in texts if x[1] > -math.inf), key=lambda x: -x[1])
-    assert same(beams_of(model, [1], 3, 125, sample, eos), texts)
-
-
 # ------------------------------------------------------------------------------------------- MJGD
 
 @pytest.mark.parametrize("eos", [set(), {4}, {1, 3}])
 def test_mjgd_with_enough_beams_is_the_joint_argmax(eos):
     """V = 5, K = 3: against all texts, chunk after chunk, also after an EOS; greedy decoding gives
     another text."""
-    lengths = set()
     for seed in range(3):
         model, context, log = drifting(seed), [0, 1], []
         chunks = mjgd(ScriptedLM(model), context, K=3, beams=25, eos=eos, log=log)
@@ -145,10 +130,8 @@ def test_mjgd_with_enough_beams_is_the_joint_argmax(eos):
             best = max((joints(model, context, x)[-1], x) for x in absorbed(3, eos))
             assert tuple(chunk) == best[1] and abs(log[-1]["logp"] - best[0]) < 1e-4
             context = context + chunk
-            lengths.add(len(chunk))
         greedily = tokens_of(autoregressive(ScriptedLM(model), [0, 1]), len(context) - 2)
         assert eos or context[2:] != greedily
-    assert (len(lengths) > 1) == bool(eos)
 
 
 def test_nothing_counts_after_an_eos():
@@ -190,37 +173,17 @@ def test_the_round_of_the_header():
         assert target.tokens == [0, 1, 3, 5][:len(chunk)]
 
 
-@few_families
-def test_rounds_on_real_caches_equal_those_without_a_cache(family):
-    """Round by round, past the window of those that have one; and with a quarter of the tokens EOS,
-    so that some drafts end early, before or after other beams."""
-    model, draft = tiny(family), near(tiny(family), 0.05)
-    references, seen = (uncached(model).logits_of, uncached(draft).logits_of), []
-    for eos in set(), set(range(0, 61, 4)):
-        context, log = PROMPT, []
-        chunks = mjsd(CachedLM(model), CachedLM(draft), PROMPT, gamma=3, beams=4, tau=0.3, eos=eos,
-                      log=log)
-        for chunk in itertools.islice(chunks, 16):
-            x = search(references[1], context, 3, 4, eos)[0][0]
-            eta = count_accepted(*references, context, x, 0.3)
-            t = references[0](context + list(x[:eta])).argmax().item()
-            assert chunk == [*x[:eta], t] and log[-1] == {"drafted": len(x), "accepted": eta}
-            context = context + chunk
-            seen.append((len(x), eta))
-    assert {1, 2, 3} == {n for n, _ in seen} and {0, 3} <= {eta for _, eta in seen}
-    assert any(n == eta < 3 for n, eta in seen)  # the EOS was accepted
-
-
 @pytest.mark.parametrize("sample", [dict(temperature=0.7), dict(temperature=1.2, top_k=3)])
 @pytest.mark.parametrize("eos", [set(), {3}])
 def test_the_accepted_length_counts_what_the_sampler_warps(sample, eos, monkeypatch):
-    """The longest prefix that passes, by probabilities that are computed anew."""
+    """The longest prefix that passes, by probabilities that are computed anew. The token after it
+    is drawn."""
     def spy(*args):
         found.append(beam_search(*args))
         return found[-1]
     found, target, draft, sample = [], drifting(1), drifting(2), Sampler(**sample, seed=3)
     monkeypatch.setattr(module, "beam_search", spy)
-    context, lengths = [0, 1], set()
+    context, lengths, drawn = [0, 1], set(), 0
     chunks = mjsd(ScriptedLM(target), ScriptedLM(draft), context, gamma=4, beams=4, tau=0.6,
                   sample=sample, eos=eos)
     for chunk in itertools.islice(chunks, 60):
@@ -228,8 +191,9 @@ def test_the_accepted_length_counts_what_the_sampler_warps(sample, eos, monkeypa
         eta = count_accepted(target, draft, context, x, 0.6, sample)
         assert chunk[:-1] == x[:eta] and len(chunk) == eta + 1
         lengths.add(eta)
+        drawn += chunk[-1] != target(context + x[:eta]).argmax()
         context = context + chunk
-    assert len(lengths) > 2
+    assert len(lengths) > 2 and drawn > 10
 
 
 def test_tau_0_accepts_what_the_target_gives_a_chance():
@@ -244,23 +208,7 @@ def test_tau_0_accepts_what_the_target_gives_a_chance():
     assert {r["accepted"] for r in log} >= {4} and len({r["accepted"] for r in log}) > 1
 
 
-@pytest.mark.parametrize("tau", [0.0, 1.0])
-def test_sampled_tokens_have_the_distribution_of_their_model(tau):
-    """2,000 seeded runs, the first two tokens (16 cells), at a false-failure probability of 1e-6.
-    τ = 1: both are the target's. τ = 0 and one beam: the first is the draft's, which is accepted,
-    the second the target's after it."""
-    target, draft = markov(1), markov(2)
-    counts, sample = torch.zeros(4, 4), Sampler(0.9, top_k=3 if tau else 0, seed=6)
-    for _ in range(2000):
-        chunks = mjsd(ScriptedLM(target), ScriptedLM(draft), [0, 1], gamma=1, beams=1, tau=tau,
-                      sample=sample)
-        counts[tuple(tokens_of(chunks, 2))] += 1
-    first = sample.probs((target if tau else draft)([0, 1]))
-    second = torch.stack([sample.probs(target([1, x])) for x in range(4)])
-    assert chi_square_ok(counts.flatten(), (first[:, None] * second).flatten())
-
-
-# ------------------------------------------------------------------- perplexity, and command line
+# ------------------------------------------------------------------- perplexity
 
 def test_perplexity_is_that_of_the_model_itself():
     model, prompts, outputs = tiny("llama"), [[3, 4, 5], [7]], [[8, 9, 10, 11], [2]]
@@ -268,12 +216,3 @@ def test_perplexity_is_that_of_the_model_itself():
     nll = -sum(joints(logits_of, p, o)[-1] for p, o in zip(prompts, outputs))
     found = perplexity(CachedLM(model), prompts, outputs)
     assert found == pytest.approx(math.exp(nll / 5), rel=1e-4)
-
-
-def test_the_report(capfd):
-    for own, more in ([], True), (["--method", "mjgd", "--K", "2"], False):
-        argv = ["--device", "cpu", "--prompt", APPLES, *own]
-        assert main([mjsd, mjgd], module.report, argv, lossy=[mjsd, mjgd]) == 0
-        err = capfd.readouterr().err
-        assert "perplexity of the output" in err
-        assert (" accepted; " in err and " draft calls; " in err) == more
