@@ -188,8 +188,7 @@ MUTANTS = {
          "a block is always causal in decoding"),
         ("torch.tensor([ids[x] for x in leaves], device=z.device)",
          "torch.tensor([root for x in leaves], device=z.device)",
-         "the Markov head always reads the root"),
-        ("so_far = hits.cumprod(-1).bool()", "so_far = hits", "earlier guesses do not count")],
+         "the Markov head always reads the root")],
     "survey/layerskip.py": [
         ("hidden.append(early.features)\n        guesses",
          "hidden.append(hidden[-1])\n        guesses",
@@ -213,6 +212,8 @@ MUTANTS = {
         ("hits + (guesses == labels)[whole].cumprod(-1)", "hits + (guesses == labels)[whole]",
          "a guess counts without those before it")],
     "survey/hybrid.py": [
+        ("if x[BEGIN:BEGIN + few] not in begins)", ")",
+         "the held-out answers stay in the datastore"),
         ("chance * wrong * mended < price", "chance * mended < price",
          "the n-grams' certainty counts for nothing"),
         ("zip(accumulate(chances), costs[1:])]", "zip(accumulate(chances), costs)]",
@@ -227,9 +228,7 @@ MUTANTS = {
         ("self.layer.forward(inputs, [row])", "self.layer.forward(inputs, [-1])",
          "all rows hang below the context")],
     "survey/trust.py": [
-        ("said[i][None]", "said[i - 1][None]", "what the target said is that of the token before"),
-        ("if x[BEGIN:BEGIN + few] not in begins)", ")",
-         "the held-out answers stay in the datastore")],
+        ("said[i][None]", "said[i - 1][None]", "what the target said is that of the token before")],
     "survey/clock.py": [
         ("Node(node.chance * rate,", "Node(rate,", "a chance is not multiplied along the path"),
         ("key=lambda x: x[1] / x[2])", "key=lambda x: x[1])",
@@ -259,8 +258,6 @@ MUTANTS = {
          "all requests have the same coins")],
     "survey/recycling.py": [
         ("logits.topk(", "(-logits).topk(", "the least likely tokens are kept"),
-        ("successors is None or not history", "successors is None",
-         "--no-history keeps M all the same"),
         ("learn(ids, logits, chunk)\n", "learn(ids[:1], logits[:1], chunk)\n",
          "the root alone is learned from")],
     "survey/another_tokenizer.py": [
@@ -288,7 +285,7 @@ MUTANTS = {
         ("        q_logits[draws[i]] = -torch.inf\n", "", "a rejected token stays in q"),
         ("unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]", "unseen = [chunk[-1]]",
          "an accepted leaf is never fed to the draft"),
-        ("parent_rows = [first + shape.row[", "parent_rows = [shape.row[",
+        ("draft.commit(range(len(unseen)))", "draft.truncate(draft.length)",
          "levels do not hang below the unseen tokens")],
     "survey/several_drafts.py": [
         ("p = residual(p, q_x)", "p = residual(p, q[0])",
@@ -308,6 +305,7 @@ MUTANTS = {
         ("retrieved.lm.copy_newest(whole.lm, old)", "retrieved.lm.truncate(len(context))",
          "C_r keeps rows that saw a part of the text alone")],
     "training/acceptance.py": [
+        ("so_far = hits.cumprod(-1).bool()", "so_far = hits", "earlier guesses do not count"),
         ("& reached\n", "& True\n", "guesses below wrong guesses are counted"),
         ("first = max(0, length - 2)", "first = 0", "acceptance is measured on prompts too")],
     "training/trust.py": [
@@ -325,7 +323,8 @@ MUTANTS = {
         ("weights_only=True", "weights_only=False", "a pickled file may run code"),
         ("refused = [name for name in names if config.get(name)]", "refused = []",
          "settings that are not computed pass"),
-        ("if table.shape == own.shape and not", "if False and not", "another model's head passes")],
+        ("if found.shape == table.shape and not", "if False and not",
+         "another model's head passes")],
     "training/layers.py": [
         ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
          "features of a long prompt are those of its last part"),

@@ -118,7 +118,7 @@ PARTS = {  # a training: functions that load the file that it leaves, and that s
     "survey.medusa train --K 2 --heads hydra --vocab 9": (
         lambda path, model: medusa.load_heads(path, "hydra", model), medusa.save_heads),
     "survey.eagle train": (eagle.load_draft, eagle.save_draft),
-    "survey.eagle train --released --mlp 24": (eagle.load_draft, eagle.save_draft),
+    "survey.eagle train --mlp 24 --vocab 9": (eagle.load_draft, eagle.save_draft),
     "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9": (eagle3.load_draft, eagle3.save_draft),
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3": (
         dflash.load_draft, dflash.save_draft),
