@@ -151,6 +151,17 @@ def test_train_makes_the_draft_that_was_asked_for(tmp_path):
     assert (draft.config.intermediate_size, len(draft.vocab), len(draft.accept)) == (24, 9, 8)
 
 
+def test_tokens_and_features_are_as_large_at_first(monkeypatch):
+    """Gemma's embedding is √d times its weights. Values of a gradient are cut as in the paper."""
+    model, data, how = tiny("gemma3"), [([3, 4], [5, 6, 7, 8])], {}
+    draft, [(ids, f, _)] = EagleLayer(model), compute_features(model, data)
+    expected = draft.fc.weight.detach().clone()
+    expected[:, :32] *= f.float().std() / model.get_input_embeddings()(ids).std()
+    monkeypatch.setattr(module, "fit_part", lambda *_, **given: how.update(given))
+    module.fit(model, draft, data, data, batch=1)
+    assert torch.allclose(draft.fc.weight, expected, rtol=1e-3) and how["max_value"] == 0.5
+
+
 def test_a_layer_that_does_not_fit_is_refused(tmp_path):
     """One of the target's own class, as older files have it, and one of another width."""
     model = tiny("llama")
