@@ -76,7 +76,9 @@ def forget_project(folder=ROOT) -> None:
     def lies_there(path: str) -> bool:
         return path.startswith(f"{folder}{os.sep}") and ".venv" not in path
     for name, module in [*sys.modules.items()]:
-        if lies_there(str(getattr(module, "__file__", None))):
+        # A folder without an __init__.py is a module too, which knows its modules, but has no file.
+        place = getattr(module, "__file__", None) or [*getattr(module, "__path__", []), ""][0]
+        if lies_there(str(place)):
             del sys.modules[name]
     sys.path[:] = [path for path in sys.path if not lies_there(os.path.abspath(path) + os.sep)]
 

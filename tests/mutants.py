@@ -13,7 +13,7 @@ file. `SURVIVORS` names the slips that change nothing, with the reason.
 
 Each mutant is made in a copy of the project, where the tests of its file run (`commands_of`). A
 mutant is killed if a test fails. A mutant that survives shows that no test guards this line:
-strengthen a test. Tests that fail as they are would kill every mutant.
+strengthen a test. A test that kills a mutant is run once more without the mistake.
 
 A mutant takes about 8 seconds if a test kills it, and minutes if none does. The exit status is 1 if
 any mutant survives. Ctrl-C ends it, and removes the copy.
@@ -663,14 +663,15 @@ def run_tests(folder: Path, arguments: list[str], output: Path) -> None:
     sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments])))
 
 
-def find_killer(folder: Path, file: str) -> str:
-    """Run the tests of a file in a copy of the project.
+def find_killer(folder: Path, commands: list[list[str]]) -> str:
+    """Run tests in a copy of the project.
 
-    returns  the first test that failed, or how else the tests ended; an empty text if all passed
+    commands  the arguments of pytest, one list after the other
+    returns   the first test that failed, or how else the tests ended; an empty text if all passed
     """
     output = folder / "output.txt"
     statuses = []
-    for arguments in commands_of(file):
+    for arguments in commands:
         tests = get_context("fork").Process(target=run_tests, args=(folder, arguments, output))
         tests.start()
         try:
@@ -685,18 +686,25 @@ def find_killer(folder: Path, file: str) -> str:
                       if line.startswith(("FAILED", "ERROR"))]
             return failed[0] if failed else f"the end of {arguments[0]}, or {LIMIT} s"
     if 0 not in statuses:
-        raise ValueError(f"expected tests for {file}, got none")
+        raise ValueError(f"expected tests, got none: {commands}")
     return ""
 
 
 def try_mutant(mutant: Mutant) -> str:
-    """Make a mutant in a copy of the project; return what killed it, or an empty text."""
+    """Make a mutant in a copy of the project; return what killed it, or an empty text.
+
+    Raises ValueError if the test that killed it fails without the mistake, too.
+    """
     ast.parse(mutant.source)  # a mistake of spelling would be killed by every test
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "project"
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
         (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
-        return find_killer(folder, mutant.file)
+        killer = find_killer(folder, commands_of(mutant.file))
+        (folder / mutant.file).write_text(read(mutant.file), encoding="utf-8")
+        if killer.startswith("tests/") and find_killer(folder, [[killer]]):
+            raise ValueError(f"expected tests that pass without a mistake, but {killer} fails")
+        return killer
 
 
 def choose(words: list[str], generated: int, seed: int) -> list[Mutant]:
