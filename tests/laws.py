@@ -3,11 +3,14 @@
     law(logits_of, sample, prompt, n)    what n sampled tokens must follow: the chain rule
     chi_square_ok(counts, law)           whether these counts may come from this law
     outcomes(experiment)                 every way in which an experiment of choices can end, with
-                                         its probability, which is exact: nothing is drawn"""
+                                         its probability, which is exact: nothing is drawn
+    Choosing(choose)                     a sampler whose draws and coins are such choices"""
 import itertools
 import math
 
 import torch
+
+from common import Sampler
 
 
 def law(logits_of, sample, prompt: list[int], n: int, vocab: int = 4) -> torch.Tensor:
@@ -50,3 +53,54 @@ def outcomes(experiment):
             return taken[-1]
         result = experiment(choose)
         yield math.prod(weights), result
+
+
+WARM = 3.0  # the temperature: target and draft differ in many tokens, and none is rare
+
+
+class Coins:
+    """Numbers drawn from [0, 1) that are only compared: whether one is below a chance is a choice.
+    """
+
+    def __init__(self, choose, number: int):
+        self.choose, self.number = choose, number
+
+    def __iter__(self):
+        return iter(self.tolist())
+
+    def tolist(self) -> list:
+        return [Coins(self.choose, 1) for _ in range(self.number)]
+
+    def __lt__(self, chances) -> torch.Tensor:
+        chances = torch.as_tensor(chances).nan_to_num(0).clamp(max=1)
+        below = [self.choose([1 - chance, chance]) for chance in chances.flatten().tolist()]
+        return torch.tensor(below).view_as(chances) == 1
+
+
+class Choosing(Sampler):
+    """Sample by choices: choose(odds) gives i with probability odds[i] (`outcomes`)."""
+
+    def __init__(self, choose):
+        super().__init__(WARM)
+        self.choose = choose
+
+    def draw(self, probs):
+        return torch.tensor([self.choose(row) for row in probs.double().tolist()])
+
+    def uniform(self, shape, device):
+        return Coins(self.choose, shape)
+
+
+def draw_by_choices(q_logits: torch.Tensor, k: int, sample: Choosing) -> list[list[int]]:
+    """Stand in for Sequoia's Gumbel noise: k draws without replacement from each row, evenly where
+    it has no mass left."""
+    rows = []
+    for q in q_logits.softmax(-1).double():
+        draws = []
+        for _ in range(k):
+            left = q if q.sum() > 0 else torch.ones_like(q)
+            left[draws] = 0
+            draws.append(sample.choose((left / left.sum()).tolist()))
+            q[draws[-1]] = 0
+        rows.append(draws)
+    return rows

@@ -1,5 +1,6 @@
 """Passes of few shapes over whole buffers (cli/graphs.py): as they are on a CPU, and captured. The
-simulated GPU of fake_cuda.py captures them, and so does CUDA where there is a GPU."""
+simulated GPU of fake_cuda.py captures them, and so does CUDA where there is a GPU. Every method
+decodes with them in test_lossless.py."""
 import collections
 import gc
 import random
@@ -7,19 +8,18 @@ import random
 import pytest
 import torch
 
-import test_lossless as lossless
-from bita import Tuning, bita
+from bita import bita
 from cli import graphs
 from cli.graphs import GraphedLM
 from cli.run import TimedLM
 from common import InputError, autoregressive, check
 from survey.clock import WIDTHS
 from fake_cuda import FakeCuda
-from families import near, tiny
+from families import few_families, near, tiny
 from helpers import prefill, tokens_of
-from ouroboros import ouroboros
 from speculative import speculative
 from test_common import CLOSE, alone, check_trees
+from test_lossless import tuning_of
 
 PROMPT = [5, 9, 3, 14, 7] * 24
 
@@ -29,24 +29,6 @@ def both(model) -> tuple[GraphedLM, TimedLM]:
 
 
 # -------------------------------------------------------------------------------- not captured
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
-def test_every_method_equals_autoregressive(family, monkeypatch):
-    """Up to the end of the context: there the passes that are filled up reach furthest beyond."""
-    model, prompt, n = lossless.model_of(family), (3, 1, 4) * 10, lossless.END - 30
-    lines = {name: line(model) for name, line in lossless.METHODS.items()
-             if family not in lossless.REFUSED.get(name, [])}
-    expected = {name: lossless.autoregressive_text(line.text_of or model, prompt, n)
-                for name, line in lines.items()}
-    monkeypatch.setattr(lossless, "TimedLM", GraphedLM)  # of the drafts
-    for name, line in lines.items():
-        chunks = lossless.chunks_of(line, GraphedLM(model), [*prompt])
-        if name == "triforce":  # it reaches into a pass
-            with pytest.raises(InputError, match="^--graphs "):
-                next(chunks)
-        else:
-            assert tokens_of(chunks, n) == expected[name], name
-
 
 def test_shapes_are_few():
     """A pass of up to 128 rows has a width of the list and all slots; a wider one has its own, and
@@ -70,40 +52,31 @@ def test_shapes_are_few():
     assert {shape[1] for *_, shape in lm.captured} <= set(WIDTHS)
 
 
-def overflow(model, part: str, row: int, value: float):
-    """From now on the keys or values of this row of a pass are `value`, in the first layer."""
-    def spoil(_, args, out):
-        if out.shape[1] <= row:
-            return out
-        out = out.clone()
-        out[:, row].fill_(value)
-        return out
-    return getattr(model.model.layers[0].self_attn, part).register_forward_hook(spoil)
-
-
-@pytest.mark.parametrize("part, value", [("k_proj", torch.inf), ("v_proj", -torch.inf),
-                                         ("v_proj", torch.nan)])
-def test_an_infinity_reaches_nothing(part, value):
+@pytest.mark.parametrize("part, value", [("k_proj", torch.inf), ("v_proj", torch.nan)])
+@pytest.mark.parametrize("n", [3, 130])
+def test_an_infinity_reaches_nothing(part, value, n):
     """Unseen rows are multiplied by 0, so one that is not finite would make all others nan: in the
     pass that writes it the nodes beside it, then all that follows, and the next prompt."""
     model = tiny("llama")
-    for n in 3, 130:
-        lm, plain = both(model)
-        for each in lm, plain:
-            each.start([5, 9, 3])
-        ids, parents = [7, 8, 9] + [6] * (n - 3), [-1, 0, 0] + [2] * (n - 3)
-        hook = overflow(model, part, 1, value)
-        logits = lm.forward(ids, parents)
-        hook.remove()
-        torch.testing.assert_close(logits[[0, 2]], plain.forward(ids, parents)[[0, 2]], **CLOSE)
-        for each in lm, plain:
-            each.commit([0, 2])
-        for ids in [4], [2, 6, 1]:
-            torch.testing.assert_close(lm.forward(ids), plain.forward(ids), **CLOSE)
-        hook = overflow(model, part, n - 1, value)
-        lm.start([5] * n)
-        hook.remove()
-        torch.testing.assert_close(prefill(lm, [5, 9, 3]), alone(model, [5, 9, 3]), **CLOSE)
+    lms = both(model)
+
+    def run_broken(row: int, act):
+        """Run a pass in whose first layer the keys or values of a row overflow."""
+        layer = getattr(model.model.layers[0].self_attn, part)
+        with layer.register_forward_hook(lambda _, args, out: out.index_fill(
+                1, torch.tensor([row]), value)):
+            return act()
+    ids, parents = [7, 8, 9] + [6] * (n - 3), [-1, 0, 0] + [2] * (n - 3)
+    for lm in lms:
+        lm.start([5, 9, 3])
+    ours = run_broken(1, lambda: lms[0].forward(ids, parents))
+    torch.testing.assert_close(ours[[0, 2]], lms[1].forward(ids, parents)[[0, 2]], **CLOSE)
+    for lm in lms:
+        lm.commit([0, 2])
+    torch.testing.assert_close(*(lm.forward([2, 6, 1]) for lm in lms), **CLOSE)
+    lms[0].truncate(0)
+    run_broken(n - 1, lambda: lms[0].forward([5] * n))
+    torch.testing.assert_close(prefill(lms[0], [5, 9, 3]), alone(model, [5, 9, 3]), **CLOSE)
 
 
 # ------------------------------------------------------------------------------------ captured
@@ -134,15 +107,6 @@ def on_gpu(family: str, run_as=GraphedLM, **changes):
     return check(tiny(family, **changes).to("cuda"), run_as)
 
 
-def random_tuning(model, seed: int) -> Tuning:
-    """Make weights far from zero, so that a real token that saw any of them would notice."""
-    torch.manual_seed(seed)
-    tuning = Tuning(model, 4, 3)
-    for p in tuning.parameters():
-        p.data.normal_()
-    return tuning.to(model.device)
-
-
 def check_replayed(method, lms: list[GraphedLM], gpu, **options) -> None:
     """Check the text of a method against AR's. When the buffers have grown and all shapes were met,
     each pass is a replay: Python runs no model, and captures nothing."""
@@ -161,20 +125,18 @@ def check_replayed(method, lms: list[GraphedLM], gpu, **options) -> None:
     assert gpu["replays"] - before["replays"] == sum(lm.calls for lm in lms) + prompts
 
 
-def test_every_family_can_be_captured(family, gpu):
+@few_families
+def test_families_can_be_captured(family, gpu):
     model = on_gpu(family)
     check_replayed(speculative, [GraphedLM(model), GraphedLM(near(model, 0.01))], gpu)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_captured_trees_embeddings_and_prefix_rows(name, gpu):
-    """The graphs also stay when as many prefix rows are given again, as for every prompt."""
-    model = on_gpu(name)
-    lms = [GraphedLM(model), GraphedLM(near(model, 0.01))]
-    check_replayed(ouroboros, lms, gpu, W=3, beta=4)
+def test_captured_embeddings_and_prefix_rows(gpu):
+    """The graphs stay when as many prefix rows are given again, as for every prompt."""
+    model = on_gpu("gpt2")
     lm = GraphedLM(model)
-    check_replayed(bita, [lm], gpu, tree="full", k=2, tuning=random_tuning(model, 0))
-    check_replayed(bita, [lm], gpu, tree="full", k=2, tuning=random_tuning(model, 1))
+    for _ in range(2):
+        check_replayed(bita, [lm], gpu, tree="full", k=2, tuning=tuning_of(model, 4, 3))
     assert {len(shape) for *_, shape in lm.captured} == {2, 3} and lm.prefix == 4
 
 
@@ -186,18 +148,13 @@ def test_captured_random_trees_equal_their_paths(gpu):
 def test_new_buffers_need_new_captures(gpu):
     """Longer texts take larger buffers and drop what was captured; shorter ones keep both."""
     lms, captured = both(on_gpu("llama")), []
-    for length in 3, 100, 40, 3:
+    for length in 3, 100, 40:
         for lm in lms:
             lm.start([5, 9, 3, 7] * (length // 4) + [8])
-        for token in 7, 8, 9:
-            ours, theirs = (lm.forward([token]) for lm in lms)
-            torch.testing.assert_close(ours, theirs, **CLOSE)
-            for lm in lms:
-                lm.commit([0])
+        torch.testing.assert_close(*(lm.forward([7, 8, 9]) for lm in lms), **CLOSE)
         captured.append(dict(lms[0].captured))
-    short, long, same, again = captured
-    assert not {*short.values()} & {*long.values()}
-    assert long.items() <= same.items() <= again.items()
+    short, long, again = captured
+    assert not {*short.values()} & {*long.values()} and long.items() <= again.items()
 
 
 def test_no_graph_is_freed_while_another_is_captured(gpu):
