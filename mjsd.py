@@ -147,12 +147,19 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
 def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
          sample: Sampler = greedy, eos: set[int] = frozenset(),
          log: list | None = None) -> Iterator[list[int]]:
-    """Decode the likeliest K tokens at a time, by beam search on the target itself: multi-token
-    joint greedy decoding (Def. 3.1, with the same K in every step, as in Fig. 1).
+    """Decode the likeliest K tokens at a time, by beam search on the target itself.
 
+<<<<<<< HEAD
     K:     tokens decoded together, 1 or more. 1 is greedy decoding
     beams: beams that stay after each token of the search, 1 or more. With V ** (K - 1) of them the
            search finds the argmax itself
+=======
+    This is multi-token joint greedy decoding (Def. 3.1). K is the same in every step, as in Fig. 1.
+
+    K:     tokens decoded together. With 1 this is greedy decoding
+    beams: beams that stay after each token of the search. With V ** (K - 1) of them the search
+           finds the argmax itself
+>>>>>>> w60d
 
     Yields chunks of K tokens, or fewer if an EOS ends the chunk; logs {"logp"} a chunk. This is the
     chunk's joint log-probability in nats. The search takes a target call for each token.
@@ -186,8 +193,8 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     tau:   accept a prefix if min(1, p / q) is above this (τ), 0 or more. 1 accepts nothing, so that
            greedy output is the target's. 0 accepts every prefix that the target can say at all
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round: how many tokens
-    the best beam has, and how many of them are accepted.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
+    number of tokens of the best beam, and how many of them are accepted.
     """
     for name, value, least in ("gamma", gamma, 1), ("beams", beams, 1), ("tau", tau, 0):
         if not value >= least:
@@ -210,8 +217,8 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
                 eta = i  # line 11: the longest accepted prefix so far
         [t] = sample(logits[eta:eta + 1])  # lines 15 and 16
         target.commit(range(eta + 1))
-        # The draft keeps its nodes of the text and of accepted tokens. What it has not been fed, t
-        # and perhaps x_η, it is fed in the next round.
+        # The draft keeps its nodes of the text and of accepted tokens. It has not been fed t, and
+        # perhaps not x_η. The next round feeds it these tokens.
         kept = best.nodes[:len(unseen) + eta]
         draft.commit(kept)
         unseen = [*unseen, *x[:eta], t][len(kept):]

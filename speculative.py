@@ -202,9 +202,9 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
 def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
 
-    Leviathan's Theorem 3.8 predicts it from γ, from c, the time of a draft call over the time of a
-    target call, and from α. α is the share of accepted guesses among those that were tried: in each
-    round those up to the first rejected one.
+    Leviathan's Theorem 3.8 predicts it from γ, c and α. c is the time of a draft call divided by
+    that of a target call. α is the share of accepted guesses among all guesses that were tried. A
+    round tries its guesses up to the first one that it rejects.
 
     run   a run of the command line
     """

@@ -30,8 +30,8 @@ n-grams' likeliest token is wrong, the part puts the right one in a measured sha
     a pass brings   chance of the node · (1 - q of the n-grams' likeliest token) · share
     it must bring   seconds of a pass · final tokens a second
 
-So the part is asked at the likely nodes of which the n-grams are not sure, and always where that
-takes no pass. Where passes are expensive it is asked at the root alone, or never. With --nodes no
+So the part is asked at likely nodes of which the n-grams are not sure, and always if asking takes
+no pass. If passes are expensive, it is asked only at the root, or never. With --nodes no
 clock is asked, and a pass must bring PASS tokens.
 
 The tree grows best first. It ends where a node's chance is below the price of a row:
@@ -310,7 +310,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     """
     data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
     # Leave these answers out of the datastore, which would know them all by heart. A text of the
-    # datastore begins with BEGIN tokens of a prompt. The tokens behind these tell whether it is one
+    # datastore begins with BEGIN tokens of a prompt. The tokens after these tell whether it is one
     # of the answers.
     few = min(32, max_new_tokens)
     begins = {as_text(answer[:few]) for _, answer in data}

@@ -64,7 +64,7 @@ class Successors:
     def read(self, text: list[int]) -> None:
         """Put what follows each token of a text first in the token's row.
 
-        text   tokens, of which the last one has nothing behind it
+        text   tokens. Nothing follows the last one
         """
         for token, following in zip(text, text[1:]):
             others = [x for x in self.rows.get(token, []) if x != following]
@@ -86,7 +86,7 @@ class Successors:
         self.rows.update(zip(ids, likeliest))
 
     def fill(self, root: int, planned: list[Node]) -> tuple[list[int], list[int]]:
-        """Fill a planned tree with tokens of M.
+        """Put tokens of M into a planned tree.
 
         A node for which M has no token is dropped, with all nodes below it.
 

@@ -20,7 +20,7 @@ The last tokens of a text often occur elsewhere, and what follows them there is 
     these prefixes           └─ in
 
 A prefix is at least as frequent as its extensions. So the n most frequent prefixes contain all
-their parents: they are a tree. The suffix s has at most 16 tokens, and 10 tokens are read behind
+their parents: they are a tree. The suffix s has at most 16 tokens, and 10 tokens are read after
 it. Where s gives fewer than n prefixes, the next shorter suffix brings the others.
 
 SuffixDecoding instead makes a tree for each suffix s and for each of datastore and text. A tree has
@@ -34,7 +34,7 @@ D, and the tree with the best score is verified:
 
 Above, with s = "cat sat": D(on) = 2/3 and D(on the) = 2/3 · 1/2 = 1/3.
 
-The output is lossless. The tree depends on the datastore and on final text alone, and the target is
+The output is lossless. The tree depends only on the datastore and on final text, and the target is
 sampled once at each node (`walk`).
 
 Departures of REST:
@@ -111,7 +111,7 @@ class TokensPerCall(NamedTuple):
 class Datastore:
     """Hold texts as one string of tokens, and find what follows a suffix in them.
 
-    text             the texts, each with a BOUNDARY behind it. One that is being written has none
+    text             the texts, each with a BOUNDARY after it. One that is being written has none
                      yet.
     tokens_per_call  {rows of a call: TokensPerCall}. None: nothing was measured.
     order            the suffix array: all positions of `text`, sorted by what stands there
@@ -150,7 +150,7 @@ class Datastore:
         """Find the places where a suffix s ends. Of more than MATCHES an even sample is taken.
 
         s        one token or more, LONGEST at most
-        returns  positions in `text`, those of the token behind s
+        returns  positions in `text`. Each is that of the token after s
         """
         def begin(i: int) -> str:
             return self.text[i:i + len(s)]
@@ -304,7 +304,7 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
         # Verify.
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
-        # What became final is looked up from now on.
+        # From now on the final tokens are looked up too.
         text += as_text(chunk)
         if grow:
             text_store.add(as_text(chunk))

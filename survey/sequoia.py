@@ -107,8 +107,8 @@ def tabulate(P: tuple[float, ...], N: int, D: int) -> list[Best]:
     # A last branch of m >= n nodes leaves no node for the root. Then n - m is replaced by 0. Entry
     # 0 of T is -inf, so that no maximum takes it.
     nodes_before = (n - m).clamp(min=0)  # [n, m]
-    # A root alone gives one token: T(n, 0) = 1. A tree without a root does not exist, so T(0, 0) is
-    # -inf.
+    # A root without children gives one token: T(n, 0) = 1. A tree without a root does not exist, so
+    # T(0, 0) is -inf.
     alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)
     found = [Best(alone.tolist(), [0] * (N + 1), [])]
     G = alone  # [n]: G(n, d - 1)
@@ -140,7 +140,7 @@ def parents_of(best: list[Best], n: int, d: int) -> list[int]:
     while waiting:
         node, nodes, depth = waiting.popleft()
         sizes = []
-        # The last branch comes off first. What remains is the best tree with one branch less.
+        # The last branch comes off first. The rest is the best tree that has one branch less.
         for b in range(best[depth].branches[nodes], 0, -1):
             size = best[depth].size_of_last[b][nodes]
             sizes.insert(0, size)
@@ -238,7 +238,7 @@ def draw_tree(draft: CachedLM, unseen: list[int], shape: Shape,
     def draw(level: list[int], logits: torch.Tensor) -> None:
         logits = logits.double() / temperature
         # When all tokens with a chance have been drawn, the next children are drawn evenly from the
-        # others (Alg. 2, line 14). Were the logits of these -inf, their q would be 0 / 0.
+        # others (Alg. 2, line 14). If the logits of these were -inf, their q would be 0 / 0.
         logits = logits.clamp(min=-1e9)
         k = max(len(shape.children[node]) for node in level)
         for node, draws in zip(level, draw_children(logits, k, sample)):

@@ -177,7 +177,7 @@ def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: 
             for i, prefix in enumerate(prefixes):
                 nodes[prefix] = first + i
                 probs[prefix] = rows[i]
-        # Each draft gets a draw of its own, also where drafts are equal so far.
+        # Each draft gets a draw of its own, even if drafts are equal so far.
         if depth == 0 and ranked:
             tokens = logits[-1].topk(K).indices.tolist()
         else:

@@ -36,7 +36,7 @@ def replay_answers(lm: FeatureLM, data: list[tuple], store: Datastore,
     tokens = ""
     entries = []
     guessed = {kind: [] for kind in parts}
-    # What the LM head reads is tapped in any case, for the target's logits.
+    # The input of the LM head is always tapped, since it gives the target's logits.
     read = sorted({depth_of(lm.model), *chain(*(part.taps for part in parts.values()))})
     successors, score = Successors(), score_with(lm.model)
     for prompt, answer in tqdm(data, desc="answers"):
