@@ -149,17 +149,11 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
          log: list | None = None) -> Iterator[list[int]]:
     """Decode the likeliest K tokens at a time, by beam search on the target itself.
 
-<<<<<<< HEAD
+    This is multi-token joint greedy decoding (Def. 3.1). K is the same in every step, as in Fig. 1.
+
     K:     tokens decoded together, 1 or more. 1 is greedy decoding
     beams: beams that stay after each token of the search, 1 or more. With V ** (K - 1) of them the
            search finds the argmax itself
-=======
-    This is multi-token joint greedy decoding (Def. 3.1). K is the same in every step, as in Fig. 1.
-
-    K:     tokens decoded together. With 1 this is greedy decoding
-    beams: beams that stay after each token of the search. With V ** (K - 1) of them the search
-           finds the argmax itself
->>>>>>> w60d
 
     Yields chunks of K tokens, or fewer if an EOS ends the chunk; logs {"logp"} a chunk. This is the
     chunk's joint log-probability in nats. The search takes a target call for each token.
