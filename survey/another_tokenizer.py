@@ -138,7 +138,7 @@ class Translation:
         text     bytes, or the name of a special token
         returns  ids of the draft
 
-        What the draft has no token for is left out. If nothing is left, token 0 is fed.
+        Bytes for which the draft has no token are left out. If nothing is left, token 0 is fed.
         """
         text = text.encode() if isinstance(text, str) else text
         ids = []
@@ -166,7 +166,7 @@ class Translation:
         parts = [self.of_target[number] for number in ids]
         decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         text = decoder.decode(b"".join(x.encode() if isinstance(x, str) else x for x in parts))
-        # A text may end inside a character, the rest of which comes with the next token.
+        # A text may end inside a character. Its rest comes with the next token.
         half, _ = decoder.getstate()
         end = self.split(half) if half else []
         return bos + of_draft.encode(text, add_special_tokens=False) + end
@@ -207,7 +207,7 @@ class TranslatedLM:
         parts = [self.translation.pieces[number] for number in numbers]
         logits = self.draft.forward([piece for part in parts for piece in part])
         self.widths += map(len, parts)
-        # What the draft says after a token of the target stands in the row of its last piece.
+        # The draft's guess after a token of the target is in the row of the token's last piece.
         ends = torch.tensor([*map(len, parts)]).cumsum(0) - 1
         of_target, of_draft = self.translation.both
         found = logits.new_full((len(ids), self.vocab), -torch.inf)

@@ -200,7 +200,7 @@ def draw(levels: list, counts: list[list[int]], text: list[int], most: int,
         # Max-Gram is sure of each of its tokens: its distributions are one-hot
         tokens = levels[0].guess(text, most)
         return tokens, F.one_hot(torch.tensor(tokens, dtype=torch.long), levels[0].V).float()
-    # Vertical: a review gives one token or more, also if all guesses are rejected
+    # Vertical: a review gives one token or more, even if all guesses are rejected
     tokens, probs = [], []
     while len(tokens) < most:
         new_tokens, new_probs = review(levels, counts, text + tokens, sample)

@@ -30,7 +30,7 @@ n-grams' likeliest token is wrong, the part puts the right one in a measured sha
     a pass brings   chance of the node · (1 - q of the n-grams' likeliest token) · share
     it must bring   seconds of a pass · final tokens a second
 
-So the part is asked at likely nodes of which the n-grams are not sure, and always if asking takes
+So the part is asked at likely nodes where the n-grams are not sure, and always if asking takes
 no pass. If passes are expensive, it is asked only at the root, or never. With --nodes no
 clock is asked, and a pass must bring PASS tokens.
 

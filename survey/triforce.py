@@ -86,7 +86,7 @@ class PartialLM(CachedLM):
     def take(self, lm: CachedLM, slots: dict[int, torch.Tensor], kept: int, length: int) -> None:
         """Replace all rows by copies of chosen rows from a cache of the same model.
 
-        For a text of 12 tokens, of which rows 0, 1, 4 and 5 are kept beside the newest three:
+        A text has 12 tokens. Rows 0, 1, 4 and 5 are kept beside the newest three:
 
             slots   [ 0  1  4  5  |  9 10 11 ]     kept = 4, length = 12
                       kept rows      newest        then prefix = 4, self.length = 3, skipped = 9
@@ -194,7 +194,7 @@ def retrieve(lm: CachedLM, token: int, budget: int,
     """Choose the rows of the context that a token looks at most. Section 4.1.
 
     Rows are chosen by chunks, for each layer and each key head. A chunk scores the product of its
-    mean key and the token's query. The first chunk is always chosen. The rows behind the last whole
+    mean key and the token's query. The first chunk is always chosen. The rows after the last whole
     chunk are chosen too, and count as newest rows.
 
     lm       has the whole context in its cache
@@ -204,7 +204,7 @@ def retrieve(lm: CachedLM, token: int, budget: int,
     chunk    how many rows a chunk has
     returns  slots and kept, as `PartialLM.take` reads them
     """
-    # 1. What the token asks for, in a call after which its row is forgotten
+    # 1. Record the queries of the token, in a call whose row is forgotten
     with record_queries(lm.model) as queries:
         lm.forward([token], keep=0, counts=False)
     lm.truncate(lm.length)
@@ -219,7 +219,7 @@ def retrieve(lm: CachedLM, token: int, budget: int,
         groups = query.float().unflatten(0, (len(keys), -1))  # [heads, queries of a head, d]
         scores = torch.einsum("hcd,hgd->hc", means, groups)
         scores[:, :1] = torch.inf  # the first chunk, which attention falls back on (sinks)
-        # 4. Choose the best chunks, in the order of the text, and all rows behind the last chunk
+        # 4. Choose the best chunks, in the order of the text, and all rows after the last chunk
         best = scores.topk(chosen).indices.sort().values.cpu()  # [heads, chosen]
         inside = (best[:, :, None] * chunk + torch.arange(chunk)).flatten(1)
         behind = torch.arange(chunks * chunk, lm.length).expand(len(keys), -1)
