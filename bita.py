@@ -159,8 +159,6 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
     """
     if tree not in TREES:
         raise InputError(f"--tree must be {', '.join(TREES)}, got {tree}")
-    if k < 1:
-        raise InputError(f"--k must be 1 or more, got {k}")
     k = {"best": RANKS, "chain": 1}.get(tree, k)
     tuning = tuning or target.once(("bita", adapter), lambda: load_tuning(adapter, target.model))
     masks = tuning.masks.detach().to(target.weight)
@@ -349,8 +347,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M to 70B weights
     """
     from training.loop import count_tokens, fit_part, prepare_training, sample_alike
-    from training.parts import require, score_with
-    require(P >= 0, "P", "0 or more", P)
+    from training.parts import score_with
     tuning = Tuning(model.requires_grad_(False), P, M, seed).to(model.device)
     work, data, held_out = prepare_training(
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, M=M,

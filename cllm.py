@@ -215,8 +215,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     n:       tokens of a block, its root included, 2 or more
     augment: probability of correcting a wrong token, in half of the states, 0 to 1
     """
-    from training.loop import digest, read_whole_lines, repeats, require
-    require(n >= 2, "n", "2 or more", n)
+    from training.loop import digest, read_whole_lines, repeats
     settings = {"model": digest(model.state_dict()), "n": n, "max_new_tokens": max_new_tokens,
                 "augment": augment, "seed": seed}
     first = json.dumps(settings).encode() + b"\n"
@@ -377,11 +376,10 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     """
     from training.files import save_model
-    from training.loop import (Training, digest, low_precision, require, require_training_options,
-                                 tokens_of_pass, warm_linear)
+    from training.loop import (Training, digest, low_precision, require, tokens_of_pass,
+                               warm_linear)
     from training.low_rank import choose_weights, merge_changes
     from training.parts import score_with
-    require_training_options(lr, steps=steps, batch=batch, states=states)
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
             "forward-kl, reverse-kl or jsd", divergence)
     n, examples, held_out = read_examples(data, seed)
