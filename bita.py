@@ -70,7 +70,7 @@ class Tuning(torch.nn.Module):
     """Hold what is tuned: P prompt tokens and M mask tokens.
 
     model     the model that they are for
-    P, M      numbers of prompt tokens and of mask tokens. With P 0 there are mask tokens alone
+    P, M      numbers of prompt tokens and of mask tokens. With P 0 there are only mask tokens
     seed      seed of the numbers that the tuning begins with
 
     prompts   keys and values of the prompt tokens, [layers, 2, key heads, P, head size]. They are
@@ -339,7 +339,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     out:    the safetensors file to make
     work:   folder of answers and checkpoints, by default OUT.work
-    P:      prompt tokens, 0 or more. With 0 there are mask tokens alone
+    P:      prompt tokens, 0 or more. With 0 there are only mask tokens
     M:      mask tokens, 1 or more
     max_new_tokens: the most tokens of an answer
     batch:  answers of a pass. A step of the paper has 128 answers

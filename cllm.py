@@ -25,8 +25,8 @@ y(1), which is wrong from its third token on:
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
 
 Up to a1 teacher and student are the same nodes, and D is 0 there. The token after a block is not
-part of the block, so no D compares it. Thus x3 is no node of the tree, and y(2), of which only the
-last token is wrong, adds nothing to the loss. One forward pass over such a tree evaluates an answer
+part of the block, so no D compares it. Thus x3 is no node of the tree. Only the last token of y(2)
+is wrong, so y(2) adds nothing to the loss. One forward pass over such a tree evaluates an answer
 and states of all its blocks. A plain pass for each state takes four times as long.
 
 Decoding is lossless for the trained model, greedily and at a temperature. But training changes what
@@ -314,7 +314,7 @@ def losses(model, score: Callable, examples: list[dict], states: list[list],
         teacher, student = torch.tensor(compared, dtype=torch.long).reshape(-1, 2).T
         teachers.append(hidden[teacher])
         students.append(hidden[student])
-        # What predicts a token of the answer is the node before it
+        # The node before a token of the answer predicts it
         before.append(hidden[len(prompt) - 1:len(prompt) + len(answer) - 1])
         tokens += answer
 

@@ -52,8 +52,8 @@ Departures:
   what followed the first match of the last 3 tokens, or else of 2 or 1. Here: all n-grams of the
   growing text that begin with its last token are tried in one call. Why: answers repeat the text.
 
-Left out: Santilli's other two algorithms, which are Jacobi iteration over the whole answer and a
-hybrid that goes on token by token after a given length; lookahead on several GPUs.
+Left out: lookahead on several GPUs, and Santilli's other two algorithms. One is Jacobi iteration
+over the whole answer. The other is a hybrid that goes on token by token after a given length.
 """
 import random
 import sys

@@ -147,8 +147,8 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
 def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
          sample: Sampler = greedy, eos: set[int] = frozenset(),
          log: list | None = None) -> Iterator[list[int]]:
-    """Decode the likeliest K tokens at a time, by beam search on the target itself: multi-token
-    joint greedy decoding (Def. 3.1, with the same K in every step, as in Fig. 1).
+    """Decode the likeliest K tokens at a time, by beam search on the target itself. This is
+    multi-token joint greedy decoding (Def. 3.1, with the same K in every step, as in Fig. 1).
 
     K:     tokens decoded together, 1 or more. 1 is greedy decoding
     beams: beams that stay after each token of the search, 1 or more. With V ** (K - 1) of them the
@@ -183,8 +183,8 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     tau:   accept a prefix if min(1, p / q) is above this (τ), 0 or more. 1 accepts nothing, so that
            greedy output is the target's. 0 accepts every prefix that the target can say at all
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round: how many tokens
-    the best beam has, and how many of them are accepted.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
+    number of tokens of the best beam, and the number of accepted ones.
     """
     target.start(prompt[:-1])
     draft.start(prompt[:-1])
@@ -204,8 +204,8 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
                 eta = i  # line 11: the longest accepted prefix so far
         [t] = sample(logits[eta:eta + 1])  # lines 15 and 16
         target.commit(range(eta + 1))
-        # The draft keeps its nodes of the text and of accepted tokens. What it has not been fed, t
-        # and perhaps x_η, it is fed in the next round.
+        # The draft keeps its nodes of the text and of accepted tokens. It has not been fed t and
+        # perhaps x_η, and is fed them in the next round.
         kept = best.nodes[:len(unseen) + eta]
         draft.commit(kept)
         unseen = [*unseen, *x[:eta], t][len(kept):]

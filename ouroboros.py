@@ -25,7 +25,7 @@ The target chose "slept" after "and", so "then" is rejected. It chose "and" afte
 rejected, and … is what it chose after "by". All of d was accepted. If tokens of d had been
 discarded, they would make phrases too.
 
-Four mechanisms, of which Table 4 is the ablation:
+The method has four mechanisms. Table 4 is their ablation:
     phrases       Section 3.1: the draft decodes by lookahead, with phrases as guesses
     lengthen      Section 3.2: phrases that begin with the last drafted token lengthen the draft
     verification  Section 3.3: discarded tokens and corrected suffixes become phrases
@@ -261,9 +261,9 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     verification: make phrases of what the target discards (3.3)
 
     Yields chunks of 1 to gamma + 2 beta - 1 tokens; logs {"drafted", "calls", "accepted",
-    "matched", "phrases"} a round: how many tokens are drafted, in how many draft calls, how many
-    tokens are accepted, those of a suffix included, #Match of Eq. 10 for the drafted tokens, and
-    the list of the phrases that verification made.
+    "matched", "phrases"} a round. These are the number of drafted tokens, the number of draft
+    calls, and the number of accepted tokens with those of a suffix. "matched" is #Match of Eq. 10
+    for the drafted tokens. "phrases" is the list of the phrases that verification made.
 
     Prompts that are given the same `pool` share its phrases, as those of a command line do (3.4).
     """

@@ -200,9 +200,9 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
 def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
 
-    Leviathan's Theorem 3.8 predicts it from γ, from c, the time of a draft call over the time of a
-    target call, and from α. α is the share of accepted guesses among those that were tried: in each
-    round those up to the first rejected one.
+    Leviathan's Theorem 3.8 predicts it from γ, from c and from α. The time of a draft call over the
+    time of a target call is c. The share of accepted guesses among those that were tried is α. A
+    round tries its guesses up to the first rejected one.
 
     run   a run of the command line
     """
