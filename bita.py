@@ -70,7 +70,7 @@ class Tuning(torch.nn.Module):
     """Hold what is tuned: P prompt tokens and M mask tokens.
 
     model     the model that they are for
-    P, M      numbers of prompt tokens and of mask tokens. With P 0 there are mask tokens alone
+    P, M      numbers of prompt tokens and of mask tokens. With P 0 there are only mask tokens
     seed      seed of the numbers that the tuning begins with
 
     prompts   keys and values of the prompt tokens, [layers, 2, key heads, P, head size]. They are
@@ -159,8 +159,6 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
     """
     if tree not in TREES:
         raise InputError(f"--tree must be {', '.join(TREES)}, got {tree}")
-    if k < 1:
-        raise InputError(f"--k must be 1 or more, got {k}")
     k = {"best": RANKS, "chain": 1}.get(tree, k)
     tuning = tuning or target.once(("bita", adapter), lambda: load_tuning(adapter, target.model))
     masks = tuning.masks.detach().to(target.weight)
@@ -341,7 +339,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     out:    the safetensors file to make
     work:   folder of answers and checkpoints, by default OUT.work
-    P:      prompt tokens, 0 or more. With 0 there are mask tokens alone
+    P:      prompt tokens, 0 or more. With 0 there are only mask tokens
     M:      mask tokens, 1 or more
     max_new_tokens: the most tokens of an answer
     batch:  answers of a pass. A step of the paper has 128 answers
@@ -349,8 +347,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M to 70B weights
     """
     from training.loop import count_tokens, fit_part, prepare_training, sample_alike
-    from training.parts import require, score_with
-    require(P >= 0, "P", "0 or more", P)
+    from training.parts import score_with
     tuning = Tuning(model.requires_grad_(False), P, M, seed).to(model.device)
     work, data, held_out = prepare_training(
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, M=M,

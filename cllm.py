@@ -25,8 +25,8 @@ y(1), which is wrong from its third token on:
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
 
 Up to a1 teacher and student are the same nodes, and D is 0 there. The token after a block is not
-part of the block, so no D compares it. Thus x3 is no node of the tree, and y(2), of which only the
-last token is wrong, adds nothing to the loss. One forward pass over such a tree evaluates an answer
+part of the block, so no D compares it. Thus x3 is no node of the tree. Only the last token of y(2)
+is wrong, so y(2) adds nothing to the loss. One forward pass over such a tree evaluates an answer
 and states of all its blocks. A plain pass for each state takes four times as long.
 
 Decoding is lossless for the trained model, greedily and at a temperature. But training changes what
@@ -215,8 +215,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     n:       tokens of a block, its root included, 2 or more
     augment: probability of correcting a wrong token, in half of the states, 0 to 1
     """
-    from training.loop import digest, read_whole_lines, repeats, require
-    require(n >= 2, "n", "2 or more", n)
+    from training.loop import digest, read_whole_lines, repeats
     settings = {"model": digest(model.state_dict()), "n": n, "max_new_tokens": max_new_tokens,
                 "augment": augment, "seed": seed}
     first = json.dumps(settings).encode() + b"\n"
@@ -315,7 +314,7 @@ def losses(model, score: Callable, examples: list[dict], states: list[list],
         teacher, student = torch.tensor(compared, dtype=torch.long).reshape(-1, 2).T
         teachers.append(hidden[teacher])
         students.append(hidden[student])
-        # What predicts a token of the answer is the node before it
+        # The node before a token of the answer predicts it
         before.append(hidden[len(prompt) - 1:len(prompt) + len(answer) - 1])
         tokens += answer
 
@@ -377,11 +376,10 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     """
     from training.files import save_model
-    from training.loop import (Training, digest, low_precision, require, require_training_options,
-                                 tokens_of_pass, warm_linear)
+    from training.loop import (Training, digest, low_precision, require, tokens_of_pass,
+                               warm_linear)
     from training.low_rank import choose_weights, merge_changes
     from training.parts import score_with
-    require_training_options(lr, steps=steps, batch=batch, states=states)
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
             "forward-kl, reverse-kl or jsd", divergence)
     n, examples, held_out = read_examples(data, seed)

@@ -133,13 +133,6 @@ def last_ngrams(text: list[int], N: int, new: int) -> list[tuple[int, ...]]:
     return [tuple(text[i:i + N]) for i in range(first, len(text) - N + 1)]
 
 
-def check_ranges(**options: tuple[int, int]) -> None:
-    """Raise InputError for an option, given as name=(value, least), that is below its least."""
-    for name, (value, least) in options.items():
-        if value < least:
-            raise InputError(f"--{name} must be {least} or more, got {value}")
-
-
 def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 15,
                   sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Guess the tokens that followed the text's last token earlier in the text.
@@ -149,7 +142,6 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
 
     Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows"} a call, counts of tokens.
     """
-    check_ranges(N=(N, 2), G=(G, 1))
     target.start(prompt[:-1])
     text = []
     chunk = prompt
@@ -228,7 +220,6 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
 
     Yields chunks of 1 to N tokens; logs as prompt_lookup does, the window counted as rows only.
     """
-    check_ranges(W=(W, 0), N=(N, 2), G=(G, 1))
     if W == 0 and not prompt_ngrams:
         raise InputError("--W must be 1 or more with --no-prompt-ngrams, got 0")
     if W == 0:  # this yields for ever, so nothing below runs

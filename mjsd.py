@@ -158,9 +158,6 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     Yields chunks of K tokens, or fewer if an EOS ends the chunk; logs {"logp"} a chunk. This is the
     chunk's joint log-probability in nats. The search takes a target call for each token.
     """
-    for name, value in ("K", K), ("beams", beams):
-        if value < 1:
-            raise InputError(f"--{name} must be 1 or more, got {value}")
     if sample.temperature > 0:
         raise InputError(f"--temperature must be 0 for joint greedy decoding, got "
                          f"{sample.temperature}")
@@ -190,9 +187,6 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
     number of tokens of the best beam, and how many of them are accepted.
     """
-    for name, value, least in ("gamma", gamma, 1), ("beams", beams, 1), ("tau", tau, 0):
-        if not value >= least:
-            raise InputError(f"--{name} must be {least} or more, got {value}")
     target.start(prompt[:-1])
     draft.start(prompt[:-1])
     unseen = prompt[-1:]  # the last tokens of the text, which the draft has not cached

@@ -50,7 +50,7 @@ import random
 import sys
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, greedy, hang, trie, walk
+from common import CachedLM, Sampler, greedy, hang, trie, walk
 
 
 # -------------------------------------------------------------------------- the pool of phrases
@@ -267,10 +267,6 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
 
     Prompts that are given the same `pool` share its phrases, as those of a command line do (3.4).
     """
-    for name, value, least in (("gamma", gamma, 1), ("W", W, 1), ("beta", beta, 2), ("K", K, 1),
-                               ("G", G, 1)):
-        if value < least:
-            raise InputError(f"--{name} must be {least} or more, got {value}")
     if pool is None:
         pool = PhrasePool()
     target.start(prompt[:-1])

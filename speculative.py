@@ -156,8 +156,6 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token that is drawn from
     the target. Logs {"drafted", "accepted"} a round, the numbers of guesses and of accepted ones.
     """
-    if gamma < 1:
-        raise InputError(f"--gamma must be 1 or more, got {gamma}")
     if not 0 <= confidence < 1:
         raise InputError(f"--confidence must be 0 or more and below 1, got {confidence}")
     if verification not in VERIFICATIONS:

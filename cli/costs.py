@@ -101,7 +101,7 @@ def measure_size(steps: list[tuple[dict, int]], table: list, most: int) -> dict:
     steps     rounds of all answers, each with the number of the model that verifies
     table     (rows, seconds) of calls
     most      rows of a call
-    returns   "most"; of a round the mean "rows", the "call" and the "draft" in seconds; and the
+    returns   "most", of a round the mean "rows", the "call" and the "draft" in seconds, and the
               "acceptance" of each depth
     """
     cut = [cut_round(step, target, most) for step, target in steps]
@@ -186,8 +186,8 @@ def find_reason(rows: float, call: float, guessing: float, tokens: float) -> str
 def average(steps: list[tuple[dict, int]]) -> dict:
     """Average what was measured of recorded rounds, for each call of the target.
 
-    returns   "rows" of the call; "call", its seconds; "guessing", the seconds of all else in a
-              round; and "tokens", which the call gives
+    returns   "rows" of the call, its seconds as "call", the seconds of all else in a round as
+              "guessing", and the "tokens" that the call gives
     """
     calls = [call for step, target in steps for call in step["calls"] if call["lm"] == target]
     n, seconds = len(calls), sum(map(time_of, calls))

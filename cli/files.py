@@ -105,7 +105,7 @@ def parse_pair(line: str) -> dict:
 
 
 def check_messages(messages: object) -> None:
-    """Raise a ValueError unless these are messages, of which the last one says something."""
+    """Raise a ValueError unless these are messages, and the last one says something."""
     whole = isinstance(messages, list) and len(messages) > 1 and all(
         isinstance(x, dict) and isinstance(x.get("role"), str)
         and isinstance(x.get("content"), str | None) for x in messages)

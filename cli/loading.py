@@ -1,4 +1,4 @@
-"""What the command line adds to loading: which file of a model is at fault, and chat templates.
+"""Tells which file of a model is at fault when loading fails, and runs chat templates.
 
 `common.load` says what transformers says. The functions here look at a directory that could not be
 loaded, so that its user learns which file is wrong and what to do about it."""
@@ -264,7 +264,7 @@ def end_answer(tokenizer, answer: list[int], eos: set[int], templated: bool) -> 
 
 
 def split_texts(tokenizer, prompt: str, answer: str, special: bool) -> Pair:
-    """Turn a prompt and the answer behind it into token ids.
+    """Turn a prompt and the answer that follows it into token ids.
 
     special  whether the tokenizer adds its special tokens before the prompt
     """
@@ -317,7 +317,7 @@ def make_messages(tokenizer, *texts: str) -> list[dict]:
 
 
 def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[str, str]:
-    """Run the chat template on messages, of which the last one is the assistant's.
+    """Run the chat template on messages that end with one of the assistant.
 
     tools    what the assistant may call
     returns  the text up to the answer, and the answer with all that the template adds to it
@@ -366,7 +366,7 @@ def find_lost(tokenizer, messages: list[dict], tools: list | None = None) -> str
             counts = key in ("content", "tool_calls") if after else key != "role"
             if not counts or not isinstance(value, (str, list, dict)) or not value:
                 continue
-            # A thought may be given under two names, of which a template needs to read only one.
+            # A thought may be given under two names. A template needs to read only one of them.
             emptied = {name: type(x)() for name, x in message.items()
                        if x == value and name != "role"}
             if str(value).strip() and is_lost([*before, message | emptied, *after], tools):

@@ -55,7 +55,7 @@ class Extras:
 # -------------------------------------------------------------------------------- the models
 
 def load_model(path: str, args: Namespace) -> tuple:
-    """Load a model and its tokenizer as the options say; the first user of a GPU is told of it."""
+    """Load a model and its tokenizer as the options say. If it is on a GPU, say on which."""
     model, tokenizer = load_checked(path, args.device, args.dtype)
     if model.device.type != "cpu":
         print(f"{path} on {model.device} in {str(model.dtype).removeprefix('torch.')}",
@@ -323,8 +323,8 @@ def run_script(act: Callable[[], int | None]) -> int:
     """Run the main function of a script, and end as every script of the project ends.
 
     act      what is run. It returns the exit status, or nothing if all went well
-    returns  the exit status. It is 2 for wrong input, of which one line on stderr says what is
-             wrong, 130 after Ctrl-C, and else what `act` returned
+    returns  the exit status. It is 2 for wrong input, which one line on stderr then names. It
+             is 130 after Ctrl-C, and otherwise what `act` returned
     """
     set_encodings()
     logging.set_verbosity_error()
@@ -349,7 +349,7 @@ def main(methods: list, report: Callable = count_guesses, argv: list[str] | None
          **extras) -> int:
     """Be the command line of a method file.
 
-    methods  the file's methods, of which the first is the default
+    methods  the file's methods. The first one is the default
     report   a function that says in a line what a run did
     argv     the command line. Default: the one of this process
     extras   fields of Extras

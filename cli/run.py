@@ -87,7 +87,7 @@ class Run:
     def decode(self, prompt: list[int], limit: int, sample: Sampler) -> Iterator[list[int]]:
         """Yield the chunks of an answer to one more prompt, up to its end or to `limit` tokens.
 
-        What the caller does between two chunks is not timed.
+        The time that the caller takes between two chunks is not counted.
         """
         self.prompts.append(prompt)
         self.outputs.append([])

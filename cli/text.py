@@ -67,7 +67,7 @@ class Parser(ArgumentParser):
         self.exit(2, f"{self.prog}: error: {shorten(message, MOST)}{hint}")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
-        """End the process with a message; all messages of argparse come here last."""
+        """End the process and print a message. All messages of argparse pass through here."""
         super().exit(status, f"{shorten(message, MOST)}\n" if message else None)
 
 

@@ -1,4 +1,4 @@
-"""`--trace FILE.html` writes a page that steps through every call of a run.
+"""Writes the page of `--trace FILE.html`, which steps through every call of a run.
 
 No method knows that it is recorded. While a run lasts, four methods of the class CachedLM (PATCHED)
 are replaced: each replacement calls the original, then writes down what happened. Afterwards the

@@ -57,7 +57,7 @@ from speculative import verify_block as verify
 from survey.clock import row_costs
 from training.layers import copy_shallow, depth_of, name_of, open_model
 from training.loop import answer_all
-from training.parts import MODELS, load_facts, require, save_facts
+from training.parts import MODELS, load_facts, save_facts
 
 import torch
 from tqdm import tqdm
@@ -166,8 +166,6 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
     layer. In Python, `skipped` may name the blocks in place of the file: for each kind of block,
     "attention" and "mlp", the layers that lack it.
     """
-    require(gamma >= 1, "gamma", "1 or more", gamma)
-    require(threshold >= 0, "threshold", "0 or more", threshold)
     draft = target.once(("draft_verify", blocks, repr(skipped)), lambda: type(target)(
         without(target.model, skipped or load_blocks(blocks, target.model)), target.vocab))
     layers_of_target = depth_of(target.model)

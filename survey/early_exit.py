@@ -41,7 +41,7 @@ from survey.layerskip import collect_states, self_speculate
 from training.layers import FeatureLM, depth_of, open_model, split_layers
 from training.loop import (compute_frozen, cross_entropy_in_parts, prepare_training, sample_rows,
                            train_beside)
-from training.parts import MODELS, Part, load_trained, require, save_trained, score_with
+from training.parts import MODELS, Part, load_trained, save_trained, score_with
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,6 @@ def early_exit(target: FeatureLM, prompt: list[int], *, gamma: int = 6, exit: st
     In the log "layers" is how many layers ran one after the other. In Python, `trained` may be an
     Exit, which takes the place of the file.
     """
-    require(gamma >= 1, "gamma", "1 or more", gamma)
     trained = trained or target.once(("exit", exit), lambda: load_exit(exit, target.model))
     early, late = target.once((trained, "halves"), lambda: split_layers(target, trained.E, trained))
     yield from self_speculate(target, early, late, prompt, gamma, sample, log)
@@ -171,8 +170,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was found for models
            of 10M to 135M parameters
     """
-    require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
-    split_layers(FeatureLM(model), E)  # refuses a model that cannot be split
+    split_layers(FeatureLM(model), E)  # refuses an E or a model that does not fit
     work, data, held_out = prepare_training(
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
         width=width, steps=steps, batch=batch)

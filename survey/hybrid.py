@@ -254,7 +254,6 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
     numbers of the accepted guesses in this order, from 0. Its "passes" are those of the part.
     """
     require(guess in GUESSES, "guess", ", ".join(GUESSES), guess)
-    require(0 <= nodes <= MOST, "nodes", f"1 to {MOST}, or 0", nodes)
     store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
     facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
     trained = load_guesser(target, guess, adapter, facts, trust)

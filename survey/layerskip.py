@@ -141,8 +141,6 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
 
     In the log "layers" is how many layers ran one after the other.
     """
-    require(gamma >= 1, "gamma", "1 or more", gamma)
-    require(E >= 0, "E", "0 or more", E)
     require(E > 0 or tuning, "E", "1 or more without --tuning", E)
     model, tuned_E = target.once(("layerskip", tuning), lambda: load_tuned(tuning, target.model))
     E = E or tuned_E
@@ -265,8 +263,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     lr:    the highest learning rate. It is reached after a twentieth of the steps, and falls to 0.
            5e-4 was found for 10M parameters
     """
-    require(1 <= E < depth_of(model), "E", f"1 to {depth_of(model) - 1}", E)
-    split_layers(FeatureLM(model), E)  # refuses a model that cannot be split
+    split_layers(FeatureLM(model), E)  # refuses an E or a model that does not fit
     work, data, held_out = prepare_training(
         model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
         rank=rank, steps=steps, batch=batch)

@@ -42,7 +42,6 @@ import sys
 from typing import Callable, Iterator
 
 from common import CachedLM, Sampler, greedy
-from training.parts import require
 
 import torch
 
@@ -111,10 +110,6 @@ def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
-    require(gamma >= 1, "gamma", "1 or more", gamma)
-    require(fallback >= 0, "fallback", "0 or more", fallback)
-    require(rollback >= 0, "rollback", "0 or more", rollback)
-
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
         log_p = logits.log_softmax(-1).gather(-1, guesses)
         return -log_p <= rollback
@@ -136,10 +131,6 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
-    require(gamma >= 1, "gamma", "1 or more", gamma)
-    require(beta >= 1, "beta", "1 or more", beta)
-    require(tau >= 0, "tau", "0 or more", tau)
-
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
         if beta == 1 or tau == 0:
             return guesses == logits.argmax(-1, keepdim=True)

@@ -104,7 +104,7 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
     trained = trained or target.once(("pass", tokens), lambda: load_tuning(tokens, target.model))
     lookahead = trained.masks.detach().to(target.weight)  # [L, d]
     require(trained.prompts.numel() == 0, "tokens", "a file without prompt tokens", repr(tokens))
-    require(0 <= L <= len(lookahead), "L", f"1 to {len(lookahead)}, or 0", L)
+    require(L <= len(lookahead), "L", f"at most {len(lookahead)}", L)
     if L > 0:
         lookahead = lookahead[:L]
     embed = target.model.get_input_embeddings()
@@ -142,7 +142,6 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
 
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
     """
-    require(k >= 0, "k", "1 or more, or 0", k)
     lm, mask, all_right = target.once(("space", tuning), lambda: load_space(tuning, target))
     embed = lm.model.get_input_embeddings()
     lm.start(prompt[:-1])

@@ -398,7 +398,6 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
     """
     require(heads in KINDS, "heads", "medusa or hydra", heads)
-    require(0 <= nodes <= 128, "nodes", "0 to 128", nodes)
     require(epsilon > 0, "epsilon", "above 0", epsilon)
     require(delta > 0, "delta", "above 0", delta)
     file = adapter or f"{MODELS}/{heads}.safetensors"
@@ -546,7 +545,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     the highest learning rate, after a warm-up. 1e-3 suited models of 10M to 135M
             parameters, and is that of Medusa's released command for 7B
     """
-    require(vocab >= 0, "vocab", "0 or more", vocab)
     trained = Heads(model, heads, K)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
                                             max_new_tokens=max_new_tokens, K=K, steps=steps,

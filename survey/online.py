@@ -44,8 +44,8 @@ from speculative import speculative
 from training.files import check_result, cut_stream, save_model, sign_folder
 from training.layers import FeatureLM, context_length, move_counts
 from training.loop import (Training, compute_in_parts, count_tokens, digest, divergence_in_parts,
-                           guess_answers, prepare_training, read_answers, require_training_options,
-                           sample_alike, train_beside, warm_linear)
+                           guess_answers, prepare_training, read_answers, sample_alike,
+                           train_beside, warm_linear)
 from training.parts import MODELS, draft_for, require, score_with
 
 import torch
@@ -87,7 +87,6 @@ class Learner:
     def __init__(self, target: FeatureLM, draft: CachedLM, kind: str, lr: float,
                  folder: Path | None = None, settings: tuple = ()):
         require(kind in KINDS, "divergence", ", ".join(KINDS), kind)
-        require(lr > 0, "lr", "above 0", lr)
         self.target = target
         self.kind = kind
         self.score_target = score_with(target.model)
@@ -165,8 +164,6 @@ def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
-    require(gamma >= 1, "gamma", "1 or more", gamma)
-    require(every >= 1, "every", "1 or more", every)
     learner = draft.once(("online", target, divergence, lr),
                          lambda: Learner(target, draft, divergence, lr))
     # A step comes before a prompt, since nobody says when the last chunk of a prompt was taken
@@ -199,7 +196,6 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     divergence: as in `online`
     temperature: 0 makes answers greedy. Above 0 they are sampled
     """
-    require_training_options(lr, gamma=gamma, every=every, max_new_tokens=max_new_tokens)
     work = work or Path(f"{out}.work")
     reads = draft, model.name_or_path
     check_result("work", work / "draft", reads, "online serve", folder=True)

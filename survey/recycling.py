@@ -35,7 +35,6 @@ from typing import Iterator
 
 from common import CachedLM, Sampler, greedy, walk
 from survey.clock import WIDTHS, Node, best_tree, fastest, row_costs
-from training.parts import require
 
 import torch
 
@@ -135,7 +134,6 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
     The Successors `successors` are M, which is changed in place. Prompts that are given the same M
     share it, as those of a command line do.
     """
-    require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
     successors = successors or Successors()
     successors.read(prompt)
     target.start(prompt[:-1])

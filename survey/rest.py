@@ -283,9 +283,6 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
 
     `store` is used instead of the file. If it has no `tokens_per_call`, `nodes` must be given.
     """
-    require(nodes >= 0, "nodes", "0 or more", nodes)
-    require(1 <= longest <= LONGEST, "longest", f"1 to {LONGEST}", longest)
-    require(alpha >= 0, "alpha", "0 or more", alpha)
     store = store or target.once(("rest", datastore),
                                  lambda: load_datastore(datastore, target.model))
     require(nodes > 0 or store.tokens_per_call is not None, "nodes",
@@ -377,7 +374,6 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     text: keep the texts of the file of prompts themselves, and no answers
     max_new_tokens: the most tokens of an answer
     """
-    require(max_new_tokens >= 1, "max_new_tokens", "1 or more", max_new_tokens)
     longest = context_length(model) - max_new_tokens
     prompts = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if text or len(p) <= longest]
     if text:

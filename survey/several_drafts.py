@@ -242,7 +242,6 @@ def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedL
     Yields chunks of 1 to gamma + 1 tokens.
     """
     n = len(models)
-    require(gamma >= 1, "gamma", "1 or more", gamma)
     require(K >= n, "K", f"{n} or more" + (f" with {n} drafts" if n > 1 else ""), K)
     for lm in (target, *models):
         lm.start(prompt[:-1])

@@ -263,10 +263,7 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
     review is a call of the target with a part of its cache. It is not counted as a call of the
     target.
     """
-    for name, value, least in (("gamma", gamma, 1), ("inner", inner, 0), ("chunk", chunk, 1),
-                               ("budget", budget, chunk), ("sinks", sinks, 1),
-                               ("window", window, 1)):
-        require(value >= least, name, f"{least} or more", value)
+    require(budget >= chunk, "budget", f"{chunk} or more", budget)
     if type(target.cache) is not KVCache:
         raise InputError("--graphs must be off for triforce, which copies a part of a cache")
     # Alg. 1, before its loop: fill C_p with the context, build C_r out of it, and fill C_q

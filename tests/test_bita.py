@@ -297,14 +297,6 @@ def test_the_embedded_tuning(embedded, held_out):
     assert per_call(bita, embedded[0], held_out[:1]) >= 1
 
 
-@pytest.mark.parametrize("options, said", [
-    (dict(tree="wide"), "--tree must be best, efficient, full, chain, got wide"),
-    (dict(k=0), "--k must be 1 or more, got 0")])
-def test_options_that_cannot_be_are_refused(options, said):
-    with pytest.raises(InputError, match=said):
-        next(bita(CachedLM(LLAMA), PROMPT, tuning=random_tuning(LLAMA), **options))
-
-
 def test_models_with_keys_and_values_of_two_sizes_are_refused():
     with pytest.raises(InputError, match="expected keys and values of one size, got Deepseek"):
         Tuning(tiny("deepseek-v3"))

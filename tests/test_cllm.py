@@ -322,8 +322,6 @@ def test_profile_counts_what_decoding_prints(small, capfd):
     ("collect --prompts good --out few", "expected a file of {'model': "),
     ("train --out o --lr 1 --data words", "a file made by `python cllm.py collect`, got 'words'"),
     ("train --out o --lr 1 --data few", "must have trajectories of 2 prompts or more, got 0 in"),
-    ("train --out o --lr 0 --data few", "--lr must be above 0, got 0"),
-    ("train --out o --lr 1 --data few --states 0", "--states must be 1 or more, got 0"),
     ("train --out o --lr 1 --data few --divergence tvd",
      "--divergence must be forward-kl, reverse-kl or jsd, got tvd")])
 def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):

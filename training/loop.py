@@ -97,16 +97,6 @@ def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autoc
                           enabled=mixed or multiplies_bfloat16(device))
 
 
-def require_training_options(lr: float, **numbers: int) -> None:
-    """Refuse the first option of a training that is wrong.
-
-    lr       the learning rate, which must be above 0
-    numbers  by the option's name, numbers that must not be below 1
-    """
-    require_numbers(**numbers)
-    require(lr > 0, "lr", "above 0", lr)
-
-
 def require_numbers(**numbers: int) -> None:
     """Refuse the first of these options, by its name, that is below 1."""
     for option, number in numbers.items():
@@ -144,10 +134,6 @@ class Settings:
     recompute: bool = False
     max_length: int = 2048
     pairs: list[Pair] | None = None
-
-    def __post_init__(self):
-        require(self.accumulate >= 1, "accumulate", "1 or more", self.accumulate)
-        require(self.max_length >= 3, "max_length", "3 or more", self.max_length)
 
 
 SETTINGS = ContextVar("settings", default=Settings())  # those of the training that runs now
@@ -198,7 +184,6 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
     yields       for each batch of `split_by_tokens` {the number of a prompt: token ids of its
                  answer}. An EOS that ended an answer stays.
     """
-    require(limit >= 1, "max_new_tokens", "1 or more", limit)
     how = {}
     if temperature > 0:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0}
@@ -304,7 +289,6 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
     raises   InputError if fewer than two prompts leave room for an answer, or are answered with
              two tokens or more
     """
-    require(limit >= 1, "max_new_tokens", "1 or more", limit)
     given = SETTINGS.get().pairs
     longest = min(context_length(model), SETTINGS.get().max_length)
     if given is None:
@@ -343,7 +327,8 @@ def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work
 
     returns  the folder, pairs to train on, and held-out pairs
     """
-    require_training_options(lr, max_new_tokens=max_new_tokens, **numbers)
+    require_numbers(max_new_tokens=max_new_tokens, **numbers)
+    require(lr > 0, "lr", "above 0", lr)
     work = work or Path(f"{out}.work")
     return work, *collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                    most=most)
