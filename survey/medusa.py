@@ -9,15 +9,11 @@
 
     python -m survey.medusa train --prompts FILE --heads hydra --out my.safetensors
     python -m survey.medusa --heads hydra --adapter my.safetensors --prompt "..."
-
-Medusa heads that others have released decode as well (not tried here, since they are for a large
-model):
-
     python -m survey.medusa --target lmsys/vicuna-7b-v1.3 \
         --adapter FasterDecoding/medusa-vicuna-7b-v1.3 --prompt "..."
 
 The feature f of position t is what the LM head reads to choose token t + 1. Head k (1 … K) guesses
-token t + k + 1. What the head computes goes through the same LM head:
+token t + k + 1, through the same LM head:
 
     Medusa   p_k = softmax(LM(f + SiLU(W_k f + b_k)))                    Section 2.1.1
              loss = Σ_k 0.8^k (- log p_k(x_{t+k+1}))                     Section 2.2.1
@@ -25,20 +21,10 @@ token t + k + 1. What the head computes goes through the same LM head:
              p_k = softmax(LM(R_k z + c_k + SiLU(W_k z + b_k)))          as released
              loss = Σ_k (- log p_k(x_{t+k+1}))                           as released
 
-A Medusa head does not know what the heads before it guessed. A Hydra head reads those guesses, or
-in training the tokens of the text in their place. An arrow shows what a head reads and guesses:
-
-    Medusa   f                             ->  head 1  ->  x_{t+2}
-             f                             ->  head 2  ->  x_{t+3}
-             f                             ->  head 3  ->  x_{t+4}
-    Hydra    f, x_{t+1}                    ->  head 1  ->  x_{t+2}
-             f, x_{t+1}, x_{t+2}           ->  head 2  ->  x_{t+3}
-             f, x_{t+1}, x_{t+2}, x_{t+3}  ->  head 3  ->  x_{t+4}
-
 The target has chosen x_{t+1} already: it is the root. The likeliest guesses of all heads form a
 tree below the root, and one call of the target verifies the tree. Here heads 1 and 2 make two
-guesses each. A Medusa head guesses the same tokens under every parent; a Hydra
-head's guesses depend on the parent:
+guesses each. A Medusa head does not know what the heads before it guessed. A Hydra head reads those
+guesses, or in training the tokens of the text in their place:
 
     Medusa   root ─┬─ on ─┬─ the          Hydra   root ─┬─ on ─┬─ the
                    │      └─ my                         │      └─ my
@@ -46,27 +32,18 @@ head's guesses depend on the parent:
                           └─ my                                └─ the
 
 The output is the target's own, greedily or with one sample of the target at each node. With
---typical the output may differ from the target's own, except at temperature 0.
+--typical (Medusa) it may differ, except at temperature 0.
 
 Departures:
-- LM heads. Paper: each head trains its own. Here: all share the model's, which is frozen, and W_k
-  has the bias b_k, as in the released code. Why: LM heads would multiply a file of a few MB.
-  Released heads that have their own keep them.
+- LM heads. Paper: each head trains its own. Here: all share the model's, which is frozen, as in the
+  released code. Why: LM heads would multiply a file of a few MB. Released heads keep their own.
 - Training. Paper: 5 heads, and whole texts of ShareGPT in a step. Here: 4 heads (`--K`), and random
-  positions of many of the model's own greedy answers. Why: a fifth guess is seldom accepted,
-  verification asks for the model's own tokens, and many texts teach more than whole ones.
-- The tree. Paper: planned by accuracies of all positions, with 64 nodes. Here: planned by positions
-  where the right token is among the ten likeliest of each earlier head, with as many nodes as pay
-  (`--nodes`). Why: only there a node of the tree is reached, and rows cost time on a CPU. The plan
-  is made for greedy decoding, as the paper's. One for temperature 1 changed tokens a call by 1.2%.
-- Acceptance. Paper: typical. Here: exact, or typical with --typical. Why: the output is then the
-  target's own. The first root is the prompt's last token, so that the prompt costs no call.
-- Hydra's R_k and labels. Paper: R_k begins at random, and Hydra++ learns distributions. Here:
-  R_k z = f at first, and labels are tokens. Why: an untrained head then says what the LM head says.
-  Older files have f itself in place of R_k z + c_k.
-
-Left out: the training of Medusa-2, which tunes the model as well, and Hydra++, whose heads are four
-layers deep.
+  positions of the model's own answers. Why: verification asks for the model's own tokens.
+- The tree. Paper: 64 nodes, planned by accuracies of all positions. Here: as many as pay
+  (`--nodes`), planned by positions where each earlier head has the right token among its ten
+  likeliest. Why: only there a node is reached, and rows cost time on a CPU.
+- Hydra. Paper: R_k begins at random, and Hydra++ learns distributions. Here: R_k z = f at first,
+  and labels are tokens. Why: an untrained head then says what the LM head says.
 """
 import random
 import sys
@@ -101,73 +78,50 @@ class Heads(Part):
     model      the target, whose LM head all heads share
     kind       medusa or hydra
     K          how many heads there are
-    residual   what SiLU(…) is added to: "feature" (f) or "trained" (R_k z + c_k). Empty: the
-               feature for Medusa, and "trained" for Hydra
     own        whether each head has an LM head of its own, which the caller fills
 
     lm_heads   the LM head of each head, where released heads have their own. Else there are none
     accept     accept[k - 1][r], how often the guess of rank r of head k is right. Only held-out
                positions count where each earlier head has the right token among its RANKS guesses.
                It is empty if nobody has measured that.
-    levels     the most levels that `accept` can have, one for each head
     vocab      [V'], the tokens that heads can guess. Row i of `lm_head` stands for vocab[i].
     row_of     [V], the inverse: the row of each token in `lm_head`. A token without a row has -100.
     """
 
-    def __init__(self, model, kind: str, K: int, residual: str = "", own: bool = False):
+    def __init__(self, model, kind: str, K: int, own: bool = False):
         super().__init__()
         require(kind in KINDS, "heads", "medusa or hydra", kind)
         model.requires_grad_(False)
         self.kind = kind
         self.title = f"{kind} heads"
         self.K = K
-        self.residual = residual or {"medusa": "feature", "hydra": "trained"}[kind]
         self.accept = []
         self.lm_head = model.get_output_embeddings()
         V, d = self.lm_head.weight.shape
         e = model.get_input_embeddings().weight.shape[1]
         widths = [d + k * e if kind == "hydra" else d for k in range(1, K + 1)]
         self.W = torch.nn.ModuleList(torch.nn.Linear(width, d) for width in widths)
-        self.R = torch.nn.ModuleList()
-        if self.residual == "trained":
-            self.R.extend(torch.nn.Linear(width, d) for width in widths)
-        self.begin_as_the_lm_head()
+        self.R = torch.nn.ModuleList(  # for Hydra only
+            torch.nn.Linear(width, d) for width in widths if kind == "hydra")
+        # A new head says what the LM head says of f: SiLU(…) is 0, and R_k z + c_k is f, since f
+        # comes first in z.
+        for layer in [*self.W, *self.R]:
+            torch.nn.init.zeros_(layer.weight)
+            torch.nn.init.zeros_(layer.bias)
+        for layer in self.R:
+            torch.nn.init.eye_(layer.weight)
         self.lm_heads = torch.nn.ModuleList(  # without random weights, which take time to draw
             torch.nn.utils.skip_init(torch.nn.Linear, d, V, bias=False) for _ in range(K * own))
         self.to(self.lm_head.weight.device)
         self.vocab = torch.arange(V, device=self.lm_head.weight.device)
         self.row_of = self.vocab  # until `keep` is called, token i has row i
 
-    @torch.no_grad()
-    def begin_as_the_lm_head(self) -> None:
-        """Let every head guess what the LM head says of f.
-
-        W_k and b_k become 0, so that SiLU(…) is 0. R_k z + c_k becomes f.
-        """
-        for layer in [*self.W, *self.R]:
-            layer.weight.zero_()
-            layer.bias.zero_()
-        for layer in self.R:
-            torch.nn.init.eye_(layer.weight)  # this copies f, since f comes first in z
-
     def keep(self, vocab: list[int]) -> None:
-        """Guess the tokens of `vocab` alone, through their rows of the LM head.
-
-        vocab   the tokens; the new LM head has its rows in this order
-        """
+        """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
         self.vocab = self.vocab[vocab]
         self.lm_head = head_for(self.lm_head, self.vocab)
         self.row_of = torch.full_like(self.row_of, -100)
         self.row_of[self.vocab] = torch.arange(len(vocab), device=self.vocab.device)
-
-    def labels(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Turn tokens into labels among the rows of `lm_head`.
-
-        tokens    token ids of any shape. Below 0: no token is there
-        returns   the row of each token, of the same shape. -100 stands for no token, and for a
-                  token without a row. Cross-entropy skips -100.
-        """
-        return self.row_of[tokens.clamp(min=0)].masked_fill(tokens < 0, -100)
 
     def forward(self, k: int, f: torch.Tensor, between: torch.Tensor | None) -> torch.Tensor:
         """Compute what the LM head reads for head k.
@@ -178,21 +132,20 @@ class Heads(Part):
                   guess. A Medusa head ignores them, so there None will do.
         returns   [n, d]
         """
-        z = f if self.kind == "medusa" else torch.cat([f, between.flatten(1)], 1)
-        residual = f if self.residual == "feature" else self.R[k - 1](z)
-        return residual + F.silu(self.W[k - 1](z))
+        if self.kind == "medusa":
+            return f + F.silu(self.W[k - 1](f))
+        z = torch.cat([f, between.flatten(1)], 1)
+        return self.R[k - 1](z) + F.silu(self.W[k - 1](z))
 
     def lm_head_of(self, k: int) -> torch.nn.Linear:
         """Return the LM head that reads what head k gives."""
         return self.lm_heads[k - 1] if self.lm_heads else self.lm_head
 
     def rank_tokens(self, logits: torch.Tensor, vocab: int | None) -> list[list[int]]:
-        """Find the likeliest tokens by each row of logits.
+        """Return for each row of logits [n, V'] its RANKS likeliest tokens, the likeliest first.
 
-        logits    what an LM head gave, [n, V']
         vocab     how many of the first rows of `lm_head` count, since embeddings are often padded
                   beyond the tokenizer. None: all
-        returns   for each row its RANKS likeliest tokens, the likeliest first
         """
         logits = logits[:, :vocab]
         return self.vocab[logits.topk(min(RANKS, logits.shape[1])).indices].tolist()
@@ -204,12 +157,12 @@ def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
     trained      the heads
     model        the model that they are for
     f            features [N, d]
-    tokens       [N, K + 1], the tokens x_{t+1} … x_{t+K+1} after each feature. -100 stands beyond
-                 the end of the text.
+    tokens       [N, K + 1], x_{t+1} … x_{t+K+1} after each feature. Beyond the text's end: -100
     yields       k, states [N, d], and labels [N], which are rows of the LM head or -100
     """
     between = model.get_input_embeddings()(tokens.clamp(min=0))
-    labels = trained.labels(tokens)
+    # Cross-entropy skips -100, which stands beyond the end and for a token without a row.
+    labels = trained.row_of[tokens.clamp(min=0)].masked_fill(tokens < 0, -100)
     for k in range(1, trained.K + 1):  # column 0 is x_{t+1}, so head k has the label in column k
         yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
 
@@ -218,17 +171,11 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
                tokens: torch.Tensor) -> torch.Tensor:
     """Compute the loss of all heads: the sum over k of DECAY^k times the mean loss of head k.
 
-    The loss of a head is -log p_k of the text's token, in nats. Medusa weighs heads so in Section
-    2.2.1. Hydra's released train.py adds the losses of the heads as they are. A mean is over
-    positions with a label.
-
-    to_logits   a function that scales or caps the LM head's output where the model does so, as
-                `logits_of` of training/parts.py finds out
-
-    The other arguments are those of `head_states`.
+    A mean is over positions with a label. The arguments are those of `head_states`, and to_logits,
+    which scales or caps the LM head's output where the model does so.
     """
     def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses [n] of a head that read x [n, d]. They are 0 without a label."""
+        """Return -log p_k of each label, in nats, [n]. It is 0 without a label."""
         logits = to_logits(lm_head(x).float())
         return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     loss = 0.0
@@ -242,45 +189,15 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
 
 # ---------------------------------------------------------------------------------- decoding
 
-def fill_medusa_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
-                     tree: list[Node]) -> list[int]:
-    """Fill a planned tree with the guesses of Medusa heads.
-
-    A Medusa head ignores the guesses before its own. So one pass of the LM head serves all levels,
-    unless released heads have LM heads of their own.
-
-    trained   the heads
-    target    the model whose features they read
-    f         the feature [1, d] of the token before the root
-    root      the token of node 0
-    tree      the nodes, as `best_tree` plans them: parents, depths and ranks without tokens
-    returns   ids, the token of each node
-    """
-    depth = max(node.depth for node in tree)
-    if depth == 0:
-        return [root]
-    x = [trained(k, f, None) for k in range(1, depth + 1)]  # each [1, d]
-    if trained.lm_heads:
-        logits = torch.cat([head(row) for head, row in zip(trained.lm_heads, x)])
-    else:
-        logits = trained.lm_head(torch.cat(x))
-    ranked = trained.rank_tokens(logits, target.vocab)  # [depth][rank]
-    # A node of depth k and rank r holds the guess of rank r of head k, whatever its parent holds.
-    return [root] + [ranked[node.depth - 1][node.rank] for node in tree[1:]]
-
-
 def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
                     tree: list[Node]) -> list[int]:
-    """Fill a planned tree with the guesses of Hydra heads, level by level.
-
-    The arguments and the returned ids are those of `fill_medusa_tree`.
-    """
+    """Fill a planned tree with the guesses of Hydra heads, level by level, as `fill_tree` does."""
     embed = target.model.get_input_embeddings()
     tokens_to = {0: [root]}  # for each node the tokens from the root down to the node
     for k in range(1, max(node.depth for node in tree) + 1):
         level = [i for i, node in enumerate(tree) if node.depth == k]
-        # Head k runs once for each node that has children at this level. The way from the root
-        # down to such a node has k tokens, and the head reads them beside f.
+        # Head k runs once for each node with children at this level, and reads the k tokens from
+        # the root down to the node.
         owners = sorted({tree[i].parent for i in level})
         between = embed(torch.tensor([tokens_to[node] for node in owners], device=f.device))
         x = trained(k, f.expand(len(owners), -1), between)  # [owners, d]
@@ -294,21 +211,37 @@ def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int
 @torch.inference_mode()
 def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
               tree: list[Node]) -> list[int]:
-    """Fill a planned tree with the guesses of heads, of whichever kind they are.
+    """Fill a planned tree with the guesses of heads.
 
-    The arguments and the returned ids are those of `fill_medusa_tree`.
+    trained   the heads
+    target    the model whose features they read
+    f         the feature [1, d] of the token before the root
+    root      the token of node 0
+    tree      the nodes, as `best_tree` plans them: parents, depths and ranks without tokens
+    returns   ids, the token of each node
     """
-    if trained.kind == "medusa":
-        return fill_medusa_tree(trained, target, f, root, tree)
-    return fill_hydra_tree(trained, target, f, root, tree)
+    depth = max(node.depth for node in tree)
+    if depth == 0:
+        return [root]
+    if trained.kind == "hydra":
+        return fill_hydra_tree(trained, target, f, root, tree)
+    # A Medusa head ignores the guesses before its own. So one pass of the LM head serves all
+    # levels, unless released heads have LM heads of their own.
+    x = [trained(k, f, None) for k in range(1, depth + 1)]  # each [1, d]
+    if trained.lm_heads:
+        logits = torch.cat([head(row) for head, row in zip(trained.lm_heads, x)])
+    else:
+        logits = trained.lm_head(torch.cat(x))
+    ranked = trained.rank_tokens(logits, target.vocab)  # [depth][rank]
+    # A node of depth k and rank r holds the guess of rank r of head k, whatever its parent holds.
+    return [root] + [ranked[node.depth - 1][node.rank] for node in tree[1:]]
 
 
 def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
-    """Plan a tree of a given size. Heads that nobody has measured get the released code's tree.
+    """Plan a tree of a given size. Heads that are not measured get the released tree.
 
-    nodes     how many nodes the tree has, the root among them. 0: the root alone, or all nodes of
-              the released tree
-    returns   the nodes. Those of the released tree have no chances, which are 0 here
+    nodes     how many nodes the tree has, the root among them. 0: only the root, or all nodes of
+              the released tree, whose chances are 0 since they are not known
     """
     if trained.accept:
         return best_tree(trained.accept, max(nodes, 1))
@@ -319,21 +252,16 @@ def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
 
 
 def plan_medusa(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
-    """Yield trees of all depths and sizes, for `fastest` to choose from.
+    """Yield trees of all depths and sizes, planned as in Medusa's Section 2.3.3, for `fastest`.
 
-    Trees are planned as in Medusa's Section 2.3.3. The costs are measured on this machine.
-
-    trained   the heads, whose `accept` says how often a guess is right
-    target    the model that verifies
     f         a feature [1, d], from which trees are grown while the clock runs
-    yields    a tree, the tokens to be expected of a call, and the seconds of a round: to grow the
-              tree and to verify it
+    yields    a tree, the tokens to be expected of a call, and the seconds of a round, to grow the
+              tree and to verify it, as measured on this machine
     """
     costs = row_costs(target, MOST)
     for depth in range(trained.K + 1):
         tree = best_tree(trained.accept[:depth], MOST)
-        # Growing takes a pass of heads and LM head for a level (Hydra) or for all (Medusa). One
-        # measurement, of 16 nodes, serves every size, since each measurement costs time itself.
+        # One measurement, of 16 nodes, serves every size, since each measurement costs time itself.
         growing = min(timeit.repeat(lambda: fill_tree(trained, target, f, 0, tree[:16]), number=1,
                                     repeat=3))
         for n in range(1, len(tree) + 1):
@@ -342,37 +270,29 @@ def plan_medusa(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[t
 
 def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sample: Sampler,
                  epsilon: float, delta: float) -> tuple[list[int], list[int]]:
-    """Verify a tree by typical acceptance: choose the longest path of typical tokens, then add the
-    token that is likeliest after the path. Medusa, Section 2.3.1.
+    """Choose the longest path of typical tokens and the likeliest token after it (Section 2.3.1).
 
     A token x is typical where p(x) > min(ε, δ exp(-H(p))), with H the entropy in nats.
 
-    ids       the token of each node
-    parents   the parent of each node
-    logits    the target's logits [n, V] after each node
-    sample    turns logits into the probabilities p, by its temperature, top k and top p
-    epsilon   ε, a probability that is always enough
-    delta     δ, the factor of exp(-H(p))
-    returns   path, the accepted nodes with the root first; and chunk, the accepted guesses and,
-              last, the token that the target adds
+    ids, parents   the tree
+    logits         the target's logits [n, V] after each node
+    sample         turns logits into the probabilities p, by its temperature, top k and top p
+    returns        path and chunk, as `walk` returns them
     """
     p = sample.probs(logits)  # [n, V]
     H = torch.special.entr(p).sum(-1)  # [n]
     least = (delta * (-H).exp()).clamp(max=epsilon)
-    # A guess is judged by the distribution after its parent. The root has no parent, and its entry
-    # is never read.
+    # A guess is judged by the distribution after its parent. The root's entry is never read.
     typical = (p[parents, ids] > least[parents]).tolist()
     paths = {0: [0]}  # for each node that can be accepted the nodes from the root down to it
     for node in range(1, len(ids)):  # a parent comes before its children
         if typical[node] and parents[node] in paths:
             paths[node] = paths[parents[node]] + [node]
 
-    def length_and_chance(path: list[int]) -> tuple[int, float]:
-        """Return a path's length and its log-probability, which decides between equal lengths."""
+    def rank(path: list[int]) -> tuple[int, float]:  # of equal lengths the likeliest path wins
         return len(path), sum(p[parents[node], ids[node]].log().item() for node in path[1:])
-    path = max(paths.values(), key=length_and_chance)
-    # The token after the path is the paper's greedy first token of the next step, at any
-    # temperature.
+    path = max(paths.values(), key=rank)
+    # The token after the path is the paper's greedy first token of the next step.
     return path, [ids[node] for node in path[1:]] + [logits[path[-1]].argmax().item()]
 
 
@@ -422,8 +342,7 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
         else:
             path, chunk = walk(ids, parents, sample(logits))
         target.commit(path)
-        # The next root follows the last accepted node, so heads read that node's feature. Features
-        # of rejected nodes are of another text.
+        # The next root follows the last accepted node, so heads read that node's feature.
         root = chunk[-1]
         f = target.features[path[-1:]]  # [1, d]
         if log is not None:
@@ -433,100 +352,44 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
 
 # ------------------------------------------------------------------------------------ training
 
-def count_positions(pair: tuple[list[int], list[int]]) -> int:
-    """Count the positions of a prompt and its answer that heads learn from.
-
-    A position t counts if head 1 has a token of the answer to guess there. Head 1 guesses token
-    t + 2. So t is the prompt's last but one at first, and a text's last two never count.
-    """
-    prompt, answer = pair
-    return len(prompt) + len(answer) - 2 - max(0, len(prompt) - 2)
-
-
 def collect_features(model, data: list[tuple[list[int], list[int]]],
                      K: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Compute what K heads learn from: features, and the tokens after each feature.
+    """Compute what K heads learn from.
 
-    model     the target
-    data      pairs of a prompt and its answer
-    K         how many heads there are
     returns   for each pair the features [n, d] of its n positions in bfloat16, and tokens
               [n, K + 1]: x_{t+1} … x_{t+K+1}, with -100 beyond the end of the text
     """
     texts = [prompt + answer for prompt, answer in data]
     found = []
-    for pair, text, f in zip(data, texts, read_texts(model, [text[:-1] for text in texts])):
-        n = count_positions(pair)
+    for (prompt, _), text, f in zip(data, texts, read_texts(model, [x[:-1] for x in texts])):
+        first = max(0, len(prompt) - 2)  # where head 1 guesses the first token of the answer
         after = torch.tensor(text + [-100] * K, device=f.device).unfold(0, K + 1, 1)
-        first = len(text) - 2 - n
         # Row i of `after` has the tokens i … i + K. The first of them follows position i - 1.
-        found.append((f[first:-1], after[first + 1:first + 1 + n]))
+        found.append((f[first:-1], after[first + 1:-1]))
     return found
 
 
 @torch.inference_mode()
-def accuracy(trained: Heads, model, to_logits: Callable, f: torch.Tensor, tokens: torch.Tensor,
-             size: int = 512):
-    """Measure heads on held-out positions.
+def accuracy(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor) -> list[list[float]]:
+    """Measure on held-out positions how often guesses are right, as `accept` of `Heads` has it.
 
-    trained     the heads
-    model       the model that they are for
-    to_logits   as for `heads_loss`
-    f, tokens   features and the tokens after them, as for `head_states`
-    size        how many positions are measured at once
-    returns     the loss of each head in nats, and the table `accept` of `Heads`
+    The arguments are those of `head_states`.
     """
-    K = trained.K
-    losses, labelled, reached = torch.zeros(K), torch.zeros(K), torch.zeros(K)
-    hits = torch.zeros(K, RANKS)
-    for features, after in zip(f.split(size), tokens.to(trained.vocab.device).split(size)):
-        # Whether each earlier head has the right token among its guesses. Only then can the tree
-        # have a node whose children this head guesses.
+    ranks = min(RANKS, len(trained.vocab))
+    hits, reached = torch.zeros(trained.K, ranks), torch.zeros(trained.K, 1)
+    for features, after in zip(f.split(512), tokens.to(trained.vocab.device).split(512)):
+        # Only where all earlier heads have the right token can the tree ask this head.
         above = torch.ones(len(features), dtype=torch.bool, device=after.device)
         states = head_states(trained, model, features.to(trained.W[0].weight), after)
         for k, x, labels in states:
-            logits = to_logits(trained.lm_head_of(k)(x).float())
-            loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-            losses[k - 1] += loss.cpu()
-            labelled[k - 1] += (labels >= 0).sum().cpu()
-            best = logits.topk(min(RANKS, logits.shape[1])).indices
+            best = trained.lm_head_of(k)(x).topk(ranks).indices
             right = best == labels[:, None]  # [n, ranks]
             # A token that no head can guess counts as missed. Beyond the end nothing counts.
             counted = above & (after[:, k] >= 0)
-            hits[k - 1, :right.shape[1]] += right[counted].sum(0).cpu()
+            hits[k - 1] += right[counted].sum(0).cpu()
             reached[k - 1] += counted.sum().cpu()
             above &= right.any(1)
-    ranks = min(RANKS, len(trained.vocab))
-    accept = hits[:, :ranks] / reached.clamp(min=1)[:, None]
-    return (losses / labelled.clamp(min=1)).tolist(), accept.tolist()
-
-
-def fit(model, trained: Heads, data: list, held_out: list, *, batch: int, **how) -> dict:
-    """Train heads beside their frozen model, and set their `accept`.
-
-    data, held_out   pairs of a prompt and its answer, to learn from and to measure by
-    returns          {step: {"loss", "accept"}} on `held_out`, each with an entry for each head
-
-    The other arguments are those of `train`, and of `train_beside`.
-    """
-    to_logits = logits_of(model)
-    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
-                                      data, trained.lm_head.weight.shape[1])
-    lengths = [*map(count_positions, data)]
-    held_features, held_tokens = map(torch.cat, zip(*collect_features(model, held_out, trained.K)))
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
-        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
-
-    def evaluate() -> tuple[dict, str]:
-        losses, accept = accuracy(trained, model, to_logits, held_features, held_tokens)
-        first = [round(ranks[0], 3) for ranks in accept]
-        return ({"loss": losses, "accept": accept},
-                f"held-out loss {sum(losses) / trained.K:.3f}, right {first}")
-    form = trained.kind, trained.K, trained.vocab.tolist(), batch, texts
-    return fit_part(trained, model, form, data, held_out, loss_of, evaluate, name=trained.kind,
-                    rate=warm_cosine, texts=texts, **how)
+    return (hits / reached.clamp(min=1)).tolist()
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -534,13 +397,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
           steps: int = 1000, batch: int = 512, lr: float = 1e-3, seed: int = 0) -> None:
     """Train heads for a frozen model on its own answers. A stopped run goes on.
 
-    out:    the safetensors file to make
-    work:   folder of answers and checkpoints, OUT.work by default
     heads:  medusa or hydra
     K:      how many heads are trained, 1 or more
-    vocab:  how many tokens heads can guess, the most frequent of prompts and answers, with 0 for
-            all
-    max_new_tokens: the longest answer that is collected
     batch:  how many positions a step learns from
     lr:     the highest learning rate, after a warm-up. 1e-3 suited models of 10M to 135M
             parameters, and is that of Medusa's released command for 7B
@@ -551,46 +409,42 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                             batch=batch)
     if vocab:
         trained.keep(find_frequent(data, vocab))
-    fit(model, trained, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
+    to_logits = logits_of(model)
+    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
+                                      data, trained.lm_head.weight.shape[1])
+    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in data]
+    measured = [*map(torch.cat, zip(*collect_features(model, held_out, trained.K)))]
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
+        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
+
+    def evaluate() -> tuple[dict, str]:
+        accept = accuracy(trained, model, *measured)
+        return {"accept": accept}, f"held-out acceptance {[round(x[0], 3) for x in accept]}"
+    form = trained.kind, trained.K, trained.vocab.tolist(), batch, texts
+    fit_part(trained, model, form, data, held_out, loss_of, evaluate, steps=steps, lr=lr, seed=seed,
+             work=work, name=trained.kind, rate=warm_cosine, texts=texts)
     save_heads(out, trained, model)
 
 
-# ---------------------------------------------------------------------------------- their file
+# ---------------------------------------------------------------------------------- their files
 
 def save_heads(path: Path, trained: Heads, model) -> None:
     """Write heads to a file, which says for which model they are."""
-    save_trained(path, trained, model, K=trained.K, residual=trained.residual)
+    save_trained(path, trained, model, K=trained.K)
 
 
 def load_heads(path: str | Path, kind: str, model) -> Heads:
-    """Read heads from a file, or released ones from a directory or a hub id.
-
-    path      the safetensors file, the directory or the hub id
-    kind      medusa or hydra
-    model     the model that the heads must be for
-    returns   the heads. InputError if they are damaged, of another model or of another kind
-    """
-    if is_released(path):
-        return load_released(str(path), kind, model)
-    return load_trained(path, f"{kind} heads", model, lambda header: Heads(
-        model, kind, header["K"], header.get("residual", "feature")))
-
-
-# ------------------------------------------------------------------------------- released heads
-
-def load_released(path: str, kind: str, model) -> Heads:
-    """Read released Medusa heads, with LM heads of their own or for the target's.
+    """Read heads from a file, or released Medusa heads from a directory or a hub id.
 
     Medusa-2 has its heads in the files of a whole model, which is their target.
-
-    path      a directory or hub id
-    kind      what is wanted. Hydra's are of another form than what is computed here
-    model     the model that the heads must be for
-    returns   the heads, which nobody has measured. InputError if they are damaged, unknown, or of
-              another model
     """
+    if not is_released(path):
+        return load_trained(path, f"{kind} heads", model,
+                            lambda header: Heads(model, kind, header["K"]))
     require(kind == "medusa", "heads", "medusa for released heads", kind)
-    _, found = read_head(path, "Medusa heads")
+    _, found = read_head(str(path), "Medusa heads")
     tensors = {name.removeprefix("medusa_head."): x for name, x in found.items()}
     if any(name.startswith("medusa_head.") for name in found):  # the others are the target's
         known = {name.removeprefix("model.") for name in model.state_dict()}
@@ -618,12 +472,11 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     out:     the JSON file to make, for `--accept`
     heads:   medusa or hydra
     work:    folder of answers, OUT.work by default
-    max_new_tokens: the longest answer that is collected
     """
     trained = load_heads(adapter, heads, model)
     data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
     read = map(torch.cat, zip(*collect_features(model, data, trained.K)))
-    save_accept(out, model, trained, accuracy(trained, model, logits_of(model), *read)[1])
+    save_accept(out, model, trained, accuracy(trained, model, *read))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:

@@ -128,7 +128,7 @@ PARTS = {  # a training: functions that load the file that it leaves, and that s
     "survey.layerskip tune --E 1 --rank 2": (layerskip.load_tuned, None),
     "survey.masks tune --k 2 --rank 2": (load_space, None),
 }
-OPTIONAL = {"residual", "vocab", "config", "mlp", "bias", "own_head"}  # older files lack them
+OPTIONAL = {"vocab", "config", "mlp", "bias", "own_head"}  # older files lack them
 ROW = pytest.mark.parametrize("line", PARTS)
 
 
