@@ -1,14 +1,19 @@
 """EAGLE-3 reads what enters three layers of the target, and trains on what decoding gives it. Its
 released formula and files are in test_released.py."""
+import itertools
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from cli.run import TimedLM
 from common import InputError
 from families import tiny
+from naive import NaiveLM
 from survey.eagle import Pairs
-from survey.eagle3 import (Eagle3Layer, Form, choose_lessons, eagle3, load_draft, make_config,
-                           read_target, save_draft, unroll_loss)
+from survey.eagle3 import (Eagle3Layer, Form, choose_lessons, load_draft, make_config, read_target,
+                           save_draft, unroll_loss)
+from test_lossless import METHODS, play_rounds
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
                              tap_widths)
 from training.loop import pad_pairs
@@ -28,14 +33,6 @@ def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), own_head=True) -> E
     return draft.requires_grad_(False)
 
 
-def tapped(draft: Eagle3Layer, text: list[int]) -> torch.Tensor:
-    """Return what the draft reads of a text [T, taps * h]."""
-    lm = FeatureLM(MODEL)
-    with tap_target(lm, draft.taps):
-        lm.start(text)
-    return lm.features.clone()  # which autograd takes
-
-
 # ----------------------------------------------------------------------------------------- taps
 
 def test_taps_are_what_enters_the_layers():
@@ -43,8 +40,10 @@ def test_taps_are_what_enters_the_layers():
     ids = torch.tensor([TEXT])
     hidden = MODEL(ids, output_hidden_states=True, use_cache=False).hidden_states
     for taps in ([2, 3, 4], [0, 6], [7]):  # 7, all layers: what the LM head reads
-        found = tapped(make_draft(taps=taps), TEXT)
-        assert torch.allclose(found, torch.cat([hidden[i] for i in taps], -1)[0], atol=1e-5)
+        lm = FeatureLM(MODEL)
+        with tap_target(lm, taps):
+            lm.start(TEXT)
+        assert torch.allclose(lm.features, torch.cat([hidden[i] for i in taps], -1)[0], atol=1e-5)
 
 
 def test_widths_of_taps_are_those_of_what_is_tapped():
@@ -69,27 +68,20 @@ def test_which_layers_are_tapped():
 
 # ------------------------------------------------------------------------------ what it is fed
 
-@pytest.mark.parametrize("nodes", [40, 0], ids=["40 nodes", "by the clock"])
-def test_the_draft_reads_the_final_text(monkeypatch, nodes):
-    """After some rounds its cache is that of a draft which is fed the whole text at once. No hook
-    is left behind."""
-    def choose(lm, *_):
-        lm.forward([3, 4], counts=False)  # as if a call were timed
-        lm.truncate(lm.length)
-        return 40, [1, 19], False
-    monkeypatch.setattr("survey.eagle.fastest", choose)
-    draft, target, log = make_draft(), FeatureLM(MODEL), []
-    draft.accept = [[0.05] * 20] * 2  # so many guesses that some are accepted
-    chunks = eagle3(target, TEXT, nodes=nodes, trained=draft, log=log)
-    text = TEXT + [token for _ in range(12) for token in next(chunks)]
-    lm, fresh = target.once((draft, "cached"), None), FeatureLM(draft.lm)
-    fresh.start([])
-    fresh.forward(draft.join(*Pairs(tapped(draft, text)[:-1], text[1:])))
-    assert len(TEXT) <= lm.length <= len(text) and sum(x["accepted"] for x in log) > 0
-    chunks.close()
-    assert not any(layer._forward_pre_hooks for layer in MODEL.model.layers)
-    for mine, theirs in zip(lm.cache.layers[0], fresh.cache.layers[0]):
-        assert torch.allclose(mine[:, :, :lm.length], theirs[:, :, :lm.length], atol=1e-3)
+@pytest.mark.parametrize("name, trees", [("eagle", [(9, [1, 2], True), *[(1, [], True)] * 2]),
+                                         ("dflash", [9, 1, 1])])
+def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch):
+    """The clock may choose a tree of one node, which asks no draft. The next tree is that of a
+    draft which is given the whole text. So few tokens are often guessed right. EAGLE-3 decodes in
+    EAGLE's loop."""
+    model, prompt = tiny("llama", vocab_size=8), [3, 1, 4, 1, 5]
+    line, chosen = METHODS[name](model), itertools.cycle(trees)
+    line = line._replace(options=line.options | dict(nodes=0))
+    monkeypatch.setitem(METHODS, name, lambda _: line)
+    monkeypatch.setattr(f"survey.{name}.fastest", lambda *_: next(chosen))
+    found = play_rounds(name, model, prompt, TimedLM)
+    assert play_rounds(name, model, prompt, NaiveLM, anew=True) == found
+    assert {record["accepted"] for _, _, record in found} >= {0, 1}
 
 
 # ------------------------------------------------------------------------------- the training

@@ -2,7 +2,6 @@
 kind, also after they were saved and loaded again. The oracle is the model itself, with its other
 layers made to pass their input on."""
 import copy
-import types
 
 import pytest
 import torch
@@ -10,11 +9,12 @@ from transformers import (AutoModelForCausalLM, Gemma3Config, OPTConfig, Qwen3Mo
                           SiglipVisionConfig, SmolLM3Config)
 
 import train as recipe
-from common import InputError, check
+from common import InputError
 from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
                       tiny)
 from training import loop as training
-from training.layers import list_layers, take_layers
+from training.layers import list_layers, pass_on, take_layers
+from trainings import WORDLESS
 
 DEEP = SHAPE | dict(num_hidden_layers=4)
 KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -67,13 +67,7 @@ def without_other_layers(model, numbers: list[int]):
     model = copy.deepcopy(model)
     for i, layer in enumerate(list_layers(model)):
         if i not in numbers:
-            inner = layer.forward
-
-            def forward(self, hidden_states, *args, inner=inner, **kwargs):
-                output = inner(hidden_states, *args, **kwargs)
-                is_tuple = isinstance(output, tuple)
-                return (hidden_states, *output[1:]) if is_tuple else hidden_states
-            layer.forward = types.MethodType(forward, layer)
+            layer.register_forward_hook(pass_on, with_kwargs=True)
     return model
 
 
@@ -118,26 +112,15 @@ def test_layers_that_no_configuration_makes_are_refused(make):
         take_layers(model, [1, 3])
 
 
-class Wordless:
-    """A tokenizer, as far as needed."""
-    eos_token_id = 1
-
-    def save_pretrained(self, folder):
-        pass
-
-
 @pytest.mark.parametrize("name", ["gpt2", "granite", "gemma2-capped", "gemma3-with-images"])
-def test_a_draft_of_any_family_is_distilled_saved_and_loaded(name, make, tmp_path, monkeypatch,
-                                                             capsys):
+def test_a_draft_of_any_family_is_distilled(name, make, tmp_path, monkeypatch, capsys):
     """Of layers 1 and 3; one step at a rate of nearly 0 leaves them as they are. What the command
     says of them is about the model's logits, scaled or capped as the model does."""
     model, prompts = make(name), [[5, 9, 3], [7, 3], [4, 4, 17]]
     monkeypatch.setattr(training, "collect_answers", lambda *_: [p[::-1] for p in prompts])
-    recipe.distil(model, Wordless(), prompts, layers=[1, 3], steps=1, lr=1e-9, max_new_tokens=8,
+    recipe.distil(model, WORDLESS, prompts, layers=[1, 3], steps=1, lr=1e-9, max_new_tokens=8,
                   out=tmp_path / "out", work=tmp_path)
-    loaded = check(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
     oracle = without_other_layers(model, [1, 3])
-    assert off_by(loaded, oracle) < 0.05  # saved in bfloat16
     said = capsys.readouterr().out.splitlines()[-1]
     accepted = float(said.split("1 - TVD ")[1])  # on one of the answers
     assert min(abs(agreement(model, oracle, p) - accepted) for p in prompts) < 0.01

@@ -1,11 +1,12 @@
 """Heads in the forms that others have released. KINDS is the table. The passes of each kind are its
 released formula, written out here, for the embedded target; what is exported is loaded bit for bit;
 and a head that would be misread is refused."""
+import functools
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
-from typing import Callable, NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from cli.run import TimedLM
 from common import InputError, load
-from families import tiny
-from helpers import ROOT, said_in_one_line, script, tokens_of
+from helpers import tokens_of
 from survey import eagle, eagle3, layerskip, medusa
-from survey.eagle import Pairs
 from training.low_rank import add_low_rank
 from training.parts import save_part
-from training.released import (MEDUSA_TREE, load_accept, make_config, read_layer_config,
-                               read_released)
+from training.released import MEDUSA_TREE, load_accept, read_released
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
 WIDTH, V, D = 256, 1536, 512  # of the embedded target, and how many tokens some heads can guess
@@ -45,44 +43,40 @@ def rotate(x: torch.Tensor, base: float, factor: float) -> torch.Tensor:
     return x * cos + torch.cat([-x[..., d // 2:], x[..., :d // 2]], -1) * sin
 
 
-def attend(w: dict, x: torch.Tensor, config: dict) -> torch.Tensor:
+def attend(w: dict, layer: str, x: torch.Tensor, config: dict) -> torch.Tensor:
     """Compute causal attention of a chain of rows [n, ·] with 4 heads."""
     base = config.get("rope_theta") or 10000.0
     factor = (config.get("rope_scaling") or {"factor": 1.0})["factor"]
-    q, k, v = ((x @ w[f"self_attn.{name}_proj.weight"].T + w.get(f"self_attn.{name}_proj.bias", 0))
-               .view(len(x), -1, WIDTH // 4) for name in "qkv")
+    q, k, v = ((x @ w[f"{layer}self_attn.{name}_proj.weight"].T
+                + w.get(f"{layer}self_attn.{name}_proj.bias", 0)).view(len(x), -1, WIDTH // 4)
+               for name in "qkv")
     k, v = (y.repeat_interleave(4 // k.shape[1], 1) for y in (rotate(k, base, factor), v))
     scores = torch.einsum("ihd,jhd->hij", rotate(q, base, factor), k) / math.sqrt(WIDTH // 4)
     scores = scores.masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
     out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(len(x), -1)
-    return out @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0)
+    bias = w.get(f"{layer}self_attn.o_proj.bias", 0)
+    return out @ w[f"{layer}self_attn.o_proj.weight"].T + bias
 
 
-def run_mlp(w: dict, x: torch.Tensor) -> torch.Tensor:
-    y = norm(x, w["post_attention_layernorm.weight"])
-    gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
-
-
-def layer_of(w: dict, prefix: str) -> dict:
-    return {name.removeprefix(prefix): x for name, x in w.items()}
+def run_mlp(w: dict, layer: str, x: torch.Tensor) -> torch.Tensor:
+    y = norm(x, w[f"{layer}post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return x + (F.silu(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
 
 
 def eagle_step(w: dict, e: torch.Tensor, f: torch.Tensor, config: dict, head) -> tuple:
     """Compute EAGLE's features and logits: no input norm, no final norm, the target's LM head."""
-    layer = layer_of(w, "layers.0.")
     x = torch.cat([e, f], -1) @ w["fc.weight"].T + w.get("fc.bias", 0)
-    x = run_mlp(layer, x + attend(layer, x, config))
+    x = run_mlp(w, "layers.0.", x + attend(w, "layers.0.", x, config))
     return x, head(x)
 
 
 def eagle3_step(w: dict, e: torch.Tensor, g: torch.Tensor, config: dict, _) -> tuple:
     """Compute what EAGLE-3's next level reads, and logits over the draft's own tokens."""
-    layer = layer_of(w, "midlayer.")
-    normed = norm(g, layer["hidden_norm.weight"])
-    x = torch.cat([norm(e, layer["input_layernorm.weight"]), normed], -1)
+    normed = norm(g, w["midlayer.hidden_norm.weight"])
+    x = torch.cat([norm(e, w["midlayer.input_layernorm.weight"]), normed], -1)
     residual = normed if config.get("norm_before_residual") else g
-    x = run_mlp(layer, residual + attend(layer, x, config))
+    x = run_mlp(w, "midlayer.", residual + attend(w, "midlayer.", x, config))
     y = norm(x, w["norm.weight"])
     return (y if config.get("norm_output") else x), y @ w["lm_head.weight"].T
 
@@ -139,27 +133,15 @@ def medusa_tensors(K: int = 3, own: bool = True, h: int = WIDTH, prefix: str = "
     return draw(shapes)
 
 
-class Kind(NamedTuple):
-    module: ModuleType
-    load: Callable
-    save: Callable
-    names: Callable  # its weights by the names of the released files
-    config: dict
-    tensors: Callable
-    guesses: int  # in the released tree
-    levels: int  # of the measured table
-    step: Callable | None = None
-    taps: tuple = ()  # what is read of transformers' own `output_hidden_states`
-
-
-KINDS = {
-    "eagle": Kind(eagle, eagle.load_draft, eagle.save_draft, eagle.name_released, GROUPS,
-                  eagle_tensors, 59, 8, eagle_step, (12,)),
-    "eagle3": Kind(eagle3, eagle3.load_draft, eagle3.save_draft, eagle3.Eagle3Layer.parts, GROUPS,
-                   eagle3_tensors, 59, 8, eagle3_step, (2, 6, 9)),  # of L = 12: 2, L/2 and L - 3
-    "medusa": Kind(medusa, lambda path, model: medusa.load_heads(path, "medusa", model),
-                   medusa.save_heads, medusa.name_released, MEDUSA, medusa_tensors,
-                   61, 3)}  # two of 63 guesses are of head 4
+KINDS = {  # guesses: of the released tree. levels: of the measured table. taps: what is read of
+    # transformers' own `output_hidden_states`, which of L = 12 layers EAGLE-3 does at 2, L/2, L - 3
+    "eagle": SimpleNamespace(module=eagle, load=eagle.load_draft, config=GROUPS, guesses=59,
+                             levels=8, tensors=eagle_tensors, step=eagle_step, taps=(12,)),
+    "eagle3": SimpleNamespace(module=eagle3, load=eagle3.load_draft, config=GROUPS, guesses=59,
+                              levels=8, tensors=eagle3_tensors, step=eagle3_step, taps=(2, 6, 9)),
+    "medusa": SimpleNamespace(module=medusa, config=MEDUSA, guesses=61, levels=3,
+                              load=lambda path, model: medusa.load_heads(path, "medusa", model),
+                              tensors=medusa_tensors)}  # two of 63 guesses are of head 4
 
 
 def write(folder: Path, config: dict, tensors: dict, file: str = "model.safetensors") -> str:
@@ -195,9 +177,7 @@ def changed(tensors: dict, changes: dict) -> dict:
     return {name: x for name, x in (tensors | changes).items() if x is not None}
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() < 1e-5 * max(1.0, expected.abs().max().item())
+close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
@@ -221,14 +201,13 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name, file):
     a, expected = step(TEXT[1:], g)
     lm = TimedLM(draft.lm)
     lm.start([])
-    close(lm.forward(draft.join(*Pairs(features, TEXT[1:]))), expected)
+    close(lm.forward(draft.join(*eagle.Pairs(features, TEXT[1:]))), expected)
     close(lm.features, a)
-    drafted = lm.forward(draft.join(*Pairs(lm.features[-1:], [7])))
+    drafted = lm.forward(draft.join(*eagle.Pairs(lm.features[-1:], [7])))
     b, expected = step([*TEXT[1:], 7], torch.cat([g, a[-1:]]))
     close(drafted, expected[-1:])
     close(lm.features, b[-1:])
-    few = kind == "eagle3" and len(draft.vocab) < V
-    assert draft.vocab.tolist() == [*range(0, V, 3 if few else 1)]
+    assert draft.vocab.tolist() == [*range(0, V, V // len(draft.vocab))]
     assert draft.config.max_position_embeddings == model.config.max_position_embeddings
 
 
@@ -261,9 +240,6 @@ def test_a_whole_model_of_medusa_2_is_the_target_and_has_the_heads(tmp_path, sma
     whole = {name: x.clone() for name, x in model.state_dict().items() if name != "lm_head.weight"}
     part = KINDS["medusa"].load(write(tmp_path, {}, whole | heads), model)
     assert torch.equal(part.W[1].weight, heads["medusa_head.1.0.linear.weight"])
-    with pytest.raises(InputError, match="more.weight"):
-        more = whole | heads | {"more.weight": torch.ones(3)}
-        KINDS["medusa"].load(write(tmp_path, {}, more), model)
 
 
 # -------------------------------------------------------------------------- decoding with a head
@@ -271,7 +247,7 @@ def test_a_whole_model_of_medusa_2_is_the_target_and_has_the_heads(tmp_path, sma
 @pytest.mark.parametrize("name", KINDS)
 def test_a_head_decodes_with_the_released_tree_until_it_is_measured(tmp_path, embedded, held_out,
                                                                     name):
-    """Before that no clock runs. A table is that of one model and of one head."""
+    """A table is that of one model and of one head."""
     kind, (model, _, tokenizer), log, file = KINDS[name], embedded, [], tmp_path / "a.json"
     method = vars(kind.module)[name]
     target, adapter = TimedLM(model), write(tmp_path / "head", kind.config, kind.tensors())
@@ -279,7 +255,6 @@ def test_a_head_decodes_with_the_released_tree_until_it_is_measured(tmp_path, em
         chunks = method(target, prompt, adapter=adapter, log=log)
         assert tokens_of(chunks, len(expected[:12])) == expected[:12]
     assert {record["guessed"] for record in log} == {kind.guesses}
-    assert not any("row costs" in str(key) for key in target.memo)
     next(method(target, TEXT, adapter=adapter, nodes=7, log=log))
     assert log[-1]["guessed"] == 6
     kind.module.measure(model, tokenizer, [TEXT, TEXT[::-1]], adapter=Path(adapter), out=file,
@@ -289,178 +264,104 @@ def test_a_head_decodes_with_the_released_tree_until_it_is_measured(tmp_path, em
     next(method(target, TEXT, adapter=adapter, accept=str(file), nodes=4))
     part = target.memo[name, adapter]
     assert target.memo[part, "accept", str(file)].accept == facts["accept"] and part.accept == []
-    for change, said in (({"model": [[-x for x in row] for row in facts["model"]]}, "another mod"),
-                         ({"head": facts["head"][:-1]}, "another head's"),
-                         ({"head": [x * 1.1 for x in facts["head"]]}, "another head's"),
-                         ({"head": [x * 1.01 for x in facts["head"]]}, "")):  # as of a half type
-        file.write_text(json.dumps(facts | change))
-        if not said:
+    for scale in (1.01, 1.1):  # numbers of a half type are rounded
+        file.write_text(json.dumps(facts | {"head": [x * scale for x in facts["head"]]}))
+        with pytest.raises(InputError, match="another head's") if scale > 1.05 else nullcontext():
             assert load_accept(str(file), model, part) == facts["accept"]
-            continue
-        with pytest.raises(InputError, match=f"what `measure` wrote for this .*: {said}"):
-            load_accept(str(file), model, part)
 
 
 # ---------------------------------------------------------------------------- there and back again
 
-MODEL = tiny("llama", num_hidden_layers=7)
-HALF = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 64}
+EXPORTED = {  # a head: options of the export, and what engines read in its configuration
+    "Vicuna's": (dict(engine="sglang"), dict(architectures=["LlamaForCausalLMEagle"])),
+    "LLaMA3's": ({}, dict(architectures=["LlamaForCausalLM"], bias=False, num_hidden_layers=1,
+                          tie_word_embeddings=False, rope_theta=500000.0, vocab_size=V)),
+    "scaled": (dict(engine="sglang"), dict(rope_theta=10000.0, rope_scaling={
+        "type": "linear", "rope_type": "linear", "factor": 4.0})),
+    "yuhuili's": ({}, dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=D)),
+    "speculators'": ({}, dict(norm_before_residual=True)), "all tokens": ({}, {}),
+    "3.1": ({}, dict(fc_norm=True, norm_output=True)),
+    "Medusa's": ({}, dict(medusa_num_heads=3, medusa_num_layers=1))}
 
 
-def scaled_config():
-    shape = make_config(MODEL).to_dict() | dict(rope_theta=50.0, rope_scaling=SCALING)
-    return read_layer_config("x", shape | dict(rope_parameters=None), MODEL)
+@pytest.mark.parametrize("name", EXPORTED)
+def test_what_is_exported_is_the_head_bit_for_bit(tmp_path, embedded, name):
+    """With the target's embeddings, which engines read, and for SGLang with a bias. No numbers of
+    layers are said, which engines count in different ways."""
+    kind, config, how, _ = HEADS.get(name, ("medusa", MEDUSA, {}, {}))
+    options, expected = EXPORTED[name]
+    adapter, w = tmp_path / "head", KINDS[kind].tensors(**how)
+    write(adapter, config, w)
+    KINDS[kind].module.export(embedded[0], None, adapter=adapter, out=tmp_path / "a", **options)
+    [file] = (tmp_path / "a").glob("*.safetensors")
+    table = embedded[0].get_input_embeddings().weight
+    added = {"embed_tokens.weight": table, "fc.bias": torch.zeros(WIDTH)}
+    found = load_file(file)
+    assert w.keys() <= found.keys()
+    assert all(torch.equal(tensor, (added | w)[x]) for x, tensor in found.items())
+    told = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert told.items() >= expected.items()
+    assert not any("layer_id" in x or x == "eagle_config" for x in told)
+    KINDS[kind].load(tmp_path / "a", embedded[0])
 
 
-def make_eagle3(vocab=range(61), **form):
-    return eagle3.Eagle3Layer(MODEL, make_config(MODEL, 24), [2, 3, 4], vocab, eagle3.Form(**form))
+NOT_EXPORTED = [  # a kind, arguments of the tensors, changes of the part, options, the message
+    ("eagle", {}, dict(vocab=torch.arange(D)), {}, "must guess all tokens"),
+    ("eagle", {}, {}, dict(engine="x"), "--engine must be vllm or sglang"),
+    ("eagle", dict(bias=True), {}, {}, "--engine must be sglang for a head whose fc has a bias"),
+    ("eagle", dict(biases="qkv"), {}, {}, "must be a layer without biases"),
+    ("eagle3", {}, dict(taps=[1, 3, 4]), {}, "which engines assume"),
+    ("eagle3", {}, dict(form=eagle3.Form(mtp=True)), {}, "must be trained without --mtp")]
 
 
-PARTS = {  # kind, part, options of the export, and what engines read besides the part's own weights
-    "eagle": ("eagle", lambda: eagle.EagleLayer(MODEL, make_config(MODEL, 24)),
-              {}, {"embed_tokens.weight": (61, 32)}),
-    "eagle, SGLang": ("eagle", lambda: eagle.EagleLayer(MODEL), dict(engine="sglang"),
-                      {"embed_tokens.weight": (61, 32), "fc.bias": (32,)}),
-    "eagle, scaled": ("eagle", lambda: eagle.EagleLayer(MODEL, scaled_config()), {},
-                      {"embed_tokens.weight": (61, 32)}),
-    "eagle3": ("eagle3", lambda: make_eagle3(vocab=range(1, 61, 2)), {},
-               {"d2t": (30,), "t2d": (61,)}),
-    "eagle3, normed residual": ("eagle3", lambda: make_eagle3(norm_before_residual=True), {}, {}),
-    "eagle3.1": ("eagle3", lambda: make_eagle3(fc_norm=True, norm_output=True), {}, {}),
-    "medusa": ("medusa", lambda: medusa.Heads(MODEL, "medusa", 3), {}, {}),
-    "medusa, own": ("medusa", lambda: medusa.Heads(MODEL, "medusa", 3, own=True), {}, {})}
-TOLD = {  # of the configurations
-    "eagle": dict(architectures=["LlamaForCausalLM"], bias=False, num_hidden_layers=1,
-                  tie_word_embeddings=False, rope_theta=10000.0, vocab_size=61),
-    "eagle, SGLang": dict(architectures=["LlamaForCausalLMEagle"]),
-    "eagle, scaled": dict(rope_theta=50.0, rope_scaling=SCALING | {"type": "llama3"}),
-    "eagle3": dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=30),
-    "medusa": dict(medusa_num_heads=3, medusa_num_layers=1)}
-
-
-def save(folder: Path, name: str) -> tuple[Kind, torch.nn.Module]:
-    """Make a part of PARTS with random weights, and its file, or its folder if it has no file."""
-    kind, part = KINDS[PARTS[name][0]], PARTS[name][1]()
-    rng = torch.Generator().manual_seed(0)
-    for p in kind.names(part).values():
-        x = (p.ndim == 1) + 0.3 * torch.randn(p.shape, generator=rng)
-        p.data = x.bfloat16().float()
-    part.accept = [[0.5, 0.3, 0.1]] * 3
-    if name == "medusa, own":
-        write(folder / "part", MEDUSA, {x: p.detach() for x, p in kind.names(part).items()})
-    else:
-        kind.save(folder / "part", part, MODEL)
-    return kind, part
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_what_is_exported_is_loaded_bit_for_bit(tmp_path, name):
-    """And exported once more; with names, shapes and settings that engines read, and no numbers of
-    layers, which engines count in different ways."""
-    kind, part = save(tmp_path, name)
-    _, _, options, more = PARTS[name]
-    for source, made in ("part", "a"), ("a", "b"):
-        kind.module.export(MODEL, None, adapter=tmp_path / source, out=tmp_path / made, **options)
-        again = kind.load(tmp_path / made, MODEL)
-        for x, p in kind.names(part).items():
-            assert torch.equal(kind.names(again)[x], p), x
-        for x in {"form", "vocab"} & {*vars(part)}:
-            assert str(getattr(again, x)) == str(getattr(part, x))
-        told = json.loads((tmp_path / made / "config.json").read_text())
-        [file] = (tmp_path / made).glob("*.safetensors")
-        assert {x: (*y.shape,) for x, y in load_file(file).items()} == more | {
-            x: (*p.shape,) for x, p in kind.names(part).items()}
-        assert told.items() >= TOLD.get(name, {}).items()
-        assert not any("layer_id" in x or x == "eagle_config" for x in told)
-    if name == "eagle, scaled":
-        assert again.config.rope_parameters == part.config.rope_parameters
-        assert load_file(file)["embed_tokens.weight"].equal(MODEL.get_input_embeddings().weight)
-
-
-FEW = {"vocab": torch.arange(0, 61, 2)}
-NOT_EXPORTED = [  # a part of PARTS, what it has instead, options, the message
-    ("eagle", FEW, {}, "must guess all tokens"), ("medusa", FEW, {}, "must guess all tokens"),
-    ("eagle", {}, dict(engine="x"), "--engine must be vllm or sglang"),
-    ("eagle3", dict(taps=[1, 3, 4]), {}, "which engines assume"),
-    ("eagle3", dict(form=eagle3.Form(mtp=True)), {}, "must be trained without --mtp")]
-
-
-@pytest.mark.parametrize("name, changes, options, said", NOT_EXPORTED)
-def test_what_no_engine_would_read_is_not_exported(tmp_path, monkeypatch, name, changes, options,
-                                                   said):
-    kind, part = save(tmp_path, name)
-    vars(part).update({x: y for x, y in changes.items() if x != "vocab"})
-    part.vocab = changes.get("vocab", part.vocab)
-    monkeypatch.setattr(kind.module, "load_heads" if name == "medusa" else "load_draft",
-                        lambda *_: part)
+@pytest.mark.parametrize("name, how, changes, options, said", NOT_EXPORTED)
+def test_what_no_engine_would_read_is_not_exported(tmp_path, embedded, monkeypatch, name, how,
+                                                   changes, options, said):
+    kind = KINDS[name]
+    part = kind.load(write(tmp_path / "head", kind.config, kind.tensors(**how)), embedded[0])
+    for attribute, value in changes.items():
+        setattr(part, attribute, value)
+    monkeypatch.setattr(kind.module, "load_draft", lambda *_: part)
     with pytest.raises(InputError, match=said):
-        kind.module.export(MODEL, None, adapter=tmp_path / "part", out=tmp_path / "a", **options)
+        kind.module.export(embedded[0], None, adapter="x", out=tmp_path / "a", **options)
 
 
-@pytest.mark.parametrize("how, said", [
-    (dict(bias=True), "--engine must be sglang for a head whose fc has a bias"),
-    (dict(biases="qkv"), "must be a layer without biases")])
-def test_biases_are_not_exported_for_vllm(tmp_path, embedded, how, said):
-    head = write(tmp_path / "head", GROUPS, eagle_tensors(**how))
-    with pytest.raises(InputError, match=said):
-        eagle.export(embedded[0], None, adapter=head, out=tmp_path / "a")
-
-
-def test_an_exported_tuning_is_a_model_of_its_own(tmp_path, small_llama, capsys):
+def test_an_exported_tuning_is_a_model_of_its_own(tmp_path, small_llama):
     model, tokenizer = load(small_llama, "cpu", "float32")
     changes = add_low_rank(load(small_llama, "cpu", "float32")[0], 2)
     for i, p in enumerate(changes.values()):
         p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 9
     save_part(tmp_path / "part", "a LayerSkip tuning", model, changes, E=1, rank=2)
     layerskip.export(model, tokenizer, tuning=tmp_path / "part", out=tmp_path / "a")
-    assert f"--target {tmp_path / 'a'} --tuning \"\" --E 1" in capsys.readouterr().out
-    again, its_tokenizer = load(str(tmp_path / "a"), "cpu", "float32")
+    again = load(str(tmp_path / "a"), "cpu", "float32")[0]
     tuned = layerskip.load_tuned(tmp_path / "part", model)[0]
-    for name, x in again.state_dict().items():
-        assert torch.equal(tuned.state_dict()[name], x), name
-        assert "mlp" not in name or not torch.equal(model.state_dict()[name], x), name
-    assert its_tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert all(torch.equal(tuned.state_dict()[name], x) for name, x in again.state_dict().items())
 
 
 # -------------------------------------------------------------------------- what is not accepted
 
 OTHER = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(5))
-ONES, NINE = torch.ones(9), {"lm_head.weight": torch.zeros(9, WIDTH)}
+ONES = torch.ones(9)
 REFUSED = [  # a kind, what its head has instead, in its tensors or its configuration, the message
-    ("medusa", {"0.1.weight": torch.ones(99, WIDTH)}, "{'0.1.weight': .1536, 256.}"),
-    ("medusa", {"1.1.weight": None}, "expected tensors {'1.1.weight'"),
-    ("medusa", {"more": ONES}, "expected tensors {}, got .* {'more'"),
+    ("eagle", {"fc.weight": None}, "be an EAGLE head, got .*, a file without a head that is known"),
+    ("eagle", {"0.0.linear.weight": ONES}, "be an EAGLE head, got .*, Medusa heads"),
+    ("eagle3", {"midlayer.hidden_norm.weight": None}, "be an EAGLE-3 head, got .*, an EAGLE head"),
     ("eagle", {"layers.0.input_layernorm.weight": ONES}, "got .* with {'layers.0.input_layern"),
-    ("eagle", {"layers.0.mlp.up_proj.weight": None}, "expected tensors {'layers"),
-    ("eagle", {"fc.bias": torch.full((WIDTH,), torch.nan)}, "finite numbers"),
     ("eagle", {"hidden_size": 128}, "features of 128 numbers, as the layer has, got 256 and 256"),
     ("eagle", {"layers.1.mlp.up_proj.weight": ONES}, "one layer, .* with layers.0, layers.1$"),
     ("eagle", {"hidden_act": "gelu"}, "must be a head without hidden_act, got .* gelu"),
     ("eagle", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type default, linear, llama3"),
-    ("eagle", {"rope_scaling": {"type": "linear"}}, "config.json describes a layer, .*factor"),
-    ("eagle", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "of type .*full_att"),
     ("eagle", {"num_attention_heads": 0}, "num_attention_heads must be above 0, not 0"),
     ("eagle", {"num_attention_heads": 3}, "config.json describes a layer, got .*: .* multiple"),
     ("eagle", {"embed_tokens.weight": OTHER}, "another's"),
     ("eagle", {"embed_tokens.weight": OTHER.to(torch.int8)}, "of torch.int8"),
-    ("eagle", {"embed_tokens.weight": OTHER[:99]}, "of 1536 tokens, each of 256 .* .99, 256"),
-    ("eagle3", {"hidden_size": 64}, "each of 64 numbers, got .* with none"),
-    ("eagle3", {"layers.1.mlp.up_proj.weight": ONES}, "one layer, .* with layers.1, midlayer$"),
+    ("eagle3", {"hidden_size": 64}, "of 1536 tokens, each of 64 numbers, got .* with none"),
     ("eagle3", {"attention_bias": True}, "must be a head without attention_bias"),
-    ("eagle3", {"norm_before_fc": True}, "must be a head without norm_before_fc"),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "layer_ids"),
-    ("eagle3", {"eagle_config": 3, "eagle_aux_hidden_state_layer_ids": 5}, "layer_ids 5"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": ["a", 1]}, r"layer_ids \['a', 1\]"),
     ("eagle3", {"lm_head.weight": None}, "must have an LM head of its own"),
-    ("eagle3", {"lm_head.weight": torch.tensor(1.0)}, "must have an LM head of its own"),
     ("eagle3", {"d2t": torch.full((D,), V), "t2d": None}, "must be a head for 1536 tokens"),
     ("eagle3", {"d2t": ZEROS[:3]}, r"d2t has 512 whole numbers, got .* \(3,\) of"),
-    ("eagle3", {"d2t": torch.zeros(D)}, "d2t has 512 whole numbers, got .*float32"),
-    ("eagle3", NINE | {"d2t": None, "t2d": None}, "name the same 9 tokens, .* with 0 and 0 tokens"),
-    ("eagle3", NINE | {"d2t": torch.arange(9), "t2d": torch.arange(V) < 9}, "with 9 and 9 tokens"),
-    ("eagle3", NINE | {"d2t": -torch.arange(9), "t2d": None}, "with 1 and 0 tokens")]
+    ("eagle3", {"t2d": torch.arange(V) < D}, "with 512 and 512 tokens")]
 
 
 @pytest.mark.parametrize("name, changes, said", REFUSED, ids=[f"{x[0]}: {x[2]}" for x in REFUSED])
@@ -473,61 +374,45 @@ def test_a_head_that_would_be_misread_is_refused(tmp_path, embedded, name, chang
         kind.load(write(tmp_path, config, tensors), embedded[0])
 
 
-def test_a_head_of_another_kind_is_refused(tmp_path, embedded):
-    """In the words of each kind. What no kind knows has no head; Hydra's heads are not read."""
-    words = {"eagle": "an EAGLE head", "eagle3": "an EAGLE-3 head", "medusa": "Medusa heads"}
-    hydra = draw({"hydra_mlp.0.1.linear.weight": (8, 16), "hydra_lm_head.0.1.weight": (9, 8)})
-    for name, said in (words | {"hydra": "a file without a head that is known here"}).items():
-        head = write(tmp_path, GROUPS, KINDS[name].tensors() if name in KINDS else hydra)
-        for other in {*KINDS} - {name}:
-            with pytest.raises(InputError, match=f"be {words[other]}, got .*, {said}"):
-                KINDS[other].load(head, embedded[0])
+def test_heads_of_hydra_are_not_read(embedded):
     with pytest.raises(InputError, match="--heads must be medusa for released heads, got hydra"):
-        medusa.load_heads(write(tmp_path, {}, medusa_tensors()), "hydra", embedded[0])
+        medusa.load_heads("x", "hydra", embedded[0])
 
 
-@pytest.mark.parametrize("change", [0.0, 1e-3])
-def test_the_targets_own_table_in_a_head_is_shared_and_a_tuned_one_is_kept(tmp_path, embedded,
-                                                                           change):
+def test_the_targets_own_table_in_a_head_is_shared_and_a_tuned_one_is_kept(tmp_path, embedded):
     own = embedded[0].get_input_embeddings()
-    tensors = eagle_tensors() | {"embed_tokens.weight": own.weight.detach() + change}
-    draft = eagle.load_draft(write(tmp_path, GROUPS, tensors), embedded[0])
-    table = draft.lm.get_input_embeddings()
-    assert (table is own) == (change == 0)
-    assert torch.equal(table.weight, tensors["embed_tokens.weight"])
+    for change in (0.0, 1e-3):
+        tensors = eagle_tensors() | {"embed_tokens.weight": own.weight.detach() + change}
+        draft = eagle.load_draft(write(tmp_path, GROUPS, tensors), embedded[0])
+        table = draft.lm.get_input_embeddings()
+        assert (table is own) == (change == 0)
+        assert torch.equal(table.weight, tensors["embed_tokens.weight"])
 
 
-def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, monkeypatch, capfd):
+def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, embedded, monkeypatch):
     """Each file that is missing is named. A head in parts is read whole, and a pickled one may hold
     tensors alone."""
     expected = "expected a trained file, or a directory or hub id with config.json and weights, got"
-    part, index = tmp_path / "part.safetensors", tmp_path / "model.safetensors.index.json"
+    index = tmp_path / "model.safetensors.index.json"
 
     def refuse(said: str, file: Path | None = None, text: str = "") -> None:
         if file:
             file.write_text(text)
         with pytest.raises(InputError, match=f"{expected} .*: {said}"):
-            eagle3.load_draft(tmp_path, MODEL)
+            eagle3.load_draft(tmp_path, embedded[0])
     refuse("there is no config.json$")
-    argv = ["--adapter", str(tmp_path), "--prompt", "a", "--device", "cpu"]
-    assert script("survey.eagle3", *argv, "--target", f"{ROOT}/models/target") == 2
-    said_in_one_line(f"got '{tmp_path}': there is no config.json", capfd)
     config = tmp_path / "config.json"
     refuse("config.json does not hold a dictionary", config, "[]")
-    refuse("unsupported operand", config, '{"transformer_layer_config": 3}')
     refuse("there is no model.safetensors, nor another file of weights", config, "{}")
     refuse("there is no part.safetensors$", index, '{"weight_map": {"x": "part.safetensors"}}')
-    refuse("part.safetensors is a pointer of git-lf", part, "version https://git-lfs.github.com/")
-    tensors, names = eagle3_tensors(), {}
-    for i, half in enumerate(([*tensors][::2], [*tensors][1::2])):
-        names |= dict.fromkeys(half, f"{i}.safetensors")
-        save_file({x: tensors[x] for x in half}, tmp_path / f"{i}.safetensors")
-    index.write_text(json.dumps({"weight_map": names}))
+    tensors = eagle3_tensors()
+    for i in range(2):
+        save_file(dict([*tensors.items()][i::2]), tmp_path / f"{i}.safetensors")
+    index.write_text(json.dumps({"weight_map": {x: f"{x}.safetensors" for x in "01"}}))
     assert read_released(str(tmp_path))[1].keys() == tensors.keys()
     index.unlink()
     torch.save({"fc.weight": Path("x")}, tmp_path / "pytorch_model.bin")
     refuse("Weights only load failed")
     monkeypatch.setattr("training.released.cached_file", None)  # which asks the hub
-    for kind in KINDS.values():
-        with pytest.raises(InputError, match="No such file"):
-            kind.load("gone.safetensors", MODEL)
+    with pytest.raises(InputError, match="No such file"):
+        eagle3.load_draft("gone.safetensors", embedded[0])
