@@ -15,8 +15,7 @@ import torch
 
 from bita import mask_states
 from cli.main import main as run_command_line
-from common import Sampler, until
-from fake_models import uncached
+from common import until
 from training.layers import FeatureLM
 from training.parts import score_with
 
@@ -110,30 +109,6 @@ def be_process(streams: list[int], others: list[int], act, args: tuple) -> None:
     # torch makes its pool of threads anew after a fork. Two threads that did so at once would fail.
     torch.set_num_threads(torch.get_num_threads())
     sys.exit(act(*args))
-
-
-def check_without_caches(method, model, drafts: list, prompt: list[int], **options) -> None:
-    """Check that a sampled run on real caches is the run without caches, with the same seed; and
-    that what each model holds after a round is a beginning of the text.
-
-    drafts   one draft model, which then lacks two tokens of the text at most, or several
-    """
-    texts, logs = [], []
-    for make in (FeatureLM, uncached):
-        target, draft, *more = (make(lm) for lm in (model, *drafts))
-        log, text = [], [*prompt]
-        given = options | ({"more_drafts": more} if more else {})
-        chunks = method(target, draft, prompt, sample=Sampler(0.7, seed=4), log=log, **given)
-        for chunk in itertools.islice(chunks, 16):
-            text += chunk
-            assert target.length == len(text) - 1
-            assert more or len(text) - 2 <= draft.length <= len(text) - 1
-            if make is uncached:  # a wrong text in both runs would be the same text
-                assert all(lm.tokens == text[:lm.length] for lm in (target, draft, *more))
-        texts.append(text)
-        logs.append(log)
-    assert texts[0] == texts[1] and logs[0] == logs[1]
-    assert len({r["accepted"] for r in log}) > 1
 
 
 def interrupting(act, number: int, after: bool = False):

@@ -7,7 +7,6 @@ import torch
 
 from common import Sampler
 from families import deep
-from helpers import per_call
 from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import collect_states
 from training.layers import FeatureLM
@@ -71,10 +70,3 @@ def test_the_figure_of_held_out_answers_counts_all_their_tokens():
     right = model.lm_head(model.model.norm(early)).argmax(-1) == model.lm_head(last).argmax(-1)
     assert curve[0]["right"] == pytest.approx(right.float().mean().item())
     assert right.float().mean() != right[:512].float().mean()
-
-
-def test_the_embedded_exit(embedded, held_out):
-    """On held-out prompts a round has four tokens or more, and a token takes under 5.5 layers."""
-    log, few = [], held_out[::2]
-    assert per_call(early_exit, embedded[0], few, log=log) > 4
-    assert sum(r["layers"] for r in log) / sum(len(expected) for _, expected in few) < 5.5

@@ -11,7 +11,7 @@ import pytest
 import cllm
 from cli.options import parse_command, read_options, select_options
 from families import deep, near
-from survey import online
+from survey import online, sequoia
 from training.loop import digest
 
 TRAININGS = {  # a training: the decoding that reads OUT
@@ -73,14 +73,15 @@ def run(line: str, folder: Path, model, prompts=PROMPTS, **changes) -> Path:
     command, given = find_command(line)
     known, folder = read_options(command), folder / "new"
     options = {name: x for name, x in LITTLE.items() if name in known} | given | changes
-    options |= {"out": folder / "out", "work": folder / "work"}
+    options |= {name: folder / name for name in ("out", "work") if name in known}
     if "data" in known:  # a CLLM learns from trajectories
         options["data"] = folder / f"data-{digest(model.state_dict(), prompts)}"
         cllm.collect(model, WORDLESS, prompts, out=options["data"], n=4, max_new_tokens=6)
     else:
         options["prompts"] = prompts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(online, "draft_for", lambda model, *_: near(model, 0.1))
+        for module in online, sequoia:
+            patch.setattr(module, "draft_for", lambda model, *_: near(model, 0.1))
         command(model, WORDLESS, **options)
     return folder / "out"
 
