@@ -11,8 +11,7 @@
 
 h is the hidden states of a token where they enter the tapped layers of the target. The draft reads
 the h of all final tokens but the root, whose own h is not known yet. Its block has one row for the
-root and B - 1 rows for a learned mask. Row k makes the guess g_k. Here B = 4, and the root
-is x_5:
+root and B - 1 rows for a learned mask. Row k makes the guess g_k. Here B = 4, and x_5 is the root:
 
     target    h of x_0 … x_4
                   │
@@ -26,18 +25,16 @@ is x_5:
     guesses                         g_1  g_2  g_3  g_4     of the tokens x_6 to x_9
 
 z_k does not know which tokens the rows before it guess, so two likely guesses need not fit each
-other. The Markov head repairs this, because it reads the token before, which for g_1 is the root
-g_0. It costs one product with a matrix for each node of a tree, and no further pass of the layers:
+other. The Markov head reads the token before, which for g_1 is the root g_0. It costs one product
+with a matrix for each node of a tree, and no further pass of the layers:
 
     p(g_k | g_{k-1}) = softmax((z_k + W_2 W_1[g_{k-1}]) / T_k)
 
-T_k, one for each place, calibrates these chances on held-out answers. The chance of a node is the
-product of the p along its path, and the tree has the n likeliest nodes. One call of the target
-verifies it, so the output is the target's own, greedily or with one sample at each node.
+T_k calibrates the chances of place k on held-out answers. The chance of a node is the product of
+the p along its path. The tree has the n likeliest nodes, and is verified as EAGLE's (eagle.py).
 
-Training packs many blocks into one pass over a text, one for each of some random anchors, which are
-the roots of these blocks. A block sees the H before its anchor, and itself, and no other block. In
-this table of two blocks with B = 2, a row on the left sees what has an x:
+Training packs many blocks into one pass over a text, whose roots are at random anchors. A block
+sees the H before its anchor and itself. Of two blocks with B = 2, a row on the left sees each x:
 
                 H_0 H_1 H_2 H_3 H_4   x_2 mask   x_4 mask
         H_1      x   x
@@ -53,16 +50,11 @@ The sums run over the rows of all blocks. All T_k are 1 here, and g_{k-1} is the
 With `--loss tv` each term is 0.1 CrossEntropy + 0.9 ‖target's distribution - p‖₁, with DSpark's
 weights. Half of this distance is the chance that speculative sampling rejects a guess drawn from p.
 
-Departures:
-- Sampling. Paper: a chain of guesses is drawn, and each is accepted or rejected; DSpark trains a
-  head for confidences. Here: the tree has the likeliest nodes, as many as pay (`--nodes`), and the
-  target draws once at each. Why: one rule serves greedy and sampled output. T_k and sizes are
-  those of greedy decoding.
-- The network. Paper: the keys and values of all 5 layers come from H, of five taps; a row reads its
-  token or the mask. Here: H of three taps (`--taps`) are rows of 2 layers, a row also reads H of
-  the token before the root and a vector for its place, and the root guesses too, as in DSpark. Why:
-  the draft is an ordinary model with an ordinary cache, and the newest H is the best predictor of
-  what follows. No released draft can be loaded, though.
+Departures, besides those of EAGLE's sampling and tree (eagle.py):
+- The network. Paper: the keys and values of all 5 layers come from H, of five taps. Here: H of
+  three taps (`--taps`) are rows of 2 layers. A row also reads the H before the root and a vector
+  for its place, and the root guesses too, as in DSpark. Why: the draft is an ordinary model with an
+  ordinary cache, and the newest H predicts best. No released draft can be loaded, though.
 - Training. Paper: random layers, labels are tokens, γ is 7, 5 or 4 by the length of the block, a
   rate of 6e-4. Here: layers begin as the target's last ones, labels are the target's distributions,
   γ is 4, the rate 3e-3. Why: small models learn faster so.
@@ -80,7 +72,7 @@ from survey.clock import WIDTHS, fastest, row_costs
 from survey.eagle import MOST, RANKS
 from training.acceptance import (TargetText, fit_temperatures, measure_places, read_target_texts,
                                  sample_anchors)
-from training.layers import (FeatureLM, context_length, depth_of, read_taps, take_layers,
+from training.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
                              tap_target, tap_widths)
 from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
                            prepare_training, sample_alike, warm_cosine)
@@ -104,15 +96,13 @@ class BlockDraft(Part):
     model    the target
     taps     the layers of the target whose inputs it reads, by number (training/layers.py)
     layers   how many layers the draft has
-    B        how many rows a block has, each of which makes a guess
+    B        how many rows, and how many guesses, a block has
     markov   the rank of the Markov head. 0: there is none
     causal   whether a row of the block sees only the earlier rows of its block
-    vocab    the tokens that the draft can guess, V' of them. None: all. Row i of the LM head stands
-             for vocab[i]
+    vocab    the tokens that the rows of the LM head stand for, V' of them. None: all
     seed     a seed for the random weights
 
-    accept         accept[k - 1] is how often the likeliest g_k is right on held-out answers, where
-                   all guesses before it are right
+    accept         how often each likeliest g_k is right after right guesses, on held-out answers
     temperatures   the T_k of the header
     tokens         tokens[n - 1] is how many tokens a call with a tree of n nodes gave on them
     """
@@ -192,27 +182,9 @@ class BlockDraft(Part):
 
 # ---------------------------------------------------------------------------------- decoding
 
-class BlockLM(CachedLM):
-    """Let the last rows of a call see each other both ways.
-
-    block   how many rows of the next calls are a block. 0: none
-    """
-    block = 0
-
-    def layout(self, parents: list[int], sees_prefix: list[bool]):
-        """Compute where the newest pending nodes stand and what they see."""
-        positions, mask = super().layout(parents, sees_prefix)
-        if self.block:
-            later = torch.ones(self.block, self.block, dtype=torch.bool,
-                               device=self.weight.device).triu(1)
-            for one in mask.values() if isinstance(mask, dict) else [mask]:
-                one[..., -self.block:, -self.block:].masked_fill_(later, 0.0)
-        return positions, mask
-
-
 @torch.inference_mode()
 def read_context(draft: BlockDraft, features: torch.Tensor) -> torch.Tensor:
-    """Return H [n, e] of what was tapped [n, t], for decoding."""
+    """Return H [n, e] of what was tapped [n, t], without gradients."""
     return draft.fuse(features)
 
 
@@ -226,7 +198,7 @@ def feed(lm: BlockLM, H: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def run_block(draft: BlockDraft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Tensor:
-    """Add H to the draft's context, and run one block behind it.
+    """Add H to the draft's context, and run one block after it.
 
     lm       the draft's layers with their cache
     H        [n, e], of the tokens that became final since the last block
@@ -254,7 +226,7 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     ids, parents, chances = [root], [-1], [1.0]
     leaves = [0]
     for z_k, temperature in zip(z, draft.temperatures):
-        # The nodes of a level share z_k. What the Markov head adds depends on their tokens.
+        # The nodes of a level share z_k. The Markov head adds what depends on their tokens.
         tokens = torch.tensor([ids[x] for x in leaves], device=z.device)
         logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens).float() / temperature
         # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
@@ -264,9 +236,8 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
             ids += children
             parents += [leaf] * len(children)
             chances += [chances[leaf] * p for p in factors]
-        # A child is at most as likely as its parent. So only the n likeliest nodes so far can have
-        # a child among the n likeliest of all. Of equally likely nodes the earlier one comes first,
-        # and a parent is earlier than its children.
+        # A child is at most as likely as its parent, and comes later. So only the n likeliest nodes
+        # so far can have a child among the n likeliest of all.
         kept = heapq.nlargest(n, range(len(ids)), key=chances.__getitem__)
         leaves = [x for x in kept if x >= first and chances[x] > 0]
         if not leaves:
@@ -279,7 +250,6 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
 def plan_block(draft: BlockDraft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
     """Yield trees of all sizes, for `fastest` to choose from.
 
-    lm       the draft's layers with their cache
     yields   a number of nodes, the tokens that a call with so many gave on held-out answers, and
              the seconds of the draft's pass, of growing the tree and of the call together
     """
@@ -305,7 +275,7 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
     adapter: file of a draft, made by `python -m survey.dflash train`
-    Yields chunks of 1 to B + 1 tokens; logs {"guessed", "accepted"} a call.
+    Yields chunks of 1 to B + 1 tokens. Logs {"guessed", "accepted"} a call.
     """
     require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
     draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
@@ -318,8 +288,7 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
         H = draft.place.new_zeros(0, draft.place.shape[1])
         if len(prompt) > 1:
             H = read_context(draft, target.features)
-        # The draft reads the prompt before the clock times its passes. The last H waits for the
-        # first block, whose rows read it too.
+        # The clock times passes after the prompt. The last H waits for the first block.
         feed(lm, H[:-1])
         H = H[-1:]
         n = nodes
@@ -342,10 +311,7 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
 # ------------------------------------------------------------------------------------ training
 
 class Blocks(NamedTuple):
-    """Hold G blocks of each of N texts, and what their B rows should guess.
-
-    All tensors but `hidden` are [N, G, B].
-    """
+    """Hold G blocks of each of N texts, and what their B rows should guess, [N, G, B]."""
     hidden: torch.Tensor  # [N, G, B, f], what the LM head reads
     at: torch.Tensor  # the place of the token before each guess
     previous: torch.Tensor  # that token
@@ -416,11 +382,11 @@ def block_loss(draft: BlockDraft, score: Callable, texts: list[TargetText],
     loss      ce or tv
     """
     blocks = make_blocks(draft, texts, anchors)
-    # Where the draft cannot guess the right token, no guess can be accepted. So these places do not
-    # count. The target's distribution is that over the tokens that the draft can guess.
+    # Places whose right token the draft cannot guess do not count. The target's distribution is
+    # that over the tokens that it can guess.
     known = blocks.inside & (blocks.labels < len(draft.vocab))
     logits = draft.add_markov(score(blocks.hidden[known]), blocks.previous[known])
-    # What the target read when it chose the tokens that are guessed, [N, T, f]
+    # The target's LM head read `last` [N, T, f] when the target chose the tokens that are guessed.
     last = torch.nn.utils.rnn.pad_sequence([x.last for x in texts], batch_first=True)
     text = torch.arange(len(texts))[:, None, None].expand(known.shape)[known.cpu()]
     read = last[text, blocks.at[known].cpu()].to(logits.device)
@@ -454,17 +420,13 @@ def count_tree_tokens(draft: BlockDraft, score: Callable, texts: list[TargetText
             tree, parents, _ = grow_block(draft, score(hidden), ids[anchor], MOST)
             counts[follow(tree, parents, ids[anchor + 1:])] += 1
             trees += 1
-    # The first n nodes are the tree of n nodes. It would have kept those nodes of the path that are
-    # among them. The root stands for the token that the target chooses itself.
+    # The first n nodes are the tree of n nodes, which keeps those nodes of the path that it has.
     return (counts.cumsum(0) / max(1, trees)).tolist()
 
 
 def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anchors: int,
         batch: int, **how) -> dict:
-    """Train a draft beside its target, and set its `accept`, `temperatures` and `tokens`.
-
-    The arguments are those of `train` and of `train_beside`.
-    """
+    """Train a draft, and set its `accept`, `temperatures` and `tokens`, by arguments of `train`."""
     score = score_with(model, draft.lm.get_output_embeddings())
     texts_of, _ = compute_frozen(lambda pairs: read_target_texts(model, draft.taps, pairs), data,
                                  sum(tap_widths(model, [*draft.taps, depth_of(model)])))

@@ -27,24 +27,22 @@ f_3, so the last row of the context guesses t_5. Every later row reads a guess f
     makes   f̂_1   f̂_2   f̂_3   f̂_4 │   f̂_5     f̂_6
     guesses                   t̂_5 │   t̂_6     t̂_7
 
-Each row proposes several tokens, and each of these can be fed as a row in turn: the guesses form a
-tree, which one call of the target verifies. The output is the target's own, greedily or with one
-sample of the target at each node.
+Each row proposes several tokens, and each of these can be fed as a row in turn. So the guesses form
+a tree, which one call of the target verifies. The output is the target's own.
 
-The layer is that of the released code: Llama's without its input norm, random at first, behind an
-`fc` without a bias. It reads embeddings and features alone, so the target may be of any family.
+The layer is the released code's, Llama's without its input norm after an `fc` without a bias. The
+target may be of any family.
 
 Departures:
 - Sampling. Paper: EAGLE-1 draws children from the draft. Here: they are its likeliest tokens, and
   the target draws once at each node. Why: one rule serves greedy and sampled output.
 - The tree. Paper: static and made by hand, or dynamic with 60 nodes, where the 10 likeliest of a
-  level are expanded. Here: of as many nodes as pay by measured acceptance, planned for greedy
-  decoding, and n / 6 are expanded in a level. Why: costs and acceptance differ. A released head
-  that nobody has measured gets the paper's tree.
-- Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy, and
-  FR-Spec drops tokens afterwards. Here: the target's own greedy answers, 1e-3 with a cosine (use a
-  lower rate for billions of parameters), betas .9 and .999, 512 rows of a step, and `--vocab` is
-  chosen before. Why: the draft guesses these answers, and small models need a higher rate.
+  level are expanded. Here: of as many nodes as pay in greedy decoding, and n / 6 are expanded in a
+  level. Why: costs differ. A released head gets the paper's tree until `measure` has run.
+- Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy. Here:
+  the target's own greedy answers, 1e-3 with a cosine, betas .9 and .999, 512 rows of a step. Why:
+  the draft guesses these answers, and small models need a higher rate.
+- FR-Spec. Paper: tokens are dropped after training. Here: `--vocab` is chosen before.
 """
 import functools
 import math
@@ -56,8 +54,7 @@ from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, check, greedy, walk
 from survey.clock import Node, best_tree, fastest, row_costs
-from training.acceptance import (LEVELS, Text, compute_features, evaluate,
-                                 measure_acceptance)
+from training.acceptance import LEVELS, Text, compute_features, evaluate, measure_acceptance
 from training.layers import FeatureLM
 from training.loop import (collect_all, compute_frozen, count_tokens, cross_entropy_in_parts,
                            find_frequent, fit_part, prepare_training, sample_alike, warm_cosine)
@@ -99,8 +96,8 @@ class EagleLayer(Part):
     bias     whether `fc` has a bias, as some released heads have
 
     accept   accept[n][r], how often the guess of rank r is right on held-out answers, below a path
-             of n right guesses. It is empty if nobody has measured that.
-    vocab    [V'], the tokens that the draft can guess. Row i of the LM head stands for vocab[i].
+             of n right guesses. It is empty before that is measured
+    vocab    [V'], the tokens that the rows of the LM head stand for
     """
     title = "an EAGLE layer"
 
@@ -148,8 +145,7 @@ def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
     draft   the draft
     score   turns features into logits of the tokens that the draft can guess (parts.score_with)
     batch   texts with their features
-    rng     a generator of the draft's device, which draws the noise, and the rows whose guesses
-            are compared
+    rng     a generator of the draft's device, of the noise and of the rows that are compared
     """
     device = draft.fc.weight.device
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
@@ -164,7 +160,6 @@ def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns].float()  # [N, f]
     features = f[:, 1:-1][learns].float()
-    # The guesses of a sample of the rows are compared.
     few = torch.randperm(len(features), generator=rng, device=device)[:SAMPLED]
     each = cross_entropy_in_parts(score, len(draft.vocab), guessed[few], features[few])
     return F.smooth_l1_loss(guessed, features) + 0.1 * each.mean()
@@ -179,39 +174,31 @@ def count_levels(tree: list[Node]) -> list[int]:
 
 
 def spread_levels(n: int, depth: int) -> list[int]:
-    """Say how many nodes of each level get children, at most, in a dynamic tree of n nodes.
-
-    They have as large a share as in EAGLE-2's tree of 60 nodes, where they are 10: rows cost time.
-    """
+    """Share n nodes of a dynamic tree like EAGLE-2's 60: say how many of a level get children."""
     most = min(RANKS, max(1, RANKS * n // RELEASED_NODES))
     return [1, *[most] * (depth - 1)][:depth]
 
 
 def rank_tokens(draft: EagleLayer, logits: torch.Tensor,
                 ranks: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the likeliest tokens after some nodes, and their probabilities. A GPU waits once.
+    """Return the `ranks` likeliest tokens after some nodes, and their probabilities.
 
     logits   [nodes, V'], the draft's guesses after each of these nodes
-    ranks    how many guesses a node has at most
     """
     probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
     best = probs.topk(min(ranks, probs.shape[1]))
-    return torch.stack([draft.vocab[best.indices].float(), best.values]).tolist()
+    return torch.stack([draft.vocab[best.indices].float(), best.values]).tolist()  # one wait
 
 
 def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
     """Yield trees of all sizes and depths, for `fastest` to choose from.
 
-    What a static tree gives was measured on held-out answers. A dynamic one gives a little more.
-
-    lm       the draft's layer with its cache
     yields   nodes and levels of a tree and whether it is dynamic, the tokens to be expected, and
              the seconds that growing the tree and the target's call take together on this machine
     """
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
     some = torch.zeros(4, len(draft.vocab), device=draft.vocab.device)
     ranking = min(timeit.repeat(lambda: rank_tokens(draft, some, RANKS), number=1, repeat=4))
-
     for depth in range(len(draft.accept) + 1):
         tree = best_tree(draft.accept[:depth], MOST)
         for n in range(1, len(tree) + 1):
@@ -226,16 +213,14 @@ def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool)
 
 @torch.inference_mode()
 def feed(draft: EagleLayer, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor | None:
-    """Add chunks of final pairs to the draft's context. Those of a long prompt come in parts.
+    """Add final pairs to the context of the draft's cache `lm`. A long prompt comes in parts.
 
-    lm       the draft's layer with its cache
     returns  the logits [1, V'] after the last pair. None: there is no pair
     """
     logits = None
     for pairs in chunks:
         for i in range(0, len(pairs.tokens), lm.PART):
-            part = pairs.part(slice(i, i + lm.PART))
-            logits = lm.forward(draft.join(*part), keep=1)
+            logits = lm.forward(draft.join(*pairs.part(slice(i, i + lm.PART))), keep=1)
             lm.commit(range(len(lm.parents)))
     return logits
 
@@ -246,18 +231,8 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
     """Grow a tree below the root, level by level, and keep the nodes that are likeliest accepted.
 
     A node has a chance, a product along its path. Its factors are the measured acceptance or, where
-    the tree is dynamic, the draft's own probabilities (EAGLE-2, Section 4).
-
-    Let levels be [1, 2], and let every node have two guesses. The draft's row of a node reads the
-    node's own token, and the feature that the row of its parent made. In the header's letters:
-
-        node           row of the draft                  reads       makes   is parent of
-        0, the root    the last of the context, or -1    t_4, f_3    f̂_4     nodes 1 and 2
-        1, below 0     0, below row -1                   t̂_5, f̂_4    f̂_5     nodes 3 and 4
-        2, below 0     1, below row -1                   t̂_5, f̂_4    f̂_5     nodes 5 and 6
-        3, 4, 5, 6     none, since they get no children
-
-    Nodes 1 and 2 hold different tokens t̂_5. So they make different features f̂_5.
+    the tree is dynamic, the draft's own probabilities (EAGLE-2, Section 4). Two children of a node
+    hold different tokens t̂_5 beside the same feature f̂_4, so they make different features f̂_5.
 
     lm        the draft's layer with its cache
     unfed     pairs of the tokens that became final since the last tree
@@ -282,7 +257,7 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
             if not expanded:
                 break
             # The row of a node reads its token, and what the row of its parent made. It hangs below
-            # the row of the parent, so that it sees the rows of its path alone.
+            # the row of the parent, so that it sees only the rows of its path.
             above = [parents[x] for x in expanded]
             pairs = Pairs(torch.stack([feature_of[x] for x in above]), [ids[x] for x in expanded])
             rows = len(lm.parents)  # the number that the first of the new rows gets
@@ -325,10 +300,7 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
 
 def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, dynamic: bool,
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
-    """Decode with a draft that guesses features: the loop of EAGLE, and of EAGLE-3.
-
-    What is yielded and logged is as in `eagle`.
-    """
+    """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 has this loop, too."""
     require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     target.start(prompt[:-1])
@@ -339,19 +311,17 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
     pairs = Pairs(target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
-    # This size, or the released code's. The tree is dynamic if nobody has measured the draft.
     n = nodes or RELEASED_NODES
     tree = n, spread_levels(n, min(LEVELS, n - 1)), True
     if draft.accept and not dynamic:
         tree = n, count_levels(best_tree(draft.accept, n)), False
     while True:
-        # The clock chooses, and may choose anew as the context grows.
         if nodes == 0 and draft.accept:
             tree = fastest(target, (draft, dynamic),
                            lambda: plan_eagle(draft, lm, target, dynamic))
         n, levels, grown = tree
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
-        # the call has the root alone, and new pairs wait until a tree is grown.
+        # the call has only the root, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
         if levels and unfed:
             ids, parents = grow_eagle(draft, lm, unfed, root, n, levels, grown)
@@ -370,17 +340,15 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
 # ------------------------------------------------------------------------------------ training
 
 def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **how) -> dict:
-    """Train a draft beside its target, and set its `accept`.
+    """Train a draft beside its target, and set its `accept`. The arguments are those of `train`.
 
-    Each value of a gradient is cut to ± 0.5, as in the released code. The arguments are those of
-    `train` and of `train_beside`.
+    Each value of a gradient is cut to ± 0.5, as in the released code.
     """
     score = score_with(model, draft.lm.get_output_embeddings())
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                               model.get_output_embeddings().weight.shape[1])
     held_texts = compute_features(model, held_out)
-    # Embeddings and features differ in size. The weights of the embeddings are scaled so that at
-    # first both weigh the same.
+    # Embeddings and features differ in size. They are scaled to weigh the same at first.
     [(ids, features, _)] = texts_of([0])
     e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
     draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
@@ -403,8 +371,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     batch:   how many answers a step learns from
-    lr:      the highest learning rate, after a warm-up. 1e-3 suited targets of 10M to 135M
-             parameters. The released command has 3e-5 for 7B
+    lr:      the highest learning rate. 1e-3 suited 10M to 135M parameters, and 3e-5 is for 7B
     """
     require(mlp >= 0, "mlp", "0 or more", mlp)
     require(vocab >= 0, "vocab", "0 or more", vocab)
@@ -431,10 +398,8 @@ def name_released(draft: EagleLayer) -> dict[str, torch.nn.Parameter]:
 
 
 def load_draft(path: str | Path, model) -> EagleLayer:
-    """Read a draft from a file, or one that others have released from a directory or a hub id.
-
-    returns   the draft. InputError if it is damaged, unknown, or of another model
-    """
+    """Read a draft from a file, or a released one from a directory or a hub id. InputError if it is
+    damaged, unknown, or of another model."""
     if is_released(path):
         config, tensors = read_eagle(str(path), model)
         draft = EagleLayer(model, config, "fc.bias" in tensors)
@@ -461,8 +426,7 @@ def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") 
 
     adapter: file of a draft layer, made by `python -m survey.eagle train`
     out:     the directory to make
-    engine:  vllm or sglang. They know the architecture by other names. vLLM's `fc` has no bias and
-             SGLang's has one
+    engine:  vllm or sglang, whose names differ. vLLM's `fc` has no bias and SGLang's has one
     """
     require(engine in ARCHITECTURES, "engine", "vllm or sglang", engine)
     draft = load_draft(adapter, model)

@@ -9,7 +9,7 @@
     python -m survey.eagle3 train --prompts FILE --out my.safetensors
     python -m survey.eagle3 --adapter my.safetensors --prompt "..."
 
-What EAGLE (eagle.py) does in another way is marked with a star:
+A star marks what differs from EAGLE (eagle.py):
 
     target     h_2  h_6  h_9       what enters layers 2, L/2 and L - 3 of 12 at position i  *
                  └────┼────┘
@@ -44,18 +44,14 @@ head reads. A plain layer reads a projection M of this feature and of the token:
 One layer makes all guesses. In the passes after the first it reads a in place of f, and pass n
 weighs 0.6^n. All else is as above.
 
-Departures:
-- The tree. Paper: 60 nodes. Here: the best size by measured acceptance and by the clock, planned
-  for greedy decoding. Why: costs differ. A released head has 60 nodes until `measure` has written a
-  file for `--accept`, since its files say no acceptance.
+Departures, besides those of EAGLE's tree (eagle.py):
 - Training. Paper: 7 passes, a rate of 5e-5, answers of a fixed set, an LM head that begins at
-  random. Here: 5 passes (`--passes`), 1e-3 after a warm-up (lower it for billions of parameters),
-  the target's own greedy answers, and an LM head that begins as the target's or stays it (`--head
-  target`). Why: pass n weighs 0.8^n and costs as much as the first, and the draft guesses these
-  answers.
+  random. Here: 5 passes (`--passes`), 1e-3 after a warm-up, and the target's own greedy answers.
+  The LM head begins as the target's or stays it (`--head target`). Why: pass n weighs 0.8^n and
+  costs as much as the first, and the draft guesses these answers.
 - MTP. Paper: the target learns too, and row j of a later pass sees the rows of its pass up to j.
-  Here: the target stays frozen, as in FastMTP, and rows see what the training-time test has them
-  see. Why: the output is then still its own, and decoding gives rows just that.
+  Here: the target stays frozen, as in FastMTP, and rows see what they see in decoding. Why: the
+  output is then still the target's own.
 """
 import math
 import random
@@ -76,7 +72,7 @@ from training.released import (describe_layer, fill_layer, is_released, load_mea
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/eagle3.safetensors"
@@ -97,7 +93,7 @@ class Form(NamedTuple):
 def split_inputs(inputs: torch.Tensor, h: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a layer's inputs [B, n, 2h] into embeddings and features, [B, n, h] each.
 
-    The clock times passes over tokens alone, whose embeddings [B, n, h] stand for both.
+    The clock times passes over tokens. Their embeddings [B, n, h] are taken for both.
     """
     if inputs.shape[-1] == h:
         return inputs, inputs
@@ -234,28 +230,9 @@ class Eagle3Layer(Part):
         return torch.cat([e.to(g.dtype), g], -1)
 
 
-class Passes:
-    """Hold the keys and values of all passes of training; gradients flow through them."""
-
-    def __init__(self):
-        self.kept = None
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_, **__) -> tuple:
-        """Add a pass's keys and values [B, heads, R, d]; return those of all passes so far."""
-        new = (keys, values)
-        if self.kept is not None:
-            new = tuple(torch.cat(both, 2) for both in zip(self.kept, new))
-        self.kept = new
-        return new
-
-    def get_seq_length(self, *_) -> int:
-        """Return 0, since the mask and the positions of a pass are given to it."""
-        return 0
-
-
 def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
                 probs: torch.Tensor, passes: int) -> torch.Tensor:
-    """Compute the loss of the training-time test (Section 3.2, and the released code).
+    """Compute the loss of the training-time test of Section 3.2.
 
     ids       [B, T], texts that were padded at their ends
     features  [B, T, t], what was tapped, where t is the width of all taps
@@ -267,7 +244,8 @@ def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, l
     R = ids.shape[1] - 2
     decay = MTP_DECAY if draft.form.mtp else DECAY
     number = learns.flatten().cumsum(0).view(learns.shape) - 1  # the row of `probs` of each token
-    cache, total = Passes(), 0.0
+    cache = DynamicCache()  # holds the rows of all passes, and gradients flow through it
+    total = 0.0
     own = torch.eye(R, dtype=torch.bool, device=ids.device)
     sees = [torch.ones_like(own).tril()]  # for each pass so far, which of its rows a row sees
     g = features[:, :R]
@@ -318,10 +296,8 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
 
 @torch.no_grad()
 def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the frozen target over texts.
+    """Run the frozen target over texts [B, T] that were padded at their ends.
 
-    taps     numbers of the layers whose inputs are read
-    ids      [B, T], texts that were padded at their ends
     returns  what is tapped [B, T, t], where t is the width of all taps, and what the target's LM
              head reads [B, T, f]
     """
@@ -342,9 +318,8 @@ def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
     score      turns rows of `hidden` into logits of the draft's vocabulary (parts.score_with)
     returns    learns and probs, as `unroll_loss` takes them
     """
-    # The target's own answer is greedy, so its token is the target's likeliest. A token that the
-    # draft cannot guess teaches it nothing. An answer of --data is taken for the target's own.
-    # Rows are chosen before the LM head, which is most of the work.
+    # A token that the draft cannot guess teaches it nothing. Rows are chosen before the LM head,
+    # which is most of the work.
     learns = answers & torch.isin(ids[:, 1:], draft.vocab)
     probs = score(hidden[:, :-1][learns]).softmax(-1)
     return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
@@ -352,10 +327,7 @@ def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
 
 def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, batch: int,
         **how) -> dict:
-    """Train a draft beside its target, and set its `accept`.
-
-    The arguments are those of `train` and of `train_beside`.
-    """
+    """Train a draft beside its target, and set its `accept`. The arguments are those of `train`."""
     texts = [*tap_texts(model, draft.taps, held_out)]
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
 
@@ -419,12 +391,7 @@ def save_draft(path: Path, draft: Eagle3Layer, model) -> None:
 
 
 def load_draft(path: str | Path, model) -> Eagle3Layer:
-    """Read a draft from its file, or a released one from a directory or a hub id.
-
-    path     the safetensors file, the directory or the hub id
-    model    the target
-    returns  the draft. InputError where it is damaged, unknown, or for another model
-    """
+    """Read a draft from its file, or a released one. InputError if it does not fit the model."""
     if is_released(path):
         config, taps, vocab, form, tensors = read_eagle3(str(path), model)
         draft = Eagle3Layer(model, config, taps, vocab, Form(**form))
@@ -456,7 +423,7 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     """
     draft, V = load_draft(adapter, model), len(model.get_output_embeddings().weight)
     form = draft.form._asdict()
-    # This comes before its layers, of which MTP reads one.
+    # MTP is refused before its layers are, since it reads only one.
     require(not form.pop("mtp"), "adapter", "trained without --mtp", repr(str(adapter)))
     if draft.taps != choose_taps(model):
         raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "

@@ -8,13 +8,13 @@ import timeit
 
 from common import CachedLM
 from survey.clock import row_costs
-from survey.dflash import BlockLM, run_block
+from survey.dflash import run_block
 from survey.dflash import load_draft as load_block
 from survey.eagle import Pairs, feed, load_draft
 from survey.eagle3 import load_draft as load_eagle3
 from survey.medusa import load_heads
 from survey.rest import as_text, as_tokens
-from training.layers import FeatureLM, depth_of
+from training.layers import BlockLM, FeatureLM, depth_of
 from training.parts import MODELS, logits_of, require
 from training.released import is_head
 

@@ -174,6 +174,24 @@ class FeatureLM(CachedLM):
         return logits
 
 
+class BlockLM(CachedLM):
+    """Let the last rows of a call see each other both ways.
+
+    block   how many rows of the next calls are a block. 0: none
+    """
+    block = 0
+
+    def layout(self, parents: list[int], sees_prefix: list[bool]):
+        """Compute where the newest pending nodes stand and what they see."""
+        positions, mask = super().layout(parents, sees_prefix)
+        if self.block:
+            later = torch.ones(self.block, self.block, dtype=torch.bool,
+                               device=self.weight.device).triu(1)
+            for one in mask.values() if isinstance(mask, dict) else [mask]:
+                one[..., -self.block:, -self.block:].masked_fill_(later, 0.0)
+        return positions, mask
+
+
 @contextmanager
 def tap_target(target: FeatureLM, taps: list[int]):
     """Make what enters some layers the features of a target, until the `with` block ends.
@@ -272,7 +290,7 @@ def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
     Families fail the check if a layer reads more than hidden states and positions, or if the model
     adds positions before its first layer, as GPT-2 does.
 
-    target   the whole model. What it has cached is lost in the check
+    target   the whole model. The check empties its cache
     E        how many layers the first view has, 1 or more and fewer than all
     end      the module before the LM head of the first view. None: the model's last norm
     returns  early and late, each a CachedLM with a cache of its own. InputError if E does not fit
@@ -303,7 +321,7 @@ def move_counts(part: CachedLM, whole: CachedLM) -> None:
 
     part   the model that ran: late layers, a tuned copy or a draft with fewer rows. Afterwards its
            counts are 0
-    whole  the model in whose place it ran. A report shows the counts of this model alone
+    whole  the model in whose place it ran. A report shows only the counts of this model
     """
     whole.calls += part.calls
     whole.rows += part.rows
@@ -331,7 +349,7 @@ def move_counts(part: CachedLM, whole: CachedLM) -> None:
 def renumber(config, numbers: list[int]):
     """Copy a model's configuration, and keep in the copy what it says of some layers.
 
-    config    the configuration of a model of text alone
+    config    the configuration of a model that reads text only
     numbers   the layers that are kept, in ascending order
     returns   the copy, as it would be read back from a file
     """
@@ -391,7 +409,7 @@ def pass_on(layer, args: tuple, kwargs: dict, output):
 
 @torch.inference_mode()
 def run_layers(model, numbers: list[int], inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Run a model of which only some layers compute. All others pass their input on.
+    """Run some layers of a model. All others pass their input on.
 
     model     the model
     numbers   the layers that compute

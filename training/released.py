@@ -41,9 +41,9 @@ KINDS = {
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
     "an EAGLE head": r"fc\.weight"}
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-         "head_dim", "rms_norm_eps")  # what a configuration says of a layer, but for its positions
+         "head_dim", "rms_norm_eps")  # what a configuration says of a layer, except its positions
 RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
-# The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance nobody has measured.
+# The tree `mc_sim_7b_63` of Medusa's released code, for heads before their acceptance is measured.
 # A word is a node below the root: its digits are the ranks along its path.
 MEDUSA_TREE = """
     0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40
@@ -299,8 +299,8 @@ def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Ten
     """Read which tokens the rows of a head's LM head stand for.
 
     A head for a part of the vocabulary may say so twice. Row i stands for token i + d2t[i], and
-    t2d[x] says whether any row stands for token x. One of the two may be missing, or full of zeros
-    since nobody has filled it. Without d2t the rows stand for the tokens of t2d in ascending order.
+    t2d[x] says whether any row stands for token x. One of the two may be missing, or all zeros.
+    Without d2t the rows stand for the tokens of t2d in ascending order.
 
     path     the head's, for messages
     tensors  the head's, from which d2t and t2d are taken
@@ -358,9 +358,8 @@ def describe_layer(config: PreTrainedConfig, model) -> dict:
     model    the target
     """
     rope = dict(config.rope_parameters)
-    theta = rope.pop("rope_theta")
     told = {name: getattr(config, name) for name in SHAPE}
-    told |= {"model_type": "llama", "num_hidden_layers": 1, "rope_theta": theta,
+    told |= {"model_type": "llama", "num_hidden_layers": 1, "rope_theta": rope.pop("rope_theta"),
              "vocab_size": len(model.get_output_embeddings().weight),
              "max_position_embeddings": context_length(model), "tie_word_embeddings": False,
              "hidden_act": "silu", "torch_dtype": str(model.dtype).removeprefix("torch.")}
