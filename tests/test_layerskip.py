@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch.nn.utils import parametrize
 
-from cli.graphs import GraphedLM
 from cli.run import count_guesses
 from common import Sampler, autoregressive
-from families import deep, tiny
+from families import deep
 from helpers import main, tokens_of
-from survey.layerskip import collect_states, layerskip, load_tuned, measure_exit, tuning_loss
+from survey.layerskip import layerskip, load_tuned, measure_exit, tuning_loss
 from training.layers import FeatureLM
 from training.low_rank import add_low_rank
 from training.parts import save_part
@@ -56,12 +55,6 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
     assert (target.calls - calls, target.rows - rows) == (5, 20)
 
 
-def test_halves_of_a_model_with_graphs_have_graphs_too():
-    model = tiny("llama", num_hidden_layers=3, run_as=GraphedLM)
-    expected = tokens_of(autoregressive(FeatureLM(model), PROMPT), 20)
-    assert tokens_of(layerskip(GraphedLM(model), PROMPT, tuning="", E=2), 20) == expected
-
-
 # -------------------------------------------------------------------------------- what an exit says
 
 @torch.no_grad()
@@ -70,14 +63,6 @@ def states_of(model, prompt, answer, layers) -> torch.Tensor:
     states = model(input_ids=torch.tensor([prompt + answer]), use_cache=False,
                    output_hidden_states=True).hidden_states[layers]
     return states[0, len(prompt) - 1:-1]
-
-
-@pytest.mark.parametrize("layers", [1, 3, 4])
-def test_states_are_those_before_each_token_of_an_answer(layers):
-    model = deep("gemma3")
-    expected = torch.cat([states_of(model, *pair, layers) for pair in DATA])
-    found = torch.cat(collect_states(model, DATA, layers)).float()
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("layers, ranks", [(1, 1), (1, 30), (3, 3), (4, 1), (2, 61)])

@@ -79,19 +79,6 @@ def test_the_draft_changes_between_prompts_only():
     assert changed == [False, False, True, False, False, True]
 
 
-def test_a_request_takes_fewer_calls_once_the_draft_has_learnt_from_it():
-    """Every divergence has a learner of its own. The calls of all are the draft's."""
-    model, calls = tiny("llama"), []
-    target, draft = FeatureLM(model), FeatureLM(near(model, 0.1))
-    for _ in range(6):
-        before = target.calls
-        tokens_of(online(target, draft, PROMPT, every=1, lr=1e-2), 20)
-        calls.append(target.calls - before)
-    assert calls[-1] < 0.8 * calls[0] and draft.calls == 6 * target.calls
-    tokens_of(online(target, draft, PROMPT, divergence="jsd"), 20)
-    assert sum(name[0] == "online" for name in draft.memo) == 2 and draft.calls == 6 * target.calls
-
-
 # ----------------------------------------------------------------------------------- a stream
 
 @pytest.fixture
@@ -146,10 +133,9 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change, text", [
     *((dict(prompts=PROMPTS, **x), None) for x in (
-        dict(lr=1e-3), dict(every=1), dict(temperature=1.0), dict(gamma=2), dict(seed=1),
-        dict(divergence="jsd"))),
-    (dict(prompts=PROMPTS[::-1]), None), ({}, ""), ({}, '{"prompt": [4, 3, 7], "answer": [5]}\n'),
-    ({}, "# a text\n"), ({}, "[1]\n"), ({}, "{}\n"), ({}, '{"prompt": [1]}\n')])
+        dict(lr=1e-3), dict(every=1), dict(gamma=2), dict(divergence="jsd"))),
+    (dict(prompts=PROMPTS[::-1]), None), ({}, ""), ({}, "# a text\n"),
+    ({}, '{"prompt": [4, 3, 7], "answer": [5]}\n'), ({}, '{"prompt": [1]}\n')])
 def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_path):
     """Neither answers of another run nor less than what the draft has learnt from."""
     out = tmp_path / "a"
@@ -166,14 +152,6 @@ def test_each_request_has_coins_of_its_own(model, tmp_path):
     answer(model, tmp_path / "a", [PROMPT] * 4, temperature=1.0)
     answers = [json.loads(line)["answer"] for line in open(tmp_path / "a")]
     assert len({tuple(answer) for answer in answers}) == 4
-
-
-@pytest.mark.parametrize("said, change", [
-    ("--prompts must be texts of at most 2 tokens, got 3", dict(max_new_tokens=62)),
-    ("--gamma must be at most 52, got 99", dict(gamma=99))])
-def test_what_does_not_fit_in_the_context_is_refused(model, tmp_path, said, change):
-    with pytest.raises(InputError, match=said):
-        answer(model, tmp_path / "a", **change)
 
 
 # ----------------------------------------------------------------------------- a second draft

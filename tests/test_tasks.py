@@ -2,14 +2,13 @@
 import argparse
 import json
 import runpy
-import subprocess
 import sys
 
 import pytest
 
 from cli.files import read_pairs, read_prompts
 import tasks
-from helpers import ROOT, said_in_one_line
+from helpers import said_in_one_line
 
 WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSELECT 1; SELECT 2;")
 
@@ -64,8 +63,7 @@ def test_held_out_prompts_are_new(task):
 
 @pytest.mark.parametrize("tokens, loops", [
     ([5, 1, 2, 1, 2, 1, 2, 1, 2], True), ([9] * 8, True), (list(range(10)) * 4, True),
-    ([9] * 7, False), ([1] + [9] * 7, False), (list(range(40)), False),
-    ([1, 2, 1, 2, 1, 2, 1, 2, 3], False), ([], False)])
+    ([1] + [9] * 7, False), ([1, 2, 1, 2, 1, 2, 1, 2, 3], False), ([], False)])
 def test_loops(tokens, loops):
     assert tasks.loops(tokens) == loops
 
@@ -99,16 +97,12 @@ MARK = b"\xef\xbb\xbf"  # the byte order mark, with which some editors begin a f
 @pytest.mark.parametrize("data, texts", [
     (b"one\ntwo words\n", ["one", "two words"]),
     (b"\n  \none\n\n  two\n   \nthree", ["one", "  two", "three"]),  # without blank lines
-    (b"one\r\ntwo\r\n", ["one", "two"]),
     ("Café 🙂\u2028漢\n".encode(), ["Café 🙂\u2028漢"]),  # one line: only \n ends it
     (rows({"prompt": "a\nb {c}"}, {"prompt": "d", "category": "sql"}), ["a\nb {c}", "d"]),
-    (rows({"question": "e", "answer": "f"}), ["e"]),
-    (rows({"turns": ["g", "h"], "question_id": 81}), ["g"]),
     (rows({"prompt": "i", "question": "j", "turns": ["k"]}), ["i"]),
     (rows({"turns": ["l"]}, {"question": "m"}) + b"n\n[1, 2]\n" + rows({"prompt": "o"}),
      ["l", "m", "n", "[1, 2]", "o"]),
     (MARK + b"one\n" + MARK + b"two\n", ["one", "two"]),  # also of two files in one
-    (MARK + rows({"prompt": "a"}, {"prompt": "b"}), ["a", "b"]),
     (b"\n \t" + rows({"prompt": "a"}) + "\u00a0{\"turns\": [\"b\"]} \r\n".encode(), ["a", "b"])])
 def test_prompts_of_a_file(tmp_path, data, texts):
     file = tmp_path / "prompts"
@@ -126,20 +120,10 @@ def test_all_lines_of_a_jsonl_file_are_json(line, tmp_path):
         read_prompts(file)
 
 
-def test_what_tasks_prints_can_be_read_back(tmp_path):
-    printed = subprocess.run([sys.executable, ROOT / "models/tasks.py", "3"], capture_output=True,
-                             check=True).stdout
-    (tmp_path / "prompts").write_bytes(printed)
-    some = [e.prompt for task in tasks.TASKS for e in tasks.take(task, "train", 3, -2)]
-    assert read_prompts(tmp_path / "prompts") == some and any("\n" in x for x in some)
-    assert len(read_prompts(ROOT / "models/examples.jsonl")) == 3
-
-
 @pytest.mark.parametrize("data", [
-    b"", b"\n \n", b"caf\xe9\n", b'{"prompt": "x"\n', b'{"prompt": 5}\n', b'{"prompt": ""}\n',
-    b'{"prompt": ["x"]}\n', b'{"question": null}\n', b'{"answer": "x"}\n', b'{"turns": [7]}\n',
-    b'{"turns": 7}\n', b'{"turns": []}\n', b'{"turns": [""]}\n', b'{}\n', b'x\n{"prompt": 1.5}\n',
-    b'{"a": ' * 9999, b'{"prompt": "x"} {\n', b"caf\xe9 \n" * 100_000, b"\xff\xfea\0\n\0"])
+    b"", b"caf\xe9\n", b'{"prompt": "x"\n', b'{"prompt": 5}\n', b'{"prompt": ""}\n',
+    b'{"answer": "x"}\n', b'{"turns": 7}\n', b'{"turns": []}\n', b'{"turns": [""]}\n',
+    b'x\n{"prompt": 1.5}\n', b'{"a": ' * 9999, b"\xff\xfea\0\n\0"])
 def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data):
     file = tmp_path / "prompts"
     file.write_bytes(data)
@@ -147,13 +131,6 @@ def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data):
         read_prompts(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
     assert len(str(error.value)) < 300 + len(str(file))
-
-
-def test_what_is_no_file_is_refused(tmp_path):
-    for path in tmp_path, tmp_path / "none", tmp_path / "a\nb", "x\0y":
-        with pytest.raises(argparse.ArgumentTypeError) as error:
-            read_prompts(path)
-        assert repr(str(path)) in str(error.value) and "\n" not in str(error.value)
 
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -177,7 +154,6 @@ def test_pairs_of_a_file(tmp_path):
     ("x", "no JSON: Expecting value"), ("[]", "no object"), ('{"prompt": "a"}', "no answer"),
     ('{"answer": "a"}', "no prompt"), ('{"prompt": "", "answer": "a"}', "its prompt is no text"),
     ('{"prompt": [1], "answer": [-1]}', "its answer is no text"),
-    ('{"prompt": [1], "answer": [true]}', "its answer is no text"),
     ('{"prompt": [1], "answer": "a"}', "not both texts"), ('{"messages": 3}', "two or more"),
     (json.dumps({"messages": TALK[1:]}), "two or more"),
     (json.dumps({"messages": TALK[::-1]}), "not the assistant's")])
@@ -189,17 +165,11 @@ def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp
     assert f"{str(file)!r}, line 2: " in str(error.value) and reason in str(error.value)
 
 
-def test_a_file_without_pairs_is_refused(tmp_path):
-    (tmp_path / "empty").write_text("\n")
-    for name, reason in (("empty", "nothing in it"), ("missing", "No such file")):
-        with pytest.raises(argparse.ArgumentTypeError, match=reason):
-            read_pairs(tmp_path / name)
-
-
-def test_the_command_prints_prompts_of_every_task_or_of_those_named(capsys):
+def test_the_command_prints_prompts_of_every_task_or_of_those_named(capsys, tmp_path):
     tasks.main(["2"])
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["category"] for row in printed] == [x for x in tasks.TASKS for _ in range(2)]
+    (tmp_path / "prompts").write_text(capsys.readouterr().out)
+    some = [e.prompt for task in tasks.TASKS for e in tasks.take(task, "train", 2, -2)]
+    assert read_prompts(tmp_path / "prompts") == some and any("\n" in x for x in some)
     tasks.main(["1", "-5", "math"])
     [row] = capsys.readouterr().out.splitlines()
     assert json.loads(row)["prompt"] == tasks.take("math", "train", 1, -5)[0].prompt

@@ -6,7 +6,7 @@ import random
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -17,16 +17,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common import InputError, autoregressive
 from families import FAMILIES, SCALED, tiny
 from helpers import interrupting, script, tokens_of
-from survey import masks, medusa, online
+from survey import masks, online
 from training import loop as training
 from training.files import write_text, write_whole
 from training.layers import FeatureLM
-from training.loop import (Settings, Training, answer_all, collect_answers,
-                             collect_examples, compute_frozen, compute_in_parts,
-                             cosine, digest, divergence, find_frequent, generate_answers,
-                             low_precision, read_answers, read_texts, recompute_layers,
-                             sample_alike, sample_rows, score_answers, use_settings, warm_cosine,
-                             warm_linear)
+from training.loop import (Settings, Training, answer_all, collect_answers, collect_examples,
+                           compute_frozen, compute_in_parts, cosine, divergence, find_frequent,
+                           low_precision, read_texts, recompute_layers, sample_alike, sample_rows,
+                           score_answers, use_settings, warm_cosine, warm_linear)
 from trainings import PROMPTS, TRAININGS, WORDLESS, list_changes, make_llama, run
 
 
@@ -86,17 +84,13 @@ def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, va
     assert toy.weights() == pytest.approx(plain.weights(), abs=1e-5)
 
 
-@pytest.mark.parametrize("device, dtype, capability, low", [
-    ("cpu", torch.float32, "AVX2", False), ("cpu", torch.float32, "DEFAULT", False),
-    ("cpu", torch.float32, "AVX512", True), ("cpu", torch.float16, "AVX2", True),
-    ("cuda", torch.float32, "AVX2", True)])
-def test_products_are_in_bfloat16_where_that_is_fast(device, dtype, capability, low, monkeypatch):
-    asked = []
+@pytest.mark.parametrize("dtype, capability, low", [
+    (torch.float32, "AVX2", False), (torch.float32, "AVX512", True), (torch.float16, "AVX2", True)])
+def test_products_are_in_bfloat16_where_that_is_fast(dtype, capability, low, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(torch, "autocast", lambda kind, **options: asked.append((kind, options)))
-    models = [SimpleNamespace(dtype=x) for x in (torch.float32, dtype)]
-    low_precision(torch.device(device), *models)
-    assert asked == [(device, dict(dtype=torch.bfloat16, enabled=low))]
+    with low_precision(torch.device("cpu"), SimpleNamespace(dtype=dtype)):
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype == (torch.bfloat16 if low else torch.float32)
 
 
 def test_rates():
@@ -119,16 +113,16 @@ def test_what_is_sampled_depends_on_the_name_the_seed_and_the_step_alone():
 
 
 def test_reports(capsys):
-    """Figures are made before the first step, as often as was asked, and at the end."""
-    toy = Toy(steps=7, reports=3)
-    curve = toy.train()
-    assert list(curve) == [0, 2, 4, 6, 7] and toy.evaluated == 5
-    assert curve[0] == {"total": pytest.approx(1.6), "list": [[pytest.approx(1.6)]]}
+    """A run says what it takes: 4 numbers of 4 bytes, each with its gradient and two moments, and
+    another model's weights. Figures are made before the first step, as often as was asked, and at
+    the end."""
+    model = tiny("llama")
+    toy = Toy(steps=7, reports=3, models=(model, model), tokens=250.0)
+    assert list(toy.train()) == [0, 2, 4, 6, 7] and toy.evaluated == 5
     first, *lines = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert [line.split(":")[0] for line in lines] == [f"step {n}" for n in curve]
-    assert first.startswith("toy: 7 steps, 14 passes; ")
-    assert lines[0] == "step 0: in all 1.600"
-    assert list(Toy(steps=1).train()) == [0, 1]
+    frozen = 4 * sum(p.numel() for p in model.parameters()) / 1e9
+    assert "toy: 7 steps, 14 passes of about 250 tokens, 3,500 in all; 6.4e-08 GB for 4 " in first
+    assert f"{frozen:.3g} GB for frozen weights" in first and lines[0] == "step 0: in all 1.600"
 
 
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
@@ -137,6 +131,7 @@ def test_a_loss_that_is_not_finite_is_refused(scale):
         Toy(scale=scale).train()
 
 
+<<<<<<< HEAD
 def test_a_run_says_before_it_starts_what_it_takes(capsys):
     """4 numbers of 4 bytes, each with its gradient and two moments; another model's weights."""
     model = tiny("llama")
@@ -157,44 +152,35 @@ def test_settings_hold_inside_a_with_alone():
     assert training.SETTINGS.get() == Settings()
 
 
+=======
+>>>>>>> w60i
 # ------------------------------------------------------- what a large model has no room for
 
-def test_parts_of_rows_make_the_whole_and_its_gradient(monkeypatch):
+def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
     """With 7 logits at once there are two rows in a part, and one in the last."""
-    W, x, y = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), torch.arange(5) % 3
-    x.requires_grad_()
-    sizes, found = [], []
-
-    def losses_of(x, y):
-        sizes.append(len(x))
-        return torch.nn.functional.cross_entropy(x @ W.T, y, reduction="none")
-    for most in 15, 7:
-        monkeypatch.setattr(training, "LOGITS", most)
-        found.append([compute_in_parts(losses_of, 3, x, y)])
-        found[-1] += torch.autograd.grad(found[-1][0].mean(), (W, x))
-    assert sizes == [5, 2, 2, 1, *sizes[4:]] and sorted(sizes[4:]) == [1, 2, 2]  # computed again
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b)
-    assert compute_in_parts(losses_of, 3, x[:0], y[:0]).shape == (0,)
+    monkeypatch.setattr(training, "LOGITS", 7)
+    x, sizes = torch.randn(5, requires_grad=True), []
+    losses = compute_in_parts(lambda x: sizes.append(len(x)) or x.square(), 3, x)
+    losses.sum().backward()
+    assert sizes[:3] == [2, 2, 1] and sorted(sizes[3:]) == [1, 2, 2]
+    torch.testing.assert_close(losses, x.square())
+    torch.testing.assert_close(x.grad, 2 * x)
+    assert compute_in_parts(torch.square, 3, x[:0]).shape == (0,)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "neox", "gemma3"])
-def test_layers_keep_their_inputs_alone_until_the_end_of_the_with(family):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_keep_only_their_inputs_until_the_end_of_the_with(family):
     model, ids, kept = tiny(family), torch.tensor([[3, 14, 15, 9] * 5]), []
-    for recompute in False, True, False:
+    for recompute in recompute_layers([model, model]), nullcontext():
         seen = {}
 
         def keep(x):
             seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            if recompute:
-                with recompute_layers([model, model]):
-                    model(input_ids=ids, use_cache=False).logits.sum().backward()
-            else:
-                model(input_ids=ids, use_cache=False).logits.sum().backward()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), recompute:
+            model(input_ids=ids, use_cache=False).logits.sum().backward()
         kept.append(sum(seen.values()))
-    assert kept[1] < 0.8 * kept[0] and kept[2] == kept[0]
+    assert kept[0] < 0.8 * kept[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
@@ -211,14 +197,13 @@ def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
 
 def test_states_are_kept_where_they_are_small(monkeypatch):
     """Two bytes a number: 20 tokens of 8 numbers are 320 bytes."""
-    calls, data = [], [([1, 2], [n]) for n in range(5)] + [([1] * 4, [9])]
+    data = [([1, 2], [n]) for n in range(5)] + [([1] * 4, [9])]
     for most, made in ((320, [6]), (319, [1, 2])):
         monkeypatch.setattr(training, "KEPT", most)
-        calls.clear()
-        states_of, texts = compute_frozen(lambda pairs: calls.append(len(pairs)) or [
+        calls = []
+        states_of, _ = compute_frozen(lambda pairs: calls.append(len(pairs)) or [
             answer for _, answer in pairs], data, 8)
-        assert states_of([3]) == [[3]] and states_of([5, 0]) == [[9], [0]]
-        assert calls == made and texts == (math.inf if most == 320 else training.TEXTS)
+        assert states_of([3]) == [[3]] and states_of([5, 0]) == [[9], [0]] and calls == made
 
 
 def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
@@ -227,43 +212,26 @@ def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
 
     def states_of(numbers):
         assert len({*numbers}) == len(numbers) <= 3
-        return [(torch.arange(lengths[n]) + 10 * n, torch.arange(lengths[n]) - 10 * n)
-                for n in numbers]
+        return [(torch.arange(lengths[n]) + 10 * n, torch.arange(lengths[n])) for n in numbers]
     for seed in range(900):
         one, other = sample_rows(states_of, 3, lengths, 4, random.Random(seed))
-        assert len(one) == 4 and (one % 10 == (other + 1000) % 10).all()
+        assert len(one) == 4 and (one % 10 == other).all()
         counts.update(one.tolist())
     assert len(counts) == 20 and 100 < min(counts.values()) and max(counts.values()) < 270
 
 
 # ------------------------------------------------------------------------------ what is kept
 
-@pytest.mark.parametrize("change", [
-    dict(fingerprint=("model", 1)), dict(fingerprint=([([1, 2], [3])],)), dict(steps=5),
-    dict(lr=0.2), dict(seed=1), dict(accumulate=1), dict(max_norm=2.0), dict(max_value=0.5),
-    dict(rate=warm_linear), dict(begin=3.5)], ids=lambda change: next(iter(change)))
-def test_another_run_in_the_same_folder_starts_over_and_the_same_run_is_loaded(change, tmp_path):
-    train_toy(tmp_path)
-    assert train_toy(tmp_path, **change) == train_toy(**change)
-    again = Toy(tmp_path, **change)
-    assert (again.train(), again.weights()) == train_toy(**change)
-    assert not again.sampled and not again.evaluated
-
-
 @pytest.mark.parametrize("state", [
-    b"", b"x", None, [1], {}, {"parameters": None},
-    {"parameters": {"w": torch.ones(5), "b": torch.ones(1, 1)}}, {"optimizers": [{"state": {}}]}])
+    b"x", None, [1], {}, {"parameters": {"w": torch.ones(5)}}, {"optimizers": [{"state": {}}]}])
 def test_a_checkpoint_that_cannot_be_read_is_refused(state, tmp_path):
     """A file of other bytes, one that is cut off, and files of torch that hold something else."""
     train_toy(tmp_path)
     [file] = tmp_path.glob("*.pt")
-    whole = file.read_bytes()
-    if isinstance(state, dict) and state:
-        torch.save(torch.load(file) | state, file)
-    else:
-        torch.save(state, file)
     if state is None or isinstance(state, bytes):
-        file.write_bytes(whole[:500] if state is None else state)
+        file.write_bytes(state or file.read_bytes()[:500])
+    else:
+        torch.save(torch.load(file) | state if state and isinstance(state, dict) else state, file)
     with pytest.raises(InputError, match="expected a checkpoint that can be read, got .*toy-"):
         Toy(tmp_path)
 
@@ -287,21 +255,17 @@ def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
     for name in "model-1.safetensors", "config.json", "notes":
         (folder / name).write_text("old")
 
-    def fail(fresh):
-        fresh.write_text("half of it")
-        raise KeyboardInterrupt
-
     def write(fresh):
         fresh.mkdir()
         for name in "model.safetensors", "config.json":
             (fresh / name).write_text("new")
-    for place in "file", "folder":
+    for place, act in ("file", lambda fresh: fresh.write_text("half")), ("folder", write):
         with pytest.raises(KeyboardInterrupt):
-            write_whole(tmp_path / place, fail)
+            write_whole(tmp_path / place, interrupting(act, 1, after=True))
+    assert (tmp_path / "file").read_text() == "old" and not (folder / "model.safetensors").exists()
     write_whole(folder, write)
     assert {file.name: file.read_text() for file in folder.iterdir()} == {
         "model.safetensors": "new", "config.json": "new", "notes": "old"}
-    assert (tmp_path / "file").read_text() == "old" and (tmp_path / "link").is_symlink()
     assert {file.name for file in tmp_path.iterdir()} == {"file", "folder", "link"}
 
 
@@ -351,24 +315,19 @@ def test_ctrl_c_at_any_line(tmp_path):
 
 @pytest.mark.parametrize("step, cost, kept", [
     (60, 1, [0, 3, 6]),  # after two steps 120 seconds have passed, and more are asked for
-    (180, 1, [0, 1, 2, 3, 4, 5, 6]),
     (70, 11, [0, 4, 6])])  # a checkpoint that takes 11 seconds is written after 220 or later
 def test_checkpoints_are_written_every_two_minutes_or_rarer(step, cost, kept, tmp_path,
                                                             monkeypatch):
-    now, written, save = [0.0], [], torch.save
+    now, written = [0.0], []
     monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
     toy = Toy(tmp_path, steps=6, reports=1, accumulate=1)
 
-    def slow_save(state, file):
-        now[0] += cost
-        written.append(state["done"])
-        save(state, file)
-
-    def slow_loss(rng):
-        now[0] += step
-        return toy.loss_of(rng)
-    monkeypatch.setattr(torch, "save", slow_save)
-    toy.training.train(slow_loss, toy.evaluate)
+    def pass_time(seconds, result):
+        now[0] += seconds
+        return result
+    monkeypatch.setattr(training, "write_whole", lambda *_: pass_time(
+        cost, written.append(toy.training.done)))
+    toy.training.train(lambda rng: pass_time(step, toy.loss_of(rng)), toy.evaluate)
     assert [*dict.fromkeys(written)] == kept
 
 
@@ -378,9 +337,7 @@ LOOP = "She then has four apples. Tom is here. "
 @pytest.mark.parametrize("tokens, text, found", [
     ([3, 4, *[7] * 12, 5], "", True), ([7] * 11, "", False),
     ([1, 2, 3] * 5, "", True), ([1, 2, 3] * 4 + [1, 2], "", False),
-    ([9, *[1, 2, 3, 4, 5, 6, 7, 8] * 5, 9, 9], "", True),
     ([], LOOP * 3, True), ([], LOOP * 2, False),
-    ([], "    result.append(first_item)\n" * 3, True),
     ([], "        return\n        }\n" * 3, False)])  # lines of ordinary code are short
 def test_an_answer_that_repeats_itself_is_seen(tokens, text, found):
     assert training.repeats(tokens, text) == found
@@ -388,7 +345,6 @@ def test_an_answer_that_repeats_itself_is_seen(tokens, text, found):
 
 # ------------------------------------------------------------------------------ every training
 
-PAIRS = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 EACH = pytest.mark.parametrize("line", TRAININGS)
 
 
@@ -523,20 +479,12 @@ def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, cap
     assert "tokens per call" in capfd.readouterr().err
 
 
-def test_digests_tell_weights_and_settings_apart():
-    weights = {"a": torch.arange(3000.0), "b": torch.ones(1)}
-    found = {digest(weights), digest(weights, 1), digest(weights, "1"), digest(weights, [1]),
-             digest(weights | {"b": torch.zeros(1)}), digest({"a": torch.arange(3000.0) + 1}),
-             digest(weights | {"a": torch.arange(3000.0) + (torch.arange(3000) > 9)}),
-             digest(weights | {"b": torch.ones(1, dtype=torch.bfloat16)})}
-    assert len(found) == 8 and digest(dict(weights), [1]) in found
-
-
 # ------------------------------------------------------------------------------------ the data
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_path, monkeypatch):
-    """Prompts of different lengths stand side by side; an answer ends with its EOS."""
+    """Prompts of different lengths stand side by side; an answer ends with its EOS. All come in the
+    prompts' order, and a prompt that is repeated is answered once."""
     model, prompts = tiny(family), [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25], [7]]
     lm = FeatureLM(model)
     free = [tokens_of(autoregressive(lm, p), 20) for p in prompts]
@@ -547,42 +495,24 @@ def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_pat
         min_new_tokens=18, eos_token_id=eos)
     expected = [tokens_of(autoregressive(lm, p), 20, eos) for p in prompts]
     monkeypatch.setattr(training, "TOKENS", 46)  # two short prompts at once, and the long one alone
-    answers = collect_answers(model, WORDLESS, prompts, 20, tmp_path)
-    assert answers == expected and model.generation_config is before
-    assert len({*map(len, expected)}) > 1
+    assert collect_answers(model, WORDLESS, prompts, 20, tmp_path) == expected
+    assert answer_all(model, {*eos}, prompts, 20) == expected
+    assert model.generation_config is before and len({*map(len, expected)}) > 1
+    [file] = tmp_path.iterdir()
+    assert len(file.read_text().splitlines()) == 3
 
 
-def test_sampled_answers_differ_and_end_with_an_eos_or_at_the_limit():
+def test_sampled_answers_differ():
     torch.manual_seed(0)
-    eos, prompts = {*range(0, 60, 9)}, [[5, 9, 3], [7]] * 20
-    batches = generate_answers(tiny("llama"), eos, prompts, 12, temperature=3.0)
-    answers = [tuple(answer) for batch in batches for answer in batch.values()]
-    assert len({*answers}) > 30
-    for answer in answers:
-        ends = [i for i, token in enumerate(answer) if token in eos]
-        assert ends == ([len(answer) - 1] if len(answer) < 12 else ends) and len(answer) <= 12
+    answers = answer_all(tiny("llama"), set(), [[5, 9, 3], [7]] * 20, 12, temperature=3.0)
+    assert len({*map(tuple, answers)}) > 30
 
 
-def test_all_answers_come_in_the_prompts_order():
-    """The longest prompts are answered first; here the last one is."""
-    model, prompts = tiny("llama"), [[5, 6], [7, 8, 9], [4, 3, 2, 1]]
-    expected = [tokens_of(autoregressive(FeatureLM(model), prompt), 6) for prompt in prompts]
-    assert answer_all(model, set(), prompts, 6) == expected
-
-
-def test_batches_have_a_number_of_tokens_and_the_longest_prompts_come_first(monkeypatch, tmp_path):
+def test_batches_have_a_number_of_tokens_and_the_longest_prompts_come_first(monkeypatch):
     """A batch that does not fit then fails at once, or never. A prompt beyond it is alone."""
-    model, seen, prompts = tiny("llama"), [], [[5] * n for n in (2, 3, 90, 4, 20, 5, 19, 3)]
-    generate = type(model).generate
-
-    def spy(self, ids, **options):
-        seen.append(tuple(ids.shape))
-        return generate(self, ids, **options)
-    monkeypatch.setattr(type(model), "generate", spy)
     monkeypatch.setattr(training, "TOKENS", 60)  # two of 20 and 10 tokens, or four of 5 and 10
-    answers = collect_answers(model, WORDLESS, prompts, 10, tmp_path)
-    assert seen == [(1, 90), (2, 20), (4, 5)]  # the prompt that is repeated counts once
-    assert answers[1] == answers[7] and {*map(len, answers)} == {10}
+    prompts = [[5] * n for n in (2, 3, 90, 4, 20, 5, 19)]
+    assert training.split_by_tokens(prompts, 10) == [[2], [4, 6], [5, 3, 1, 0]]
 
 
 def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
@@ -599,8 +529,7 @@ def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
         assert file.read_text() == "\n".join([*marked, ""])
 
 
-@pytest.mark.parametrize("line", ["xx", "", "[]", "{}", '{"prompt": 3, "answer": [4]}',
-                                  '{"prompt": [3], "answer": 4}', "\udcff"])
+@pytest.mark.parametrize("line", ["xx", "{}", '{"prompt": 3, "answer": [4]}', "\udcff"])
 def test_a_damaged_line_among_the_answers_is_refused(line, tmp_path):
     model, prompts = tiny("llama"), [[5, 9, 3], [7]]
     collect_answers(model, WORDLESS, prompts, 8, tmp_path)
@@ -621,6 +550,7 @@ def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
 
 
 LLAMA = tiny("llama")
+TEN = [([3, 4], [5, 6, 7]), ([9, 3, 30], [4])] * 5
 
 
 @pytest.fixture
@@ -635,21 +565,18 @@ def split(monkeypatch, tmp_path):
 
 def test_held_out_answers_are_drawn_from_the_whole_file(split, capsys):
     """One in ten is held out, from each half alike, and never trained on."""
-    prompts, early, splits = [[n, 5] for n in range(50)], 0, set()
-    for seed in range(30):
-        data, held_out = split(prompts, seed=seed)
-        numbers = [p[0] for p, _ in held_out]
-        splits.add(tuple(sorted(numbers)))
-        assert len(numbers) == 5 and sorted(p[0] for p, _ in data + held_out) == list(range(50))
-        assert [p[0] for p, _ in data] != sorted(p[0] for p, _ in data)  # shuffled
-        early += sum(n < 25 for n in numbers)
-    assert len(splits) == 30
-    assert 50 < early < 100  # of 150: a standard deviation is 6
+    prompts = [[n, 5] for n in range(50)]
+    splits = [split(prompts, seed=seed) for seed in range(30)]
+    numbers = [[p[0] for p, _ in held_out] for _, held_out in splits]
+    for (data, _), few in zip(splits, numbers):
+        assert len(few) == 5 and sorted([p[0] for p, _ in data] + few) == list(range(50))
+    assert len({*map(str, numbers)}) == 30
+    assert 50 < sum(n < 25 for n in sum(numbers, [])) < 100  # of 150: a standard deviation is 6
     assert "45 answers of 180 tokens, 5 held out, 0 prompts too long" in capsys.readouterr().out
-    assert [len(split(prompts, most=most)[1]) for most in (3, 100)] == [3, 5]
 
 
 def test_prompts_without_room_for_an_answer_are_skipped(split, capsys):
+<<<<<<< HEAD
     """Of 160 tokens an answer may take 20; an answer of one token has nothing to predict."""
     prompts = [[3] * 140, [4] * 141, [5] * 2, [6] * 500, [7]]
     data, held_out = split([*prompts, [3] * 140])  # a repeated prompt counts once
@@ -667,6 +594,16 @@ def test_texts_have_a_greatest_length(split, capsys):
         data, held_out = split([[3] * 10, [4] * 11, [5] * 2])
     assert sorted(len(p) for p, _ in data + held_out) == [2, 10]
     assert "1 prompts too long or repeated" in capsys.readouterr().out
+=======
+    """20 tokens of an answer leave 10 of 30 for the prompt, and 140 of the context's 160."""
+    for most, room in (2048, 140), (30, 10):
+        with use_settings(Settings(max_length=most)):
+            data, held_out = split([[3] * room, [4] * (room + 1), [5] * 2, [3] * room])
+        assert sorted(len(p) for p, _ in data + held_out) == [2, room]
+        assert "1 held out, 2 prompts too long or repeated" in capsys.readouterr().out
+    with pytest.raises(InputError, match="that the model answers with 2 tokens or more, got 1"):
+        split([[5] * 2, [7]])  # nothing predicts an answer of one token
+>>>>>>> w60i
     with use_settings(Settings(max_length=20)), pytest.raises(InputError, match=(
             "--max-new-tokens must be below 20, the most tokens of a text, got 20")):
         split([[3]])
@@ -678,28 +615,11 @@ def test_given_pairs_take_the_place_of_answers(split, capsys):
              ([4], [5, 6])]
     with use_settings(Settings(max_length=10, pairs=pairs)):
         data, held_out = split([[7]])
-        assert sorted(data + held_out) == [([1] * 4, [6, 7, 8]), ([2] * 8, [6, 7]), ([4], [5, 6])]
-        assert "2 repeated or without room for an answer, 2 longer than 10" in (
-            capsys.readouterr().out)
+    assert sorted(data + held_out) == [([1] * 4, [6, 7, 8]), ([2] * 8, [6, 7]), ([4], [5, 6])]
+    assert "2 repeated or without room for an answer, 2 longer than 10" in capsys.readouterr().out
     with use_settings(Settings(pairs=pairs[:1])), pytest.raises(InputError, match=(
             "--data must hold 2 prompts or more with answers of 2 tokens or more, got 1")):
         split([])
-
-
-def test_a_training_on_given_pairs_makes_its_own_folder(tmp_path):
-    """The model is asked for no answer, so nothing else makes it."""
-    with use_settings(Settings(pairs=PAIRS)):
-        medusa.train(make_llama(), WORDLESS, [], out=tmp_path / "out", steps=2, batch=2)
-    assert (tmp_path / "out").exists() and [*(tmp_path / "out.work").iterdir()]
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_what_the_lm_head_reads_before_the_tokens_of_answers(name):
-    model = tiny(name)
-    states, tokens = read_answers(model, TEN)
-    logits, expected = score_answers(model, TEN)
-    torch.testing.assert_close(model.get_output_embeddings()(states), logits)
-    assert torch.equal(tokens, expected)
 
 
 def test_a_batch_is_alike_in_length():
@@ -716,9 +636,6 @@ def test_the_most_frequent_tokens():
     data = [([1, 2, 2], [3, 3, 3]), ([2], [9])]
     assert find_frequent(data, 2) == [2, 3] and find_frequent(data, 0) == []
     assert sorted(find_frequent(data, 10)) == [1, 2, 3, 9]
-
-
-TEN = [([3, 4], [5, 6, 7]), ([9, 3, 30], [4])] * 5
 
 
 @pytest.mark.parametrize("name", [*SCALED, "llama", "gpt2"])
@@ -755,5 +672,3 @@ def test_divergences_by_hand(kind, expected):
                                expected(p, q, (p + q) / 2))
     with pytest.raises(ValueError, match="got 'hellinger'"):
         divergence("hellinger", p, q)
-
-
