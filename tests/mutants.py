@@ -484,7 +484,8 @@ def called(node: ast.AST) -> str:
 def walk(node: ast.AST) -> Iterator[ast.AST]:
     """Yield a node and all nodes below it, except words, types, defaults and the block of a script."""
     script = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-    if script or called(node) in WORDS or isinstance(node, (ast.Raise, ast.JoinedStr, ast.arguments)):
+    skipped = ast.Raise, ast.JoinedStr, ast.arguments
+    if script or called(node) in WORDS or isinstance(node, skipped):
         return
     yield node
     for child in ast.iter_child_nodes(node):

@@ -276,55 +276,6 @@ def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):
         assert torch.equal(a, b) and a.dtype == torch.bfloat16
 
 
-<<<<<<< HEAD
-# ------------------------------------------------------------------------- the command line
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A folder with a tiny model that has the embedded target's tokenizer, and with prompts."""
-    folder = tmp_path_factory.mktemp("models")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/target")
-    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "llama")
-    tokenizer.save_pretrained(folder / "llama")
-    (folder / "good").write_text("Mia has 12 apples.\nCount the cats.\n\nTom has 4 dogs.\n")
-    (folder / "words").write_text("{}\n")
-    write(folder / "few", [])
-    return folder
-
-
-def command(*argv) -> int:
-    """As the last lines of cllm.py, on a CPU."""
-    return main([cllm], module.report, [*map(str, argv), "--device", "cpu"], target="cllm",
-                commands=[collect, train, profile], folders=[train])
-
-
-def test_profile_counts_what_decoding_prints(small, capfd):
-    """To the end of the context."""
-    argv = ["--target", small / "llama", "--prompts", small / "good", "--n", "8",
-            "--max-new-tokens", "500"]
-    assert command("profile", *argv, "--after", small / "llama") == 0
-    *_, before, after = capfd.readouterr().out.splitlines()
-    assert before == after
-    assert command(*argv) == 0
-    words = capfd.readouterr().err.splitlines()[-1].split()
-    assert after.split(" | ")[1:] == [words[0], "8", words[3], f"{words[8]} |"]
-
-
-@pytest.mark.parametrize("argv, said", [
-    ("collect --prompts good --out .", "it is a folder"),
-    ("collect --prompts good --out few", "expected a file of {'model': "),
-    ("train --out o --lr 1 --data words", "a file made by `python cllm.py collect`, got 'words'"),
-    ("train --out o --lr 1 --data few", "must have trajectories of 2 prompts or more, got 0 in"),
-    ("train --out o --lr 1 --data few --divergence tvd",
-     "--divergence must be forward-kl, reverse-kl or jsd, got tvd")])
-def test_wrong_input_is_one_line_and_status_2(argv, said, small, monkeypatch, capfd):
-    monkeypatch.chdir(small)
-    assert command(*argv.split(), "--target", "llama") == 2
-    said_in_one_line(said, capfd)
-
-
-=======
->>>>>>> w60i
 def test_the_embedded_cllm():
     """Held-out prompts: Jacobi decoding gives its own AR output, in less than half of the calls."""
     model, tokenizer = load(ROOT / "models/cllm", "cpu", "float32")

@@ -131,29 +131,6 @@ def test_a_loss_that_is_not_finite_is_refused(scale):
         Toy(scale=scale).train()
 
 
-<<<<<<< HEAD
-def test_a_run_says_before_it_starts_what_it_takes(capsys):
-    """4 numbers of 4 bytes, each with its gradient and two moments; another model's weights."""
-    model = tiny("llama")
-    toy = Toy(steps=3, models=(model, model), tokens=250.0)
-    toy.train()
-    said = capsys.readouterr().out.splitlines()[0]
-    assert "toy: 3 steps, 6 passes of about 250 tokens, 1,500 in all; 6.4e-08 GB for 4 " in said
-    frozen = 4 * sum(p.numel() for p in model.parameters()) / 1e9
-    assert f"{frozen:.3g} GB for frozen weights" in said
-    toy.train()  # nothing is left to do
-    assert "passes" not in capsys.readouterr().out
-
-
-def test_settings_hold_inside_a_with_alone():
-    with pytest.raises(ZeroDivisionError), use_settings(Settings(accumulate=3)):
-        assert training.SETTINGS.get().accumulate == 3
-        1 / 0
-    assert training.SETTINGS.get() == Settings()
-
-
-=======
->>>>>>> w60i
 # ------------------------------------------------------- what a large model has no room for
 
 def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
@@ -576,25 +553,6 @@ def test_held_out_answers_are_drawn_from_the_whole_file(split, capsys):
 
 
 def test_prompts_without_room_for_an_answer_are_skipped(split, capsys):
-<<<<<<< HEAD
-    """Of 160 tokens an answer may take 20; an answer of one token has nothing to predict."""
-    prompts = [[3] * 140, [4] * 141, [5] * 2, [6] * 500, [7]]
-    data, held_out = split([*prompts, [3] * 140])  # a repeated prompt counts once
-    assert sorted(len(p) for p, _ in data + held_out) == [2, 140]
-    assert "1 answers of 4 tokens, 1 held out, 3 prompts too long" in capsys.readouterr().out
-    with pytest.raises(InputError, match="2 prompts or more of at most 140 tokens, got 1"):
-        split(prompts[:2])
-    with pytest.raises(InputError, match="that the model answers with 2 tokens or more, got 1"):
-        split(prompts[2::2])
-
-
-def test_texts_have_a_greatest_length(split, capsys):
-    """20 tokens of an answer leave 10 of 30 for the prompt."""
-    with use_settings(Settings(max_length=30)):
-        data, held_out = split([[3] * 10, [4] * 11, [5] * 2])
-    assert sorted(len(p) for p, _ in data + held_out) == [2, 10]
-    assert "1 prompts too long or repeated" in capsys.readouterr().out
-=======
     """20 tokens of an answer leave 10 of 30 for the prompt, and 140 of the context's 160."""
     for most, room in (2048, 140), (30, 10):
         with use_settings(Settings(max_length=most)):
@@ -603,7 +561,6 @@ def test_texts_have_a_greatest_length(split, capsys):
         assert "1 held out, 2 prompts too long or repeated" in capsys.readouterr().out
     with pytest.raises(InputError, match="that the model answers with 2 tokens or more, got 1"):
         split([[5] * 2, [7]])  # nothing predicts an answer of one token
->>>>>>> w60i
     with use_settings(Settings(max_length=20)), pytest.raises(InputError, match=(
             "--max-new-tokens must be below 20, the most tokens of a text, got 20")):
         split([[3]])
