@@ -67,25 +67,22 @@ def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
     assert run.shared["pool"].phrases and len(pools) == 2
 
 
-def test_transformers_own_passes_are_counted_and_its_models_left_as_they_were(models):
-    """With the same drafts it takes as many target calls as ours, for the same text."""
+def test_transformers_own_passes_are_timed_and_its_models_left_as_they_were(models):
     bench = made(*models, "--max-new-tokens", "24")
     (_, prompt), *_ = bench.pairs()
-    ar, ours = (bench.row(line)(prompt) for line in ("autoregressive", "speculative --gamma 6"))
     plain, assisted = bench.theirs(), bench.theirs("draft")
     alone, count = plain(prompt), assisted(prompt)
-    assert alone.output == count.output == ar.output and alone.calls == count.tokens == 24
-    assert count.calls == ours.calls < 12
     assert alone.draft == 0 < count.draft < count.target + count.draft < count.total
     target = plain.models["target"]
     assert not target._forward_hooks and not target._forward_pre_hooks
     torch.manual_seed(0)
-    assert made(*models, "--temperature", "1.5").theirs()(prompt).output[:24] != ar.output
+    assert made(*models, "--temperature", "1.5").theirs()(prompt).output[:24] != alone.output
 
 
 # ------------------------------------------------------------------------- rounds and their ratios
 
 def test_rounds_interleave_the_methods():
+    """With graphs all prompts warm up, since every width is captured then."""
     seen, bench = [], Bench.__new__(Bench)
 
     class Made:
@@ -95,15 +92,13 @@ def test_rounds_interleave_the_methods():
         def __call__(self, prompt):
             seen.append((self.name, *prompt))
             return Count(1, 1, 1.0)
-    bench.args = options("").parse_args(["--rounds", "2"])
     bench.prompts = {"a": [[1], [2]], "b": [[3], [4], [5]]}
-    bench.measure({name: Made(name) for name in "xy"})
-    warm = [(name, i) for name in "xy" for i in (1, 2, 3)]
     one = ["x", "y", *((name, i) for i in (1, 2, 3, 4, 5) for name in "xy")]
-    assert seen == warm + one * 2
-    bench.args.graphs = True  # all prompts to warm up: every width is captured then
-    bench.measure({"x": Made("x")})
-    assert seen[len(warm + one * 2):][:6] == [*(("x", i) for i in (1, 2, 3, 4, 5)), "x"]
+    for graphs, warming in ([], (1, 2, 3)), (["--graphs"], (1, 2, 3, 4, 5)):
+        bench.args = options("").parse_args(["--rounds", "2", *graphs])
+        del seen[:]
+        bench.measure({name: Made(name) for name in "xy"})
+        assert seen == [(name, i) for name in "xy" for i in warming] + one * 2
 
 
 def test_ratios_are_taken_within_a_round():

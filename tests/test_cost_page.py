@@ -10,9 +10,7 @@ from cli.costs import (describe, expected_speed, expected_tokens, find_reason, k
                        list_sizes, measure_size, read_table, write_panel)
 from cli.run import Run, TimedLM
 from cli.trace import Trace
-from survey.clock import time_calls
 from common import encode, greedy
-from families import tiny
 from results.cost_page import write_page
 from speculative import speculative
 
@@ -91,32 +89,20 @@ def test_which_term_loses(counts, said):
     assert find_reason(*counts) == said
 
 
-def test_calls_are_timed_and_leave_no_trace():
-    lm = TimedLM(tiny("llama"))
-    lm.start([3, 5, 7])
-    lm.forward([4])  # a row that waits is no part of any call that is timed
-    table = time_calls(lm, 5)
-    assert [rows for rows, _ in table] == [1, 2, 4, 8] and all(x > 0 for _, x in table)
-    assert (lm.length, lm.parents, lm.calls) == (3, [], 1)
-
-
 def test_a_chain_is_described_as_it_was(embedded):
     """Recorded rounds: the whole size has the run's tokens, and no round has a prompt's seconds."""
     target, draft, tokenizer = embedded
-    trace = Trace()
-    lms = {"target": TimedLM(target), "draft": TimedLM(draft)}
+    lms, trace = {"target": TimedLM(target), "draft": TimedLM(draft)}, Trace()
     run = Run(speculative, lms, {"gamma": 4}, set())
     prompt = encode(tokenizer, "Tom has 3 apples. He buys 4 apples. How many apples does he have?")
     output = [x for some in trace.watch(run, prompt, run.decode(prompt, 40, greedy)) for x in some]
     trace.time_calls()
     [entry], [known] = trace.describe_costs(), trace.runs
     assert [x["most"] for x in entry["sizes"]] == [1, 2, 3, 4, 5]
-    assert entry["chosen"] == entry["sizes"][-1]
-    assert expected_tokens(entry["chosen"]["acceptance"]) == pytest.approx(
-        len(output) / len(known["rounds"]))
-    prompts = sum(lm.prompt_seconds for lm in lms.values())
-    seconds = sum(x["seconds"] for x in known["rounds"])
-    assert seconds == pytest.approx(run.seconds - prompts, rel=0.02)
+    tokens = expected_tokens(entry["chosen"]["acceptance"])
+    assert tokens == pytest.approx(len(output) / len(known["rounds"]))
+    seconds = run.seconds - sum(lm.prompt_seconds for lm in lms.values())
+    assert sum(x["seconds"] for x in known["rounds"]) == pytest.approx(seconds, rel=0.02)
     drafts = [x["draft"] for x in entry["sizes"]]
     assert drafts == sorted(drafts) and drafts[0] < drafts[-1]
 

@@ -9,14 +9,13 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import bita
 from cli.graphs import GraphedLM
-from common import CachedLM, Sampler, greedy
-from fake_models import counting
+from common import CachedLM
 from families import tiny
 from helpers import prefill
-from ouroboros import PhrasePool, ouroboros
 
 from test_common import buffers_of
 
@@ -38,13 +37,12 @@ def test_the_head_reads_rows_that_lie_together():
 def test_attention_reads_the_buffers_themselves(monkeypatch):
     """Grouped-query attention under a mask gets views of the cache, with a head for each key head:
     no copy for each query head."""
-    lm, seen, functional = CachedLM(tiny("llama")), [], torch.nn.functional
-    attention = functional.scaled_dot_product_attention
+    lm, seen, attention = CachedLM(tiny("llama")), [], F.scaled_dot_product_attention
 
     def spy(query, keys, values, *mask, **options):
         seen.append((keys, values))
         return attention(query, keys, values, *mask, **options)
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     prefill(lm, [3, 4, 5])
     lm.forward([6, 7, 8, 9], [-1, 0, 0, 1])
     assert len(seen) == 3 * 2  # passes and layers
@@ -73,25 +71,6 @@ def test_buffers_double_and_nothing_else_grows(run_as):
     grown = collections.Counter(map(type, gc.get_objects())) - before
     assert max(grown.values(), default=0) < 100, grown
     assert len({*sizes}) < 12 and sizes == sorted(sizes)
-
-
-def test_the_argmax_is_taken_once(monkeypatch):
-    """Of all rows of a call, the draft's and the target's. The window has 8 columns here: one level
-    of 9, which the root begins, then two of 8."""
-    rows, models = [], [counting(), counting()]
-
-    def choose(self, logits):
-        rows.append((self is greedy, len(logits)))
-        return chosen(self, logits)
-    chosen = Sampler.__call__
-    monkeypatch.setattr(Sampler, "__call__", choose)
-    pool = PhrasePool()
-    for phrase in (4, 9, 9), (4, 5, 9), (6, 7, 8):
-        pool.add(phrase)
-    chunks = ouroboros(*models, [2, 3], gamma=3, beta=3, W=8, pool=pool, sample=Sampler(0))
-    assert next(chunks) == [4, 5, 6, 7, 8, 9]
-    assert [len(ids) for ids, _ in models[1].trees] == [9, 1 + 4 + 15]
-    assert rows == [(True, 9), (True, 1 + 4 + 15), (True, 6)]
 
 
 def test_nothing_is_kept_of_the_context(monkeypatch):

@@ -77,13 +77,23 @@ def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embed
     assert CachedLM.forward is FORWARD  # nothing is recorded any more
 
 
-@pytest.mark.parametrize("method", ["specinfer", "eagle", "cascade"])
-def test_samples_are_recorded_too(method, tmp_path):
-    [run] = trace(method, tmp_path, "--temperature", "1", "--seed", "3")
-    assert len(checked(run)) > 1
+def test_samples_are_recorded_and_drafts_named(tmp_path):
+    [run] = trace("speculative", tmp_path, "--gamma", "3", "--temperature", "1", "--seed", "3")
+    assert len(checked(run)) > 1 and run["lms"][run["target"]] == "target"
+    for step in run["rounds"]:
+        assert [run["lms"][call["lm"]] for call in step["calls"]] == ["draft"] * 3 + ["target"]
 
 
-def test_a_tree_is_what_was_forwarded(tmp_path):
+def watch_runs(prompt: list[int], n: int, *methods: tuple) -> tuple[Trace, list[list[int]]]:
+    """Decode n greedy tokens with methods on their models; return the trace, and each output."""
+    trace, outputs = Trace(), []
+    for method, models in methods:
+        run = Run(method, {name: TimedLM(model) for name, model in models.items()}, {}, set())
+        outputs.append(tokens_of(trace.watch(run, prompt, run.decode(prompt, n, greedy)), n))
+    return trace, outputs
+
+
+def test_a_tree_is_what_was_forwarded():
     """Rows, parents, likeliest tokens, the path that was kept; what was dropped by `truncate` or
     behind the last chunk is not."""
     model = tiny("llama")
@@ -115,34 +125,19 @@ def test_a_tree_is_what_was_forwarded(tmp_path):
     assert known["lms"] == ["target"] and run.setup > 0
 
 
-def test_drafts_are_named_and_do_not_verify(tmp_path):
-    [run] = trace("speculative", tmp_path, "--gamma", "3")
-    assert sorted(run["lms"]) == ["draft", "target"] and run["lms"][run["target"]] == "target"
-    for step in run["rounds"]:
-        assert [run["lms"][call["lm"]] for call in step["calls"]] == ["draft"] * 3 + ["target"]
-        guesses = [call["best"][-1] for call in step["calls"][:3]]
-        assert step["calls"][3]["ids"][1:] == guesses
-
-
 def test_text_is_shown_and_never_run(embedded):
     """A prompt of HTML stands in the page as data alone."""
     target, _, tokenizer = embedded
-    text = "</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d"
-    prompt = encode(tokenizer, text)
-    run = Run(autoregressive, {"target": TimedLM(target)}, {}, set())
-    trace = Trace()
-    tokens_of(trace.watch(run, prompt, run.decode(prompt, 3, greedy)), 3)
+    prompt = encode(tokenizer, "</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d")
+    trace, [answer] = watch_runs(prompt, 3, (autoregressive, {"target": target}))
     written = make_page(trace.runs, {"target": tokenizer})
     script, empty = PAGE.read_text().split("DATA")
     assert written.startswith(script) and written.endswith(empty)
     inside = written[len(script):len(written) - len(empty)]
     assert "<" not in inside and inside.isascii()
-    known = json.loads(inside)
-    [shown] = known["runs"]
-    assert "".join(shown["said"][:len(prompt)]) == tokenizer.decode(prompt)
-    answer = [x for step in shown["rounds"] for x in step["chunk"]]
-    assert "".join(shown["said"]) == tokenizer.decode(prompt + answer)
-    assert "</script><img src=x onerror=alert(1)>" in "".join(shown["said"])
+    said = json.loads(inside)["runs"][0]["said"]
+    assert "".join(said[:len(prompt)]) == tokenizer.decode(prompt)
+    assert "".join(said) == tokenizer.decode(prompt + answer)
     assert "innerHTML" not in script + empty and "http" not in (script + empty).replace(
         "http://www.w3.org/2000/svg", "")
 
@@ -150,20 +145,15 @@ def test_text_is_shown_and_never_run(embedded):
 def test_the_picture_is_small_and_shows_the_output(embedded):
     """Well-formed; of each run the text, its calls as bars from left to right, and its time."""
     target, draft, tokenizer = embedded
-    trace, outputs = Trace(), []
     prompt = encode(tokenizer, "Write a function <b>. " + TEXT)
-    for method, names in ((speculative, ("target", "draft")), (autoregressive, ("target",))):
-        lms = {name: TimedLM(dict(target=target, draft=draft)[name]) for name in names}
-        run = Run(method, lms, {}, set())
-        outputs.append(tokens_of(trace.watch(run, prompt, run.decode(prompt, 30, greedy)), 30))
+    trace, outputs = watch_runs(prompt, 30, (speculative, {"target": target, "draft": draft}),
+                                (autoregressive, {"target": target}))
     drawn = draw_picture(trace.runs, tokenizer)
     assert len(drawn.encode()) < 60_000
-    root = ElementTree.fromstring(drawn)
-    name = "{http://www.w3.org/2000/svg}"
+    root, name = ElementTree.fromstring(drawn), "{http://www.w3.org/2000/svg}"
     texts = ["".join(x.itertext()) for x in root.iter(f"{name}text")]
     for output in outputs:
-        lines = tokenizer.decode(output, skip_special_tokens=True).split("\n")
-        assert all(line in texts for line in lines)
+        assert {*tokenizer.decode(output, skip_special_tokens=True).split("\n")} <= {*texts}
     bars = [x.attrib for x in root.iter(f"{name}rect")]
     assert {x["class"] for x in bars} == {"target", "draft"}
     for run in trace.runs:
@@ -178,8 +168,7 @@ def test_an_interrupted_run_has_a_page(tmp_path, monkeypatch):
     page = tmp_path / "x.html"
     argv = ["--prompt", TEXT, "--trace", str(page)]
     assert main([speculative], lambda run: "", argv) == 130
-    written = page.read_text()
-    [run] = data_of(page)["runs"]
+    written, [run] = page.read_text(), data_of(page)["runs"]
     assert len(checked(run)) >= 2 and CachedLM.forward is FORWARD
     assert main([speculative], lambda run: "", [*argv, "--gamma", "0"]) == 2  # nothing is decoded
     assert page.read_text() == written
