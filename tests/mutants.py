@@ -482,7 +482,7 @@ def called(node: ast.AST) -> str:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and all nodes below it, except words, types, defaults and the block of a script."""
+    """Yield a node and those below it, without words, arguments and the block of a script."""
     script = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
     skipped = ast.Raise, ast.JoinedStr, ast.arguments
     if script or called(node) in WORDS or isinstance(node, skipped):
