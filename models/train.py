@@ -140,7 +140,7 @@ def encode_examples(tokenizer, prompts: list[str], answers: list[str]) -> list[R
 
 
 def weigh_answers(prompts: list[list[int]], answers: list[list[int]]) -> list[Row]:
-    """Make rows of prompts and answers in which the answers' tokens alone count."""
+    """Make rows of prompts and answers in which only the answers' tokens count."""
     return [(p + a, [0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers)]
 
 

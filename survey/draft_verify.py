@@ -24,7 +24,7 @@ A round, where K is the most guesses that a draft has, and γ is a threshold:
 
 The paper's K is the option `gamma` here, as in speculative.py, and the paper's γ is `threshold`.
 
-The draft and the whole model write into ONE cache. The draft of a round begins behind the context,
+The draft and the whole model write into ONE cache. The draft of a round begins after the context,
 whose rows are all the whole model's. Verification then writes its own rows over those of the draft.
 With a cache of its own the draft would read rows that were made without the blocks, and would agree
 with the whole model far less.
@@ -176,7 +176,7 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
     root = prompt[-1]
     share = 0.9  # the paper's AR: which share of the guesses was accepted recently
     while True:
-        # Draft, one token a call. The draft begins behind the rows that the target has committed.
+        # Draft, one token a call. The draft begins after the rows that the target has committed.
         draft.length = target.length
         draft.parents = []
         drawn, draft_probs = [], []
@@ -228,7 +228,7 @@ def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
         whole.start(prompt + answer[:-1])
         T, n = whole.length, len(answer)
         # The whole model has rows in slots 0 … T - 1. The draft feeds the last n tokens once more,
-        # behind them and at the same positions. The row of position t sees the slots before t.
+        # after them and at the same positions. The row of position t sees the slots before t.
         before = torch.ones(T, T).tril(-1)[T - n:]  # [n, T]
         visible = torch.cat([before, torch.eye(n)], 1).bool()  # [n, T + n]
         rows = torch.arange(T - n, T)  # positions of the draft's rows
@@ -245,8 +245,8 @@ def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
 def measure_costs(model) -> tuple[dict[str, float], float, list[float]]:
     """Measure how long calls of three models take: whole, without attention, without MLPs.
 
-    What the whole model takes longer than a model without one kind of block is the cost of all
-    blocks of this kind. All blocks of a kind are taken to cost the same.
+    All blocks of a kind are taken to cost the same. Together they cost the time by which the whole
+    model is slower than a model without this kind of block.
 
     returns  block, for each kind the seconds of one block on one row; rest, those of all that no
              draft leaves out, such as the LM head; and whole, where whole[n] has the seconds of a

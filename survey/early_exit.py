@@ -27,7 +27,7 @@ Departures:
   LayerSkip too.
 - Sampling. Paper: greedy decoding alone, in the released code. Here: sampling too, exactly. Why:
   LayerSkip's loop has the rule of speculative sampling already.
-- Training data. Paper: ShareGPT. Here: the model's own greedy answers, on their tokens alone. Why:
+- Training data. Paper: ShareGPT. Here: the tokens of the model's own greedy answers. Why:
   these are the tokens that the exit has to guess.
 """
 import copy
@@ -88,7 +88,7 @@ def exit_loss(score: Callable, network: Exit, early: torch.Tensor, last: torch.T
     score    turns what the LM head reads into logits (parts.score_with)
     network  the exit
     early    [n, d], hidden states after layer E, float32
-    last     [n, d], hidden states of the same positions behind the last norm
+    last     [n, d], hidden states of the same positions after the last norm
     vocab    the number of logits
     returns  the mean over the n positions, in nats
     """

@@ -160,8 +160,8 @@ def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> list[torch
 
     ids      [B, T]
     rng      draws the layers that are left out
-    returns  for each l of 1 … L what l layers handed on, [B, T, d]. What all layers handed on also
-             went through the last norm
+    returns  for each l of 1 … L what l layers handed on, [B, T, d]. For l = L this went
+             through the last norm, too
     """
     L = depth_of(model)
     handed_on = []

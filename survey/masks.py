@@ -24,32 +24,32 @@ comes next there. With L = 3:
 
 So two calls give 2 to L + 2 tokens: y0, up to L guesses, and the last one.
 
-SPACE feeds the guesses of the last call, which its paper calls candidates. It puts k masks M behind
-the root and behind each guess. With two guesses and k = 2:
+SPACE feeds the guesses of the last call, which its paper calls candidates. It puts k masks M after
+the root and after each guess. With two guesses and k = 2:
 
                             context  root  ŷ1  ŷ2    M M    M M    M M
         root                   x      x                                     a chain, which is
         ŷ1                     x      x    x                                verified
         ŷ2                     x      x    x   x
-        M M behind the root    x      x              x x                    the next guesses, one
-        M M behind ŷ1          x      x    x                x x             group for each place
-        M M behind ŷ2          x      x    x   x                   x x      where the chain may end
+        M M after the root     x      x              x x                    the next guesses, one
+        M M after ŷ1           x      x    x                x x             group for each place
+        M M after ŷ2           x      x    x   x                   x x      where the chain may end
 
 Within a group the second M sees the first, and not the other way round. Suppose that ŷ1 is accepted
-and ŷ2 is not. Then the next root is the token that the model chose after ŷ1. The first M behind ŷ1
+and ŷ2 is not. Then the next root is the token that the model chose after ŷ1. The first M after ŷ1
 stands where this root will stand, so the group's outputs are guesses of the tokens after the root.
 The other groups are thrown away.
 
 Both methods are BiTA (../bita.py) with parts left out, and use its training:
 
-    BiTA     prompt tokens, M different mask tokens, and a group of them behind every guess. The
+    BiTA     prompt tokens, M different mask tokens, and a group of them after every guess. The
              model is frozen
-    PaSS     no prompt tokens and only one group. Behind a guess that is still to be verified there
+    PaSS     no prompt tokens and only one group. After a guess that is still to be verified there
              are no masks, so that drafting needs a call of its own
     SPACE    no prompt tokens, and the same mask token k times. Instead the model itself is tuned
 
 Their training needs `bita.mask_states`. It gives, for many places of an answer in one pass, what
-the LM head reads at each mask of a group behind this place. A mask sees the text up to its place,
+the LM head reads at each mask of a group after this place. A mask sees the text up to its place,
 the masks of its group before it, and itself.
 
 PaSS is lossless. SPACE is lossless for the TUNED model, whose output it equals.
@@ -136,7 +136,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     Each row of root and guesses is sampled once, and the guesses were made before that. So the
     output has exactly the tuned model's distribution.
 
-    k:      masks behind the root and behind each guess, 0 or more. With 0, as many as pay on this
+    k:      masks after the root and after each guess, 0 or more. With 0, as many as pay on this
             machine
     tuning: the file of the model's changes, made by `python -m survey.masks tune`
 
@@ -150,7 +150,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
-        # Lay out a chain of root and guesses, then a group of k masks behind each of these n.
+        # Lay out a chain of root and guesses, then a group of k masks after each of these n.
         ids = [root, *candidates]
         n = len(ids)
         chain = range(-1, n - 1)  # the parents of root and candidates
@@ -164,7 +164,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         path, chunk = walk(ids, chain, sample(logits[:n]))
         lm.commit(path)
         root = chunk[-1]
-        # The group behind the last accepted node has the next guesses.
+        # The group after the last accepted node has the next guesses.
         groups = logits[n:].view(n, k, logits.shape[1])
         candidates = greedy(groups[path[-1]])
         if log is not None:
@@ -175,7 +175,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
 def plan_space(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
     """Yield what `fastest` chooses from, for SPACE.
 
-    A call has the root and k guesses, with k masks behind each. These are (1 + k) (1 + k) rows.
+    A call has the root and k guesses, with k masks after each. These are (1 + k) (1 + k) rows.
 
     lm         the tuned model
     all_right  how often the first guess is right, the first two are both right, and so on
@@ -203,7 +203,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     L:       how many look-ahead tokens to train, 1 or more
     max_new_tokens: the most tokens of an answer
     batch:   answers of a step
-    anchors: the most places of an answer behind which look-ahead tokens stand, 1 or more
+    anchors: the most places of an answer after which look-ahead tokens stand, 1 or more
     lr:      the learning rate at which the cosine begins. 3e-2 is that of BiTA's paper, for 7B to
              70B parameters, and suited 10M to 135M
     """
@@ -216,13 +216,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
     """Measure how often the first guess is right, the first two are both right, and so on.
 
-    The j-th mask behind a place guesses the token that is j + 1 places further on. So a place
+    The j-th mask after a place guesses the token that is j + 1 places further on. So a place
     counts only if the answer goes on for k + 1 tokens.
 
     model    the model that sees the masks, for SPACE the tuned one
     masks    embeddings [k, d] of the k masks of a group
     data     pairs of a prompt and an answer
-    anchors  the most places of an answer behind which masks stand
+    anchors  the most places of an answer after which masks stand
     returns  k numbers: the share of the places at which the first 1, 2, …, k guesses are ALL right
     """
     rng, score = random.Random(0), score_with(model)
@@ -233,7 +233,7 @@ def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64)
         states = mask_states(model, masks, [], ids, at).flatten(0, 2)
         guesses = compute_in_parts(lambda x: score(x).argmax(-1), V, states)
         guesses = guesses.view(labels.shape).cpu()  # [B, G, k]
-        whole = (labels >= 0).all(-1)  # behind the end of an answer a label is -100
+        whole = (labels >= 0).all(-1)  # after the end of an answer a label is -100
         hits = hits + (guesses == labels)[whole].cumprod(-1).sum(0)
         total = total + whole.sum()
     return (hits / total.clamp(min=1)).tolist() if data else [0.0] * len(masks)
@@ -248,11 +248,11 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     out:     the safetensors file to make
     work:    the folder of answers and checkpoints, by default OUT.work
-    k:       how many masks stand behind a token, 1 or more
+    k:       how many masks stand after a token, 1 or more
     rank:    the rank of each matrix's change, 1 or more
     max_new_tokens: the most tokens of an answer
     batch:   answers of a step
-    anchors: the most tokens of an answer that have masks behind them, 1 or more
+    anchors: the most tokens of an answer that have masks after them, 1 or more
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
     work, data, held_out = prepare_training(

@@ -11,7 +11,7 @@ Every rejection of a request is a failure of the draft, and one row is kept for 
 
     text       … the cat sat     "sat" is the root
     guesses    on  my  hat       "on" is accepted, "my" is rejected, "hat" is not looked at
-    kept       the row of "on"   the draft should have guessed like the target behind "on"
+    kept       the row of "on"   the draft should have guessed like the target after "on"
 
 After some requests the draft makes one step on all rows that are kept. It reduces the mean of
 D(p, q) over these rows, where p is the target's distribution there and q the draft's. Then the rows
@@ -155,7 +155,7 @@ def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int 
            log: list | None = None) -> Iterator[list[int]]:
     """Decode speculatively with a draft that learns from one prompt to the next (Alg. 2).
 
-    What the draft learnt is lost when the process ends. `serve` keeps it.
+    The process loses what the draft learnt when it ends. `serve` keeps it.
 
     gamma: tokens drafted a round, 1 or more
     every: how many prompts are served before each step, 1 or more

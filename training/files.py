@@ -1,4 +1,4 @@
-"""This file writes results so that no file of a user is lost, and says what is wrong with a file.
+"""This file writes results without losing a file of the user, and tells what is wrong with a file.
 
     check_result   refuses a place before any work, where a result could not go or would do harm
     sign_folder    names the command that made a folder, so that the command may make it again
@@ -45,11 +45,11 @@ BEGINS = {
 
 def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "",
                  folder: bool = False) -> None:
-    """Refuse a place for a result, before any work.
+    """Raise an error for a wrong place of a result, before any work is done.
 
     option   the option that gave the place, as its keyword argument is written
     path     the place
-    reads    paths and names of all that the same command reads. Those that are None do not count
+    reads    paths and names of all that the same command reads. None is skipped
     made_by  the command, which may replace what it made before. Empty: a page or figures
     folder   whether it makes a folder, and not a file
     raises   InputError for something that is read, for a file or folder of another origin, and for
@@ -206,7 +206,7 @@ def read_json(path: str | Path):
 # ------------------------------------------------------------------- answers of a stream
 
 def cut_stream(file, prompts: list[list[int]], requests: int, every: int) -> None:
-    """Cut a file of answers behind the last answer that the draft has learnt from.
+    """Cut a file of answers after the last answer that the draft has learnt from.
 
     file      a file of JSON lines, opened with "a+b"
     prompts   all prompts of the stream, in their order

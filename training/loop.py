@@ -62,7 +62,7 @@ Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 def digest(weights: dict[str, torch.Tensor], *settings) -> str:
     """Name what belongs to these weights and settings, and to no others.
 
-    weights   tensors by name, of which about a thousand numbers each are read
+    weights   tensors by name. About a thousand numbers of each are read
     settings  anything whose `repr` says what it is
     returns   16 hexadecimal digits
     """
@@ -757,7 +757,7 @@ class Training:
             self.save()
 
     def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
-        """Make all updates that are left; a checkpoint is written also when Ctrl-C ends them.
+        """Make all updates that are left. Ctrl-C ends them and leaves a checkpoint, too.
 
         loss_of   a function of a random generator that gives a loss, in `low_precision`;
                   whatever is random in it comes from the generator

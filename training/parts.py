@@ -334,7 +334,7 @@ def score_with(model, head: torch.nn.Linear | None = None) -> Callable:
 
 
 def follow(ids: list[int], parents: list[int], text: list[int]) -> list[int]:
-    """Walk a tree along a text.
+    """Find the path of a tree that a text takes.
 
     ids, parents   the tree
     text           the tokens after the root

@@ -79,7 +79,7 @@ def fit_trust(chains: list, classes: tuple[int, ...], rounds: int = 15) -> list:
 
 def pool_chances(guessed: dict[str, float], chances: dict[str, float],
                  exponents: list[float]) -> dict[str, float]:
-    """Join the chances p of a trained part and q of the n-grams.
+    """Compute one chance from the chances p of a trained part and q of the n-grams.
 
         score(x) = e^c p(x)^a q(x)^b          chance(x) = score(x) / (1 + Σ score)
 
