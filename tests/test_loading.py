@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig,
+from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig,
                           PreTrainedTokenizerFast)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cli.loading import check_passes, encode_chat, encode_prompts, load_checked
-from common import CachedLM, InputError, autoregressive, encode, load, vocab_size
+from common import CachedLM, InputError, encode, load, vocab_size
 from families import SHAPE, tiny
-from helpers import ROOT, fork, script, tokens_of
+from helpers import ROOT, fork, script
 from training.layers import context_length
 
 EMBEDDED = ROOT / "models/target"
@@ -32,13 +32,6 @@ def folder(tmp_path, request):
 
 def change_json(file, **keys) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-
-
-def own_tokens(model, prompt: list[int], n: int, **how) -> list[int]:
-    """Let transformers decode greedily, by default without a cache that a config could shape."""
-    how = dict(use_cache=False, eos_token_id=None, pad_token_id=0) | how
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, **how)
-    return out[0, len(prompt):].tolist()
 
 
 # --------------------------------------------------------------------- code of a checkpoint
@@ -238,40 +231,21 @@ def test_a_window_counts_where_the_family_uses_it():
     assert known >= 35 and used >= 15
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("keys", [{}, {"sliding_window": 3}, {"sliding_window": 40}])
-def test_windows_of_all_sizes(model_type, keys):
-    assert agrees(make_tiny(model_type, **keys)) is True
-
-
 def test_a_stray_window_is_forgotten_where_a_directory_is_loaded(folder):
-    """The model is then the one without the key, for `generate` with its cache too."""
     change_json(folder / "config.json", sliding_window=9)
-    model, _ = load_checked(str(folder), "cpu", "float32")
-    prompt = [*range(30, 50)]
-    text = tokens_of(autoregressive(CachedLM(model), prompt), 30)
-    assert model.config.sliding_window is None
-    assert own_tokens(model, prompt, 30) == own_tokens(model, prompt, 30, use_cache=True) == text
+    assert load_checked(str(folder), "cpu", "float32")[0].config.sliding_window is None
 
 
 def test_longrope_nested_by_kind_of_layer():
-    """The shortest original length is the context; up to there the text is `generate`'s."""
-    factors = dict(short_factor=[1.0] * 4, long_factor=[3.0, 5.0, 7.0, 9.0], factor=4.0,
-                   rope_theta=10000.0, rope_type="longrope")
-    plain = dict(rope_type="default", rope_theta=10000.0)
-    for nested in ({"full_attention": factors | {"original_max_position_embeddings": 40},
-                    "sliding_attention": plain},
-                   {"full_attention": factors | {"original_max_position_embeddings": 90},
-                    "sliding_attention": factors | {"original_max_position_embeddings": 40}}):
-        config = Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=9, rope_parameters=nested,
-                                  layer_types=["sliding_attention", "full_attention"])
-        torch.manual_seed(0)
-        model = check_passes(AutoModelForCausalLM.from_config(config).eval())
-        assert context_length(model) == 40
-    flat = LlamaConfig(**SHAPE, head_dim=8, rope_parameters=factors | {
-        "original_max_position_embeddings": 30})
-    assert context_length(AutoModelForCausalLM.from_config(flat)) == 30
-    assert context_length(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))) == 160
+    """The shortest original length is the context."""
+    factors = dict(short_factor=[1.0] * 4, long_factor=[3.0] * 4, factor=4.0, rope_theta=10000.0,
+                   rope_type="longrope")
+    nested = {"full_attention": factors | {"original_max_position_embeddings": 90},
+              "sliding_attention": factors | {"original_max_position_embeddings": 40}}
+    config = Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=9, rope_parameters=nested,
+                              layer_types=["sliding_attention", "full_attention"])
+    model = check_passes(AutoModelForCausalLM.from_config(config).eval())
+    assert context_length(model) == 40
 
 
 @pytest.mark.parametrize("keys", [{"output_router_logits": True}, {"return_dict": False},
@@ -285,19 +259,12 @@ def test_settings_of_outputs_do_not_count(keys, folder):
 # ----------------------------------------------------------------------------- its tokenizer
 
 def test_ids_with_gaps_lose_no_token():
-    """A tokenizer of 40 entries whose largest id is 49, for a model of 61 rows."""
+    """A tokenizer of 40 entries whose largest id is 49, for models of 61 rows and of 45."""
     vocabulary = {f"t{i}": i for i in [*range(39), 49]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(
         vocabulary, unk_token="t0")))
-    model = tiny("llama")
-    assert len(tokenizer) == 40 and vocab_size(model, tokenizer) == 50
-    assert vocab_size(tiny("llama", vocab_size=45), tokenizer) == 45  # bounded by its rows
-    with torch.no_grad():
-        model.get_output_embeddings().weight[50:] = 0.0
-        model.get_output_embeddings().weight[49] *= 3.0
-    prompt = [5, 6, 7, 8]
-    ours = tokens_of(autoregressive(CachedLM(model, vocab_size(model, tokenizer)), prompt), 40)
-    assert ours == own_tokens(model, prompt, 40) and 49 in ours
+    assert len(tokenizer) == 40 and vocab_size(tiny("llama"), tokenizer) == 50
+    assert vocab_size(tiny("llama", vocab_size=45), tokenizer) == 45
 
 
 def test_tokens_without_embeddings_are_refused(embedded):
@@ -331,13 +298,12 @@ def test_templates_that_do_not_take_a_prompt(template, said):
     with pytest.raises(InputError, match=said) as refused:
         encode_chat(tokenizer, "Mia has 3 apples.")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
-
-
-def test_templates_that_take_a_prompt():
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    text = "Mia has 3 apples."
-    tokenizer.chat_template = "{% for m in messages %}Q: {{ m.content | trim }}{% endfor %}"
-    expected = tokenizer.encode(f"Q: {text}", add_special_tokens=False)
-    assert encode_chat(tokenizer, text) == expected
     with pytest.raises(InputError, match="some text, got ''$"):
         encode_chat(tokenizer, "")
+
+
+def test_a_template_that_takes_a_prompt():
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer.chat_template = "{% for m in messages %}Q: {{ m.content | trim }}{% endfor %}"
+    expected = tokenizer.encode("Q: Mia", add_special_tokens=False)
+    assert encode_chat(tokenizer, "Mia") == expected
