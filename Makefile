@@ -54,7 +54,7 @@ picture: .venv/ready
 	$(RUN) results/picture.py
 
 # README's screenshots: .github/costs.png is this page at --window-size=1600,690, and trace.png at
-# 1200,610 is a page of ouroboros.py --trace (chromium --headless --screenshot=FILE.png)
+# 1200,690 is a page of ouroboros.py --trace (chromium --headless --screenshot=FILE.png)
 cost: .venv/ready
 	$(RUN) results/cost_page.py
 

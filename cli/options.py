@@ -96,15 +96,19 @@ def write_usage(functions: list, commands: Iterable) -> str:
 
 
 def make_parser(functions: list, usage: str) -> ArgumentParser:
-    """Make a parser without options; the usage and the docstring of the functions' file are its
-    help.
+    """Make a parser without options.
+
+    Its help begins with the usage and the first paragraph of the functions' file. The rest of the
+    file's docstring comes after the options.
 
     Methods of a file may share an option, so a later one takes the place of an earlier one. The
     usage line of argparse is left out, since it would repeat a hundred lines of options.
     """
     doc = sys.modules[functions[0].__module__].__doc__ or ""  # none under `python -OO`
-    return Parser(description=f"{usage}\n\n{doc}", formatter_class=RawDescriptionHelpFormatter,
-                  allow_abbrev=False, usage=SUPPRESS, conflict_handler="resolve")
+    first, _, rest = doc.partition("\n\n")
+    return Parser(description=f"{usage}\n\n{first}", epilog=rest, usage=SUPPRESS,
+                  formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
+                  conflict_handler="resolve")
 
 
 def add_model_options(parser: ArgumentParser, target: str) -> None:

@@ -46,8 +46,8 @@ def test_calls_of_the_embedded_models(bench, outputs, line):
         assert [count.output for count in counts] == outputs
     page = (ROOT / "results/all_methods.md").read_text()
     row = re.sub(" --(nodes|depth|k) [0-9]+", "", line)
-    [known] = re.findall(rf"^\| {re.escape(row)} \| ([0-9.]+) \|", page, re.MULTILINE)
-    assert sum(map(len, outputs)) / calls > 0.85 * float(known)
+    known = re.search(rf"^\| {re.escape(row)} \| ([0-9.]+) \|", page, re.MULTILINE)
+    assert sum(map(len, outputs)) / calls > 0.85 * float(known[1])
     rounds = [record for count in counts for record in count.log if "chances" in record]
     expected = sum(sum(record["chances"]) for record in rounds)
     assert expected == pytest.approx(sum(len(record["path"]) for record in rounds), rel=0.2)

@@ -144,6 +144,7 @@ def test_the_loss_by_hand(kind, weights):
     given = heads, model, lambda x: 2 * x, f
     assert module.heads_loss(*given, tokens).item() == pytest.approx(expected, rel=1e-4)
     assert module.heads_loss(*given, tokens * 0 + 60).item() == 0  # no head can guess 60
+    assert accuracy(heads, model, f, tokens * 0 + 60) == [[0] * 5] * 2  # and head 2 is not reached
 
 
 @pytest.mark.parametrize("kind, least", [("medusa", 2.5), ("hydra", 2.8)])

@@ -16,6 +16,7 @@ from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa
 from training import parts
 from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_part, logits_of,
                             save_facts, save_part, save_trained, some_embeddings)
+from training.released import is_head
 from trainings import make_llama, run
 
 LLAMA = tiny("llama")
@@ -254,3 +255,21 @@ def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):
     for other in tokenizer(b=0, a=1), tokenizer(a=0, c=1), tokenizer(a=0):
         with pytest.raises(InputError, match="the target's tokenizer, got another vocabulary"):
             draft_for(LLAMA, other, "path")
+
+
+def test_the_parts_of_the_real_model_can_be_loaded(monkeypatch):
+    """By a random model with its widths, which passes here for SmolLM2-135M."""
+    monkeypatch.setattr(parts, "belongs", lambda *_: True)
+    model = tiny("llama", vocab_size=49152, hidden_size=576, intermediate_size=8, head_dim=64,
+                 num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30)
+    folder = ROOT / "models/smollm2"
+    loaded = [medusa.load_heads(folder / f"{kind}.safetensors", kind, model)
+              for kind in medusa.KINDS]
+    loaded += [eagle.load_draft(folder / "eagle.safetensors", model),
+               eagle3.load_draft(folder / "eagle3.safetensors", model)]
+    assert all(part.accept and len(part.vocab) in (4096, 8192) for part in loaded)
+    for name in "bita", "pass":
+        assert bita.load_tuning(str(folder / f"{name}.safetensors"), model).masks.shape[1] == 576
+    known = json.loads((folder / "hybrid.json").read_text())["parts"]
+    kinds = [*medusa.KINDS, "eagle", "eagle3"]
+    assert all(is_head(known[kind], part) for kind, part in zip(kinds, loaded))

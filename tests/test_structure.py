@@ -242,15 +242,19 @@ def test_docstrings_explain_every_option(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
-    """Of all methods, or of one command; and every option, with its default."""
+    """Of all methods, or of one command; and every option, with its default. The file's first
+    paragraph comes before the options, and the rest after them."""
+    def strip_lines(text: str) -> str:
+        return "\n".join(line.strip() for line in text.strip().splitlines())
     monkeypatch.setenv("COLUMNS", "40")  # no line of a docstring is filled again
     methods, commands = functions_of(name)
     for shown, argv in [(methods, []), *(([f], [f.__name__]) for f in commands)]:
         assert main(methods, None, [*argv, "--help"], commands=commands) == 0
-        out = "\n".join(line.strip() for line in capsys.readouterr().out.splitlines())
-        for doc in [sys.modules[shown[0].__module__].__doc__, *(f.__doc__ for f in shown)]:
-            assert "\n".join(line.strip() for line in doc.strip().splitlines()) in out
+        out = strip_lines(capsys.readouterr().out)
+        first, _, rest = strip_lines(sys.modules[shown[0].__module__].__doc__).partition("\n\n")
+        assert out.index(first) < out.index("\noptions:\n") < out.index(rest)
         for function in shown:
+            assert strip_lines(function.__doc__) in out
             title = re.search(rf"^{function.__name__}\(.*", out, re.M)[0]
             for option, (_, default) in read_options(function).items():
                 assert re.search(rf"^--(no-)?{option.replace('_', '-')}\b", out, re.M), option
