@@ -41,6 +41,11 @@ class TimedLM(FeatureLM):
         return made
 
 
+def guesses_of(record: dict) -> int:
+    """Return how many guesses a round had, which some methods call drafted tokens."""
+    return record.get("guessed", record.get("drafted", 0))
+
+
 def count_guesses(run) -> str:
     """Say in a line what the rounds of a run were like, on average.
 
@@ -49,7 +54,7 @@ def count_guesses(run) -> str:
     """
     def mean(name: str) -> float:
         return sum(record[name] for record in run.log) / len(run.log)
-    guesses = mean("guessed" if "guessed" in run.log[0] else "drafted")
+    guesses = sum(map(guesses_of, run.log)) / len(run.log)
     said = f"a round: {guesses:.1f} guesses, {mean('accepted'):.2f} accepted"
     if "layers" in run.log[0]:
         layers = mean("layers") * len(run.log) / run.tokens

@@ -38,7 +38,7 @@ from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.main import run_script  # noqa: E402
 from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
-from cli.run import Run, TimedLM  # noqa: E402
+from cli.run import Run, TimedLM, guesses_of  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from common import InputError, Sampler, check, eos_ids, vocab_size  # noqa: E402
 from models import tasks  # noqa: E402
@@ -172,11 +172,6 @@ def by_category(path: str) -> dict[str, list[str]]:
         category = str(row.get("category", "prompts"))
         groups.setdefault(category, []).append(prompt_of(row))
     return groups
-
-
-def guesses_of(record: dict) -> int:
-    """Return how many guesses a round had, which some methods call drafted tokens."""
-    return record.get("guessed", record.get("drafted", 0))
 
 
 def sampler_of(args: argparse.Namespace) -> Sampler:

@@ -92,6 +92,31 @@ def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
     return lm.once((name, power), lambda: max(choices(), key=lambda x: x[1] / x[2])[0])
 
 
+def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], list[int]]:
+    """Put tokens into a planned tree.
+
+    A node for which there is no guess of its rank is left out, with all nodes below it.
+
+    plan      the nodes of the planned tree, the root first
+    root      the token of node 0
+    guess     guess(node, token) gives the guesses for a planned node after its parent's token, the
+              likeliest first
+    returns   ids and parents of the nodes that are kept
+    """
+    ids, parents = [root], [-1]
+    built = {0: 0}  # for each planned node that is kept its number in the tree
+    for i, node in enumerate(plan[1:], 1):
+        if node.parent not in built:
+            continue
+        parent = built[node.parent]
+        guesses = guess(node, ids[parent])
+        if node.rank < len(guesses):
+            built[i] = len(ids)
+            ids.append(guesses[node.rank])
+            parents.append(parent)
+    return ids, parents
+
+
 # ------------------------------------------------------- a tree with masks after each node (BiTA)
 
 def list_mask_trees(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
@@ -114,16 +139,9 @@ def fill_tree(plan: list[Node], candidates: list[list[int]],
               root: int) -> tuple[list[int], list[int]]:
     """Put tokens into a planned tree. Levels for which there are no candidates are left out.
 
-    plan         the nodes of the planned tree
     candidates   for each level below the root its likeliest tokens, the best first
-    root         the token of node 0
-    returns      ids and parents
+
+    The other arguments, and what is returned, are those of `fill_plan`.
     """
-    ids, parents = [root], [-1]
-    built = {0: 0}  # for each node of the plan its number in the tree
-    for i, node in enumerate(plan[1:], 1):
-        if node.depth <= len(candidates):
-            built[i] = len(ids)
-            ids.append(candidates[node.depth - 1][node.rank])
-            parents.append(built[node.parent])
-    return ids, parents
+    levels = dict(enumerate(candidates, 1))
+    return fill_plan(plan, root, lambda node, token: levels.get(node.depth, []))

@@ -71,7 +71,7 @@ from common import CachedLM, Sampler, attention_mask, check, greedy, walk, windo
 from survey.clock import WIDTHS, fastest, row_costs
 from survey.eagle import MOST, RANKS
 from training.acceptance import (TargetText, fit_temperatures, measure_places, read_target_texts,
-                                 sample_anchors)
+                                 sample_roots)
 from training.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
                              tap_target, tap_widths)
 from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
@@ -439,7 +439,7 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
     def loss_of(rng: random.Random) -> torch.Tensor:
         numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
         some = texts_of(numbers)
-        places = [sample_anchors(text, anchors, rng) for text in some]
+        places = [sample_roots(text, anchors, rng) for text in some]
         return block_loss(draft, score, some, places, loss)
 
     def evaluate() -> tuple[dict, str]:

@@ -346,7 +346,7 @@ def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **h
     """
     score = score_with(model, draft.lm.get_output_embeddings())
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
-                              model.get_output_embeddings().weight.shape[1])
+                                 model.get_output_embeddings().weight.shape[1])
     held_texts = compute_features(model, held_out)
     # Embeddings and features differ in size. They are scaled to weigh the same at first.
     [(ids, features, _)] = texts_of([0])

@@ -298,7 +298,7 @@ def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sampl
 
 def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
            typical: bool = False, epsilon: float = 0.09, delta: float = 0.3, adapter: str = "",
-           accept: str = "", trained: "Heads | None" = None, sample: Sampler = greedy,
+           accept: str = "", trained: Heads | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from the feature before the root, verify it in one call, and keep one path.
 

@@ -34,7 +34,7 @@ import sys
 from typing import Iterator
 
 from common import CachedLM, Sampler, greedy, walk
-from survey.clock import WIDTHS, Node, best_tree, fastest, row_costs
+from survey.clock import WIDTHS, Node, best_tree, fastest, fill_plan, row_costs
 
 import torch
 
@@ -87,25 +87,9 @@ class Successors:
     def fill(self, root: int, planned: list[Node]) -> tuple[list[int], list[int]]:
         """Put tokens of M into a planned tree.
 
-        A node for which M has no token is dropped, with all nodes below it.
-
-        root      the token of node 0
-        planned   the nodes of the plan, the root first
-        returns   ids and parents of the nodes that are kept
+        The arguments, and what is returned, are those of `fill_plan` in clock.py.
         """
-        ids = [root]
-        parents = [-1]
-        new_number = {0: 0}  # of each planned node that is kept, by its number in the plan
-        for number, node in enumerate(planned[1:], start=1):
-            if node.parent not in new_number:
-                continue
-            parent = new_number[node.parent]
-            row = self.rows.get(ids[parent], [])
-            if node.rank < len(row):
-                new_number[number] = len(ids)
-                ids.append(row[node.rank])
-                parents.append(parent)
-        return ids, parents
+        return fill_plan(planned, root, lambda node, token: self.rows.get(token, []))
 
 
 def plan_recycling(target: CachedLM, rates: list[float]) -> Iterator[tuple]:

@@ -62,14 +62,6 @@ def small_llama(tmp_path_factory) -> str:
     return folder
 
 
-@pytest.fixture(scope="module")
-def worked(request, tmp_path_factory):
-    """Make a folder that a training of two steps has worked in: the test module's `fitted`."""
-    folder = tmp_path_factory.mktemp("work")
-    request.module.fitted(folder, steps=2)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def held_out(embedded) -> list[tuple[list[int], list[int]]]:
     """Take held-out prompts of each task, and the embedded target's first 100 greedy tokens."""

@@ -11,7 +11,7 @@ from survey import dflash as module
 from survey.dflash import (EVERY, BlockDraft, BlockLM, block_loss, count_tree_tokens, grow_block,
                            guess_blocks, load_draft, make_blocks, plan_block, run_block)
 from training.acceptance import (TEMPERATURES, TargetText, fit_temperatures, measure_places,
-                                 read_target_texts, sample_anchors)
+                                 read_target_texts, sample_roots)
 from training.parts import save_part, score_with
 from trainings import run
 
@@ -132,7 +132,7 @@ def test_the_loss_by_hand(loss, vocab):
 def test_anchors_are_those_of_the_answer():
     [text] = texts_of(make_draft())
     assert text.anchors() == range(4, 15)
-    few, many = (sample_anchors(text, n, random.Random(0)) for n in (11, 30))
+    few, many = (sample_roots(text, n, random.Random(0)) for n in (11, 30))
     assert sorted(few) == [*range(4, 15)] != few and len(many) == 30
     assert {many.count(x) for x in range(4, 15)} == {2, 3}
 

@@ -122,7 +122,7 @@ def read_target_texts(model, taps: list[int], data: list) -> list[TargetText]:
     return texts
 
 
-def sample_anchors(text: TargetText, n: int, rng: random.Random) -> list[int]:
+def sample_roots(text: TargetText, n: int, rng: random.Random) -> list[int]:
     """Sample n places of roots. No place comes twice, unless a text has fewer than n places."""
     places = text.anchors()
     return rng.sample(places, n, counts=[-(-n // len(places))] * len(places))
