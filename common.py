@@ -5,14 +5,16 @@ Read it first. Every method here does one thing in its own way. It grows a small
 end of the text, runs the model once over the whole tree, and keeps one path of the tree.
 
     target     the model whose output is wanted
-    draft      a smaller model, or a part of the target, that guesses what the target will say
+    draft      a smaller model, or a part of the target, that guesses what the target will say;
+               also its guesses of a round: a draft of 5 tokens
     call       one pass of a model over some tokens at once
     row        one token of a call
     round      one turn of a method's loop: some guesses, and one call of the target to verify them
     context    the text without its last token; its keys and values are cached
-    root       the last token of the text: it is known but not cached, so every call feeds it
+    root       the last token of the text: it is known but not cached, so each round feeds it
     tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it
-    accepted   said of a guess if the target chose it and every guess above it
+    accepted   said of a guess if it and every guess above it passed verification. In most methods
+               they pass if the target chose them
     chunk      the tokens that a round adds to the text: the accepted guesses, then one token that
                the target chose itself
 
@@ -51,7 +53,7 @@ The life of a round, with this tree:
                  the root of the next round, which begins with step 2.
 
 Step 1 is `CachedLM.start`, steps 3 and 4 are `CachedLM.forward`, step 5 is `walk`, and step 6 is
-`CachedLM.commit`.
+`CachedLM.commit`. `jacobi`, speculative.py and mjsd.py verify a chain only, in ways of their own.
 
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
 the answer.
@@ -115,8 +117,9 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
     returns   path, the accepted nodes with the root first; and chunk, the tokens chosen after each
               of them: the accepted guesses and, last, one token of the target's own
 
-    Sampling stays exact if the tree was built before `chosen` was sampled. Children of a node hold
-    different tokens, since the walk would see only the last of equal ones.
+    Sampling stays exact if `chosen` is sampled after the tree was built, since no guess then
+    depends on a sample. The children of a node must hold different tokens, as those of `trie` do.
+    Of equal ones the walk would see only the last.
     """
     node_of = {edge: node for node, edge in enumerate(zip(parents, ids))}
     path = [0]
@@ -129,7 +132,7 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
 def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
     """Put a tree below tokens that come before its root and are not cached.
 
-    A draft model needs that if its cache is shorter than the text.
+    A draft model needs that if its cache ends before the context does.
 
     Here "the" and "cat" are such a chain, and "sat" is the root of a tree of three nodes:
 
@@ -292,17 +295,17 @@ class CachedLM:
         """
         n = len(sees_prefix)
         ancestors = ancestor_mask(parents)
-        # The position of a node is the index of its token if the path to it follows the context.
-        # A guess may lie beyond the last position that a learned table has. It gets the last one,
-        # since an answer ends there anyway.
-        nodes = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
+        # The position of a node is how many tokens come before it: those of the context and its
+        # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess may lie beyond the
+        # last position that a learned table has. It gets the last one, and the answer ends there.
+        places = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
         # A node sees the prefix if it asks for it, the whole context, its ancestors and itself.
         prefix = torch.tensor(sees_prefix)[:, None].expand(n, self.prefix)
         context = torch.ones(n, self.length, dtype=torch.bool)
         visible = torch.cat([prefix, context, ancestors[-n:]], 1)
         # A window hides slots far before a node. Position 10 ** 9 keeps the prefix in every window.
-        slots = torch.cat([torch.full((self.prefix,), 10 ** 9), torch.arange(self.length), nodes])
-        positions = nodes[None, -n:]
+        slots = torch.cat([torch.full((self.prefix,), 10 ** 9), torch.arange(self.length), places])
+        positions = places[None, -n:]
         mask = attention_mask(self.windows, visible[None], positions, slots[None], self.weight)
         return positions.to(self.weight.device), mask
 
@@ -316,8 +319,9 @@ class CachedLM:
         returns     logits [1, keep, V]
         """
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-        # Indices are given. transformers takes a count of 0 for all rows, and makes a slice of any
-        # other count, with which PyTorch copies the LM head on a CPU in bfloat16.
+        # The rows are given by index. For a count of 0 transformers would read all rows. For any
+        # other count it would take a slice, for which PyTorch copies the LM head on a CPU in
+        # bfloat16.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
         return self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True, logits_to_keep=read).logits
@@ -394,8 +398,8 @@ def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
 class Sampler:
     """Draw tokens from logits; `sample(logits)` returns one token for each row of logits [n, V].
 
-    The first three turn logits into a distribution, in this order, as in transformers. A value out
-    of range raises InputError.
+    temperature, top_k and top_p turn logits into a distribution, in this order, as in transformers.
+    A value out of range raises InputError.
 
     temperature   divides the logits. 0 stands for the argmax
     top_k         keeps this many of the largest, and all that tie with the last one. 0 keeps all
@@ -434,7 +438,7 @@ class Sampler:
         return logits.softmax(-1)
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor:
-        """Draw one token from each row of probs [n, V]; return them [n], where probs are.
+        """Draw one token from each row of probs [n, V]; return them [n], on the device of probs.
 
         With u ~ U[0, 1) it is the first token at which the sum of the probabilities exceeds u.
         """
@@ -530,7 +534,8 @@ def check(model, run_as: type[CachedLM] = CachedLM):
     lm = run_as(model.eval())
     a, b, c, d, e = range((len(lm.weight) - 5) // 2, len(lm.weight))[:5]
     lm.start([d, b, c])
-    tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2])[[0, 1, 3, 0, 2, 4]].float()  # by path
+    # Nodes 0, 1, 3 are the path e c d, and nodes 0, 2, 4 are the path e a b.
+    tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2])[[0, 1, 3, 0, 2, 4]].float()
     paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)
     alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
     error = (tree - alone).abs().mean() / alone.abs().mean()

@@ -1,17 +1,17 @@
 """Jacobi decoding, lookahead decoding and prompt lookup: guesses without a second model.
 
-jacobi          y_i <- argmax p(. | y_<i, x) for all i of a block at once, until nothing changes.
+jacobi          y_i <- argmax p(. | y_<i, x) for all i of a block at once, until all are final.
                 Santilli et al., "Accelerating Transformer Inference for Translation via Parallel
                 Decoding", arXiv 2305.10427; with the KV cache as in Kou et al., "CLLMs: Consistency
                 Large Language Models", arXiv 2403.00835, Alg. 3
-lookahead       W columns run this iteration ahead of the text, and the n-grams that a column passes
-                through become guesses. Fu et al., "Break the Sequential Dependency of LLM Inference
-                Using Lookahead Decoding", arXiv 2402.02057
+lookahead       W columns run this iteration ahead of the text. Each call adds a token to every
+                column, and a column of N tokens, an n-gram, becomes a guess. Fu et al., "Break the
+                Sequential Dependency of LLM Inference Using Lookahead Decoding", arXiv 2402.02057
 prompt_lookup   The tokens that followed the last token earlier in the text become guesses. Saxena,
                 "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
-All are lossless. A guess becomes final only if it equals the token that the target chooses in its
-place: the argmax or, at a temperature, one sample after each node.
+All are lossless. A guess becomes final only if it equals the token that the target chooses at its
+position: the argmax or, at a temperature, one sample after each node.
 
 A block of Jacobi decoding with n = 5, where the text ends in "sat". A call is fed the last final
 token and all guesses, and gives the argmax after each of them. Tokens left of the bar are final:
@@ -39,18 +39,20 @@ number says how many positions after the root the token would stand:
     new         d3     d4     d5                  └─ b1 ─── c2 ─> d3
 
 One call gives the new level d, the argmax (─>) after each token of level 2. Each column is now an
-n-gram, as (a1, b2, c3, d4). Then b becomes level 0, with the next root in the place of b1.
+n-gram, as (a1, b2, c3, d4). Then b becomes level 0, and the next root replaces b1.
 
 Departures:
-- Jacobi's blocks. Paper: CLLM's Alg. 3 computes the first root from the prompt, and as printed it
-  never ends, since i* is at most len - 1. Here: the first root is the prompt's last token, and a
-  block ends when its last token is final. Why: no call is spent only on a root.
+- Jacobi's blocks. Paper: a block is n new tokens, and ends when a call changes nothing (CLLM,
+  Section 3.1). As printed Alg. 3 never ends, since i* is at most len - 1. Here: a block begins with
+  the root, so it adds n - 1 tokens, or n if the one after it is final too. It ends when its last
+  token is final. Why: no call is spent only on a root, or on seeing that nothing changes.
 - Sampling. Paper: Santilli and CLLM are greedy. Fu's Alg. 4 tries the guesses of a position one
   after the other. Here: one sample after each node is compared with the guesses. Why: the
   distribution is the same, and a call draws once.
-- N-grams. Paper: Fu's are the window's, and in the released code also the prompt's. Saxena tries
-  what followed the first match of the last 3 tokens, or else of 2 or 1. Here: all n-grams of the
-  growing text that begin with its last token are tried in one call. Why: answers repeat the text.
+- N-grams. Paper: Fu's are the window's, and the released code can add those of the text. Saxena
+  guesses 10 tokens, those after the first match of the last 3 tokens, or else of 2 or 1. Here: the
+  text's are added too, and a call tries the G newest that begin with the last token. Verification
+  begins with the first call, not when the window is full. Why: answers repeat the text.
 
 Left out: lookahead on several GPUs, and two other algorithms of Santilli's. One runs Jacobi
 iteration over the whole answer. The other goes on token by token after a given length.
@@ -70,7 +72,7 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
 
     n: tokens of a block, its root included, 2 or more
 
-    Yields chunks of 1 to n tokens; logs {"states", "final"} a block. Every call extends both lists.
+    Yields chunks of 1 to n tokens; logs {"states", "final"} a block, lists that each call extends.
     states[j] is the state y(j) of the Jacobi trajectory, n tokens with the root first. final[j] is
     how many of its leading tokens are final. It is n + 1 if the token after the block is final too.
     """
@@ -115,7 +117,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
 def remember(pool: dict[int, dict[tuple, None]], ngrams: list[tuple[int, ...]], G: int) -> None:
     """Put n-grams into the pool, each as the newest one of its first token.
 
-    pool     for each first token a set of the other N - 1 tokens of its n-grams, the oldest first
+    pool     for each first token the other N - 1 tokens of its n-grams, the oldest first. They are
+             keys of a dictionary, which keep their order
     ngrams   tuples of N tokens
     G        how many n-grams of one first token are kept, the newest ones
     """
@@ -228,9 +231,9 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     text = []
     chunk = prompt
     pool = {}
-    # levels[l][i] guesses the token i + l positions after the root. This is rough, since the window
-    # moves by one position even if a call accepts several tokens. It starts as one level of
-    # W + N - 2 tokens, and loses a column each time that it gets a level, so N - 2 times.
+    # levels[l][i] guesses the token i + l positions after the root. As in the released code this is
+    # rough: the window moves by one position even if a call accepts several tokens. It starts as
+    # one level of W + N - 2 tokens, and loses a column with each of its N - 2 new levels.
     levels = [[prompt[-1], *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
     while True:
         text += chunk

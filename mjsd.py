@@ -3,7 +3,7 @@
 Qin et al., "Multi-Token Joint Speculative Decoding for Accelerating Large Language Model
 Inference", arXiv 2407.09722, version 1. Its later versions call MJGD MTJD, and MJSD MTAD.
 
-    MJGD   x_{t+1:t+K} = argmax p(x_{t+1:t+K} | x_{1:t}), here by beam search            Def. 3.1
+    MJGD   x_{t+1:t+K} = argmax p(x_{t+1:t+K} | x_{1:t}), by beam search as in Fig. 1    Def. 3.1
     MJSD   accept the longest prefix of a draft x with
            min(1, p(x_{t+1:t+i} | x_{1:t}) / q(x_{t+1:t+i} | x_{1:t})) > τ                  Alg. 1
 
@@ -29,18 +29,19 @@ perplexity under the target. For an accepted prefix
 The first term is small if the beams find a likely text. The second is below log(1 / τ), since the
 prefix passed the test. At the default τ of 0.1 that is 2.3 nats. The test does not ask how small p
 itself is. So a prefix that the target finds unlikely passes if the draft finds it unlikely too. The
-text is likelier than autoregressive text if there are several beams and the draft is good. On a
-real model the draft was good enough if 1 - TVD was about 0.6 or more (results/mjsd.md). TVD is the
+text is likelier than autoregressive text if there are several beams and the draft is good. Samples
+of a real model were likelier with 8 beams if 1 - TVD was 0.6 or more (results/mjsd.md). TVD is the
 total variation distance between the next-token probabilities of draft and target.
 
 Departures:
-- Temperature 0. Paper: it only samples. Here: a beam continues with the likeliest tokens, p and q
-  are the models' own probabilities, and the target adds its argmax. Why: the p of an argmax is 0 or
-  1, so the test would accept nothing but the target's own text.
+- Temperature 0. Paper: Alg. 1 samples beams and tokens. Here: a beam continues with the likeliest
+  tokens, and the target adds its argmax. p and q are not warped. Why: warped they would be 0 or 1,
+  so the test would accept nothing but the target's own text.
 - End of an answer. Paper: a beam has γ tokens. Here: an EOS ends a beam, which keeps its joint
-  probability. Why: tokens after an EOS must not count for or against a beam.
-- Sampling. Paper: each beam samples the tokens that may follow it. Here: it samples them without
-  replacement. Why: a token that is drawn twice would make the same beam twice.
+  probability and competes with longer beams. Why: tokens after an EOS must not count for or against
+  a beam. Short texts gain a little by this.
+- Sampling. Paper: each beam samples the tokens that may follow it, and it is not said how. Here:
+  they are drawn without replacement. Why: a token drawn twice would make the same beam twice.
 
 Left out: several verified beams, which a later version of the paper adds as MMTAD.
 """
@@ -71,8 +72,8 @@ class Beam(NamedTuple):
 
     tokens   the tokens
     logps    logps[i] is the joint log-probability of the first i tokens, in nats
-    nodes    the pending nodes of the model on the way from the context to the last token. This
-             token itself has no node unless the search went on from it
+    nodes    the pending nodes of the tokens that were fed: those of `unseen`, then those of
+             `tokens`. The last token has none until the search feeds it
     """
     tokens: list[int]
     logps: list[float]
@@ -127,7 +128,7 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
             for token, logp in children:  # each has a list of nodes of its own, which may grow
                 candidates.append(Beam(beam.tokens + [token], beam.logps + [beam.logp + logp],
                                        list(beam.nodes)))
-        if not candidates:  # the model overflows, so the beams must do without more tokens
+        if not candidates:  # all probabilities are nan, so no beam can grow
             break
         candidates.sort(key=lambda beam: beam.logp, reverse=True)
         found = candidates[:beams]
@@ -166,6 +167,8 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     while True:
         # The best beam stands for the argmax over all texts of K tokens.
         best = beam_search(target, [root], K, beams, sample, eos)[0]
+        if not best.tokens:
+            raise InputError("expected logits that are numbers, got nan from the target")
         target.commit(best.nodes)  # the root and all new tokens but the last
         root = best.tokens[-1]
         if log is not None:

@@ -4,16 +4,16 @@ Zhao et al., "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster Sp
 arXiv 2402.13720
 
     speed-up = (A(γ + β) + 1) t_target / (γ / c · t_draft + t_target)                        Eq. 6
-    A(γ + β)   how many tokens of a draft of γ + β tokens are accepted
+    A(γ + β)   how many tokens are accepted of a draft of γ tokens that a phrase lengthens
     c          how many tokens one draft call drafts, so that γ tokens take γ / c calls
     t_draft    seconds of a draft call; t_target alike
 
 A phrase is β tokens, and its first token is its key. A round with γ = 3 and β = 3, where the pool
 holds the phrases "sat on the", "mat and then" and "mat by me", and the text ends in "sat":
 
-    draft (3.1)      sat ── on ── the                          one draft call is fed the root and
-                     on     the   mat                          the phrase "sat on the". It chooses
-                                                               these tokens: d is on, the, mat
+    draft (3.1)      sat ── on ── the                          one draft call is fed the root, the
+                     on     the   mat                          window and the phrase "sat on the".
+                                                               It chooses d: on, the, mat
     lengthen (3.2)   sat ── on ── the ── mat ─┬─ and ── then   one target call is fed the root, d
                                               └─ by ─── me     and both phrases that begin with mat
     verify           on     the   mat    and    slept          the target chooses these tokens after
@@ -32,19 +32,23 @@ There are four mechanisms, and Table 4 of the paper shows what each of them brin
     pool          Section 3.4: prompts that are given the same pool share their phrases
 Without any of them this is speculative decoding with a greedy draft.
 
-The method is lossless. A guess becomes final only if it equals the token that the target chooses in
-its place. The target chooses the argmax, or at a temperature one sample after each node.
+The method is lossless. A guess becomes final only if it equals the token that the target chooses at
+its position. The target chooses the argmax, or at a temperature one sample after each node.
 
 Departures:
 - Verification. Paper: segments of discarded tokens that match the target's choices make phrases,
-  and unused suffixes are corrected after a full acceptance. Here: each discarded token and the
-  choices after it make a phrase, and all suffixes are corrected in every round. Why: the released
-  code (github.com/thunlp/Ouroboros) does so in add_extra_ngram and update_in_place.
+  and unused suffixes are corrected after a full acceptance. Here: a phrase begins with any
+  discarded token. Its middle tokens are drafted ones that match, and its last one is the target's
+  choice. All suffixes are corrected in every round. Why: the released code
+  (github.com/thunlp/Ouroboros) does so in add_extra_ngram and update_in_place.
 - Sampling. Paper: phrases have tokens that are drawn from the target. Here: they have its argmaxes.
   Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
-- Sizes. Paper: γ is 2 to 6 or 7 to 14, W is 15 to 20 and β is 5 to 7 (Table 10), and the released
-  code cuts a draft after γ tokens. Here: γ is 6, W is 2, β is 3, and a draft keeps its last phrase
-  whole. Why: on a CPU each row of a call costs time, and the phrase is guessed already.
+- Sizes. Paper: γ is 2 to 6 or 7 to 14, W is 15 to 20 and β is 5 to 7 (Table 10). Here: γ is 6, W is
+  2 and β is 3. Why: on a CPU each row of a call costs time.
+- Whole phrases. Released code: a draft is cut after γ tokens. Here: its last phrase stays whole.
+  Why: the phrase is guessed already.
+- The pool. Released code: at most guess_set_size phrases begin with one token. Here: the pool keeps
+  all, and a draft call tries the G newest. Why: G bounds what a call costs.
 """
 import random
 import sys
@@ -197,8 +201,8 @@ def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int,
     returns   the phrases, each a tuple of β tokens
 
     A phrase is a discarded token d[i] and the target's choices for the next β - 1 places. All of
-    them but the last must be the drafted tokens too. Otherwise a choice of the phrase would have
-    been made after another token than the phrase has.
+    them but the last must be the drafted tokens too. Otherwise the target would have chosen one of
+    them after a token that is not in the phrase.
 
         d   5  6  7  8  9         A = 1: the target chose 1 and not 6
         v   5  1  7  8  2  4      β = 3: the phrases are 6 7 8 and 7 8 2. But 8 2 4 is none, since
@@ -263,7 +267,8 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     Yields chunks of 1 to gamma + 2 beta - 1 tokens; logs {"drafted", "calls", "accepted",
     "matched", "phrases"} a round. These are the numbers of drafted tokens, of draft calls and of
     accepted tokens, which may be tokens of a suffix too. "matched" is #Match of Eq. 10 for the
-    drafted tokens. "phrases" is the list of the phrases that verification made.
+    drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the phrases
+    that verification made.
 
     Prompts that are given the same `pool` share its phrases, as those of a command line do (3.4).
     """
@@ -280,8 +285,8 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         calls_before = draft.calls
         while len(d) < gamma:
             d += drafter.step((text + d)[draft.length:])
-        # Section 3.2, Eq. 7: the K newest phrases that begin with d_γ lengthen the draft. The trie
-        # is given d first, which `learn` relies on.
+        # Section 3.2, Eq. 7: the K newest phrases that begin with the last token of d lengthen the
+        # draft. The trie is given d first, which `learn` relies on.
         tried = pool.newest(d[-1], K) if lengthen else []
         lengthened = [d + list(phrase[1:]) for phrase in tried]
         ids, parents, paths = trie(text[-1], [d, *lengthened])
@@ -294,8 +299,8 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         target.commit(path)
         accepted = len(path) - 1
         text += chunk
-        # The draft forgets rejected tokens. If all of d was accepted, it has none to forget, and
-        # d_γ and a suffix are not in its cache yet. The next round's first call is fed them.
+        # The draft forgets rejected tokens. If all of d was accepted, it has none to forget. Then
+        # the last token of d and a suffix are not cached yet, and the next draft call is fed them.
         draft.truncate(min(draft.length, len(text) - 1))
         # Section 3.3: discarded tokens become phrases, which the next rounds may draft with.
         found = learn(pool, d, v, tried, paths[1:], accepted, beta) if verification else []

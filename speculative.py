@@ -9,7 +9,8 @@ Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10
     at the first rejection draw from norm(max(0, p - q)) instead
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
-letters are Leviathan's, and Chen swaps them. In the code they are `target_probs` and `draft_probs`.
+letters are Leviathan's. Chen and the survey swap them. The code says `target_probs` and
+`draft_probs`. The two lines above are `verify_tokens`, and the default is `verify_block`.
 
 The method is lossless: its output has exactly the target's distribution. At temperature 0 p and q
 are one-hot, and the output is the target's greedy output.
@@ -21,8 +22,8 @@ A round with γ = 3 after "… the cat sat", where "my" is rejected:
     verify_tokens     on: accepted    my: rejected   hat: not looked at
     chunk             on, the         "the" is drawn from norm(max(0, p_2 - q_2))
 
-p_i is the target's distribution in the place of the guess x_i. The last one, p_4, is for the token
-after a draft that is accepted as a whole.
+p_i is the target's distribution at the position of the guess x_i. The last one, p_4, is for the
+token after a draft that is accepted as a whole.
 
 Departures:
 - The rule. Paper: Leviathan and Chen judge one guess after the other (`verify_tokens`). Here: the
@@ -30,7 +31,7 @@ Departures:
   same distribution, and on average never fewer guesses are accepted. At temperature 0 both rules
   accept the same guesses.
 - The length of a draft. Paper: always γ. Here: with --confidence the draft ends after the first
-  guess that the draft model finds less likely than that. Why: a later guess would rarely count.
+  guess whose probability is below that. Why: guesses after an unlikely one are rarely accepted.
   Whether to draw another guess is decided before it is drawn, so the output stays exact.
 
 Left out: lenience, which is lossy (Leviathan's App. A.5), and beam search (App. A.4).
@@ -63,7 +64,7 @@ def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
               sample: Sampler) -> int:
     """Draw and return the token that follows the accepted guesses.
 
-    probs         [γ+1, V], the target's distribution in each place, or a share of it
+    probs         [γ+1, V], the target's distribution at each position, or a share of it
     draft_probs   [γ, V], the draft's distributions, which are subtracted
     accepted      how many guesses are accepted
     sample        the Sampler that draws the token
@@ -88,8 +89,7 @@ def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses
     ratio = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x) / q(x)
     # A coin u ~ U[0, 1) is below the ratio with probability min(1, p(x) / q(x)).
     passed = sample.uniform(ratio.shape, ratio.device) < ratio
-    # Count the guesses before the first that does not pass. Later guesses do not count, even if
-    # they pass, since the target was fed the wrong token before them.
+    # Guesses after the first that does not pass do not count: they follow a wrong token.
     accepted = passed.cumprod(0).sum().item()
     return accepted, draw_next(target_probs, draft_probs, accepted, sample)
 
@@ -102,8 +102,8 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     are as likely under the target as under the draft. Here they are always accepted, and
     `verify_tokens` rejects x_1 half of the time.
 
-    The probability that the first i guesses are all accepted, perhaps with later ones, is called
-    joint_i here and p_i in the paper:
+    Given the first i guesses, the probability that at least they are accepted is called joint_i
+    here and p_i in the paper:
 
         joint_0 = 1,    joint_i = min(1, joint_{i-1} p(x_i) / q(x_i))
 
@@ -119,7 +119,10 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
         1 - joint_i = (1 - h_i) (1 - (joint_i - Z_i)),    so    h_i = Z_i / (Z_i + 1 - joint_i)
 
     After i accepted guesses the next token is drawn from norm(max(0, joint_i p - q)), and after a
-    whole draft from p. The arguments and returned values are those of `verify_tokens`.
+    whole draft from p. Given the first i guesses, exactly they are accepted with probability
+    joint_i - (joint_i - Z_i) = Z_i. A token x follows them as a guess with probability
+    min(joint_i p(x), q(x)), and as the drawn token with max(0, joint_i p(x) - q(x)). The sum is
+    joint_i p(x), so the output is exact. Arguments and results are those of `verify_tokens`.
     """
     x = torch.tensor(guesses, dtype=torch.long, device=target_probs.device)[:, None]  # [γ, 1]
     ratios = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x_i) / q(x_i)
@@ -129,14 +132,13 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     scaled = joint * target_probs  # [γ+1, V], joint_i p(x)
     Z = (scaled[:-1] - draft_probs).clamp(min=0).sum(-1, keepdim=True)  # [γ, 1], Z_0 … Z_{γ-1}
     # If joint_i is 1 and Z_i is 0, then h_i is 0 / 0. No coin is below that, and none needs to be:
-    # the target and the draft say the same of the next token, so joint_{i+1} is 1 as well.
+    # target and draft agree on the next token, so joint_{i+1} is 1 as well.
     h = torch.cat([Z / (Z + 1 - joint[:-1]), joint[-1:]])[1:]  # h_1 … h_γ, without h_0
     passed = sample.uniform(h.shape, h.device) < h
     accepted = 0
     for i, coin in enumerate(passed.tolist()):
         if coin[0]:
             accepted = i + 1  # the last coin that passes counts, even if coins before it failed
-    # The token is drawn as in verify_tokens, with joint_i p(x) for p(x).
     return accepted, draw_next(scaled, draft_probs, accepted, sample)
 
 
@@ -149,12 +151,12 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     """Draft gamma tokens one by one, and verify all of them in one target call.
 
     gamma: tokens drafted a round (γ), 1 or more
-    confidence: a probability. The draft ends after the first guess that is less likely by the
-        draft's own distribution, before temperature, top-k and top-p. 0 always drafts gamma tokens
+    confidence: the draft ends after the first guess with a smaller probability. That is the draft's
+        own, before temperature, top-k and top-p. 0 always drafts gamma tokens
     verification: token for Leviathan's and Chen's rule, block for Sun's
 
-    Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token that is drawn from
-    the target. Logs {"drafted", "accepted"} a round, the numbers of guesses and of accepted ones.
+    Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token more. Logs
+    {"drafted", "accepted"} a round, the numbers of guesses and of accepted ones.
     """
     if not 0 <= confidence < 1:
         raise InputError(f"--confidence must be 0 or more and below 1, got {confidence}")
@@ -200,9 +202,9 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
 def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
 
-    Leviathan's Theorem 3.8 predicts it from γ, c and α. c is the time of a draft call divided by
-    that of a target call. α is the share of accepted guesses among all guesses that were tried. A
-    round tries its guesses up to the first one that it rejects.
+    Leviathan's Theorem 3.8 predicts it from γ, c and α, for `verify_tokens` and drafts of one length
+    (for others it is only near). c is the time of a draft call divided by that of a target call. α
+    is the share of accepted guesses among those that a round tries, up to the first rejected one.
 
     run   a run of the command line
     """
