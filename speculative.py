@@ -202,9 +202,9 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
 def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
 
-    Leviathan's Theorem 3.8 predicts it from γ, c and α, for `verify_tokens` and drafts of one length
-    (for others it is only near). c is the time of a draft call divided by that of a target call. α
-    is the share of accepted guesses among those that a round tries, up to the first rejected one.
+    Leviathan's Theorem 3.8 predicts it from γ, c and α, for `verify_tokens` and drafts of equal
+    length. For others it is only near. c is the time of a draft call divided by that of a target
+    call. α is the share of accepted guesses among the tried ones, which end at a rejected one.
 
     run   a run of the command line
     """
