@@ -430,7 +430,7 @@ MUTANTS = {
         ("[p for p in some if p not in loops]", "[p for p in some if p in loops]",
          "prompts whose answers loop are kept")],
     "results/who_guesses.py": [
-        ('accepted + ("cut" not in record)', "accepted", "the first wrong guess is not judged")],
+        (' + ("cut" not in record)', "", "the first wrong guess is not judged")],
     "results/memory.py": [
         ('if not hasattr(storage, "counted"):', "if True:", "a view counts as a tensor")],
 }
