@@ -17,7 +17,6 @@ An operation's own scratch memory is not seen, nor are CUDA's context and the ga
 So a training fits a GPU only if 2 GB are left over. Everything is counted as if it were on
 the GPU, also what a program keeps beside it. Attention counts as a kernel that keeps no scores.
 """
-import inspect
 import io
 import random
 import re
@@ -27,26 +26,23 @@ import tempfile
 import warnings
 import weakref
 from contextlib import ExitStack, redirect_stdout
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import torch  # noqa: E402  (the path is set above)
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-import bita  # noqa: E402
-import cllm  # noqa: E402
-from cli.main import run_script  # noqa: E402
-from cli.options import parse_command, select_options, select_settings  # noqa: E402
-from cli.text import Parser  # noqa: E402
-from common import InputError, check  # noqa: E402
-from survey import eagle, eagle3, early_exit, layerskip, masks, medusa  # noqa: E402
-from training import files, loop as training, parts  # noqa: E402
+from bench import Parser, run_script  # it sets the path for what follows
+import bita
+from cli.options import parse_command, select_options, select_settings
+from common import InputError, check
+from survey import eagle, eagle3, early_exit, layerskip, masks, medusa
+from training import files, loop as training, parts
 
 aten = torch.ops.aten
 COMPARISONS = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
@@ -162,42 +158,29 @@ def collect_answers(model, tokenizer, prompts: list, *, steps: int, lr: float, o
     training.answer_all(model, {2}, [prompt + answer[:-2] for prompt, answer in prompts], 2)
 
 
-def make_trajectory(prompt: list[int], answer: list[int], n: int = 16) -> dict:
-    """Make an example for CLLM, in whose blocks of n tokens each state has one more right token."""
-    text, blocks = prompt + answer, []
-    for start in range(len(prompt) - 1, len(text) - n, n):
-        y = text[start:start + n]
-        blocks.append((start, [y[:i] + [2] * (n - i) for i in range(2, n + 1)]))
-    return {"prompt": prompt, "answer": answer, "blocks": blocks}
-
-
 COMMANDS = {"answers": collect_answers, "medusa": medusa.train, "eagle": eagle.train,
             "eagle3": eagle3.train, "bita": bita.train, "pass": masks.train, "space": masks.tune,
-            "layerskip": layerskip.tune, "exit": early_exit.train, "cllm": cllm.train}
+            "layerskip": layerskip.tune, "exit": early_exit.train}
 LINES = [*COMMANDS, "medusa --heads hydra"]
-LINES[LINES.index("cllm")] = "cllm --rank 16"  # all its weights take 128 GB
 
 
-def replace_parts(data: tuple[list, list]) -> list:
-    """List what a training of made-up texts does not do: (its owner, what takes its place)."""
-    def skip(*_, **__) -> None:
-        pass
+def leave_out(data: tuple[list, list]) -> ExitStack:
+    """Replace what a training of made-up texts does not do, while a `with` lasts.
 
-    def find_one(lm, prompt: list[int], n: int, *_) -> tuple:
-        lm.start(prompt)
-        lm.forward([0] * n)
-        return [0], []
-    examples = [make_trajectory(*pair) for pair in data[0][:18]]
+    data   the texts, and those that are held out
+    """
     # A hash reads numbers, and the states of this little data would be kept.
-    given = {"collect_examples": lambda *_, **__: data, "digest": lambda *_: ""}
+    given = {"collect_examples": Mock(return_value=data), "digest": Mock(return_value=""),
+             "write_whole": Mock(), "KEPT": 0}
     # Acceptance is measured text by text. Without numbers a text would have a round a token.
-    measured = {"measure_acceptance": lambda *_: [[0.5]]}
-    return [(training, given | {"write_whole": skip, "KEPT": 0}),
-            (files, {"write_whole": skip}), (parts, {"write_whole": skip}),
+    measured = {"measure_acceptance": Mock(return_value=[[0.5]])}
+    stack = ExitStack()
+    for owner, changes in (
+            (training, given), (files, {"write_whole": Mock()}), (parts, {"write_whole": Mock()}),
             (eagle, measured), (eagle3, measured),
-            (cllm, {"read_examples": lambda *_: (16, examples[2:], examples[:2]),
-                    "find_trajectories": find_one}),
-            (torch.backends.cpu, {"get_cpu_capability": lambda: "AVX512"})]  # as on a GPU
+            (torch.backends.cpu, {"get_cpu_capability": lambda: "AVX512"})):  # as on a GPU
+        stack.enter_context(patch.multiple(owner, **changes))
+    return stack
 
 
 def run_training(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> None:
@@ -210,18 +193,16 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> 
     name, *words = shlex.split(line) or [""]
     if name not in COMMANDS:
         raise InputError(f"expected a training, one of {', '.join(COMMANDS)}, got {name!r}")
-    command, held_out = COMMANDS[name], 8 if name == "eagle3" else 32
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    command, data = COMMANDS[name], make_texts(lengths, 64)
+    held_out = make_texts(lengths, 8 if name == "eagle3" else 32)
+    with tempfile.TemporaryDirectory() as folder, leave_out((data, held_out)) as stack:
         given = ["--steps", "2", "--lr", "1e-4", "--out", f"{folder}/part"]
-        args = parse_command(command, [*words, *given, *["--data", "none"] * (name == "cllm")])
+        args = parse_command(command, [*words, *given])
         if "accumulate" in args:  # gradients are there from the second pass on. More take no more
             args.accumulate = min(2, args.accumulate)
         options = select_options(args, command, [])
-        if "prompts" in inspect.signature(command).parameters:
-            options["prompts"] = make_texts(lengths, 64) if name == "answers" else []
-        data = make_texts(lengths, 64), make_texts(lengths, held_out)
-        for owner, parts in replace_parts(data):
-            stack.enter_context(patch.multiple(owner, **parts))
+        if "prompts" in signature(command).parameters:
+            options["prompts"] = data
         stack.enter_context(training.use_settings(select_settings(args)))
         tokenizer = SimpleNamespace(eos_token_id=2, bos_token_id=1, pad_token_id=0,
                                     save_pretrained=lambda folder: None)
