@@ -145,7 +145,7 @@ def make_texts(lengths: tuple[int, int], n: int) -> list:
     return [tuple([rng.randrange(3, 1000) for _ in range(k)] for k in lengths) for _ in range(n)]
 
 
-def make_model(shape: dict, device: str = "cpu"):
+def make_model(shape: dict, device: str):
     """Make a Llama of this shape with random weights in bfloat16, on the device at once."""
     config = LlamaConfig(**shape, pad_token_id=0, dtype=torch.bfloat16)
     with torch.device(device):
@@ -183,7 +183,7 @@ def leave_out(data: tuple[list, list]) -> ExitStack:
     return stack
 
 
-def run_training(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> None:
+def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) -> None:
     """Run a command for two updates, on texts of one length.
 
     line     the command's name and options
@@ -206,7 +206,7 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> 
         stack.enter_context(training.use_settings(select_settings(args)))
         tokenizer = SimpleNamespace(eos_token_id=2, bos_token_id=1, pad_token_id=0,
                                     save_pretrained=lambda folder: None)
-        command(make_model(shape), tokenizer, **options)
+        command(make_model(shape, device), tokenizer, **options)
 
 
 def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> tuple[int, str]:
@@ -218,7 +218,7 @@ def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) 
     with (patch.object(torch.nn.Module, "_apply", convert), warnings.catch_warnings(),
           redirect_stdout(said), Ledger() as ledger):
         warnings.simplefilter("ignore")  # what has no numbers is asked where they are
-        run_training(line, shape, lengths)
+        run_training(line, shape, lengths, "cpu")
     return ledger.peak, re.search(r"[\d,]+ trained numbers|$", said.getvalue())[0]
 
 
