@@ -21,6 +21,7 @@ import inspect
 import shlex
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -123,11 +124,11 @@ class Theirs:
     other, since it gives a token.
     """
 
-    def __init__(self, models: dict, limit: int, sample: Sampler, **options):
-        self.models, self.limit, self.options = models, limit, options | {"do_sample": False}
-        if sample.temperature > 0:
-            self.options |= dict(do_sample=True, temperature=sample.temperature,
-                                 top_k=sample.top_k, top_p=sample.top_p)
+    def __init__(self, models: dict, limit: int, temperature: float, **options):
+        self.models, self.limit = models, limit
+        self.options = options | {"do_sample": temperature > 0}
+        if temperature > 0:
+            self.options |= {"temperature": temperature, "top_k": 0}
         if "draft" in models:
             self.options["assistant_model"] = models["draft"]
 
@@ -167,16 +168,10 @@ def by_category(path: str) -> dict[str, list[str]]:
 
     A line without a category belongs to "prompts".
     """
-    groups = {}
+    groups = defaultdict(list)
     for row in read_rows(path):
-        category = str(row.get("category", "prompts"))
-        groups.setdefault(category, []).append(prompt_of(row))
+        groups[str(row.get("category", "prompts"))].append(prompt_of(row))
     return groups
-
-
-def sampler_of(args: argparse.Namespace) -> Sampler:
-    """Return the sampler that a command line asks for."""
-    return Sampler(args.temperature, args.top_k, args.top_p, args.seed)
 
 
 def keep_fitting(names, act: Callable) -> dict:
@@ -233,12 +228,14 @@ class Bench:
         if not texts:
             taken = {task: tasks.take(task, "test", args.n, args.seed) for task in tasks.TASKS}
             texts = {task: [example.prompt for example in some] for task, some in taken.items()}
-        prompts = {name: self.encode(some[:args.n]) for name, some in texts.items()}
+        models = [model for model in (self.target, self.draft) if model]
+        prompts = {name: encode_prompts(models, self.tokenizer, some[:args.n], args.chat)
+                   for name, some in texts.items()}
         # By prompt: the answers of tasks can be graded
         self.examples = {tuple(prompt): example for task, some in taken.items()
                          for prompt, example in zip(prompts[task], some)}
         every = [prompt for some in prompts.values() for prompt in some]
-        context = min(context_length(model) for model in (self.target, self.draft) if model)
+        context = min(map(context_length, models))
         room = context - max(map(len, every))
         require(args.max_new_tokens <= room, "max_new_tokens",
                 f"at most {room} for these prompts and a context of {context}",
@@ -267,10 +264,6 @@ class Bench:
     def cached(self, model) -> TimedLM:
         return self.run_as(model, vocab_size(model, self.tokenizer))
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        models = [model for model in (self.target, self.draft) if model]
-        return encode_prompts(models, self.tokenizer, texts, self.args.chat)
-
     def row(self, line: str) -> Ours:
         """Build the method that a command line names, as a user's own command would run it.
 
@@ -283,7 +276,7 @@ class Bench:
             raise InputError(f"expected a row of one of {', '.join(METHODS)}, got {line!r}")
         method, own = METHODS[name], self.args
         usual = [f"--max-new-tokens={own.max_new_tokens}", f"--temperature={own.temperature}",
-                 f"--top-k={own.top_k}", f"--top-p={own.top_p}", f"--seed={own.seed}"]
+                 f"--seed={own.seed}"]
         if name != "cllm":  # which decodes a model of its own
             usual.append(f"--target={own.target}")
         args = parse_decoding([method], (), "cllm", usual + words)  # the last word counts
@@ -295,8 +288,9 @@ class Bench:
             models["draft"], *more = map(self.load, args.draft or [own.draft])
             if more:
                 options["more_drafts"] = [self.cached(model) for model in more]
+        sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         return Ours(method, {name: self.cached(model) for name, model in models.items()},
-                    args.max_new_tokens, self.eos, sampler_of(args), **options)
+                    args.max_new_tokens, self.eos, sample, **options)
 
     def find_files(self, method, options: dict) -> dict:
         """Let options that name files of models/ by default name those of --adapters."""
@@ -331,7 +325,7 @@ class Bench:
     def theirs(self, *names: str, **options) -> Theirs:
         """Build transformers' own `generate`, with the models of these names beside the target."""
         models = {name: self.plain(name) for name in ("target", *names)}
-        return Theirs(models, self.args.max_new_tokens, sampler_of(self.args), **options)
+        return Theirs(models, self.args.max_new_tokens, self.args.temperature, **options)
 
     def graded(self, outputs: list[list[int]]) -> list[bool]:
         """Grade the answers to all prompts, which are tasks: return whether each is right."""
@@ -415,7 +409,7 @@ class Results:
 
     def guesses(self, method) -> float:
         """Return the mean number of guesses that a call verifies, by the method's log."""
-        return mean(map(guesses_of, self.log(method))) if self.log(method) else 0.0
+        return mean(map(guesses_of, self.log(method) or [{}]))
 
     def layers(self, method, L: int) -> float:
         """Count the layers of the target that run one after the other for each token.
@@ -519,8 +513,6 @@ def options(description: str) -> argparse.ArgumentParser:
         help="of all trees whose rows do not say it; 0: the methods' own defaults")
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.0)
-    add("--top-k", type=int, default=0)
-    add("--top-p", type=float, default=1.0)
     add("--seed", type=int, default=0, help="of the held-out prompts and of sampling")
     add("--device")
     add("--dtype", choices=["float32", "bfloat16", "float16"])

@@ -11,26 +11,23 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from cli.costs import describe, write_panel  # noqa: E402  (the path is set above)
-from cli.main import run_script  # noqa: E402
-from cli.trace import PAGE, Trace  # noqa: E402
-from results.bench import AR, Bench, Ours, keep_fitting, options, perform  # noqa: E402
-from training.files import write_text  # noqa: E402
+from bench import AR, Bench, Ours, keep_fitting, options, perform, run_script  # it sets the path
+from cli.costs import describe, write_panel
+from cli.trace import PAGE, Trace
+from training.files import write_text
 
 WIDEST = 64  # rows of the largest trees, which the second runs have
 LONGEST = 12  # tokens of the longest drafts
 
 
-def list_methods(bench: Bench, wide: bool = False) -> dict[str, Ours]:
+def list_methods(bench: Bench, gamma: int, nodes: str = "") -> dict[str, Ours]:
     """Build the five methods, those of them whose files fit the target.
 
-    wide   whether they have their largest trees
+    gamma   tokens of speculative decoding's drafts
+    nodes   the option that says the size of all trees
     """
-    nodes = f" --nodes {WIDEST}" if wide else ""
-    lines = [f"speculative --gamma {LONGEST if wide else 6}", f"medusa{nodes}", f"eagle{nodes}",
-             f"rest{nodes}", f"hybrid --guess {bench.args.guess}{nodes}"]
+    lines = [f"speculative --gamma {gamma}", f"medusa{nodes}", f"eagle{nodes}", f"rest{nodes}",
+             f"hybrid --guess {bench.args.guess}{nodes}"]
     runs = bench.warm_up(keep_fitting(lines, bench.row), bench.pairs()[:1])
     return {line.split()[0]: run for line, run in runs.items()}
 
@@ -51,9 +48,10 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
 def collect(bench: Bench) -> list[dict]:
     """Record all methods, and return what the panel shows of each."""
     prompts = [prompt for _, prompt in bench.pairs()]
-    ar, wide = record(bench.row(AR), prompts).runs, list_methods(bench, wide=True)
+    ar = record(bench.row(AR), prompts).runs
+    wide = list_methods(bench, LONGEST, f" --nodes {WIDEST}")
     entries = []
-    for name, run in list_methods(bench).items():
+    for name, run in list_methods(bench, 6).items():
         own, tried = record(run, prompts), record(wide[name], prompts)
         entries.append(describe(name, own.runs, tried.table, ar, tried.runs))
     return entries

@@ -189,6 +189,7 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) 
     line     the command's name and options
     shape    of the target. The draft of the trainings that have one goes with it
     lengths  tokens of each prompt and of each answer
+    device   where the model is
     """
     name, *words = shlex.split(line) or [""]
     if name not in COMMANDS:
