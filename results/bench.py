@@ -211,7 +211,8 @@ AR = ALL[0]
 class Bench:
     """Hold the loaded models and the prompts, and build the methods that can be run on them.
 
-    args  the parsed command line
+    args   the parsed command line
+    pairs  all (category, prompt), category after category
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -229,25 +230,24 @@ class Bench:
             taken = {task: tasks.take(task, "test", args.n, args.seed) for task in tasks.TASKS}
             texts = {task: [example.prompt for example in some] for task, some in taken.items()}
         models = [model for model in (self.target, self.draft) if model]
-        prompts = {name: encode_prompts(models, self.tokenizer, some[:args.n], args.chat)
-                   for name, some in texts.items()}
-        # By prompt: the answers of tasks can be graded
-        self.examples = {tuple(prompt): example for task, some in taken.items()
-                         for prompt, example in zip(prompts[task], some)}
-        every = [prompt for some in prompts.values() for prompt in some]
+        pairs = [(name, prompt) for name, some in texts.items() for prompt in
+                 encode_prompts(models, self.tokenizer, some[:args.n], args.chat)]
+        every = [prompt for _, prompt in pairs]
         context = min(map(context_length, models))
         room = context - max(map(len, every))
         require(args.max_new_tokens <= room, "max_new_tokens",
                 f"at most {room} for these prompts and a context of {context}",
                 args.max_new_tokens)
         answers = answer_all(self.target, self.eos, every, args.max_new_tokens)
-        loops = [prompt for prompt, answer in zip(every, answers) if tasks.loops(answer)]
-        kept = {name: [p for p in some if p not in loops] for name, some in prompts.items()}
-        self.prompts = {name: some for name, some in kept.items() if some}
-        self.dropped = len(loops)
-        if not self.prompts:
+        self.pairs = [pair for pair, answer in zip(pairs, answers) if not tasks.loops(answer)]
+        self.dropped = len(pairs) - len(self.pairs)
+        if not self.pairs:
             raise InputError(f"expected a prompt whose AR output does not loop, got {self.dropped} "
                              "that do")
+        self.categories = [*dict.fromkeys(name for name, _ in self.pairs)]
+        # By prompt: the answers of tasks can be graded
+        examples = [example for some in taken.values() for example in some]
+        self.examples = {tuple(prompt): example for prompt, example in zip(every, examples)}
 
     @functools.cache
     def load(self, path: str):
@@ -331,11 +331,7 @@ class Bench:
         """Grade the answers to all prompts, which are tasks: return whether each is right."""
         texts = [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
         return [tasks.grade(self.examples[tuple(prompt)], text)
-                for (_, prompt), text in zip(self.pairs(), texts)]
-
-    def pairs(self) -> list[tuple[str, list[int]]]:
-        """Return all (category, prompt), category after category."""
-        return [(name, prompt) for name, some in self.prompts.items() for prompt in some]
+                for (_, prompt), text in zip(self.pairs, texts)]
 
     def warm_up(self, runs: dict, pairs: list) -> dict:
         """Run methods on prompts, and return those that did not refuse their files or models."""
@@ -353,14 +349,13 @@ class Bench:
 
         With graphs all prompts warm up, so that no graph is captured while the clock runs.
         """
-        pairs = self.pairs()
-        runs = self.warm_up(runs, pairs if self.args.graphs else pairs[:3])
+        runs = self.warm_up(runs, self.pairs if self.args.graphs else self.pairs[:3])
         counts = {method: [] for method in runs}
         for _ in tqdm(range(self.args.rounds), desc="rounds", leave=False):
             for method, run in runs.items():
                 run.new_round()
                 counts[method].append([])
-            for name, prompt in pairs:
+            for name, prompt in self.pairs:
                 for method, run in runs.items():
                     counts[method][-1].append((name, run(prompt)))
         return Results(counts)
@@ -467,7 +462,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
              "target layers a token": f"{layers:.1f}",
              "tokens/s": f"{median(results.speeds(method)):.0f}",
              "x AR": f"{median(ratios):.2f}", "range": f"{min(ratios):.2f} to {max(ratios):.2f}"}
-    for name in bench.prompts:
+    for name in bench.categories:
         cells[f"x AR, {name}"] = f"{median(results.ratios(method, AR, name)):.2f}"
     cells |= {"realised share": f"{median(ratios) / per_call:.0%}",
               "ms a token: target": f"{target:.2f}", "draft": f"{draft:.2f}",
@@ -487,10 +482,10 @@ def print_tables(bench: Bench) -> None:
     results = bench.measure(runs | dict(peers.values()))
     lines = [make_line(bench, results, method) for method in results.counts]
     print(table([[*lines[0]], *([*line.values()] for line in lines)]))
-    rows = [["ratio of tokens/s", "all", *bench.prompts]]
+    rows = [["ratio of tokens/s", "all", *bench.categories]]
     for ours, (theirs, _) in peers.items():
         if ours in results.counts:
-            ratios = [results.ratios(ours, theirs, name) for name in (None, *bench.prompts)]
+            ratios = [results.ratios(ours, theirs, name) for name in (None, *bench.categories)]
             rows.append([f"{ours} / {theirs}", *(f"{median(x):.2f}" for x in ratios)])
     print(table(rows) if rows[1:] else "")
 
@@ -533,7 +528,7 @@ def perform(parser: argparse.ArgumentParser, tables) -> None:
     print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
           f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
           f"threads, torch {torch.__version__}; medians of {args.rounds} rounds over "
-          f"{len(bench.pairs())} prompts ({bench.dropped} left out for loops)\n")
+          f"{len(bench.pairs)} prompts ({bench.dropped} left out for loops)\n")
     tables(bench)
 
 

@@ -28,7 +28,7 @@ def list_methods(bench: Bench, gamma: int, nodes: str = "") -> dict[str, Ours]:
     """
     lines = [f"speculative --gamma {gamma}", f"medusa{nodes}", f"eagle{nodes}", f"rest{nodes}",
              f"hybrid --guess {bench.args.guess}{nodes}"]
-    runs = bench.warm_up(keep_fitting(lines, bench.row), bench.pairs()[:1])
+    runs = bench.warm_up(keep_fitting(lines, bench.row), bench.pairs[:1])
     return {line.split()[0]: run for line, run in runs.items()}
 
 
@@ -47,7 +47,7 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
 
 def collect(bench: Bench) -> list[dict]:
     """Record all methods, and return what the panel shows of each."""
-    prompts = [prompt for _, prompt in bench.pairs()]
+    prompts = [prompt for _, prompt in bench.pairs]
     ar = record(bench.row(AR), prompts).runs
     wide = list_methods(bench, LONGEST, f" --nodes {WIDEST}")
     entries = []

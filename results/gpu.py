@@ -130,7 +130,7 @@ def launches(args):
     bench, runs = load_bench(args, "float32", "eager")
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CUDA if args.device == "cuda" and torch.version.cuda else activity.CPU]
-    _, prompt = bench.pairs()[0]
+    _, prompt = bench.pairs[0]
 
     def count(run) -> dict:
         run(prompt)  # whatever is made once is made now

@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     with FakeCuda() as gpu:
         bench = Bench(args)
-        prompts = [prompt for _, prompt in bench.pairs()]
+        prompts = [prompt for _, prompt in bench.pairs]
         rows = [count(gpu, *row, prompts) for row in keep_fitting(ALL, bench.row).items()]
     print("Counted on a simulated GPU; nothing was measured on one.\n")
     heads = ["launches a token", "waits a token", "copies a token", "ends a token"]

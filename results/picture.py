@@ -102,7 +102,7 @@ def main() -> None:
     parser.set_defaults(prompts=str(ROOT / "models/examples.jsonl"), max_new_tokens=120,
                         device="cpu")
     bench = Bench(parser.parse_args())
-    _, prompt = bench.pairs()[-1]
+    _, prompt = bench.pairs[-1]
     for _ in range(2):
         trace = Trace()
         for line in "ouroboros", AR:

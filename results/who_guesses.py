@@ -161,7 +161,7 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     returns  {"calls": what clock.time_calls returned, "rounds": {name: [[guesses of a chain,
              seconds of a round, guesses that it really has]]}}. AR is a name too, with 0 guesses
     """
-    prompts = sorted((prompt for _, prompt in bench.pairs()), key=len)[:bench.args.timed]
+    prompts = sorted((prompt for _, prompt in bench.pairs), key=len)[:bench.args.timed]
     limit, lm = min(TIMED, bench.args.max_new_tokens), bench.cached(bench.target)
     runs = {(AR, 0): bench.row(AR)} | {
         (name, k): make_chain(bench, name, k) for name, most in mosts.items()
@@ -238,7 +238,7 @@ def table_costs(answers: dict[str, list], costs: dict) -> str:
 
 def compare(bench: Bench) -> None:
     """Measure all drafters whose models and files are there, print the tables, draw the picture."""
-    args, prompts = bench.args, [prompt for _, prompt in bench.pairs()]
+    args, prompts = bench.args, [prompt for _, prompt in bench.pairs]
     require(args.temperature == 0, "temperature", "0", args.temperature)
     require(args.timed >= 1, "timed", "1 or more", args.timed)
 

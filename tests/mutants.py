@@ -427,7 +427,7 @@ MUTANTS = {
         ("[a / b for a, b in zip(self.speeds(method, category), self.speeds(other, category))]",
          "[median(self.speeds(method, category)) / median(self.speeds(other, category))]",
          "a ratio is of medians"),
-        ("[p for p in some if p not in loops]", "[p for p in some if p in loops]",
+        ("if not tasks.loops(answer)", "if tasks.loops(answer)",
          "prompts whose answers loop are kept")],
     "results/who_guesses.py": [
         (' + ("cut" not in record)', "", "the first wrong guess is not judged")],

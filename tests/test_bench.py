@@ -69,7 +69,7 @@ def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
 
 def test_transformers_own_passes_are_timed_and_its_models_left_as_they_were(models):
     bench = made(*models, "--max-new-tokens", "24")
-    (_, prompt), *_ = bench.pairs()
+    (_, prompt), *_ = bench.pairs
     plain, assisted = bench.theirs(), bench.theirs("draft")
     alone, count = plain(prompt), assisted(prompt)
     assert alone.draft == 0 < count.draft < count.target + count.draft < count.total
@@ -92,7 +92,7 @@ def test_rounds_interleave_the_methods():
         def __call__(self, prompt):
             seen.append((self.name, *prompt))
             return Count(1, 1, 1.0)
-    bench.prompts = {"a": [[1], [2]], "b": [[3], [4], [5]]}
+    bench.pairs = [("a", [1]), ("a", [2]), ("b", [3]), ("b", [4]), ("b", [5])]
     one = ["x", "y", *((name, i) for i in (1, 2, 3, 4, 5) for name in "xy")]
     for graphs, warming in ([], (1, 2, 3)), (["--graphs"], (1, 2, 3, 4, 5)):
         bench.args = options("").parse_args(["--rounds", "2", *graphs])
@@ -126,8 +126,8 @@ def test_prompts_whose_answers_loop_are_left_out(tmp_path, monkeypatch, models):
     monkeypatch.setattr(module.tasks, "loops", lambda output: next(answers))
     bench = made(*models, "--prompts", str(file), "-n", "2", "--max-new-tokens", "2")
     assert bench.dropped == 3 and not bench.examples
-    assert {name: len(some) for name, some in bench.prompts.items()} == {"a": 1, "b": 2}
-    texts = [bench.tokenizer.decode(p, skip_special_tokens=True) for _, p in bench.pairs()]
+    assert [name for name, _ in bench.pairs] == ["a", "b", "b"]
+    texts = [bench.tokenizer.decode(p, skip_special_tokens=True) for _, p in bench.pairs]
     assert texts == ["Mia 1", "Mia 2", "Mia 3"]
 
 
@@ -180,7 +180,7 @@ def bench():
 
 def test_rows_say_what_the_bench_does_not(bench):
     """A row's own options come first: nodes, sampling, length and model."""
-    (_, prompt), *_ = bench.pairs()
+    (_, prompt), *_ = bench.pairs
     for line, most in (("medusa --heads hydra", 4), ("eagle --dynamic", 4),
                        ("medusa --nodes 3", 2)):  # all but the root
         assert max(record["guessed"] for record in bench.row(line)(prompt).log) == most
@@ -201,6 +201,6 @@ def test_every_row_is_a_command_line(line, bench):
 
 
 def test_answers_are_graded(bench):
-    (_, prompt), *others = bench.pairs()
+    (_, prompt), *others = bench.pairs
     answer = bench.tokenizer.encode(bench.examples[tuple(prompt)].answer, add_special_tokens=False)
     assert bench.graded([answer, *[[5]] * len(others)]) == [True] + [False] * len(others)

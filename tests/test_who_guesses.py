@@ -98,7 +98,7 @@ def test_rests_chain_is_what_followed_most_often():
 
 def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes():
     bench = Bench(options("").parse_args("-n 1 --max-new-tokens 24 --device cpu".split()))
-    [_, (_, prompt), _] = bench.pairs()
+    [_, (_, prompt), _] = bench.pairs
     expected, forward = bench.row(AR)(prompt).output, TimedLM.forward
     with module.only_chains():
         for name, k in itertools.product(module.DRAFTERS, (1, 8)):
