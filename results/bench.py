@@ -333,23 +333,19 @@ class Bench:
         return [tasks.grade(self.examples[tuple(prompt)], text)
                 for (_, prompt), text in zip(self.pairs, texts)]
 
-    def warm_up(self, runs: dict, pairs: list) -> dict:
-        """Run methods on prompts, and return those that did not refuse their files or models."""
-        def run_all(name: str):
-            for _, prompt in pairs:
-                runs[name](prompt)
-            return runs[name]
-        return keep_fitting(runs, run_all)
-
     def measure(self, runs: dict) -> "Results":
         """Run every method on every prompt in each round, after a few prompts to warm up.
 
         runs     {name: method}
-        returns  the counts of all runs
+        returns  the counts of all runs, without methods that refuse their files or models
 
         With graphs all prompts warm up, so that no graph is captured while the clock runs.
         """
-        runs = self.warm_up(runs, self.pairs if self.args.graphs else self.pairs[:3])
+        def warm_up(name: str):
+            for _, prompt in self.pairs if self.args.graphs else self.pairs[:3]:
+                runs[name](prompt)
+            return runs[name]
+        runs = keep_fitting(runs, warm_up)
         counts = {method: [] for method in runs}
         for _ in tqdm(range(self.args.rounds), desc="rounds", leave=False):
             for method, run in runs.items():

@@ -20,18 +20,6 @@ WIDEST = 64  # rows of the largest trees, which the second runs have
 LONGEST = 12  # tokens of the longest drafts
 
 
-def list_methods(bench: Bench, gamma: int, nodes: str = "") -> dict[str, Ours]:
-    """Build the five methods, those of them whose files fit the target.
-
-    gamma   tokens of speculative decoding's drafts
-    nodes   the option that says the size of all trees
-    """
-    lines = [f"speculative --gamma {gamma}", f"medusa{nodes}", f"eagle{nodes}", f"rest{nodes}",
-             f"hybrid --guess {bench.args.guess}{nodes}"]
-    runs = bench.warm_up(keep_fitting(lines, bench.row), bench.pairs[:1])
-    return {line.split()[0]: run for line, run in runs.items()}
-
-
 def record(ours: Ours, prompts: list[list[int]]) -> Trace:
     """Decode prompts and record the calls, after a first prompt that warms up.
 
@@ -46,15 +34,21 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
 
 
 def collect(bench: Bench) -> list[dict]:
-    """Record all methods, and return what the panel shows of each."""
+    """Record five methods, those of them whose files fit the target.
+
+    returns   what the panel shows of each
+    """
     prompts = [prompt for _, prompt in bench.pairs]
     ar = record(bench.row(AR), prompts).runs
-    wide = list_methods(bench, LONGEST, f" --nodes {WIDEST}")
-    entries = []
-    for name, run in list_methods(bench, 6).items():
-        own, tried = record(run, prompts), record(wide[name], prompts)
-        entries.append(describe(name, own.runs, tried.table, ar, tried.runs))
-    return entries
+
+    def describe_method(line: str) -> dict:
+        largest = f"--gamma {LONGEST}" if "--gamma" in line else f"--nodes {WIDEST}"
+        tried = record(bench.row(f"{line} {largest}"), prompts)
+        own = record(bench.row(line), prompts)
+        return describe(line.split()[0], own.runs, tried.table, ar, tried.runs)
+    hybrid = f"hybrid --guess {bench.args.guess}"
+    lines = ["speculative --gamma 6", "medusa", "eagle", "rest", hybrid]
+    return [*keep_fitting(lines, describe_method).values()]
 
 
 def write_page(entries: list[dict]) -> str:

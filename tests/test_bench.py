@@ -1,13 +1,13 @@
 """The benchmark's counts, ratios and medians are right, and its rows run as command lines do."""
 import json
 import shlex
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 import bench as module
 from bench import Bench, Count, Ours, Results, options
-from bita import Tuning, save_tuning
 from cli.run import TimedLM
 from common import InputError, Sampler
 from families import near, tiny
@@ -42,7 +42,6 @@ def models(tmp_path_factory, embedded):
     for name, model in ("target", target), ("draft", near(target, 0.01)):
         model.save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
-    save_tuning(path / "bita.safetensors", Tuning(target, P=4), target)
     return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
             str(path), *TINY]
 
@@ -83,22 +82,17 @@ def test_transformers_own_passes_are_timed_and_its_models_left_as_they_were(mode
 
 def test_rounds_interleave_the_methods():
     """With graphs all prompts warm up, since every width is captured then."""
-    seen, bench = [], Bench.__new__(Bench)
-
-    class Made:
-        def __init__(self, name):
-            self.name, self.new_round = name, lambda: seen.append(name)
-
-        def __call__(self, prompt):
-            seen.append((self.name, *prompt))
-            return Count(1, 1, 1.0)
-    bench.pairs = [("a", [1]), ("a", [2]), ("b", [3]), ("b", [4]), ("b", [5])]
-    one = ["x", "y", *((name, i) for i in (1, 2, 3, 4, 5) for name in "xy")]
+    bench, methods = Bench.__new__(Bench), Mock()
+    methods.x.return_value = methods.y.return_value = Count(1, 1, 1.0)
+    bench.pairs = [("a", 1), ("a", 2), ("b", 3), ("b", 4), ("b", 5)]
+    one = [call.x.new_round(), call.y.new_round()]
+    one += [getattr(call, name)(i) for i in (1, 2, 3, 4, 5) for name in "xy"]
     for graphs, warming in ([], (1, 2, 3)), (["--graphs"], (1, 2, 3, 4, 5)):
         bench.args = options("").parse_args(["--rounds", "2", *graphs])
-        del seen[:]
-        bench.measure({name: Made(name) for name in "xy"})
-        assert seen == [(name, i) for name in "xy" for i in warming] + one * 2
+        methods.reset_mock()
+        bench.measure({"x": methods.x, "y": methods.y})
+        warm = [getattr(call, name)(i) for name in "xy" for i in warming]
+        assert methods.mock_calls == warm + one * 2
 
 
 def test_ratios_are_taken_within_a_round():
@@ -122,22 +116,20 @@ def test_prompts_whose_answers_loop_are_left_out(tmp_path, monkeypatch, models):
     file = tmp_path / "prompts"
     file.write_text("".join(json.dumps({"prompt": f"Mia {i}", "category": c}) + "\n"
                             for i, c in enumerate("aabbcc")))
-    answers = iter([True, False, False, False, True, True])
+    answers = iter([True, False, False, False] + [True] * 8)
     monkeypatch.setattr(module.tasks, "loops", lambda output: next(answers))
-    bench = made(*models, "--prompts", str(file), "-n", "2", "--max-new-tokens", "2")
+    argv = [*models, "--prompts", str(file), "-n", "2", "--max-new-tokens", "2"]
+    bench = made(*argv)
     assert bench.dropped == 3 and not bench.examples
-    assert [name for name, _ in bench.pairs] == ["a", "b", "b"]
-    texts = [bench.tokenizer.decode(p, skip_special_tokens=True) for _, p in bench.pairs]
-    assert texts == ["Mia 1", "Mia 2", "Mia 3"]
+    texts = [(name, bench.tokenizer.decode(p, skip_special_tokens=True)) for name, p in bench.pairs]
+    assert texts == [("a", "Mia 1"), ("b", "Mia 2"), ("b", "Mia 3")]
+    with pytest.raises(InputError, match="expected a prompt whose AR output does not loop, got 6"):
+        made(*argv)
 
 
-@pytest.mark.parametrize("argv, said", [
-    (["--max-new-tokens", "2"], "does not loop"), (["-n", "0"], "--n must be 1 or more, got 0"),
-    (["--max-new-tokens", "399"], "--max-new-tokens must be at most .* context of 400, got 399")])
-def test_without_a_prompt_there_is_no_benchmark(argv, said, monkeypatch, models):
-    monkeypatch.setattr(module.tasks, "loops", lambda output: True)
-    with pytest.raises(InputError, match=said):
-        made(*models, *argv)
+def test_answers_must_fit_into_the_context(models):
+    with pytest.raises(InputError, match="--max-new-tokens must be at most .* of 400, got 399"):
+        made(*models, "--max-new-tokens", "399")
 
 
 # -------------------------------------------------------------------------------- all methods

@@ -96,29 +96,30 @@ def test_rests_chain_is_what_followed_most_often():
     assert module.retrieve_chain([first, store], as_text([1, 2]), 1, 16) == ([2, 3], [-1, 0])
 
 
-def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes():
+def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes(monkeypatch):
     bench = Bench(options("").parse_args("-n 1 --max-new-tokens 24 --device cpu".split()))
     [_, (_, prompt), _] = bench.pairs
-    expected, forward = bench.row(AR)(prompt).output, TimedLM.forward
+    expected, forward, calls = bench.row(AR)(prompt).output, TimedLM.forward, []
+
+    def spy(lm, ids, parents=None, **given):
+        if given.get("counts", True):
+            calls.append((lm, parents))
+        return forward(lm, ids, parents, **given)
+    monkeypatch.setattr(TimedLM, "forward", spy)
     with module.only_chains():
         for name, k in itertools.product(module.DRAFTERS, (1, 8)):
-            run, trees = module.make_chain(bench, name, k), []
-
-            def spy(lm, ids, parents=None, **given):
-                if lm is run.models["target"] and given.get("counts", True):
-                    trees.append(parents)
-                return forward(lm, ids, parents, **given)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(TimedLM, "forward", spy)
-                count = run(prompt)
+            run = module.make_chain(bench, name, k)
+            calls.clear()
+            count = run(prompt)
             assert count.output == expected, name
             most = max(map(module.guesses_of, count.log))
             assert most == 1 if k == 1 else 3 <= most <= 8, name
             final = sum(x["accepted"] + module.OWN[name] for x in count.log)
             assert count.tokens <= final <= count.tokens + module.OWN[name], name
-            if name != "BiTA":  # whose masks hang below every node
-                chains = [None, *([-1, *range(n)] for n in range(k + 1))]
-                assert all(parents in chains for parents in trees), name
+            chains = [None, *([-1, *range(n)] for n in range(k + 1))]
+            trees = [parents for lm, parents in calls if lm is run.models["target"]]
+            # The masks of BiTA hang below every node.
+            assert name == "BiTA" or all(parents in chains for parents in trees), name
 
 
 # ------------------------------------------------------------------------------- all of it
