@@ -18,19 +18,15 @@ PROMPT = [3, 14, 15]
 TINY = ["--device", "cpu", "-n", "1", "--rounds", "1"]
 
 
-def tables_of(text: str) -> list[list[list[str]]]:
-    """Return the tables of a text, each as rows of cells without the line under the head."""
-    blocks = ([line for line in block.split("\n") if line.startswith("| ")]
-              for block in text.split("\n\n"))
-    rows = [[[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
-            for lines in blocks if lines]
-    assert all(len(row) == len(some[0]) for some in rows for row in some)
-    return [[some[0], *some[2:]] for some in rows]
-
-
-def column(rows: list[list[str]], head: str) -> dict[str, str]:
-    """Return for each row of a table its first cell and its cell under this head."""
-    return {row[0]: row[rows[0].index(head)] for row in rows[1:]}
+def tables_of(text: str) -> list[dict[str, dict[str, str]]]:
+    """Return the tables of a text. Each has the cells by the first cell of their row, and by their
+    head."""
+    tables = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.splitlines() if line.startswith("| ")]
+        head, _, *rows = [line[2:-2].split(" | ") for line in lines] or ([], [])
+        tables.append({row[0]: dict(zip(head, row, strict=True)) for row in rows})
+    return [table for table in tables if table]
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +140,14 @@ def test_make_bench_prints_rows_beside_transformers_own(models, capfd):
     assert "medusa --nodes 4 left out: expected " in text  # there is no such file
     rows, ratios = tables_of(text)
     assisted = "`generate`, assistant, draft of 6 tokens"
-    same, per_call = column(rows, "output as AR's"), column(rows, "tokens per target call")
-    assert [*same] == ["autoregressive", speculation, "prompt_lookup", "`generate`", assisted,
-                       "`generate`, prompt lookup of 4"] and {*same.values()} == {"3 of 3"}
-    assert per_call["autoregressive"] == per_call["`generate`"] == "1.00"
-    assert float(per_call[speculation]) == float(per_call[assisted]) > 2
-    assert column(rows, "guesses a call")[speculation] == "6.0"
-    assert column(rows, "rows a call")[speculation] == "7.0"
-    assert [row[0] for row in ratios[1:]] == [
+    assert [*rows] == ["autoregressive", speculation, "prompt_lookup", "`generate`", assisted,
+                       "`generate`, prompt lookup of 4"]
+    assert {row["output as AR's"] for row in rows.values()} == {"3 of 3"}
+    per_call = {name: float(row["tokens per target call"]) for name, row in rows.items()}
+    assert per_call["autoregressive"] == per_call["`generate`"] == 1
+    assert per_call[speculation] == per_call[assisted] > 2
+    assert (rows[speculation]["guesses a call"], rows[speculation]["rows a call"]) == ("6.0", "7.0")
+    assert [*ratios] == [
         "autoregressive / `generate`", f"{speculation} / {assisted}",
         "prompt_lookup / `generate`, prompt lookup of 4"]
 
@@ -162,7 +158,7 @@ def test_without_a_draft_there_are_the_methods_that_need_none(models, capfd):
     assert script("bench", *models[:2], *models[4:], *only) == 0
     text = capfd.readouterr().out
     assert "speculative --gamma 6 left out: expected a --draft\n" in text
-    assert tables_of(text)[0][0][-2:] == ["rest", "right answers"]
+    assert [*tables_of(text)[0]["prompt_lookup"]][-2:] == ["rest", "right answers"]
 
 
 @pytest.fixture(scope="module")
