@@ -41,7 +41,6 @@ FILLS = ("empty", "full", "half", "dot")  # by the place within a group
 DASHES = ("", "9 5", "2 4", "12 4 2 4")
 PAGE = Path(__file__).with_name("who_guesses.md")
 WIDTH, HEIGHT = 1480, 740
-SIZE = 20  # of the letters, as in STYLE
 PANELS = ((66, 84), (470, 84), (66, 436), (470, 436))  # left and top of the small panels
 PANEL, TALL, GUESSES = 150, 230, 8  # width and height of a small panel, and the guesses it shows
 PLANE = (850, 84, 1190, 666)  # left, top, right and bottom of the large panel
@@ -130,27 +129,16 @@ def draw_line(*points: tuple[float, float], kind: str = "thin", dashes: str = ""
     return f'<path class="{kind}" stroke-dasharray="{dashes}" d="M{path}"/>'
 
 
-def spread(heights: list[float], gap: float, top: float, bottom: float) -> list[float]:
-    """Move rising heights so that neighbours are `gap` apart and all are between top and bottom."""
-    moved, least, most = [], top, bottom
-    for height in heights:
-        moved.append(max(height, least))
-        least = moved[-1] + gap
-    for i in reversed(range(len(moved))):
-        moved[i] = min(moved[i], most)
-        most = moved[i] - gap
-    return moved
-
-
 def draw_labels(labels: list[tuple], x: float, top: float, bottom: float) -> list[str]:
     """Draw a column of labels at x, each with a mark and a line that leads to its point.
 
+    The labels are in the order of their points, and equally far from one another.
+
     labels   triples: the name of a drafter, the text of its label, and its point
     """
-    labels = sorted(labels, key=lambda label: label[2][1])
-    heights = spread([y for _, _, (_, y) in labels], SIZE + 3, top, bottom)
-    parts = []
-    for (name, text, point), height in zip(labels, heights):
+    labels, parts = sorted(labels, key=lambda label: label[2][1]), []
+    for i, (name, text, point) in enumerate(labels):
+        height = top + (i + 0.5) / len(labels) * (bottom - top)
         parts += [draw_line(point, (x - 28, height)), draw_mark(name, x - 14, height),
                   write_text(x, height + 6, text)]
     return parts
@@ -170,7 +158,7 @@ def draw_panel(curves: list[Curve], left: float, top: float, title: str) -> list
                             "small"))
     ends = [place(len(curve.acceptance), curve.acceptance[-1]) for curve in curves]
     labels = [(curve.name, curve.name, end) for curve, end in zip(curves, ends)]
-    parts += draw_labels(labels, left + PANEL + 46, top + 4, top + TALL - 2)
+    parts += draw_labels(labels, left + PANEL + 46, top, top + TALL)
     for curve in curves:
         points = [place(k, rate) for k, rate in enumerate(curve.acceptance, 1)]
         parts += [draw_line(*points, kind="ink", dashes=find_style(curve.name)[2]),
