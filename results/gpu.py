@@ -16,13 +16,13 @@ step saves each row as soon as it is measured. So a run that was cut off is stil
                 numbers in bfloat16
     trainings   the peak memory of every training of memory.md at 8B
 """
-import argparse
 import gc
 import json
 import os
 import subprocess
 import sys
 import timeit
+from argparse import RawDescriptionHelpFormatter
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,7 @@ import torch
 import transformers
 
 import memory  # it sets the path for what follows
-from bench import ALL, ROOT, Bench, Results, build_peers, keep_fitting, options, run_script
+from bench import ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting, options, run_script
 from cli.graphs import GraphedLM
 from cli.run import TimedLM
 from survey.clock import WIDTHS
@@ -192,8 +192,7 @@ def perform(args, step) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the step that is asked for, or all of them, each in a process with a limit of time."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny models and few tokens")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
