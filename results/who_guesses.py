@@ -184,14 +184,14 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     return {"calls": [find_medians(width) for width in zip(*calls)], "rounds": rounds}
 
 
-def find_best(name: str, rates: list[float], costs: dict) -> dict:
+def find_best(name: str, rates: list[float], costs: dict) -> tuple[int, float, float, float]:
     """Find the length of a chain with which a drafter makes most tokens a second.
 
     name     of the drafter
     rates    its acceptance
     costs    what `measure_costs` returned
-    returns  of the fastest chain the "length", the "tokens" of a round, its "cost" and that of a
-             "guess" in rounds of AR, and the "speed" in times AR's
+    returns  of the fastest chain the length, the tokens of a round, its cost and that of a guess,
+             in rounds of AR. Tokens over cost are the speed, in times AR's
     """
     measured, [[_, unit, _]] = costs["rounds"][name], costs["rounds"][AR]
     found = []
@@ -201,9 +201,8 @@ def find_best(name: str, rates: list[float], costs: dict) -> dict:
         rows = read_table(costs["calls"], 1 + guesses) - costs["calls"][0][1]
         guess = max(0.0, seconds - unit - rows) / guesses if guesses else 0.0
         tokens = OWN[name] - 1 + expected_tokens(rates[:k])
-        found.append({"length": k, "tokens": tokens, "cost": seconds / unit, "guess": guess / unit,
-                      "speed": tokens * unit / seconds})
-    return max(found, key=lambda best: best["speed"])
+        found.append((k, tokens, seconds / unit, guess / unit))
+    return max(found, key=lambda best: best[1] / best[2])
 
 
 # ------------------------------------------------------------------------------------- tables
@@ -230,9 +229,9 @@ def table_costs(answers: dict[str, list], costs: dict) -> str:
     for name, counts in answers.items():
         if name in costs["rounds"]:
             rates = [right / max(1, tried) for tried, right in counts]
-            best = find_best(name, rates, costs)
-            rows.append([name, f"{best['guess']:.3f}", str(best["length"]),
-                         f"{best['tokens']:.2f}", f"{best['cost']:.2f}", f"{best['speed']:.2f}"])
+            length, tokens, cost, guess = find_best(name, rates, costs)
+            rows.append([name, f"{guess:.3f}", str(length), f"{tokens:.2f}", f"{cost:.2f}",
+                         f"{tokens / cost:.2f}"])
     return table(rows)
 
 
