@@ -21,6 +21,7 @@ import inspect
 import shlex
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -123,11 +124,11 @@ class Theirs:
     other, since it gives a token.
     """
 
-    def __init__(self, models: dict, limit: int, sample: Sampler, **options):
-        self.models, self.limit, self.options = models, limit, options | {"do_sample": False}
-        if sample.temperature > 0:
-            self.options |= dict(do_sample=True, temperature=sample.temperature,
-                                 top_k=sample.top_k, top_p=sample.top_p)
+    def __init__(self, models: dict, limit: int, temperature: float, **options):
+        self.models, self.limit = models, limit
+        self.options = options | {"do_sample": temperature > 0}
+        if temperature > 0:
+            self.options |= {"temperature": temperature, "top_k": 0}
         if "draft" in models:
             self.options["assistant_model"] = models["draft"]
 
@@ -167,16 +168,10 @@ def by_category(path: str) -> dict[str, list[str]]:
 
     A line without a category belongs to "prompts".
     """
-    groups = {}
+    groups = defaultdict(list)
     for row in read_rows(path):
-        category = str(row.get("category", "prompts"))
-        groups.setdefault(category, []).append(prompt_of(row))
+        groups[str(row.get("category", "prompts"))].append(prompt_of(row))
     return groups
-
-
-def sampler_of(args: argparse.Namespace) -> Sampler:
-    """Return the sampler that a command line asks for."""
-    return Sampler(args.temperature, args.top_k, args.top_p, args.seed)
 
 
 def keep_fitting(names, act: Callable) -> dict:
@@ -216,7 +211,8 @@ AR = ALL[0]
 class Bench:
     """Hold the loaded models and the prompts, and build the methods that can be run on them.
 
-    args  the parsed command line
+    args   the parsed command line
+    pairs  all (category, prompt), category after category
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -233,24 +229,25 @@ class Bench:
         if not texts:
             taken = {task: tasks.take(task, "test", args.n, args.seed) for task in tasks.TASKS}
             texts = {task: [example.prompt for example in some] for task, some in taken.items()}
-        prompts = {name: self.encode(some[:args.n]) for name, some in texts.items()}
-        # By prompt: the answers of tasks can be graded
-        self.examples = {tuple(prompt): example for task, some in taken.items()
-                         for prompt, example in zip(prompts[task], some)}
-        every = [prompt for some in prompts.values() for prompt in some]
-        context = min(context_length(model) for model in (self.target, self.draft) if model)
+        models = [model for model in (self.target, self.draft) if model]
+        pairs = [(name, prompt) for name, some in texts.items() for prompt in
+                 encode_prompts(models, self.tokenizer, some[:args.n], args.chat)]
+        every = [prompt for _, prompt in pairs]
+        context = min(map(context_length, models))
         room = context - max(map(len, every))
         require(args.max_new_tokens <= room, "max_new_tokens",
                 f"at most {room} for these prompts and a context of {context}",
                 args.max_new_tokens)
         answers = answer_all(self.target, self.eos, every, args.max_new_tokens)
-        loops = [prompt for prompt, answer in zip(every, answers) if tasks.loops(answer)]
-        kept = {name: [p for p in some if p not in loops] for name, some in prompts.items()}
-        self.prompts = {name: some for name, some in kept.items() if some}
-        self.dropped = len(loops)
-        if not self.prompts:
+        self.pairs = [pair for pair, answer in zip(pairs, answers) if not tasks.loops(answer)]
+        self.dropped = len(pairs) - len(self.pairs)
+        if not self.pairs:
             raise InputError(f"expected a prompt whose AR output does not loop, got {self.dropped} "
                              "that do")
+        self.categories = [*dict.fromkeys(name for name, _ in self.pairs)]
+        # By prompt: the answers of tasks can be graded
+        examples = [example for some in taken.values() for example in some]
+        self.examples = {tuple(prompt): example for prompt, example in zip(every, examples)}
 
     @functools.cache
     def load(self, path: str):
@@ -267,10 +264,6 @@ class Bench:
     def cached(self, model) -> TimedLM:
         return self.run_as(model, vocab_size(model, self.tokenizer))
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        models = [model for model in (self.target, self.draft) if model]
-        return encode_prompts(models, self.tokenizer, texts, self.args.chat)
-
     def row(self, line: str) -> Ours:
         """Build the method that a command line names, as a user's own command would run it.
 
@@ -283,7 +276,7 @@ class Bench:
             raise InputError(f"expected a row of one of {', '.join(METHODS)}, got {line!r}")
         method, own = METHODS[name], self.args
         usual = [f"--max-new-tokens={own.max_new_tokens}", f"--temperature={own.temperature}",
-                 f"--top-k={own.top_k}", f"--top-p={own.top_p}", f"--seed={own.seed}"]
+                 f"--seed={own.seed}"]
         if name != "cllm":  # which decodes a model of its own
             usual.append(f"--target={own.target}")
         args = parse_decoding([method], (), "cllm", usual + words)  # the last word counts
@@ -295,8 +288,9 @@ class Bench:
             models["draft"], *more = map(self.load, args.draft or [own.draft])
             if more:
                 options["more_drafts"] = [self.cached(model) for model in more]
+        sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
         return Ours(method, {name: self.cached(model) for name, model in models.items()},
-                    args.max_new_tokens, self.eos, sampler_of(args), **options)
+                    args.max_new_tokens, self.eos, sample, **options)
 
     def find_files(self, method, options: dict) -> dict:
         """Let options that name files of models/ by default name those of --adapters."""
@@ -331,42 +325,33 @@ class Bench:
     def theirs(self, *names: str, **options) -> Theirs:
         """Build transformers' own `generate`, with the models of these names beside the target."""
         models = {name: self.plain(name) for name in ("target", *names)}
-        return Theirs(models, self.args.max_new_tokens, sampler_of(self.args), **options)
+        return Theirs(models, self.args.max_new_tokens, self.args.temperature, **options)
 
     def graded(self, outputs: list[list[int]]) -> list[bool]:
         """Grade the answers to all prompts, which are tasks: return whether each is right."""
         texts = [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
         return [tasks.grade(self.examples[tuple(prompt)], text)
-                for (_, prompt), text in zip(self.pairs(), texts)]
-
-    def pairs(self) -> list[tuple[str, list[int]]]:
-        """Return all (category, prompt), category after category."""
-        return [(name, prompt) for name, some in self.prompts.items() for prompt in some]
-
-    def warm_up(self, runs: dict, pairs: list) -> dict:
-        """Run methods on prompts, and return those that did not refuse their files or models."""
-        def run_all(name: str):
-            for _, prompt in pairs:
-                runs[name](prompt)
-            return runs[name]
-        return keep_fitting(runs, run_all)
+                for (_, prompt), text in zip(self.pairs, texts)]
 
     def measure(self, runs: dict) -> "Results":
         """Run every method on every prompt in each round, after a few prompts to warm up.
 
         runs     {name: method}
-        returns  the counts of all runs
+        returns  the counts of all runs, without methods that refuse their files or models
 
         With graphs all prompts warm up, so that no graph is captured while the clock runs.
         """
-        pairs = self.pairs()
-        runs = self.warm_up(runs, pairs if self.args.graphs else pairs[:3])
+        def warm_up(name: str):
+            for _, prompt in self.pairs if self.args.graphs else self.pairs[:3]:
+                runs[name](prompt)
+            return runs[name]
+        runs = keep_fitting(runs, warm_up)
         counts = {method: [] for method in runs}
         for _ in tqdm(range(self.args.rounds), desc="rounds", leave=False):
             for method, run in runs.items():
                 run.new_round()
                 counts[method].append([])
-            for name, prompt in pairs:
+            for name, prompt in self.pairs:
                 for method, run in runs.items():
                     counts[method][-1].append((name, run(prompt)))
         return Results(counts)
@@ -415,7 +400,7 @@ class Results:
 
     def guesses(self, method) -> float:
         """Return the mean number of guesses that a call verifies, by the method's log."""
-        return mean(map(guesses_of, self.log(method))) if self.log(method) else 0.0
+        return mean(map(guesses_of, self.log(method) or [{}]))
 
     def layers(self, method, L: int) -> float:
         """Count the layers of the target that run one after the other for each token.
@@ -473,7 +458,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
              "target layers a token": f"{layers:.1f}",
              "tokens/s": f"{median(results.speeds(method)):.0f}",
              "x AR": f"{median(ratios):.2f}", "range": f"{min(ratios):.2f} to {max(ratios):.2f}"}
-    for name in bench.prompts:
+    for name in bench.categories:
         cells[f"x AR, {name}"] = f"{median(results.ratios(method, AR, name)):.2f}"
     cells |= {"realised share": f"{median(ratios) / per_call:.0%}",
               "ms a token: target": f"{target:.2f}", "draft": f"{draft:.2f}",
@@ -493,10 +478,10 @@ def print_tables(bench: Bench) -> None:
     results = bench.measure(runs | dict(peers.values()))
     lines = [make_line(bench, results, method) for method in results.counts]
     print(table([[*lines[0]], *([*line.values()] for line in lines)]))
-    rows = [["ratio of tokens/s", "all", *bench.prompts]]
+    rows = [["ratio of tokens/s", "all", *bench.categories]]
     for ours, (theirs, _) in peers.items():
         if ours in results.counts:
-            ratios = [results.ratios(ours, theirs, name) for name in (None, *bench.prompts)]
+            ratios = [results.ratios(ours, theirs, name) for name in (None, *bench.categories)]
             rows.append([f"{ours} / {theirs}", *(f"{median(x):.2f}" for x in ratios)])
     print(table(rows) if rows[1:] else "")
 
@@ -519,8 +504,6 @@ def options(description: str) -> argparse.ArgumentParser:
         help="of all trees whose rows do not say it; 0: the methods' own defaults")
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.0)
-    add("--top-k", type=int, default=0)
-    add("--top-p", type=float, default=1.0)
     add("--seed", type=int, default=0, help="of the held-out prompts and of sampling")
     add("--device")
     add("--dtype", choices=["float32", "bfloat16", "float16"])
@@ -541,7 +524,7 @@ def perform(parser: argparse.ArgumentParser, tables) -> None:
     print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
           f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
           f"threads, torch {torch.__version__}; medians of {args.rounds} rounds over "
-          f"{len(bench.pairs())} prompts ({bench.dropped} left out for loops)\n")
+          f"{len(bench.pairs)} prompts ({bench.dropped} left out for loops)\n")
     tables(bench)
 
 

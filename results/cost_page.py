@@ -11,28 +11,13 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from cli.costs import describe, write_panel  # noqa: E402  (the path is set above)
-from cli.main import run_script  # noqa: E402
-from cli.trace import PAGE, Trace  # noqa: E402
-from results.bench import AR, Bench, Ours, keep_fitting, options, perform  # noqa: E402
-from training.files import write_text  # noqa: E402
+from bench import AR, Bench, Ours, keep_fitting, options, perform, run_script  # it sets the path
+from cli.costs import describe, write_panel
+from cli.trace import PAGE, Trace
+from training.files import write_text
 
 WIDEST = 64  # rows of the largest trees, which the second runs have
 LONGEST = 12  # tokens of the longest drafts
-
-
-def list_methods(bench: Bench, wide: bool = False) -> dict[str, Ours]:
-    """Build the five methods, those of them whose files fit the target.
-
-    wide   whether they have their largest trees
-    """
-    nodes = f" --nodes {WIDEST}" if wide else ""
-    lines = [f"speculative --gamma {LONGEST if wide else 6}", f"medusa{nodes}", f"eagle{nodes}",
-             f"rest{nodes}", f"hybrid --guess {bench.args.guess}{nodes}"]
-    runs = bench.warm_up(keep_fitting(lines, bench.row), bench.pairs()[:1])
-    return {line.split()[0]: run for line, run in runs.items()}
 
 
 def record(ours: Ours, prompts: list[list[int]]) -> Trace:
@@ -49,14 +34,21 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
 
 
 def collect(bench: Bench) -> list[dict]:
-    """Record all methods, and return what the panel shows of each."""
-    prompts = [prompt for _, prompt in bench.pairs()]
-    ar, wide = record(bench.row(AR), prompts).runs, list_methods(bench, wide=True)
-    entries = []
-    for name, run in list_methods(bench).items():
-        own, tried = record(run, prompts), record(wide[name], prompts)
-        entries.append(describe(name, own.runs, tried.table, ar, tried.runs))
-    return entries
+    """Record five methods, those of them whose files fit the target.
+
+    returns   what the panel shows of each
+    """
+    prompts = [prompt for _, prompt in bench.pairs]
+    ar = record(bench.row(AR), prompts).runs
+
+    def describe_method(line: str) -> dict:
+        largest = f"--gamma {LONGEST}" if "--gamma" in line else f"--nodes {WIDEST}"
+        tried = record(bench.row(f"{line} {largest}"), prompts)
+        own = record(bench.row(line), prompts)
+        return describe(line.split()[0], own.runs, tried.table, ar, tried.runs)
+    hybrid = f"hybrid --guess {bench.args.guess}"
+    lines = ["speculative --gamma 6", "medusa", "eagle", "rest", hybrid]
+    return [*keep_fitting(lines, describe_method).values()]
 
 
 def write_page(entries: list[dict]) -> str:

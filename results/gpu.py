@@ -11,36 +11,32 @@ step saves each row as soon as it is measured. So a run that was cut off is stil
     decode      every method on the embedded models by graphs, in float32 and bfloat16, and some
                 methods without graphs
     launches    kernels, waits and copies of some methods, as torch's profiler counts them
-    sizes       milliseconds of calls of 1 to 64 rows, of models as large as Llama's 1B, 3B and 8B,
-                whose weights are random numbers in bfloat16
+    sizes       milliseconds of calls of 1 to 64 rows, and the weights that a call of 1 row reads in
+                a second, of models as large as Llama's 1B, 3B and 8B, whose weights are random
+                numbers in bfloat16
     trainings   the peak memory of every training of memory.md at 8B
 """
-import argparse
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
+import timeit
+from argparse import RawDescriptionHelpFormatter
 from collections import Counter
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "results")]
+import torch
+import transformers
 
-import torch  # noqa: E402  (the path is set above)
-import transformers  # noqa: E402
-
-import memory  # noqa: E402
-from bench import ALL, Bench, build_peers, keep_fitting, options, run_script  # noqa: E402
-from cli.graphs import GraphedLM  # noqa: E402
-from cli.run import TimedLM  # noqa: E402
-from survey.clock import WIDTHS  # noqa: E402
-from training.files import check_result, write_text  # noqa: E402
+import memory  # it sets the path for what follows
+from bench import ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting, options, run_script
+from cli.graphs import GraphedLM
+from cli.run import TimedLM
+from survey.clock import WIDTHS
+from training.files import check_result, write_text
 
 SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]
@@ -51,21 +47,17 @@ SIZES = {"8B": memory.BIG,
          "1B": TIED | {"hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64},
          "3B": TIED | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
                        "head_dim": 128}}
-SLOW = "eagle", "layerskip", "cllm"  # trained last
 CALLS = {"launches": ("cudaLaunch", "cuLaunch"), "waits": ("Memcpy DtoH",),
          "copies": ("Memcpy HtoD",), "ends": ("cudaDeviceSynchronize",)}
 
 
-def seconds_of(act, device: str, times: int = 10) -> float:
-    """Return the median seconds that act() takes, after two calls to warm up."""
-    found = []
-    for _ in range(times + 2):
-        began = time.perf_counter()
+def seconds_of(act, device: str) -> float:
+    """Return the median seconds of ten calls of act(), after two to warm up."""
+    def act_to_the_end() -> None:
         act()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    return median(found[2:])
+    return median(timeit.repeat(act_to_the_end, number=1, repeat=12)[2:])
 
 
 def try_row(make, *args) -> dict:
@@ -76,7 +68,7 @@ def try_row(make, *args) -> dict:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
-def machine(args, kept):
+def machine(args):
     yield "torch", {"said": f"python {sys.version.split()[0]}, torch {torch.__version__}, "
                             f"transformers {transformers.__version__}"}
     if args.device == "cuda" and torch.version.cuda:
@@ -89,24 +81,21 @@ def machine(args, kept):
     yield "copy", {"GB/s": 2 * len(source) / seconds / 1e9}
 
 
-def exact(args, kept):
+def exact(args):
     shards = 1 if args.small else SHARDS
     chosen = "llama and speculative and greedy" if args.small else "not law"
     lines = [["--device", args.device, "tests/test_lossless.py", "-k", chosen]] * shards
-    env, processes = dict(os.environ), []
-    for part, line in enumerate([*lines, ["-m", "cuda", "tests"]]):
-        env["PART"] = f"{part}/{shards}" if part < shards else "0/1"
-        command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=line", *line]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE,
-                                          stderr=subprocess.STDOUT, encoding="utf-8"))
-    last = time.perf_counter() + STEPS[exact] - 20
+    parts = [f"{part}/{shards}" for part in range(shards)]
+    processes = []
+    for part, line in zip([*parts, "0/1"], [*lines, ["-m", "cuda", "tests"]]):
+        # Interrupted, pytest says what has failed so far. What goes on after that is killed.
+        command = ["timeout", "-k", "9", "-s", "INT", str(STEPS[exact] - 20), sys.executable, "-m",
+                   "pytest", "-q", "-rf", "--tb=line", *line]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PART": part},
+                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                          encoding="utf-8"))
     for part, process in enumerate(processes):
-        try:
-            said, _ = process.communicate(timeout=max(0, last - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # then pytest says what has failed so far
-            said, _ = process.communicate()
-        lines = said.splitlines()
+        lines = process.communicate()[0].splitlines()
         failed = [line[:400] for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
         yield f"part {part}", {"said": lines[-1], "failed": "; ".join(failed)}
 
@@ -120,46 +109,34 @@ def load_bench(args, dtype: str, how: str) -> tuple[Bench, dict]:
     return bench, {name: run for name, run in runs.items() if how == "graphs" or name in FEW}
 
 
-def decode(args, kept):
+def decode(args):
     for dtype, how in KINDS:
         bench, runs = load_bench(args, dtype, how)
-        plain, speeds = None, {}
+        found, plain = Results({}), "`generate`"
 
-        def measure(name: str, run) -> dict:
-            nonlocal plain
-            for _ in range(2):  # in the first round kernels are loaded and graphs captured
-                run.new_round()
-                counts = [run(prompt) for _, prompt in bench.pairs()]
-            plain = plain or [count.output for count in counts]
-            tokens, calls = (sum(getattr(x, what) for x in counts) for what in ("tokens", "calls"))
-            speeds[name] = tokens / sum(x.total for x in counts)
-            return {"tokens per call": tokens / calls, "tokens/s": speeds[name],
-                    "x generate": speeds[name] / speeds["`generate`"],
-                    "ms a call": 1000 * sum(x.target for x in counts) / calls,
-                    "as generate": sum(a == x.output for a, x in zip(plain, counts))}
-        for name, run in runs.items():
-            yield f"{dtype}, {how}: {name}", try_row(measure, name, run)
+        def measure(name: str) -> dict:
+            found.counts |= bench.measure({name: runs[name]}).counts
+            return {"tokens per call": found.per_call(name), "tokens/s": found.speeds(name)[0],
+                    "x generate": found.ratios(name, plain)[0],
+                    "ms a call": 1000 * found.per_call(name, "target"),
+                    "as generate": found.same(name, plain)}
+        for name in runs:  # `generate` is the first
+            yield f"{dtype}, {how}: {name}", try_row(measure, name)
 
 
-def launches(args, kept):
+def launches(args):
     bench, runs = load_bench(args, "float32", "eager")
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CUDA if args.device == "cuda" and torch.version.cuda else activity.CPU]
-    file = args.out.with_suffix(".trace")
+    _, prompt = bench.pairs[0]
 
     def count(run) -> dict:
-        _, prompt = bench.pairs()[0]
         run(prompt)  # whatever is made once is made now
-        given = run.shared | run.options | {"sample": run.sample, "log": []}
-        chunks = run.method(**run.models, prompt=prompt, **given)
+        chunks = run.start_run().decode(prompt, 99, run.sample)
         next(chunks)  # the prompt is left out
         with torch.profiler.profile(activities=kinds) as profile:
             tokens = sum(map(len, islice(chunks, 1 if args.small else 8)))
-        profile.export_chrome_trace(str(file))
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-        names = Counter(event["name"] for event in events if event.get("cat") in (
-            "cuda_runtime", "cuda_driver", "gpu_memcpy"))
-        file.unlink()
+        names = Counter(event.name for event in profile.events())
         return {kind: sum(n for name, n in names.items() if name.startswith(begins)) / tokens
                 for kind, begins in CALLS.items()}
     for name in runs.keys() - {"`generate`"}:
@@ -167,7 +144,7 @@ def launches(args, kept):
 
 
 @torch.inference_mode()
-def sizes(args, kept):
+def sizes(args):
     for name, shape in ({"8B": memory.SMALL} if args.small else SIZES).items():
         model = memory.make_model(shape, args.device)
         read = sum(p.numel() for p in model.parameters())
@@ -179,23 +156,23 @@ def sizes(args, kept):
             lm.start([5] * (9 if args.small else 512))
             row = {str(n): 1000 * seconds_of(lambda: (lm.forward([7] * n), lm.truncate(lm.length)),
                                              args.device) for n in WIDTHS[:7]}
-            return row | {"of a copy's bandwidth":
-                          2 * read / row["1"] / 1e6 / kept["machine"]["copy"]["GB/s"]}
+            return row | {"GB/s of 1": 2 * read / row["1"] / 1e6}
         for how, run_as in ("eager", TimedLM), ("graphs", GraphedLM):
             yield f"{name}, {how}", try_row(measure, run_as)
         del model
         gc.collect()
 
 
-def trainings(args, kept):
+def trainings(args):
+    size = (memory.SMALL, (9, 6)) if args.small else (memory.BIG, memory.LENGTHS)
+
     def measure(line: str) -> dict:
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        memory.run_training(line, *((memory.SMALL, (9, 6)) if args.small else (memory.BIG,)))
+        memory.run_training(line, *size, args.device)
         peak = torch.cuda.max_memory_allocated() if args.device == "cuda" else 0
         return {"peak, GB": peak / 1e9}
-    memory.make_model = partial(memory.make_model, device=args.device)
-    for line in sorted(memory.LINES, key=lambda line: line.startswith(SLOW)):
+    for line in memory.LINES:
         yield line, try_row(measure, line)
         gc.collect()
 
@@ -207,7 +184,7 @@ def perform(args, step) -> None:
     """Run a step in this process, and save and print each of its rows."""
     kept = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     rows = kept[step.__name__] = {}
-    for name, row in step(args, kept):
+    for name, row in step(args):
         rows[name] = row
         write_text(args.out, json.dumps(kept, indent=1) + "\n")
         print(f"{step.__name__}: {name}: {json.dumps(row)}", flush=True)
@@ -215,8 +192,7 @@ def perform(args, step) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the step that is asked for, or all of them, each in a process with a limit of time."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny models and few tokens")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
@@ -231,11 +207,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.step == step.__name__:
             perform(args, step)
         elif not args.step:
-            process = subprocess.Popen([*command, "--step", step.__name__], start_new_session=True)
+            process = subprocess.Popen([*command, "--step", step.__name__])
             try:
                 failed += process.wait(limit) != 0
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()  # nobody waits for it, since a driver may hold it for ever
                 print(f"{step.__name__}: stopped after {limit} s", flush=True)
                 failed += 1
     return min(1, failed)

@@ -17,36 +17,30 @@ An operation's own scratch memory is not seen, nor are CUDA's context and the ga
 So a training fits a GPU only if 2 GB are left over. Everything is counted as if it were on
 the GPU, also what a program keeps beside it. Attention counts as a kernel that keeps no scores.
 """
-import inspect
-import io
 import random
-import re
 import shlex
 import sys
 import tempfile
 import warnings
 import weakref
 from contextlib import ExitStack, redirect_stdout
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import torch  # noqa: E402  (the path is set above)
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-import bita  # noqa: E402
-import cllm  # noqa: E402
-from cli.main import run_script  # noqa: E402
-from cli.options import parse_command, select_options, select_settings  # noqa: E402
-from cli.text import Parser  # noqa: E402
-from common import InputError, check  # noqa: E402
-from survey import eagle, eagle3, early_exit, layerskip, masks, medusa  # noqa: E402
-from training import files, loop as training, parts  # noqa: E402
+from bench import Parser, run_script  # it sets the path for what follows
+import bita
+from cli.options import parse_command, select_options, select_settings
+from common import InputError, check
+from survey import eagle, eagle3, early_exit, layerskip, masks, medusa
+from training import files, loop as training, parts
 
 aten = torch.ops.aten
 COMPARISONS = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
@@ -149,7 +143,7 @@ def make_texts(lengths: tuple[int, int], n: int) -> list:
     return [tuple([rng.randrange(3, 1000) for _ in range(k)] for k in lengths) for _ in range(n)]
 
 
-def make_model(shape: dict, device: str = "cpu"):
+def make_model(shape: dict, device: str):
     """Make a Llama of this shape with random weights in bfloat16, on the device at once."""
     config = LlamaConfig(**shape, pad_token_id=0, dtype=torch.bfloat16)
     with torch.device(device):
@@ -162,83 +156,68 @@ def collect_answers(model, tokenizer, prompts: list, *, steps: int, lr: float, o
     training.answer_all(model, {2}, [prompt + answer[:-2] for prompt, answer in prompts], 2)
 
 
-def make_trajectory(prompt: list[int], answer: list[int], n: int = 16) -> dict:
-    """Make an example for CLLM, in whose blocks of n tokens each state has one more right token."""
-    text, blocks = prompt + answer, []
-    for start in range(len(prompt) - 1, len(text) - n, n):
-        y = text[start:start + n]
-        blocks.append((start, [y[:i] + [2] * (n - i) for i in range(2, n + 1)]))
-    return {"prompt": prompt, "answer": answer, "blocks": blocks}
+COMMANDS = {"answers": collect_answers, "medusa": medusa.train, "bita": bita.train,
+            "pass": masks.train, "space": masks.tune, "exit": early_exit.train,
+            "eagle": eagle.train, "eagle3": eagle3.train, "layerskip": layerskip.tune}
+LINES = ["medusa --heads hydra", *COMMANDS]  # the slow ones last
 
 
-COMMANDS = {"answers": collect_answers, "medusa": medusa.train, "eagle": eagle.train,
-            "eagle3": eagle3.train, "bita": bita.train, "pass": masks.train, "space": masks.tune,
-            "layerskip": layerskip.tune, "exit": early_exit.train, "cllm": cllm.train}
-LINES = [*COMMANDS, "medusa --heads hydra"]
-LINES[LINES.index("cllm")] = "cllm --rank 16"  # all its weights take 128 GB
+def leave_out(data: tuple[list, list]) -> ExitStack:
+    """Replace what a training of made-up texts does not do, while a `with` lasts.
 
-
-def replace_parts(data: tuple[list, list]) -> list:
-    """List what a training of made-up texts does not do: (its owner, what takes its place)."""
-    def skip(*_, **__) -> None:
-        pass
-
-    def find_one(lm, prompt: list[int], n: int, *_) -> tuple:
-        lm.start(prompt)
-        lm.forward([0] * n)
-        return [0], []
-    examples = [make_trajectory(*pair) for pair in data[0][:18]]
+    data   the texts, and those that are held out
+    """
     # A hash reads numbers, and the states of this little data would be kept.
-    given = {"collect_examples": lambda *_, **__: data, "digest": lambda *_: ""}
+    given = {"collect_examples": Mock(return_value=data), "digest": Mock(return_value=""),
+             "write_whole": Mock(), "KEPT": 0}
     # Acceptance is measured text by text. Without numbers a text would have a round a token.
-    measured = {"measure_acceptance": lambda *_: [[0.5]]}
-    return [(training, given | {"write_whole": skip, "KEPT": 0}),
-            (files, {"write_whole": skip}), (parts, {"write_whole": skip}),
+    measured = {"measure_acceptance": Mock(return_value=[[0.5]])}
+    stack = ExitStack()
+    for owner, changes in (
+            (training, given), (files, {"write_whole": Mock()}), (parts, {"write_whole": Mock()}),
             (eagle, measured), (eagle3, measured),
-            (cllm, {"read_examples": lambda *_: (16, examples[2:], examples[:2]),
-                    "find_trajectories": find_one}),
-            (torch.backends.cpu, {"get_cpu_capability": lambda: "AVX512"})]  # as on a GPU
+            (torch.backends.cpu, {"get_cpu_capability": lambda: "AVX512"})):  # as on a GPU
+        stack.enter_context(patch.multiple(owner, **changes))
+    return stack
 
 
-def run_training(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> None:
+def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) -> None:
     """Run a command for two updates, on texts of one length.
 
     line     the command's name and options
     shape    of the target. The draft of the trainings that have one goes with it
     lengths  tokens of each prompt and of each answer
+    device   where the model is
     """
     name, *words = shlex.split(line) or [""]
     if name not in COMMANDS:
         raise InputError(f"expected a training, one of {', '.join(COMMANDS)}, got {name!r}")
-    command, held_out = COMMANDS[name], 8 if name == "eagle3" else 32
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    command, data = COMMANDS[name], make_texts(lengths, 64)
+    held_out = make_texts(lengths, 8 if name == "eagle3" else 32)
+    with tempfile.TemporaryDirectory() as folder, leave_out((data, held_out)) as stack:
         given = ["--steps", "2", "--lr", "1e-4", "--out", f"{folder}/part"]
-        args = parse_command(command, [*words, *given, *["--data", "none"] * (name == "cllm")])
+        args = parse_command(command, [*words, *given])
         if "accumulate" in args:  # gradients are there from the second pass on. More take no more
             args.accumulate = min(2, args.accumulate)
         options = select_options(args, command, [])
-        if "prompts" in inspect.signature(command).parameters:
-            options["prompts"] = make_texts(lengths, 64) if name == "answers" else []
-        data = make_texts(lengths, 64), make_texts(lengths, held_out)
-        for owner, parts in replace_parts(data):
-            stack.enter_context(patch.multiple(owner, **parts))
+        if "prompts" in signature(command).parameters:
+            options["prompts"] = data
         stack.enter_context(training.use_settings(select_settings(args)))
         tokenizer = SimpleNamespace(eos_token_id=2, bos_token_id=1, pad_token_id=0,
                                     save_pretrained=lambda folder: None)
-        command(make_model(shape), tokenizer, **options)
+        command(make_model(shape, device), tokenizer, **options)
 
 
-def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> tuple[int, str]:
-    """Run a command on shapes.
+def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> int:
+    """Run a command on shapes, and return the peak in bytes.
 
-    returns  the peak in bytes, and how many numbers are trained, as the training says
+    What the training says, such as how many numbers it trains, goes to stderr.
     """
-    said = io.StringIO()
     with (patch.object(torch.nn.Module, "_apply", convert), warnings.catch_warnings(),
-          redirect_stdout(said), Ledger() as ledger):
+          redirect_stdout(sys.stderr), Ledger() as ledger):
         warnings.simplefilter("ignore")  # what has no numbers is asked where they are
-        run_training(line, shape, lengths)
-    return ledger.peak, re.search(r"[\d,]+ trained numbers|$", said.getvalue())[0]
+        run_training(line, shape, lengths, "cpu")
+    return ledger.peak
 
 
 def main() -> None:
@@ -247,8 +226,7 @@ def main() -> None:
     parser.add_argument("trainings", nargs="*", metavar="TRAINING", default=LINES,
                         help="with its options, one of " + ", ".join(COMMANDS))
     for line in parser.parse_args().trainings:
-        peak, trained = count_by_shapes(line, BIG)
-        print(f"{line}: peak {peak / 1e9:.2f} GB, {trained or '0 trained numbers'}", flush=True)
+        print(f"{line}: peak {count_by_shapes(line, BIG) / 1e9:.2f} GB", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,12 @@ call is over, 30 times slower than it was.
 """
 import sys
 from html import escape
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from cli.main import run_script  # noqa: E402  (the path is set above)
-from cli.text import split_text  # noqa: E402
-from cli.trace import Trace  # noqa: E402
-from results.bench import AR, Bench, options  # noqa: E402
-from results.who_picture import write_svg  # noqa: E402
-from training.files import write_text  # noqa: E402
+from bench import AR, ROOT, Bench, options, run_script  # it sets the path for what follows
+from cli.text import split_text
+from cli.trace import Trace
+from training.files import write_text
+from who_picture import write_svg
 
 SLOWER = 30
 STYLE = """
@@ -50,21 +46,16 @@ def write_run(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
     x, y     where it begins
     returns  the SVG, and the number of lines
     """
-    lines = [[]]
     answer = [token for step in run["rounds"] for token in step["chunk"]]
-    texts = iter(split_text(tokenizer, answer))
+    texts, body = iter(split_text(tokenizer, answer)), ""
     for step in run["rounds"]:
         after = SLOWER * step["calls"][-1]["time"][1] / 1000
         for i, text in zip(range(len(step["chunk"])), texts):
             kind = "own" if i == len(step["chunk"]) - 1 else "guess"
-            for j, part in enumerate(text.split("\n")):
-                if j > 0:
-                    lines.append([])
-                if part:
-                    lines[-1].append(f'<tspan class="{kind}" style="animation-delay:{after:.2f}s">'
-                                     f"{escape(part)}</tspan>")
-    shown = [f'<text x="{x}" y="{y + 19 * i}">{"".join(line)}</text>'
-             for i, line in enumerate(lines)]
+            begin = f'<tspan class="{kind}" style="animation-delay:{after:.2f}s">'
+            body += begin + escape(text).replace("\n", f"</tspan>\n{begin}") + "</tspan>"
+    lines = body.split("\n")
+    shown = [f'<text x="{x}" y="{y + 19 * i}">{line}</text>' for i, line in enumerate(lines)]
     return "\n".join(shown), len(lines)
 
 
@@ -107,9 +98,11 @@ def draw_picture(runs: list[dict], tokenizer, width: int = 860) -> str:
 
 def main() -> None:
     """Trace Ouroboros and token by token on the last example, after a run of each."""
-    examples = ["--prompts", str(ROOT / "models/examples.jsonl"), "--max-new-tokens", "120"]
-    bench = Bench(options(__doc__).parse_args([*examples, "--device", "cpu"]))
-    _, prompt = bench.pairs()[-1]
+    parser = options(__doc__)
+    parser.set_defaults(prompts=str(ROOT / "models/examples.jsonl"), max_new_tokens=120,
+                        device="cpu")
+    bench = Bench(parser.parse_args())
+    _, prompt = bench.pairs[-1]
     for _ in range(2):
         trace = Trace()
         for line in "ouroboros", AR:

@@ -20,14 +20,13 @@ row. A round of a chain of k guesses takes the time to guess and a call of k + 1
 
     cost of a guess = (cost of the round - cost of the call's rows) / guesses
 """
-import contextlib
 import functools
 import itertools
-import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Callable, Iterator
+from typing import Callable
 from unittest.mock import patch
 
 import torch
@@ -47,13 +46,12 @@ from who_picture import draw_figure, read_curves
 LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown
 TIMED = 64  # tokens that a drafter decodes of each prompt while the clock runs
-# The row of the bench that lets a drafter guess chains of k tokens, which are n = k + 1 nodes
+# The row of the bench that lets a drafter guess chains of k tokens, which are n = k + 1 nodes. L is
+# k too, except that PaSS calls the longest chain 0
 DRAFTERS = {
     "small model": "speculative --gamma {k}", "early exit": "early_exit --gamma {k}",
-    "distilled": "speculative --gamma {k} --draft {draft}",
     "Draft & Verify": "draft_verify --gamma {k} --threshold 0 --no-adaptive",
     "EAGLE": "eagle --nodes {n}", "EAGLE-3": "eagle3 --nodes {n}",
-    "MTP": "eagle3 --nodes {n} --adapter {folder}/mtp.safetensors",
     "Hydra": "medusa --heads hydra --nodes {n}", "Medusa": "medusa --nodes {n}",
     "DFlash": "dflash --nodes {n}", "BiTA": "bita --tree efficient --k 1",
     "PaSS": "pass_sampling --L {L}", "n-grams": "prompt_lookup --G 1 --N {n}",
@@ -94,27 +92,22 @@ def plan_likeliest(accept: list[list[float]], n: int) -> list[Node]:
     return best_tree([rates[:1] for rates in accept], n)
 
 
-@contextlib.contextmanager
-def only_chains() -> Iterator[None]:
-    """Let methods that have no option for it give every node one child, while this lasts."""
+def only_chains() -> ExitStack:
+    """Let methods that have no option for it give every node one child, while a `with` lasts."""
     one = functools.partial(keep_likeliest, hybrid.predict_children)
-    changes = ((rest, "retrieve", retrieve_chain), (hybrid, "predict_children", one),
-               (eagle, "RANKS", 1), (dflash, "RANKS", 1),
-               (medusa, "best_tree", plan_likeliest),
-               (recycling, "best_tree", plan_likeliest), (recycling, "DEPTH", LONGEST))
-    with contextlib.ExitStack() as stack:
-        for file, name, value in changes:
-            stack.enter_context(patch.object(file, name, value))
-        yield
+    stack = ExitStack()
+    for file, name, value in (
+            (rest, "retrieve", retrieve_chain), (hybrid, "predict_children", one),
+            (eagle, "RANKS", 1), (dflash, "RANKS", 1), (medusa, "best_tree", plan_likeliest),
+            (recycling, "best_tree", plan_likeliest), (recycling, "DEPTH", LONGEST)):
+        stack.enter_context(patch.object(file, name, value))
+    return stack
 
 
 def make_chain(bench: Bench, name: str, k: int = LONGEST) -> Ours:
     """Build a drafter with chains of k guesses, or of as many as it can make, if they are fewer."""
-    args = bench.args
-    all_of_them = 0 if k == LONGEST else k
     run = bench.row(DRAFTERS[name].format(
-        k=k, n=k + 1, L=all_of_them, draft=shlex.quote(args.distilled or ""),
-        folder=shlex.quote(str(args.adapters))))
+        k=k, n=k + 1, L=0 if k == LONGEST else k))
     if name == "BiTA":  # which has no option for it
         tuning = load_tuning(run.options["adapter"], bench.target)
         tuning.masks = torch.nn.Parameter(tuning.masks[:k].detach())
@@ -124,100 +117,83 @@ def make_chain(bench: Bench, name: str, k: int = LONGEST) -> Ours:
 
 # --------------------------------------------------------------------------------- acceptance
 
-def decode_all(run: Ours, prompts: list[list[int]]) -> dict:
-    """Decode prompts, and count what their rounds accepted.
-
-    returns  {"most": guesses of the longest chain, "counts": what `measure_acceptance` returned}
-    """
-    run.new_round()
-    logs = [run(prompt).log for prompt in prompts]
-    most = max(1, *(guesses_of(record) for log in logs for record in log))
-    return {"most": most, "counts": measure_acceptance(logs, most)}
-
-
-def measure_acceptance(logs: list[list[dict]], most: int) -> list[tuple[int, int]]:
+def measure_acceptance(log: list[dict]) -> list[tuple[int, int]]:
     """Count how often each guess of a chain was tried, and how often it was right.
 
-    logs      a record of each round, for each answer
-    most      guesses of a chain
-    returns   for each guess (rounds in which all guesses before it were right, those of them in
-              which it was right too)
+    log       a record of each round of all answers
+    returns   for each guess of the longest chain (rounds in which all guesses before it were right,
+              those of them in which it was right too)
     """
-    tried, right = [0] * most, [0] * most
-    for record in itertools.chain(*logs):
-        accepted = record["accepted"]
-        judged = accepted + ("cut" not in record)  # the first wrong guess is judged as well
-        for k in range(min(judged, most)):
-            tried[k] += 1
-            right[k] += k < accepted
-    return list(zip(tried, right))
-
-
-def rates_of(counts: list[tuple[int, int]]) -> list[float]:
-    """Return the acceptance of each guess, 0 where it was never tried."""
-    return [right / max(1, tried) for tried, right in counts]
+    counts = []
+    for k in range(max(1, *map(guesses_of, log))):
+        # The first wrong guess is judged as well, unless the end of the answer cut the round.
+        tried = [record for record in log if record["accepted"] + ("cut" not in record) > k]
+        counts.append((len(tried), sum(record["accepted"] > k for record in tried)))
+    return counts
 
 
 # -------------------------------------------------------------------------------------- costs
 
-def time_rounds(run: Ours, prompt: list[int], limit: int) -> tuple[float, float] | None:
+def time_rounds(run: Ours, prompt: list[int], limit: int) -> list[tuple[float, float]]:
     """Measure the mean seconds of a round and its mean guesses, the first round left out.
 
     The first round has the prompt's pass.
 
-    returns   (seconds, guesses), or None if the answer has too few rounds
+    returns   [(seconds, guesses)], or [] if the answer has too few rounds
     """
     job = run.start_run()
     marks = [job.seconds for _ in job.decode(prompt, limit, run.sample)]
     if len(marks) < 3:
-        return None
+        return []
     guesses = sum(map(guesses_of, job.log[1:]))
-    return (marks[-1] - marks[0]) / (len(marks) - 1), guesses / (len(marks) - 1)
+    return [((marks[-1] - marks[0]) / (len(marks) - 1), guesses / (len(marks) - 1))]
+
+
+def find_medians(rows: list[tuple]) -> list[float]:
+    """Return the median of each column of some rows."""
+    return [median(column) for column in zip(*rows)]
 
 
 def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     """Measure what rounds cost by the length of the chain.
 
     mosts    for each drafter the guesses of its longest chain
-    returns  {"AR": seconds of a round of AR, "calls": what clock.time_calls returned, "rounds":
-             {name: [[guesses of a chain, seconds of a round, guesses that it really has]]}}
+    returns  {"calls": what clock.time_calls returned, "rounds": {name: [[guesses of a chain,
+             seconds of a round, guesses that it really has]]}}. AR is a name too, with 0 guesses
     """
-    prompts = sorted((prompt for _, prompt in bench.pairs()), key=len)[:bench.args.timed]
-    limit = min(TIMED, bench.args.max_new_tokens)
-    ar, lm = bench.row(AR), bench.cached(bench.target)
-    runs = {(name, k): make_chain(bench, name, k) for name, most in mosts.items()
-            for k in sorted({1, max(1, most // 2), most})}
-    for run in (ar, *runs.values()):  # to warm up
-        run.new_round()
+    prompts = sorted((prompt for _, prompt in bench.pairs), key=len)[:bench.args.timed]
+    limit, lm = min(TIMED, bench.args.max_new_tokens), bench.cached(bench.target)
+    runs = {(AR, 0): bench.row(AR)} | {
+        (name, k): make_chain(bench, name, k) for name, most in mosts.items()
+        for k in sorted({1, max(1, most // 2), most})}
+    for run in runs.values():  # to warm up
         time_rounds(run, prompts[0], 8)
-    spent, alone, calls = {key: [] for key in runs}, [], []
+    spent, calls = {key: [] for key in runs}, []
     for prompt in tqdm(prompts, desc="prompts on the clock", leave=False):
-        alone.append(time_rounds(ar, prompt, limit))
         lm.start(prompt[:-1])
         calls.append(time_calls(lm, 1 + LONGEST))
         for key, run in runs.items():
-            spent[key].append(time_rounds(run, prompt, limit))
-    if not any(alone):
+            spent[key] += time_rounds(run, prompt, limit)
+    rounds = {}
+    for (name, k), measured in spent.items():
+        if measured:
+            rounds.setdefault(name, []).append([k, *find_medians(measured)])
+    if AR not in rounds:
         raise InputError("--max-new-tokens must be 3 or more, and prompts have answers of as many, "
                          f"got {bench.args.max_new_tokens}")
-    rounds = {name: [] for name in mosts}
-    for (name, k), measured in spent.items():
-        if whole := [x for x in measured if x is not None]:
-            rounds[name].append([k, *map(median, zip(*whole))])
-    return {"AR": median(x[0] for x in alone if x is not None), "rounds": rounds,
-            "calls": [[*map(median, zip(*width))] for width in zip(*calls)]}
+    return {"calls": [find_medians(width) for width in zip(*calls)], "rounds": rounds}
 
 
-def find_best(name: str, rates: list[float], costs: dict) -> dict:
+def find_best(name: str, rates: list[float], costs: dict) -> tuple[int, float, float, float]:
     """Find the length of a chain with which a drafter makes most tokens a second.
 
     name     of the drafter
     rates    its acceptance
     costs    what `measure_costs` returned
-    returns  of the fastest chain the "length", the "tokens" of a round, its "cost" and that of a
-             "guess" in rounds of AR, and the "speed" in times AR's
+    returns  of the fastest chain the length, the tokens of a round, its cost and that of a guess,
+             in rounds of AR. Tokens over cost are the speed, in times AR's
     """
-    measured, unit = costs["rounds"][name], costs["AR"]
+    measured, [[_, unit, _]] = costs["rounds"][name], costs["rounds"][AR]
     found = []
     for k in range(1, 1 + len(rates)):
         seconds = read_table([(x[0], x[1]) for x in measured], k)
@@ -225,52 +201,53 @@ def find_best(name: str, rates: list[float], costs: dict) -> dict:
         rows = read_table(costs["calls"], 1 + guesses) - costs["calls"][0][1]
         guess = max(0.0, seconds - unit - rows) / guesses if guesses else 0.0
         tokens = OWN[name] - 1 + expected_tokens(rates[:k])
-        found.append({"length": k, "tokens": tokens, "cost": seconds / unit, "guess": guess / unit,
-                      "speed": tokens * unit / seconds})
-    return max(found, key=lambda best: best["speed"])
+        found.append((k, tokens, seconds / unit, guess / unit))
+    return max(found, key=lambda best: best[1] / best[2])
 
 
 # ------------------------------------------------------------------------------------- tables
 
-def table_acceptance(answers: dict[str, dict]) -> str:
+def table_acceptance(answers: dict[str, list]) -> str:
     """Make the table of the acceptance of each guess.
 
-    answers   for each drafter what `decode_all` returned
+    answers   for each drafter what `measure_acceptance` returned
     """
     rows = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds"]]
-    for name, found in answers.items():
-        counts = found["counts"] + [(0, 0)] * (LONGEST - found["most"])
+    for name, counts in answers.items():
         cells = [f"{right / tried:.2f}" if tried >= FEWEST else "" for tried, right in counts]
-        rows.append([name, *cells, str(counts[0][0])])
+        rows.append([name, *cells, *[""] * (LONGEST - len(cells)), str(counts[0][0])])
     return table(rows)
 
 
-def table_costs(answers: dict[str, dict], costs: dict) -> str:
+def table_costs(answers: dict[str, list], costs: dict) -> str:
     """Make the table of what a guess costs, and of what the fastest chain makes of it.
 
-    answers   for each drafter what `decode_all` returned
+    answers   for each drafter what `measure_acceptance` returned
     costs     what `measure_costs` returned
     """
     rows = [["drafter", "a guess costs", "best chain", "tokens a round", "a round costs", "x AR"]]
-    for name, found in answers.items():
-        if costs["rounds"][name]:
-            best = find_best(name, rates_of(found["counts"]), costs)
-            rows.append([name, f"{best['guess']:.3f}", str(best["length"]),
-                         f"{best['tokens']:.2f}", f"{best['cost']:.2f}", f"{best['speed']:.2f}"])
+    for name, counts in answers.items():
+        if name in costs["rounds"]:
+            rates = [right / max(1, tried) for tried, right in counts]
+            length, tokens, cost, guess = find_best(name, rates, costs)
+            rows.append([name, f"{guess:.3f}", str(length), f"{tokens:.2f}", f"{cost:.2f}",
+                         f"{tokens / cost:.2f}"])
     return table(rows)
 
 
 def compare(bench: Bench) -> None:
     """Measure all drafters whose models and files are there, print the tables, draw the picture."""
-    args, prompts = bench.args, [prompt for _, prompt in bench.pairs()]
+    args, prompts = bench.args, [prompt for _, prompt in bench.pairs]
     require(args.temperature == 0, "temperature", "0", args.temperature)
     require(args.timed >= 1, "timed", "1 or more", args.timed)
-    names = [name for name in DRAFTERS if name != "distilled" or args.distilled]
-    answers = keep_fitting(tqdm(names, desc="drafters", leave=False),
-                           lambda name: decode_all(make_chain(bench, name), prompts))
-    costs = measure_costs(bench, {name: found["most"] for name, found in answers.items()})
+
+    def answer(name: str) -> list[tuple[int, int]]:
+        run = make_chain(bench, name)
+        return measure_acceptance([record for prompt in prompts for record in run(prompt).log])
+    answers = keep_fitting(tqdm(DRAFTERS, desc="drafters", leave=False), answer)
+    costs = measure_costs(bench, {name: len(counts) for name, counts in answers.items()})
     tables = f"{table_acceptance(answers)}\n{table_costs(answers, costs)}"
-    print(f"{tables}\nA round of AR took {1000 * costs['AR']:.1f} ms.\n")
+    print(f"{tables}\nA round of AR took {1000 * costs['rounds'][AR][0][1]:.1f} ms.\n")
     if args.picture:
         write_text(args.picture, draw_figure(read_curves(tables)))
 
@@ -279,10 +256,9 @@ def compare(bench: Bench) -> None:
 
 def main() -> None:
     parser = options(__doc__)
-    add = parser.add_argument
-    add("--distilled", help="directory of a second draft model")
-    add("--picture", type=Path, metavar="FILE", help="the SVG file to draw")
-    add("--timed", type=int, default=6, help="prompts that are decoded while the clock runs")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="the SVG file to draw")
+    parser.add_argument("--timed", type=int, default=6,
+                        help="prompts that are decoded while the clock runs")
     parser.set_defaults(rounds=1)
     with only_chains():
         perform(parser, compare)

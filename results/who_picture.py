@@ -7,7 +7,6 @@ best chain of each drafter makes of it. Groups differ by the shape of their mark
 of a group by the fill of the marks and by the dashes of the lines, so the figure needs no colour.
 A drafter has the same mark in all figures.
 """
-import argparse
 import math
 import re
 import sys
@@ -15,11 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
-from cli.main import run_script  # noqa: E402  (the path is set above)
-from common import InputError  # noqa: E402
-from training.files import write_text as write_file  # noqa: E402
+from bench import Parser, run_script  # it sets the path for what follows
+from common import InputError
+from training.files import write_text as write_file
 
 STYLE = """
 svg { background: #ffffff; font: 20px system-ui, "Segoe UI", Arial, sans-serif; }
@@ -34,9 +31,8 @@ text { fill: #1f2328; } .small { fill: #59636e; } .head { font-weight: 600; }
   .full { fill: #f0f6fc; } .half { fill: #6e7681; } .empty { fill: #0d1117; }
 }
 """
-GROUPS = {"a model's call for each guess": ("small model", "early exit", "Draft & Verify",
-                                            "distilled"),
-          "a small layer for each guess": ("EAGLE", "EAGLE-3", "Hydra", "MTP"),
+GROUPS = {"a model's call for each guess": ("small model", "early exit", "Draft & Verify"),
+          "a small layer for each guess": ("EAGLE", "EAGLE-3", "Hydra"),
           "all guesses at once": ("Medusa", "DFlash", "BiTA", "PaSS"),
           "guesses that are looked up": ("n-grams", "REST", "recycling", "hybrid")}
 SHAPES = ("m-6.5 -6.5h13v13h-13z", "m-7 0a7 7 0 1 0 14 0a7 7 0 1 0 -14 0z", "m0 -9.5l9 15h-18z",
@@ -45,7 +41,6 @@ FILLS = ("empty", "full", "half", "dot")  # by the place within a group
 DASHES = ("", "9 5", "2 4", "12 4 2 4")
 PAGE = Path(__file__).with_name("who_guesses.md")
 WIDTH, HEIGHT = 1480, 740
-SIZE = 20  # of the letters, as in STYLE
 PANELS = ((66, 84), (470, 84), (66, 436), (470, 436))  # left and top of the small panels
 PANEL, TALL, GUESSES = 150, 230, 8  # width and height of a small panel, and the guesses it shows
 PLANE = (850, 84, 1190, 666)  # left, top, right and bottom of the large panel
@@ -128,36 +123,22 @@ def draw_mark(name: str, x: float, y: float) -> str:
     return mark
 
 
-def draw_line(start: tuple[float, float], end: tuple[float, float], kind: str = "thin",
-              dashes: str = "") -> str:
-    """Draw a straight line."""
-    return (f'<path class="{kind}" stroke-dasharray="{dashes}" d="M{start[0]:.1f} {start[1]:.1f}'
-            f'L{end[0]:.1f} {end[1]:.1f}"/>')
+def draw_line(*points: tuple[float, float], kind: str = "thin", dashes: str = "") -> str:
+    """Draw a straight line from each point to the next."""
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return f'<path class="{kind}" stroke-dasharray="{dashes}" d="M{path}"/>'
 
 
-def spread(heights: list[float], gap: float, top: float, bottom: float) -> list[float]:
-    """Move heights apart, so that neighbours are `gap` apart and all stay between top and bottom.
+def draw_labels(labels: list[tuple], x: float, top: float, bottom: float) -> list[str]:
+    """Draw a column of labels at x, each with a mark and a line that leads to its point.
 
-    returns  the moved heights, in the order of `heights`
+    The labels are in the order of their points, and equally far from one another.
+
+    labels   triples: the name of a drafter, the text of its label, and its point
     """
-    order = sorted(range(len(heights)), key=heights.__getitem__)
-    moved, least = {}, top
-    for i in order:
-        moved[i] = max(heights[i], least)
-        least = moved[i] + gap
-    most = bottom
-    for i in reversed(order):
-        moved[i] = min(moved[i], most)
-        most = moved[i] - gap
-    return [moved[i] for i in range(len(heights))]
-
-
-def draw_labels(names: list[str], texts: list[str], points: list[tuple[float, float]], x: float,
-                top: float, bottom: float) -> list[str]:
-    """Draw a column of labels at x, each with a mark and a line that leads to its point."""
-    parts = []
-    heights = spread([y for _, y in points], SIZE + 3, top, bottom)
-    for name, text, point, height in zip(names, texts, points, heights):
+    labels, parts = sorted(labels, key=lambda label: label[2][1]), []
+    for i, (name, text, point) in enumerate(labels):
+        height = top + (i + 0.5) / len(labels) * (bottom - top)
         parts += [draw_line(point, (x - 28, height)), draw_mark(name, x - 14, height),
                   write_text(x, height + 6, text)]
     return parts
@@ -169,20 +150,19 @@ def draw_panel(curves: list[Curve], left: float, top: float, title: str) -> list
         return left + (k - 1) / (GUESSES - 1) * PANEL, top + (1 - rate) * TALL
     parts = [write_text(left - 6, top - 20, title)]
     for tick in (0, 0.5, 1):
-        parts += [draw_line(place(1, tick), place(GUESSES, tick), "grid"),
+        parts += [draw_line(place(1, tick), place(GUESSES, tick), kind="grid"),
                   write_text(left - 12, place(1, tick)[1] + 6, f"{tick:g}", "end", "small")]
     for k in (1, 2, 4, 6, 8):
         parts.append(write_text(place(k, 0)[0], top + TALL + 24, str(k), "middle", "small"))
     parts.append(write_text(left + PANEL / 2, top + TALL + 48, "number of the guess", "middle",
                             "small"))
-    names = [curve.name for curve in curves]
     ends = [place(len(curve.acceptance), curve.acceptance[-1]) for curve in curves]
-    parts += draw_labels(names, names, ends, left + PANEL + 46, top + 4, top + TALL - 2)
+    labels = [(curve.name, curve.name, end) for curve, end in zip(curves, ends)]
+    parts += draw_labels(labels, left + PANEL + 46, top, top + TALL)
     for curve in curves:
         points = [place(k, rate) for k, rate in enumerate(curve.acceptance, 1)]
-        parts += [f'<polyline class="ink" stroke-dasharray="{find_style(curve.name)[2]}" points="'
-                  + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>',
-                  *(draw_mark(curve.name, x, y) for x, y in points)]
+        parts += [draw_line(*points, kind="ink", dashes=find_style(curve.name)[2]),
+                  *(draw_mark(curve.name, *point) for point in points)]
     return parts
 
 
@@ -212,14 +192,14 @@ def draw_plane(curves: list[Curve]) -> list[str]:
         first, last = max(LEAST, LEAST / speed), min(most_cost, most_tokens / speed)
         if first * 1.05 < last < most_cost:  # its name stands above the plane
             x, y = place(last, last * speed)
-            parts += [draw_line(place(first, first * speed), (x, y), "thin", "3 5"),
+            parts += [draw_line(place(first, first * speed), (x, y), dashes="3 5"),
                       write_text(x, y - 8, f"{speed:g}×", "middle", "small")]
-    parts.append(draw_line(place(LEAST, LEAST), place(*[min(most_cost, most_tokens)] * 2), "ink"))
-    points = [place(curve.cost, curve.tokens) for curve in curves]
-    names = [curve.name for curve in curves]
-    texts = [f"{curve.name} {curve.speed:.2f}×" for curve in curves]
-    parts += draw_labels(names, texts, points, right + 60, top, bottom)
-    return [*parts, *(draw_mark(name, *point) for name, point in zip(names, points))]
+    most = min(most_cost, most_tokens)
+    parts.append(draw_line(place(LEAST, LEAST), place(most, most), kind="ink"))
+    labels = [(curve.name, f"{curve.name} {curve.speed:.2f}×", place(curve.cost, curve.tokens))
+              for curve in curves]
+    parts += draw_labels(labels, right + 60, top, bottom)
+    return [*parts, *(draw_mark(name, *point) for name, _, point in labels)]
 
 
 def draw_figure(curves: list[Curve]) -> str:
@@ -239,8 +219,7 @@ def draw_figure(curves: list[Curve]) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    Parser(description=__doc__.partition("\n")[0]).parse_args()
     for file, curves in read_figures(PAGE.read_text(encoding="utf-8")).items():
         write_file(PAGE.with_name(file), draw_figure(curves))
 

@@ -427,10 +427,10 @@ MUTANTS = {
         ("[a / b for a, b in zip(self.speeds(method, category), self.speeds(other, category))]",
          "[median(self.speeds(method, category)) / median(self.speeds(other, category))]",
          "a ratio is of medians"),
-        ("[p for p in some if p not in loops]", "[p for p in some if p in loops]",
+        ("if not tasks.loops(answer)", "if tasks.loops(answer)",
          "prompts whose answers loop are kept")],
     "results/who_guesses.py": [
-        ('accepted + ("cut" not in record)', "accepted", "the first wrong guess is not judged")],
+        (' + ("cut" not in record)', "", "the first wrong guess is not judged")],
     "results/memory.py": [
         ('if not hasattr(storage, "counted"):', "if True:", "a view counts as a tensor")],
 }

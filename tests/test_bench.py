@@ -1,13 +1,13 @@
 """The benchmark's counts, ratios and medians are right, and its rows run as command lines do."""
 import json
 import shlex
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 import bench as module
 from bench import Bench, Count, Ours, Results, options
-from bita import Tuning, save_tuning
 from cli.run import TimedLM
 from common import InputError, Sampler
 from families import near, tiny
@@ -18,19 +18,15 @@ PROMPT = [3, 14, 15]
 TINY = ["--device", "cpu", "-n", "1", "--rounds", "1"]
 
 
-def tables_of(text: str) -> list[list[list[str]]]:
-    """Return the tables of a text, each as rows of cells without the line under the head."""
-    blocks = ([line for line in block.split("\n") if line.startswith("| ")]
-              for block in text.split("\n\n"))
-    rows = [[[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
-            for lines in blocks if lines]
-    assert all(len(row) == len(some[0]) for some in rows for row in some)
-    return [[some[0], *some[2:]] for some in rows]
-
-
-def column(rows: list[list[str]], head: str) -> dict[str, str]:
-    """Return for each row of a table its first cell and its cell under this head."""
-    return {row[0]: row[rows[0].index(head)] for row in rows[1:]}
+def tables_of(text: str) -> list[dict[str, dict[str, str]]]:
+    """Return the tables of a text. Each has the cells by the first cell of their row, and by their
+    head."""
+    tables = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.splitlines() if line.startswith("| ")]
+        head, _, *rows = [line[2:-2].split(" | ") for line in lines] or ([], [])
+        tables.append({row[0]: dict(zip(head, row, strict=True)) for row in rows})
+    return [table for table in tables if table]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +38,6 @@ def models(tmp_path_factory, embedded):
     for name, model in ("target", target), ("draft", near(target, 0.01)):
         model.save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
-    save_tuning(path / "bita.safetensors", Tuning(target, P=4), target)
     return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
             str(path), *TINY]
 
@@ -69,7 +64,7 @@ def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
 
 def test_transformers_own_passes_are_timed_and_its_models_left_as_they_were(models):
     bench = made(*models, "--max-new-tokens", "24")
-    (_, prompt), *_ = bench.pairs()
+    (_, prompt), *_ = bench.pairs
     plain, assisted = bench.theirs(), bench.theirs("draft")
     alone, count = plain(prompt), assisted(prompt)
     assert alone.draft == 0 < count.draft < count.target + count.draft < count.total
@@ -83,22 +78,17 @@ def test_transformers_own_passes_are_timed_and_its_models_left_as_they_were(mode
 
 def test_rounds_interleave_the_methods():
     """With graphs all prompts warm up, since every width is captured then."""
-    seen, bench = [], Bench.__new__(Bench)
-
-    class Made:
-        def __init__(self, name):
-            self.name, self.new_round = name, lambda: seen.append(name)
-
-        def __call__(self, prompt):
-            seen.append((self.name, *prompt))
-            return Count(1, 1, 1.0)
-    bench.prompts = {"a": [[1], [2]], "b": [[3], [4], [5]]}
-    one = ["x", "y", *((name, i) for i in (1, 2, 3, 4, 5) for name in "xy")]
+    bench, methods = Bench.__new__(Bench), Mock()
+    methods.x.return_value = methods.y.return_value = Count(1, 1, 1.0)
+    bench.pairs = [("a", 1), ("a", 2), ("b", 3), ("b", 4), ("b", 5)]
+    one = [call.x.new_round(), call.y.new_round()]
+    one += [getattr(call, name)(i) for i in (1, 2, 3, 4, 5) for name in "xy"]
     for graphs, warming in ([], (1, 2, 3)), (["--graphs"], (1, 2, 3, 4, 5)):
         bench.args = options("").parse_args(["--rounds", "2", *graphs])
-        del seen[:]
-        bench.measure({name: Made(name) for name in "xy"})
-        assert seen == [(name, i) for name in "xy" for i in warming] + one * 2
+        methods.reset_mock()
+        bench.measure({"x": methods.x, "y": methods.y})
+        warm = [getattr(call, name)(i) for name in "xy" for i in warming]
+        assert methods.mock_calls == warm + one * 2
 
 
 def test_ratios_are_taken_within_a_round():
@@ -122,22 +112,20 @@ def test_prompts_whose_answers_loop_are_left_out(tmp_path, monkeypatch, models):
     file = tmp_path / "prompts"
     file.write_text("".join(json.dumps({"prompt": f"Mia {i}", "category": c}) + "\n"
                             for i, c in enumerate("aabbcc")))
-    answers = iter([True, False, False, False, True, True])
+    answers = iter([True, False, False, False] + [True] * 8)
     monkeypatch.setattr(module.tasks, "loops", lambda output: next(answers))
-    bench = made(*models, "--prompts", str(file), "-n", "2", "--max-new-tokens", "2")
+    argv = [*models, "--prompts", str(file), "-n", "2", "--max-new-tokens", "2"]
+    bench = made(*argv)
     assert bench.dropped == 3 and not bench.examples
-    assert {name: len(some) for name, some in bench.prompts.items()} == {"a": 1, "b": 2}
-    texts = [bench.tokenizer.decode(p, skip_special_tokens=True) for _, p in bench.pairs()]
-    assert texts == ["Mia 1", "Mia 2", "Mia 3"]
+    texts = [(name, bench.tokenizer.decode(p, skip_special_tokens=True)) for name, p in bench.pairs]
+    assert texts == [("a", "Mia 1"), ("b", "Mia 2"), ("b", "Mia 3")]
+    with pytest.raises(InputError, match="expected a prompt whose AR output does not loop, got 6"):
+        made(*argv)
 
 
-@pytest.mark.parametrize("argv, said", [
-    (["--max-new-tokens", "2"], "does not loop"), (["-n", "0"], "--n must be 1 or more, got 0"),
-    (["--max-new-tokens", "399"], "--max-new-tokens must be at most .* context of 400, got 399")])
-def test_without_a_prompt_there_is_no_benchmark(argv, said, monkeypatch, models):
-    monkeypatch.setattr(module.tasks, "loops", lambda output: True)
-    with pytest.raises(InputError, match=said):
-        made(*models, *argv)
+def test_answers_must_fit_into_the_context(models):
+    with pytest.raises(InputError, match="--max-new-tokens must be at most .* of 400, got 399"):
+        made(*models, "--max-new-tokens", "399")
 
 
 # -------------------------------------------------------------------------------- all methods
@@ -152,14 +140,14 @@ def test_make_bench_prints_rows_beside_transformers_own(models, capfd):
     assert "medusa --nodes 4 left out: expected " in text  # there is no such file
     rows, ratios = tables_of(text)
     assisted = "`generate`, assistant, draft of 6 tokens"
-    same, per_call = column(rows, "output as AR's"), column(rows, "tokens per target call")
-    assert [*same] == ["autoregressive", speculation, "prompt_lookup", "`generate`", assisted,
-                       "`generate`, prompt lookup of 4"] and {*same.values()} == {"3 of 3"}
-    assert per_call["autoregressive"] == per_call["`generate`"] == "1.00"
-    assert float(per_call[speculation]) == float(per_call[assisted]) > 2
-    assert column(rows, "guesses a call")[speculation] == "6.0"
-    assert column(rows, "rows a call")[speculation] == "7.0"
-    assert [row[0] for row in ratios[1:]] == [
+    assert [*rows] == ["autoregressive", speculation, "prompt_lookup", "`generate`", assisted,
+                       "`generate`, prompt lookup of 4"]
+    assert {row["output as AR's"] for row in rows.values()} == {"3 of 3"}
+    per_call = {name: float(row["tokens per target call"]) for name, row in rows.items()}
+    assert per_call["autoregressive"] == per_call["`generate`"] == 1
+    assert per_call[speculation] == per_call[assisted] > 2
+    assert (rows[speculation]["guesses a call"], rows[speculation]["rows a call"]) == ("6.0", "7.0")
+    assert [*ratios] == [
         "autoregressive / `generate`", f"{speculation} / {assisted}",
         "prompt_lookup / `generate`, prompt lookup of 4"]
 
@@ -170,7 +158,7 @@ def test_without_a_draft_there_are_the_methods_that_need_none(models, capfd):
     assert script("bench", *models[:2], *models[4:], *only) == 0
     text = capfd.readouterr().out
     assert "speculative --gamma 6 left out: expected a --draft\n" in text
-    assert tables_of(text)[0][0][-2:] == ["rest", "right answers"]
+    assert [*tables_of(text)[0]["prompt_lookup"]][-2:] == ["rest", "right answers"]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +168,7 @@ def bench():
 
 def test_rows_say_what_the_bench_does_not(bench):
     """A row's own options come first: nodes, sampling, length and model."""
-    (_, prompt), *_ = bench.pairs()
+    (_, prompt), *_ = bench.pairs
     for line, most in (("medusa --heads hydra", 4), ("eagle --dynamic", 4),
                        ("medusa --nodes 3", 2)):  # all but the root
         assert max(record["guessed"] for record in bench.row(line)(prompt).log) == most
@@ -201,6 +189,6 @@ def test_every_row_is_a_command_line(line, bench):
 
 
 def test_answers_are_graded(bench):
-    (_, prompt), *others = bench.pairs()
+    (_, prompt), *others = bench.pairs
     answer = bench.tokenizer.encode(bench.examples[tuple(prompt)].answer, add_special_tokens=False)
     assert bench.graded([answer, *[[5]] * len(others)]) == [True] + [False] * len(others)

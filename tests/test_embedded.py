@@ -30,7 +30,7 @@ def bench() -> Bench:
 def outputs(bench) -> list[list[int]]:
     """Write autoregressive text after each prompt."""
     run = bench.row(AR)
-    return [run(prompt).output for _, prompt in bench.pairs()]
+    return [run(prompt).output for _, prompt in bench.pairs]
 
 
 @pytest.mark.parametrize("line", ROWS)
@@ -39,7 +39,7 @@ def test_calls_of_the_embedded_models(bench, outputs, line):
     21, so the page's tokens per call are near. And the hybrid's chances are honest: their sum is
     about the number of accepted guesses."""
     run = bench.row(line)
-    counts = [run(prompt) for _, prompt in bench.pairs()]
+    counts = [run(prompt) for _, prompt in bench.pairs]
     calls = sum(count.calls for count in counts)
     assert abs(calls - ROWS[line]) <= 1
     if not line.startswith(TUNED):

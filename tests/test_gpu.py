@@ -8,25 +8,20 @@ import torch
 from fake_cuda import FakeCuda
 from results import gpu
 
-ARGS = dict(device="cuda", small=True, step=None)
 FEW = ["autoregressive", "speculative --gamma 6"]
 
 
 @pytest.mark.parametrize("step", [gpu.decode, gpu.launches, gpu.sizes, gpu.trainings])
-def test_steps_run_on_the_simulated_gpu(step, tmp_path, monkeypatch, capsys):
-    kept = {"machine": {"copy": {"GB/s": 1.0}}}
+def test_steps_run_on_the_simulated_gpu(step, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "ALL", FEW)
     monkeypatch.setattr(gpu, "KINDS", [("float32", "graphs")])
     monkeypatch.setattr(gpu.memory, "LINES", gpu.memory.LINES[:2])
-    monkeypatch.setattr(gpu.memory, "make_model", gpu.memory.make_model)  # the step replaces it
     for name in "reset_peak_memory_stats", "max_memory_allocated":
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    args = argparse.Namespace(**ARGS, out=tmp_path / "gpu.json")
-    args.out.write_text(json.dumps(kept))
+    args = argparse.Namespace(device="cuda", small=True, out=tmp_path / "gpu.json")
     with FakeCuda():
         gpu.perform(args, step)
     rows = json.loads(args.out.read_text())[step.__name__]
     assert rows and not any("error" in row for row in rows.values())
     if step is gpu.decode:  # generate, its two relatives and two methods of ours
-        assert [row["as generate"] for row in rows.values()] == [3] * 5
-    assert all(name in capsys.readouterr().out for name in [*rows][:1])
+        assert [row["as generate"] for row in rows.values()] == ["3 of 3"] * 5

@@ -8,13 +8,12 @@ from results import memory
 
 
 @pytest.mark.parametrize("line, megabytes", [
-    ("medusa", 108.451336), ("layerskip --recompute --batch 2", 16.835168),
-    ("cllm --rank 4 --batch 2", 26.305856)])
-def test_the_peak_of_a_training(line, megabytes, monkeypatch):
+    ("medusa", 108.451336), ("layerskip --recompute --batch 2", 16.835168)])
+def test_the_peak_of_a_training(line, megabytes):
     """Those that the allocator of a CPU gave out, when the same commands ran with numbers."""
     shape = memory.SMALL | dict(num_hidden_layers=4)
-    assert memory.count_by_shapes(line, shape, (30, 20))[0] / 1e6 == pytest.approx(
-        megabytes, rel=0.02)
+    peak = memory.count_by_shapes(line, shape, (30, 20))
+    assert peak / 1e6 == pytest.approx(megabytes, rel=0.02)
 
 
 def test_adamw_takes_no_copy_of_what_is_trained():
@@ -25,14 +24,10 @@ def test_adamw_takes_no_copy_of_what_is_trained():
         with patch("torch.optim.adam._default_to_fused_or_foreach", lambda *_, **__: chosen):
             # Many trained numbers beside short texts: the peak is in the optimizer.
             peaks.append(memory.count_by_shapes(
-                "layerskip --rank 200 --batch 1", memory.SMALL, (4, 4))[0])
+                "layerskip --rank 200 --batch 1", memory.SMALL, (4, 4)))
     assert peaks[0] == peaks[1]
 
 
-@pytest.mark.parametrize("argv, said", [
-    (["nonsense"], "expected a training, one of answers, medusa, "),
-    (["medusa --foo 3"], "unrecognized arguments: --foo")])
-def test_a_line_that_cannot_be_run_is_refused(argv, said, monkeypatch, capfd):
-    monkeypatch.setattr(memory, "BIG", memory.SMALL)
-    assert script("results.memory", *argv) == 2
-    said_in_one_line(said, capfd)
+def test_a_training_that_there_is_not_is_refused(capfd):
+    assert script("results.memory", "nonsense") == 2
+    said_in_one_line("expected a training, one of answers, medusa, ", capfd)
