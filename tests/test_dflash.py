@@ -256,5 +256,5 @@ def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
     header = dict(form=draft.form, taps=draft.taps, accept=[], tokens=[1.0],
                   temperatures=draft.temperatures)
     save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), **header | wrong)
-    with pytest.raises(InputError, match="wrong header"):
+    with pytest.raises(InputError, match="expected a file of a DFlash draft for this model, got"):
         load_draft(tmp_path / "x", MODEL)
