@@ -329,10 +329,9 @@ MUTANTS = {
         ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
          "features of a long prompt are those of its last part"),
         ("return [2, L // 2, L - 3]", "return [1, L // 2, L - 3]", "another layer is tapped"),
-        ("layer.load_state_dict(layers[old].state_dict())",
-         "layer.load_state_dict(layers[0].state_dict())", "every layer is the first one"),
-        ("new._modules = dict(module._modules)", "new._modules = module._modules",
-         "a view changes the model itself")],
+        ("layer.load_state_dict(list_layers(model)[old].state_dict())",
+         "layer.load_state_dict(list_layers(model)[0].state_dict())", "every layer is the first"),
+        ("new = share_weights(model)", "new = model", "a view changes the model itself")],
     "training/low_rank.py": [
         ("torch.nn.Parameter(torch.zeros(out, rank))", "torch.nn.Parameter(torch.ones(out, rank))",
          "training does not begin with the model as it is"),
