@@ -5,18 +5,7 @@ import torch
 from common import InputError
 from families import deep, tiny
 from training import low_rank as module
-from training.low_rank import (LowRank, add_low_rank, list_changed, prepare_changes, share_weights)
-
-
-def test_a_change_by_hand():
-    """x (W + B A)ᵀ, where the columns of B and the rows of A are multiplied one by one."""
-    linear, x = torch.nn.Linear(7, 5), torch.randn(3, 7)
-    W, before = linear.weight.detach().clone(), linear(x)
-    change = LowRank(linear, 2)
-    change.B.data.normal_()
-    added = sum(torch.outer(change.B[:, r], change.A[r]) for r in range(2))
-    torch.testing.assert_close(linear(x), before + x @ added.T)
-    assert torch.equal(linear.weight, W)
+from training.low_rank import add_low_rank, list_changed, prepare_changes, share_weights
 
 
 def test_training_keeps_no_matrix_of_the_models_size():

@@ -14,7 +14,7 @@ from families import deep, tiny
 from helpers import ROOT
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa
 from training import parts
-from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_trained, logits_of,
+from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_trained,
                             save_facts, save_part, save_trained, some_embeddings)
 from training.released import is_head
 from trainings import make_llama, run
@@ -196,17 +196,6 @@ def test_a_head_for_few_tokens_has_their_rows_in_their_order(bias, dtype):
     assert few.weight.dtype == dtype and few.weight.shape == (3, 6)
     torch.testing.assert_close(few(x), head(x)[:, vocab])
     assert not any(p.requires_grad for p in few.parameters()) and head.weight.requires_grad
-
-
-def test_logits_that_are_neither_scaled_nor_capped_are_refused():
-    model = tiny("llama")
-
-    def shifted(module, given, output):
-        output.logits = output.logits + torch.arange(61)
-        return output
-    with model.register_forward_hook(shifted):
-        with pytest.raises(InputError, match="logits that are scaled or capped, got Llama"):
-            logits_of(model)
 
 
 def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from common import CachedLM
-from training.files import check_file, read_json, write_whole
+from training.files import check_file, read_json, write_text, write_whole
 from training.layers import choose_taps, context_length
 from training.parts import (belongs, explain_errors, fill, load_facts, match_type, require,
-                            save_facts, some_rows)
+                            save_facts, some_embeddings)
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -77,7 +77,7 @@ def read_files(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
              name. Any error if something is missing or damaged
     """
     config = read_json(find_file(path, ["config.json"]))
-    if "transformer_layer_config" in config:  # the package speculators writes nested ones
+    if config.get("transformer_layer_config"):  # the package speculators writes nested ones
         # Where such a configuration does not say whether the residual stream is normed, it is.
         config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
     files = [find_file(path, WEIGHTS)]
@@ -157,7 +157,7 @@ def read_eagle(path: str, model) -> tuple[LlamaConfig, dict[str, torch.Tensor]]:
     config, tensors = read_head(path, "an EAGLE head")
     layer = read_layer_config(path, config, model)
     layer.attention_bias = "layers.0.self_attn.q_proj.bias" in tensors
-    if layer.attention_bias:  # for a Qwen2 not of the output, of which Llama has one
+    if layer.attention_bias:  # Qwen2's attention has no bias of its output, and Llama's has one
         tensors.setdefault("layers.0.self_attn.o_proj.bias", torch.zeros(layer.hidden_size))
     return layer, tensors
 
@@ -207,10 +207,10 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
         found = table.new_empty(len(table), draft.config.hidden_size)
         own = torch.nn.Embedding.from_pretrained(found)
         fill(parameters | {"embed_tokens.weight": own.weight}, tensors, path)
-        require(found.shape != table.shape or belongs(some_rows(own.weight), model), "adapter",
-                "a head for this model", f"{path!r}, another's")
         if not torch.equal(own.weight, table):
             draft.lm.set_input_embeddings(own)
+        require(found.shape != table.shape or belongs(some_embeddings(draft.lm), model), "adapter",
+                "a head for this model", f"{path!r}, another's")
     else:
         fill(parameters, tensors, path)
     return match_type(draft, model)
@@ -251,8 +251,7 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
     def write(folder: Path) -> None:
         folder.mkdir()
         save_file(kept, folder / name, {"format": "pt"})
-        told = json.dumps(config, indent=2) + "\n"
-        (folder / "config.json").write_text(told, encoding="utf-8")
+        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_whole(out, write)
 
 
@@ -289,20 +288,22 @@ def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[floa
     save_facts(path, {"model": model}, head=some_weights(part), accept=accept)
 
 
-def load_accept(path: str, model, part: torch.nn.Module) -> list[list[float]]:
+def load_accept(path: str, model, part: torch.nn.Module) -> torch.nn.Module:
     """Read what `save_accept` wrote. InputError if it is damaged, or of another model or head.
 
     path     the JSON file
     model    the target
-    part     the head
-    returns  the table accept, as `save_accept` describes it
+    part     the head, which stays as it is
+    returns  a copy that shares the weights, and has the table of the file
     """
     def parse(facts: dict) -> list[list[float]]:
         if not is_head(facts["head"], part):
             raise ValueError("another head's")
         return [[float(p) for p in ranks] for ranks in facts["accept"]]
-    return load_facts(path, {"model": model}, "what `measure` wrote for this model and this head",
-                      parse)
+    measured = copy.copy(part)
+    measured.accept = load_facts(
+        path, {"model": model}, "what `measure` wrote for this model and this head", parse)
+    return measured
 
 
 def load_measured(target: CachedLM, name: str, adapter: str, accept: str,
@@ -320,9 +321,4 @@ def load_measured(target: CachedLM, name: str, adapter: str, accept: str,
     part = target.once((name, adapter), lambda: load(adapter, target.model))
     if not accept:
         return part
-
-    def give_table() -> torch.nn.Module:
-        measured = copy.copy(part)
-        measured.accept = load_accept(accept, target.model, part)
-        return measured
-    return target.once((part, "accept", accept), give_table)
+    return target.once((part, "accept", accept), lambda: load_accept(accept, target.model, part))
