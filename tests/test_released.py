@@ -241,7 +241,7 @@ def test_a_head_has_the_released_tree_until_it_is_measured(tmp_path, embedded, n
         next(method(target, TEXT, adapter=adapter, nodes=nodes, log=log))
     assert [record["guessed"] for record in log] == [kind.guesses, 6]
     kind.module.measure(model, tokenizer, [TEXT, TEXT[::-1]], adapter=Path(adapter), out=file,
-                 max_new_tokens=12)
+                        max_new_tokens=12)
     facts = json.loads(file.read_text())
     assert len(facts["accept"]) == kind.levels
     next(method(target, TEXT, adapter=adapter, accept=str(file), nodes=4))

@@ -4,6 +4,7 @@
     save_trained              a file of a Part, which `load_trained` reads
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
+    explain_errors            one line that names the file, in place of any error in reading it
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
