@@ -128,8 +128,7 @@ class GraphedLM(TimedLM):
         run = self.whole_pass
         if width <= WIDTHS[-1]:
             # Another CachedLM that writes into this cache may have renewed the buffers.
-            taps = None if self.taps is None else tuple(self.taps)
-            name = self.cache.slots, taps, tensors[1].shape
+            name = self.cache.slots, tuple(self.taps), tensors[1].shape
             if name not in self.captured:
                 began = time.perf_counter()
                 self.captured[name] = self.graph_of(tensors)

@@ -55,7 +55,7 @@ from typing import Iterable, Iterator
 from common import CachedLM, Sampler, attention_mask, eos_ids, greedy
 from speculative import verify_block as verify
 from survey.clock import row_costs
-from training.layers import copy_shallow, depth_of, name_of, open_model
+from training.layers import depth_of, list_layers, name_of, share_weights
 from training.loop import answer_all
 from training.parts import MODELS, load_facts, save_facts
 
@@ -114,18 +114,16 @@ def without(model, skipped: dict[str, list[int]]):
     returns   the new model. The given one stays as it is
     raises    InputError if a layer has no module that is this block and no more (OPT's MLP)
     """
-    new, decoder, layers, _ = open_model(model)
-    decoder._modules[layers] = torch.nn.ModuleList(map(copy_shallow, decoder._modules[layers]))
+    new = share_weights(model)
     places = []  # pairs of a layer and the name of a block in it
     for kind, numbers in skipped.items():
         for number in numbers:
-            layer = decoder._modules[layers][number]
-            name = name_of(layer.named_children(),
-                           lambda x: re.search(BLOCKS[kind], type(x).__name__),
+            layer = list_layers(new)[number]
+            name = name_of(layer, lambda x: re.search(BLOCKS[kind], type(x).__name__),
                            f"layers whose {kind} is a module, got {type(layer).__name__}")
             places.append((layer, name))
     # Whether a block gives a tensor or a tuple differs by family, so ask each block once.
-    outputs = record_outputs(model, [layer._modules[name] for layer, name in places])
+    outputs = record_outputs(new, [layer._modules[name] for layer, name in places])
     for (layer, name), output in zip(places, outputs):
         layer._modules[name] = Skipped(output)
     return new

@@ -38,7 +38,7 @@ from typing import Callable, Iterator
 
 from common import Sampler, greedy
 from survey.layerskip import collect_states, self_speculate
-from training.layers import FeatureLM, depth_of, open_model, split_layers
+from training.layers import FeatureLM, depth_of, name_norm, split_layers
 from training.loop import (compute_frozen, cross_entropy_in_parts, prepare_training, sample_rows,
                            train_beside)
 from training.parts import MODELS, Part, load_trained, save_trained, score_with
@@ -65,10 +65,10 @@ class Exit(Part):
 
     def __init__(self, model, E: int, width: int):
         super().__init__()
-        _, decoder, _, norm = open_model(model)
+        decoder = model.get_decoder()
         d = model.get_output_embeddings().weight.shape[1]
         self.E = E
-        self.norm = copy.deepcopy(decoder._modules[norm]).float()  # norm_2
+        self.norm = copy.deepcopy(decoder._modules[name_norm(decoder)]).float()  # norm_2
         self.before = torch.nn.LayerNorm(d)  # norm_1
         self.W_1 = torch.nn.Linear(d, width)
         self.W_2 = torch.nn.Linear(width, d)

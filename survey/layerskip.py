@@ -59,7 +59,7 @@ from typing import Callable, Iterator
 
 from common import Sampler, greedy
 from speculative import verify_block as verify
-from training.layers import (FeatureLM, depth_of, list_layers, move_counts, open_model, pass_on,
+from training.layers import (FeatureLM, depth_of, list_layers, move_counts, name_norm, pass_on,
                              split_layers, tap_layers, view)
 from training.files import save_model
 from training.loop import (compute_in_parts, count_tokens, pad_pairs, prepare_training, read_texts,
@@ -186,10 +186,10 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
     rng        draws the layers that are left out and the exits
     returns    the loss, in nats
     """
-    _, decoder, _, norm = open_model(model)
+    decoder = model.get_decoder()
     L = depth_of(model)
     head = model.get_output_embeddings()
-    last_norm = decoder._modules[norm]
+    last_norm = decoder._modules[name_norm(decoder)]
     ids, learns = pad_pairs(pairs)  # [B, T], [B, T - 1]
     ids, learns = ids.to(model.device), learns.to(model.device)
     labels = ids[:, 1:][learns]  # [tokens of answers]

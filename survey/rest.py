@@ -71,7 +71,7 @@ from common import CachedLM, InputError, Sampler, greedy, trie, walk
 from survey.clock import WIDTHS, fastest, row_costs
 from training.layers import context_length
 from training.loop import collect_answers
-from training.parts import MODELS, follow, load_part, require, save_part
+from training.parts import MODELS, explain_errors, follow, load_part, require, save_part
 
 import torch
 
@@ -319,13 +319,11 @@ def load_datastore(path: str | Path, model) -> Datastore:
     model    the model that the datastore must be for
     returns  the datastore. InputError if the file is damaged, or for another model
     """
-    header, tensors = load_part(path, "a REST datastore", model)
-    try:
+    with explain_errors("a REST datastore for this model", path):
+        header, tensors = load_part(path, "a REST datastore", model)
         text = "".join(map(chr, tensors["tokens"].tolist()))  # as `as_text` writes it
         measured = {rows: TokensPerCall(*map(float, found))
                     for rows, found in zip(CALLS, header["tokens_per_call"], strict=True)}
-    except (LookupError, TypeError, ValueError) as error:
-        raise InputError(f"expected a REST datastore, got {str(path)!r}: {error!r}") from error
     # `as_text` adds 1 to a token. So the largest character stands for the last row of embeddings.
     last = chr(len(model.get_input_embeddings().weight))
     if not BOUNDARY < max(text, default=BOUNDARY) <= last:

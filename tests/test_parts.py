@@ -14,7 +14,7 @@ from families import deep, tiny
 from helpers import ROOT
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa
 from training import parts
-from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_part, logits_of,
+from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_trained,
                             save_facts, save_part, save_trained, some_embeddings)
 from training.released import is_head
 from trainings import make_llama, run
@@ -23,48 +23,25 @@ LLAMA = tiny("llama")
 
 
 def part() -> dict[str, torch.nn.Parameter]:
-    return {"w": torch.nn.Parameter(torch.tensor([[0.5, -2.0], [3.0, 0.25]])),
-            "b": torch.nn.Parameter(torch.tensor([1.0, 0.0]))}
+    return {"w": torch.nn.Parameter(torch.zeros(2, 2)), "b": torch.nn.Parameter(torch.ones(2))}
 
 
-def test_what_is_saved_is_loaded(tmp_path):
-    """Floating-point numbers in bfloat16, others as they are, and any header; in a new folder."""
-    path = tmp_path / "new" / "part.safetensors"
-    tokens = torch.tensor([0, 65535], dtype=torch.uint16)
-    save_part(path, "a thing", LLAMA, part() | {"tokens": tokens}, size=3, accept=[[0.1, 0.2]])
-    header, tensors = load_part(path, "a thing", LLAMA)
-    assert header == {"size": 3, "accept": [[0.1, 0.2]]}
-    assert tensors.keys() == {"w", "b", "tokens"}
-    assert torch.equal(tensors["tokens"], tokens) and tensors["tokens"].dtype == torch.uint16
-    assert tensors["w"].dtype == torch.bfloat16
-    own = {name: torch.nn.Parameter(torch.zeros_like(p)) for name, p in part().items()}
-    fill(own, {name: tensors[name] for name in own}, path)
-    assert all(torch.equal(own[name], p) for name, p in part().items())
-    with safe_open(path, "pt") as file:
-        assert json.loads(file.metadata()["part"])["kind"] == "a thing"
-
-
-@pytest.mark.parametrize("tensors, said", [
-    ({"w": torch.zeros(2, 2)}, r"tensors .*'b': \(2,\).* with"),
-    ({"w": torch.zeros(2, 2), "b": torch.zeros(3)}, r"tensors .*'b': \(2,\).* with"),
-    ({"w": torch.zeros(2, 2), "b": torch.zeros(2), "c": torch.zeros(1)}, "tensors"),
-    ({"w": torch.zeros(2, 2), "b": torch.tensor([1.0, torch.nan])}, "finite numbers"),
-    ({"w": torch.zeros(2, 2), "b": torch.tensor([1.0, torch.inf])}, "finite numbers"),
-    ({"w": torch.zeros(2, 2), "b": torch.ones(2, dtype=torch.int8)}, "floating.* b of torch.int8")])
-def test_other_tensors_are_refused_and_nothing_is_set(tensors, said):
-    own = part()
+@pytest.mark.parametrize("changes, said", [
+    ({"b": None}, r"tensors {'b': \(2,\)}, got 'file' with {}"),
+    ({"b": torch.zeros(3)}, r"tensors {'b': \(2,\)}, got 'file' with {'b': \(3,\)}"),
+    ({"c": torch.zeros(1)}, r"tensors {}, got 'file' with {'c': \(1,\)}"),
+    ({"b": torch.tensor([1.0, torch.inf])}, "finite floating-point numbers, got 'file' with .* b"),
+    ({"b": torch.ones(2, dtype=torch.int8)}, "finite floating-point numbers, got 'file' .* b")])
+def test_other_tensors_are_refused_and_nothing_is_set(changes, said):
+    own, given = part(), {"w": torch.ones(2, 2), "b": torch.ones(2).to(torch.float8_e4m3fn)}
     with pytest.raises(InputError, match=f"expected {said}"):
-        fill(own, tensors, "file")
-    assert all(torch.equal(own[name], p) for name, p in part().items())
+        fill(own, {name: x for name, x in (given | changes).items() if x is not None}, "file")
+    assert torch.equal(own["w"], part()["w"])
+    fill(own, given, "file")
+    assert torch.equal(own["w"], given["w"])
 
 
-def test_tensors_of_eight_bits_are_taken():
-    own = part()
-    fill(own, {"w": torch.ones(2, 2), "b": torch.ones(2).to(torch.float8_e4m3fn)}, "file")
-    assert torch.equal(own["b"], torch.ones(2))
-
-
-def test_a_part_belongs_to_its_model_in_any_type_and_to_no_other(tmp_path):
+def test_a_part_belongs_to_its_model_in_any_type_and_to_no_other():
     """Also to one that was tuned, or whose embeddings were quantised; not to one of other sizes,
     nor to one whose embeddings are alike only in their mean."""
     known, model = some_embeddings(LLAMA), tiny("llama")
@@ -83,26 +60,19 @@ def test_a_part_belongs_to_its_model_in_any_type_and_to_no_other(tmp_path):
     for x in two:
         x.get_input_embeddings().weight.data += 5
     assert not belongs(some_embeddings(two[0]), two[1])
-    path = tmp_path / "part"
-    save_part(path, "a thing", LLAMA, part())
-    with pytest.raises(InputError, match="a file of a thing for this model, got .* another's"):
-        load_part(path, "a thing", tiny("llama", seed=1))
 
 
 def test_what_is_no_part_is_refused_in_one_line(tmp_path):
-    path = tmp_path / "part"
-    save_part(path, "a thing", LLAMA, part())
-    with pytest.raises(InputError, match="expected a file of another, got .*, one of a thing"):
-        load_part(path, "another", LLAMA)
-    whole = path.read_bytes()
+    save_part(tmp_path / "new" / "part", "a thing", LLAMA, part())
+    whole = (tmp_path / "new" / "part").read_bytes()
     pointer = b"version https://git-lfs.github.com/spec/v1"
     for i, bad in enumerate((b"", b"x" * 100, whole[:50], whole[:-9], pointer)):
         (tmp_path / str(i)).write_bytes(bad)
     for other, said in (*((str(i), "") for i in range(4)), ("4", "is a pointer of git-lfs"),
                         ("", "is a folder, not a file"), ("none", "No such file"),
                         (ROOT / "models/draft/model.safetensors", "released, name the folder")):
-        with pytest.raises(InputError, match=f"expected a file of a thing, got .*{said}") as error:
-            load_part(tmp_path / other, "a thing", LLAMA)
+        with pytest.raises(InputError, match=f"expected a file of a thing .*{said}") as error:
+            load_trained(tmp_path / other, "a thing", LLAMA, None)
         assert "\n" not in str(error.value)
 
 
@@ -168,15 +138,15 @@ def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained
 def test_a_file_of_another_model_or_kind_or_of_no_numbers_is_refused(line, trained, tmp_path):
     load, path, model = PARTS[line][0], tmp_path / "part", make_llama()
     header, tensors = read(trained(line))
-    with pytest.raises(InputError, match="for this model, got .*: another's"):
+    with pytest.raises(InputError, match="for this model, got .*: it is another model's"):
         load(trained(line), deep("llama", 3, seed=1))
     other = next(x for x in PARTS if read(trained(x))[0]["kind"] != header["kind"])
-    with pytest.raises(InputError, match=f"expected a file of {header['kind']}, got .*, one of "):
+    with pytest.raises(InputError, match=f"expected a file of {header['kind']} .*: it is one of "):
         load(trained(other), model)
     for name in tensors.keys() - {"model"}:
         broken = tensors | {name: torch.full_like(tensors[name], torch.nan)}
         save_file(broken, path, {"part": json.dumps(header)})
-        with pytest.raises(InputError, match="expected finite numbers, got"):
+        with pytest.raises(InputError, match="expected finite floating-point numbers, got"):
             load(path, model)
 
 
@@ -186,7 +156,7 @@ def test_a_header_that_lacks_a_field_is_refused(line, trained, tmp_path):
     for name in header.keys() - OPTIONAL:
         others = {key: x for key, x in header.items() if key != name}
         save_file(tensors, tmp_path / "part", {"part": json.dumps(others)})
-        with pytest.raises(InputError, match=f"expected a file of .* it has no '{name}'"):
+        with pytest.raises(InputError, match=f"expected a file of .*: it has no '{name}'"):
             PARTS[line][0](tmp_path / "part", make_llama())
 
 
@@ -206,45 +176,26 @@ def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
             load_facts(path, others, "rates", lambda facts: facts["rates"])
 
 
-@pytest.mark.parametrize("wrong", [KeyError("x"), TypeError("x"), ValueError("x"),
-                                   AttributeError("x"), IndexError("x"), ZeroDivisionError("x")])
-def test_facts_that_cannot_be_used_are_refused_in_one_line(tmp_path, wrong):
+def test_facts_that_cannot_be_used_are_refused_in_one_line(tmp_path):
     path = tmp_path / "facts.json"
-    save_facts(path, {"model": LLAMA})
-
-    def parse(facts):
-        raise wrong
-    with pytest.raises(InputError, match="expected good facts, got '.*facts.json': .*x"):
-        load_facts(path, {"model": LLAMA}, "good facts", parse)
-    for text in (b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"model": [[1, 2]]}', b"[" * 99999):
+    for text in (b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"model": 1}', b"[" * 99999, b"{}"):
         path.write_bytes(text)
-        with pytest.raises(InputError, match="expected good facts, got") as error:
+        with pytest.raises(InputError, match="expected good facts, got .*facts.json': .*") as error:
             load_facts(path, {"model": LLAMA}, "good facts", lambda facts: facts)
         assert "\n" not in str(error.value)
-    path.write_text("{}")
-    with pytest.raises(InputError, match="it has no 'model'$"):
-        load_facts(path, {"model": LLAMA}, "good facts", lambda facts: facts)
+    assert str(error.value).endswith(": it has no 'model'")
+    save_facts(path, {"model": LLAMA})
+    with pytest.raises(InputError, match="expected good facts, got .*: it has no 'x'$"):
+        load_facts(path, {"model": LLAMA}, "good facts", lambda facts: facts["x"])
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias, dtype", [(False, torch.float32), (True, torch.bfloat16)])
 def test_a_head_for_few_tokens_has_their_rows_in_their_order(bias, dtype):
     head = torch.nn.Linear(6, 9, bias).to(dtype)
     few, vocab, x = head_for(head, torch.tensor([7, 0, 3])), [7, 0, 3], torch.randn(4, 6).to(dtype)
     assert few.weight.dtype == dtype and few.weight.shape == (3, 6)
     torch.testing.assert_close(few(x), head(x)[:, vocab])
     assert not any(p.requires_grad for p in few.parameters()) and head.weight.requires_grad
-
-
-def test_logits_that_are_neither_scaled_nor_capped_are_refused():
-    model = tiny("llama")
-
-    def shifted(module, given, output):
-        output.logits = output.logits + torch.arange(61)
-        return output
-    with model.register_forward_hook(shifted):
-        with pytest.raises(InputError, match="logits that are scaled or capped, got Llama"):
-            logits_of(model)
 
 
 def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):

@@ -3,10 +3,10 @@ released formula, written out here, for the embedded target; what is exported is
 and a head that would be misread is refused."""
 import functools
 import json
-import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -14,12 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from cli.run import TimedLM
-from common import InputError, load
-from helpers import tokens_of
-from survey import eagle, eagle3, layerskip, medusa
-from training.low_rank import add_low_rank
-from training.parts import save_part
-from training.released import MEDUSA_TREE, load_accept, read_released
+from common import InputError
+from survey import eagle, eagle3, medusa
+from training.released import MEDUSA_TREE, load_accept, read_files
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
 WIDTH, V, D = 256, 1536, 512  # of the embedded target, and how many tokens some heads can guess
@@ -50,24 +47,25 @@ def attend(w: dict, layer: str, x: torch.Tensor, config: dict) -> torch.Tensor:
     q, k, v = ((x @ w[f"{layer}self_attn.{name}_proj.weight"].T
                 + w.get(f"{layer}self_attn.{name}_proj.bias", 0)).view(len(x), -1, WIDTH // 4)
                for name in "qkv")
-    k, v = (y.repeat_interleave(4 // k.shape[1], 1) for y in (rotate(k, base, factor), v))
-    scores = torch.einsum("ihd,jhd->hij", rotate(q, base, factor), k) / math.sqrt(WIDTH // 4)
-    scores = scores.masked_fill(~torch.ones(len(x), len(x)).tril().bool(), -torch.inf)
-    out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(len(x), -1)
+    q, k = rotate(q, base, factor), rotate(k, base, factor)
+    out = F.scaled_dot_product_attention(*(y.transpose(0, 1) for y in (q, k, v)), is_causal=True,
+                                         enable_gqa=True).transpose(0, 1).reshape(len(x), -1)
     bias = w.get(f"{layer}self_attn.o_proj.bias", 0)
     return out @ w[f"{layer}self_attn.o_proj.weight"].T + bias
 
 
-def run_mlp(w: dict, layer: str, x: torch.Tensor) -> torch.Tensor:
+def run_layer(w: dict, layer: str, x: torch.Tensor, residual: torch.Tensor, config: dict):
+    """Compute a layer whose attention reads x, of which `residual` goes on."""
+    x = residual + attend(w, layer, x, config)
     y = norm(x, w[f"{layer}post_attention_layernorm.weight"])
     gate, up = (y @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x + (F.silu(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
+    return x + (getattr(F, config["hidden_act"])(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
 
 
 def eagle_step(w: dict, e: torch.Tensor, f: torch.Tensor, config: dict, head) -> tuple:
     """Compute EAGLE's features and logits: no input norm, no final norm, the target's LM head."""
     x = torch.cat([e, f], -1) @ w["fc.weight"].T + w.get("fc.bias", 0)
-    x = run_mlp(w, "layers.0.", x + attend(w, "layers.0.", x, config))
+    x = run_layer(w, "layers.0.", x, x, config)
     return x, head(x)
 
 
@@ -76,7 +74,7 @@ def eagle3_step(w: dict, e: torch.Tensor, g: torch.Tensor, config: dict, _) -> t
     normed = norm(g, w["midlayer.hidden_norm.weight"])
     x = torch.cat([norm(e, w["midlayer.input_layernorm.weight"]), normed], -1)
     residual = normed if config.get("norm_before_residual") else g
-    x = run_mlp(w, "midlayer.", residual + attend(w, "midlayer.", x, config))
+    x = run_layer(w, "midlayer.", x, residual, config)
     y = norm(x, w["norm.weight"])
     return (y if config.get("norm_output") else x), y @ w["lm_head.weight"].T
 
@@ -125,11 +123,11 @@ def eagle3_tensors(tokens: int = D, norms: bool = False) -> dict:
     return tensors
 
 
-def medusa_tensors(K: int = 3, own: bool = True, h: int = WIDTH, prefix: str = "") -> dict:
+def medusa_tensors(K: int = 3, own: bool = True) -> dict:
     shapes = {}
     for k in range(K):
-        shapes |= {f"{prefix}{k}.0.linear.weight": (h, h), f"{prefix}{k}.0.linear.bias": (h,)}
-        shapes |= {f"{prefix}{k}.1.weight": (V, h)} if own else {}
+        shapes |= {f"{k}.0.linear.weight": (WIDTH, WIDTH), f"{k}.0.linear.bias": (WIDTH,)}
+        shapes |= {f"{k}.1.weight": (V, WIDTH)} if own else {}
     return draw(shapes)
 
 
@@ -157,43 +155,34 @@ def write(folder: Path, config: dict, tensors: dict, file: str = "model.safetens
 
 # ------------------------------------------------------------------------- the passes of a head
 
-ZEROS = torch.zeros(D, dtype=torch.int64)
-HEADS = {  # kind, configuration, arguments of the tensors, changes of them; some file is pickled
-    "Vicuna's": ("eagle", SHAPE | dict(num_hidden_layers=40), dict(kv=4, bias=True), {}),
-    "LLaMA3's": ("eagle", GROUPS | dict(rope_theta=500000.0, bias=False), {}, {}),
-    "Qwen2's": ("eagle", GROUPS | dict(qkv_bias=True), dict(bias=True, biases="qkv"), {}),
-    "all biases": ("eagle", SHAPE | dict(attention_bias=True), dict(kv=4, biases="qkvo"), {}),
-    "scaled": ("eagle", GROUPS | dict(rope_scaling={"type": "linear", "factor": 4.0}), {}, {}),
-    "yuhuili's": ("eagle3", GROUPS | dict(draft_vocab_size=D, num_hidden_layers=40), {}, {}),
-    "all tokens": ("eagle3", GROUPS | dict(rope_theta=500000.0), dict(tokens=V), {}),
-    "speculators'": ("eagle3", {"transformer_layer_config": GROUPS}, {}, {}),
-    "3.1": ("eagle3", GROUPS | dict(fc_norm=True, norm_output=True), dict(norms=True), {}),
-    "t2d alone": ("eagle3", GROUPS, {}, {"d2t": None}), "d2t of zeros": (
-        "eagle3", GROUPS, {}, {"d2t": ZEROS}), "d2t alone": ("eagle3", GROUPS, {}, {"t2d": None}),
-    "t2d of zeros": ("eagle3", GROUPS, {}, {"t2d": torch.zeros(V)})}
-
-
-def changed(tensors: dict, changes: dict) -> dict:
-    return {name: x for name, x in (tensors | changes).items() if x is not None}
-
-
+SCALED = {"type": "linear", "rope_type": "linear", "factor": 4.0}
+HEADS = {  # kind, configuration, arguments of the tensors
+    "Vicuna's": ("eagle", SHAPE | dict(num_hidden_layers=40), dict(kv=4, bias=True)),
+    "LLaMA3's": ("eagle", GROUPS | dict(rope_theta=500000.0, bias=False), {}),
+    "Qwen2's": ("eagle", GROUPS | dict(qkv_bias=True), dict(bias=True, biases="qkv")),
+    "all biases": ("eagle", SHAPE | dict(attention_bias=True), dict(kv=4, biases="qkvo")),
+    "scaled": ("eagle", GROUPS | dict(rope_scaling=SCALED, hidden_act="gelu"), {}),
+    "yuhuili's": ("eagle3", GROUPS | dict(draft_vocab_size=D, num_hidden_layers=40), {}),
+    "speculators'": ("eagle3", {"transformer_layer_config": GROUPS}, dict(tokens=V)),
+    "3.1": ("eagle3", GROUPS | dict(fc_norm=True, norm_output=True), dict(norms=True))}
+PICKLED, TUNED = ("Vicuna's", "yuhuili's"), ("LLaMA3's", "3.1")
+SPECULATORS = {"speculators'": {"norm_before_residual": True}}
 close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_layer_computes_the_released_formula(tmp_path, embedded, name, file):
+def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
     """On a chain of rows, and on a drafted row, which reads what the chain made."""
-    kind, config, how, changes = HEADS[name]
+    kind, config, how = HEADS[name]
     model, w = embedded[0], KINDS[kind].tensors(**how)
-    names = {x: x.replace("midlayer", "layers.0") if file[0] == "p" else x for x in w}  # as vLLM's
-    given = changed({names[x]: y for x, y in w.items()}, changes)
+    file = "pytorch_model.bin" if name in PICKLED else "model.safetensors"
+    inside = name in SPECULATORS
+    given = {x.replace("midlayer", "layers.0") if inside else x: y for x, y in w.items()}
     draft = KINDS[kind].load(write(tmp_path, config, given, file), model)
     hidden = model(torch.tensor([TEXT[:-1]]), output_hidden_states=True).hidden_states
     features = torch.cat([hidden[i][0] for i in KINDS[kind].taps], -1)
     g = fuse(w, features) if kind == "eagle3" else features
-    flat = config | config.get("transformer_layer_config", {})
-    flat.setdefault("norm_before_residual", "transformer_layer_config" in config)
+    flat = {"norm_before_residual": inside} | config | config.get("transformer_layer_config", {})
 
     def step(tokens, read):
         e = model.get_input_embeddings().weight[tokens]
@@ -211,12 +200,18 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name, file):
     assert draft.config.max_position_embeddings == model.config.max_position_embeddings
 
 
-@pytest.mark.parametrize("file", ["medusa_lm_head.safetensors", "medusa_lm_head.pt"])
-@pytest.mark.parametrize("own", [True, False], ids=["own LM heads", "the target's LM head"])
-def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, own, file):
-    """Of a file with five heads, whose configuration says two, as the released ones do."""
+@pytest.mark.parametrize("file, own, whole", [
+    ("medusa_lm_head.safetensors", True, False), ("medusa_lm_head.pt", False, False),
+    ("model.safetensors", True, True)], ids=["Medusa-1", "version 2", "Medusa-2"])
+def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own, whole):
+    """Of a file with five heads, whose configuration says two, as the released ones do. Medusa-2
+    has its heads in the files of a whole model."""
     model, w = embedded[0], medusa_tensors(5, own)
-    heads = KINDS["medusa"].load(write(tmp_path, MEDUSA, w, file), model).requires_grad_(False)
+    given = w
+    if whole:
+        given = {name: x.clone() for name, x in model.state_dict().items()}
+        given |= {f"medusa_head.{name}": x for name, x in w.items()}
+    heads = KINDS["medusa"].load(write(tmp_path, MEDUSA, given, file), model).requires_grad_(False)
     target, guesses = TimedLM(model, 1500), []  # the last rows of the LM head stand for no token
     target.start(TEXT)
     f = target.features[-1:]
@@ -234,31 +229,19 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, own, file
     assert words[1:] == MEDUSA_TREE and len({*words}) == 64 and heads.K == 5
 
 
-def test_a_whole_model_of_medusa_2_is_the_target_and_has_the_heads(tmp_path, small_llama):
-    model = load(small_llama, "cpu", "float32")[0]
-    heads = medusa_tensors(2, False, 32, "medusa_head.")
-    whole = {name: x.clone() for name, x in model.state_dict().items() if name != "lm_head.weight"}
-    part = KINDS["medusa"].load(write(tmp_path, {}, whole | heads), model)
-    assert torch.equal(part.W[1].weight, heads["medusa_head.1.0.linear.weight"])
-
-
 # -------------------------------------------------------------------------- decoding with a head
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_head_decodes_with_the_released_tree_until_it_is_measured(tmp_path, embedded, held_out,
-                                                                    name):
+def test_a_head_has_the_released_tree_until_it_is_measured(tmp_path, embedded, name):
     """A table is that of one model and of one head."""
     kind, (model, _, tokenizer), log, file = KINDS[name], embedded, [], tmp_path / "a.json"
     method = vars(kind.module)[name]
     target, adapter = TimedLM(model), write(tmp_path / "head", kind.config, kind.tensors())
-    for prompt, expected in held_out[:2]:
-        chunks = method(target, prompt, adapter=adapter, log=log)
-        assert tokens_of(chunks, len(expected[:12])) == expected[:12]
-    assert {record["guessed"] for record in log} == {kind.guesses}
-    next(method(target, TEXT, adapter=adapter, nodes=7, log=log))
-    assert log[-1]["guessed"] == 6
+    for nodes in 0, 7:
+        next(method(target, TEXT, adapter=adapter, nodes=nodes, log=log))
+    assert [record["guessed"] for record in log] == [kind.guesses, 6]
     kind.module.measure(model, tokenizer, [TEXT, TEXT[::-1]], adapter=Path(adapter), out=file,
-                 max_new_tokens=12)
+                        max_new_tokens=12)
     facts = json.loads(file.read_text())
     assert len(facts["accept"]) == kind.levels
     next(method(target, TEXT, adapter=adapter, accept=str(file), nodes=4))
@@ -267,75 +250,62 @@ def test_a_head_decodes_with_the_released_tree_until_it_is_measured(tmp_path, em
     for scale in (1.01, 1.1):  # numbers of a half type are rounded
         file.write_text(json.dumps(facts | {"head": [x * scale for x in facts["head"]]}))
         with pytest.raises(InputError, match="another head's") if scale > 1.05 else nullcontext():
-            assert load_accept(str(file), model, part) == facts["accept"]
+            assert load_accept(str(file), model, part).accept == facts["accept"]
 
 
 # ---------------------------------------------------------------------------- there and back again
 
-EXPORTED = {  # a head: options of the export, and what engines read in its configuration
-    "Vicuna's": (dict(engine="sglang"), dict(architectures=["LlamaForCausalLMEagle"])),
-    "LLaMA3's": ({}, dict(architectures=["LlamaForCausalLM"], bias=False, num_hidden_layers=1,
-                          tie_word_embeddings=False, rope_theta=500000.0, vocab_size=V)),
-    "scaled": (dict(engine="sglang"), dict(rope_theta=10000.0, rope_scaling={
-        "type": "linear", "rope_type": "linear", "factor": 4.0})),
-    "yuhuili's": ({}, dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=D)),
-    "speculators'": ({}, dict(norm_before_residual=True)), "all tokens": ({}, {}),
-    "3.1": ({}, dict(fc_norm=True, norm_output=True)),
-    "Medusa's": ({}, dict(medusa_num_heads=3, medusa_num_layers=1))}
+LLAMA = dict(num_hidden_layers=1, vocab_size=V, tie_word_embeddings=False)
+EXPORTED = {  # what engines read in a head's configuration, besides what it said before
+    "eagle": LLAMA | dict(architectures=["LlamaForCausalLM"], bias=False),
+    "sglang": LLAMA | dict(architectures=["LlamaForCausalLMEagle"], bias=False),
+    "eagle3": LLAMA | dict(architectures=["LlamaForCausalLMEagle3"]),
+    "medusa": dict(medusa_num_heads=3, medusa_num_layers=1, base_model_name_or_path=ANY)}
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", ["medusa", *(x for x in HEADS if "biases" not in HEADS[x][2])])
 def test_what_is_exported_is_the_head_bit_for_bit(tmp_path, embedded, name):
-    """With the target's embeddings, which engines read, and for SGLang with a bias. No numbers of
-    layers are said, which engines count in different ways."""
-    kind, config, how, _ = HEADS.get(name, ("medusa", MEDUSA, {}, {}))
-    options, expected = EXPORTED[name]
-    adapter, w = tmp_path / "head", KINDS[kind].tensors(**how)
-    write(adapter, config, w)
-    KINDS[kind].module.export(embedded[0], None, adapter=adapter, out=tmp_path / "a", **options)
+    """With embeddings, which engines read, and for SGLang with a bias. No numbers of layers are
+    said, which engines count in different ways. Embeddings of its own are kept."""
+    kind, config, how = HEADS.get(name, ("medusa", MEDUSA, {}))
+    engine = {"engine": "sglang"} if "bias" in how else {}
+    table, w = embedded[0].get_input_embeddings().weight, KINDS[kind].tensors(**how)
+    if name in TUNED:
+        w["embed_tokens.weight"] = table.detach() + 1e-3
+    adapter = write(tmp_path / "head", config, w)
+    KINDS[kind].module.export(embedded[0], None, adapter=adapter, out=tmp_path / "a", **engine)
     [file] = (tmp_path / "a").glob("*.safetensors")
-    table = embedded[0].get_input_embeddings().weight
-    added = {"embed_tokens.weight": table, "fc.bias": torch.zeros(WIDTH)}
     found = load_file(file)
     assert w.keys() <= found.keys()
-    assert all(torch.equal(tensor, (added | w)[x]) for x, tensor in found.items())
+    w.setdefault("embed_tokens.weight", table)
+    assert all(torch.equal(x, w[name]) for name, x in found.items())
     told = json.loads((tmp_path / "a" / "config.json").read_text())
-    assert told.items() >= expected.items()
+    before = config.get("transformer_layer_config", config) | SPECULATORS.get(name, {})
+    same = {x: y for x, y in before.items() if x in told and x != "max_position_embeddings"}
+    assert told.items() >= (same | EXPORTED[engine.get("engine", kind)]).items()
     assert not any("layer_id" in x or x == "eagle_config" for x in told)
-    KINDS[kind].load(tmp_path / "a", embedded[0])
+    again = KINDS[kind].load(tmp_path / "a", embedded[0])
+    assert kind == "medusa" or (again.lm.get_input_embeddings().weight is table) != (name in TUNED)
 
 
-NOT_EXPORTED = [  # a kind, arguments of the tensors, changes of the part, options, the message
-    ("eagle", {}, dict(vocab=torch.arange(D)), {}, "must guess all tokens"),
-    ("eagle", {}, {}, dict(engine="x"), "--engine must be vllm or sglang"),
-    ("eagle", dict(bias=True), {}, {}, "--engine must be sglang for a head whose fc has a bias"),
-    ("eagle", dict(biases="qkv"), {}, {}, "must be a layer without biases"),
-    ("eagle3", {}, dict(taps=[1, 3, 4]), {}, "which engines assume"),
-    ("eagle3", {}, dict(form=eagle3.Form(mtp=True)), {}, "must be trained without --mtp")]
+NOT_EXPORTED = [  # a kind, arguments of the tensors, changes of the part, the message
+    ("eagle", {}, dict(vocab=torch.arange(D)), "must be trained without --vocab"),
+    ("eagle", dict(bias=True), {}, "--engine must be sglang for a head whose fc has a bias"),
+    ("eagle", dict(biases="qkv"), {}, "must be a layer without biases"),
+    ("eagle3", {}, dict(taps=[1, 3, 4]), "which engines assume"),
+    ("eagle3", {}, dict(form=eagle3.Form(mtp=True)), "must be trained without --mtp")]
 
 
-@pytest.mark.parametrize("name, how, changes, options, said", NOT_EXPORTED)
+@pytest.mark.parametrize("name, how, changes, said", NOT_EXPORTED)
 def test_what_no_engine_would_read_is_not_exported(tmp_path, embedded, monkeypatch, name, how,
-                                                   changes, options, said):
+                                                   changes, said):
     kind = KINDS[name]
     part = kind.load(write(tmp_path / "head", kind.config, kind.tensors(**how)), embedded[0])
     for attribute, value in changes.items():
         setattr(part, attribute, value)
     monkeypatch.setattr(kind.module, "load_draft", lambda *_: part)
     with pytest.raises(InputError, match=said):
-        kind.module.export(embedded[0], None, adapter="x", out=tmp_path / "a", **options)
-
-
-def test_an_exported_tuning_is_a_model_of_its_own(tmp_path, small_llama):
-    model, tokenizer = load(small_llama, "cpu", "float32")
-    changes = add_low_rank(load(small_llama, "cpu", "float32")[0], 2)
-    for i, p in enumerate(changes.values()):
-        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 9
-    save_part(tmp_path / "part", "a LayerSkip tuning", model, changes, E=1, rank=2)
-    layerskip.export(model, tokenizer, tuning=tmp_path / "part", out=tmp_path / "a")
-    again = load(str(tmp_path / "a"), "cpu", "float32")[0]
-    tuned = layerskip.load_tuned(tmp_path / "part", model)[0]
-    assert all(torch.equal(tuned.state_dict()[name], x) for name, x in again.state_dict().items())
+        kind.module.export(embedded[0], None, adapter="x", out=tmp_path / "a")
 
 
 # -------------------------------------------------------------------------- what is not accepted
@@ -348,30 +318,24 @@ REFUSED = [  # a kind, what its head has instead, in its tensors or its configur
     ("eagle3", {"midlayer.hidden_norm.weight": None}, "be an EAGLE-3 head, got .*, an EAGLE head"),
     ("eagle", {"layers.0.input_layernorm.weight": ONES}, "got .* with {'layers.0.input_layern"),
     ("eagle", {"hidden_size": 128}, "features of 128 numbers, as the layer has, got 256 and 256"),
-    ("eagle", {"layers.1.mlp.up_proj.weight": ONES}, "one layer, .* with layers.0, layers.1$"),
-    ("eagle", {"hidden_act": "gelu"}, "must be a head without hidden_act, got .* gelu"),
     ("eagle", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type default, linear, llama3"),
-    ("eagle", {"num_attention_heads": 0}, "num_attention_heads must be above 0, not 0"),
     ("eagle", {"num_attention_heads": 3}, "config.json describes a layer, got .*: .* multiple"),
     ("eagle", {"embed_tokens.weight": OTHER}, "another's"),
-    ("eagle", {"embed_tokens.weight": OTHER.to(torch.int8)}, "of torch.int8"),
-    ("eagle3", {"hidden_size": 64}, "of 1536 tokens, each of 64 numbers, got .* with none"),
-    ("eagle3", {"attention_bias": True}, "must be a head without attention_bias"),
+    ("eagle", {"embed_tokens.weight": OTHER.to(torch.int8)}, "finite floating-point numbers"),
+    ("eagle", {"embed_tokens.weight": OTHER[1:]}, "'embed_tokens.weight': .1536, 256"),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "layer_ids"),
-    ("eagle3", {"lm_head.weight": None}, "must have an LM head of its own"),
-    ("eagle3", {"d2t": torch.full((D,), V), "t2d": None}, "must be a head for 1536 tokens"),
-    ("eagle3", {"d2t": ZEROS[:3]}, r"d2t has 512 whole numbers, got .* \(3,\) of"),
-    ("eagle3", {"t2d": torch.arange(V) < D}, "with 512 and 512 tokens")]
+    ("eagle3", {"d2t": None}, "'lm_head.weight': .1536, 256"),
+    ("eagle3", {"d2t": torch.full((D,), V)}, "must be a head for 1536 tokens")]
 
 
 @pytest.mark.parametrize("name, changes, said", REFUSED, ids=[f"{x[0]}: {x[2]}" for x in REFUSED])
 def test_a_head_that_would_be_misread_is_refused(tmp_path, embedded, name, changes, said):
-    kind = KINDS[name]
-    inside = {x for x, y in changes.items() if y is None or isinstance(y, torch.Tensor)}
-    tensors = changed(kind.tensors(), {x: changes[x] for x in inside})
-    config = kind.config | {x: y for x, y in changes.items() if x not in inside}
+    config, tensors = dict(KINDS[name].config), KINDS[name].tensors()
+    for key, value in changes.items():
+        (config if isinstance(value, (int, dict)) else tensors)[key] = value
+    tensors = {key: x for key, x in tensors.items() if x is not None}
     with pytest.raises(InputError, match=said):
-        kind.load(write(tmp_path, config, tensors), embedded[0])
+        KINDS[name].load(write(tmp_path, config, tensors), embedded[0])
 
 
 def test_heads_of_hydra_are_not_read(embedded):
@@ -379,37 +343,25 @@ def test_heads_of_hydra_are_not_read(embedded):
         medusa.load_heads("x", "hydra", embedded[0])
 
 
-def test_the_targets_own_table_in_a_head_is_shared_and_a_tuned_one_is_kept(tmp_path, embedded):
-    own = embedded[0].get_input_embeddings()
-    for change in (0.0, 1e-3):
-        tensors = eagle_tensors() | {"embed_tokens.weight": own.weight.detach() + change}
-        draft = eagle.load_draft(write(tmp_path, GROUPS, tensors), embedded[0])
-        table = draft.lm.get_input_embeddings()
-        assert (table is own) == (change == 0)
-        assert torch.equal(table.weight, tensors["embed_tokens.weight"])
-
-
 def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, embedded, monkeypatch):
     """Each file that is missing is named. A head in parts is read whole, and a pickled one may hold
     tensors alone."""
     expected = "expected a trained file, or a directory or hub id with config.json and weights, got"
-    index = tmp_path / "model.safetensors.index.json"
+    config, index = (tmp_path / x for x in ("config.json", "model.safetensors.index.json"))
 
-    def refuse(said: str, file: Path | None = None, text: str = "") -> None:
-        if file:
-            file.write_text(text)
+    def refuse(said: str) -> None:
         with pytest.raises(InputError, match=f"{expected} .*: {said}"):
             eagle3.load_draft(tmp_path, embedded[0])
     refuse("there is no config.json$")
-    config = tmp_path / "config.json"
-    refuse("config.json does not hold a dictionary", config, "[]")
-    refuse("there is no model.safetensors, nor another file of weights", config, "{}")
-    refuse("there is no part.safetensors$", index, '{"weight_map": {"x": "part.safetensors"}}')
+    config.write_text("{}")
+    refuse("there is no model.safetensors or .* or medusa_lm_head.pt$")
+    index.write_text('{"weight_map": {"x": "part.safetensors"}}')
+    refuse("there is no part.safetensors$")
     tensors = eagle3_tensors()
     for i in range(2):
         save_file(dict([*tensors.items()][i::2]), tmp_path / f"{i}.safetensors")
     index.write_text(json.dumps({"weight_map": {x: f"{x}.safetensors" for x in "01"}}))
-    assert read_released(str(tmp_path))[1].keys() == tensors.keys()
+    assert read_files(str(tmp_path))[1].keys() == tensors.keys()
     index.unlink()
     torch.save({"fc.weight": Path("x")}, tmp_path / "pytorch_model.bin")
     refuse("Weights only load failed")

@@ -7,7 +7,7 @@
 import copy
 import json
 from contextlib import ExitStack, contextmanager
-from typing import Callable, Iterator
+from typing import Callable, Iterable
 
 from common import CachedLM, InputError
 from training.files import shorten
@@ -40,30 +40,38 @@ def context_length(model) -> int:
     return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
 
 
-def name_of(parts: Iterator[tuple[str, torch.nn.Module]], fits: Callable,
+def name_of(module: torch.nn.Module, fits: Callable,
             expected: str = "a decoder of layers with a norm after the last") -> str:
-    """Find the name of the first module that fits.
+    """Find the name of the first child of a module that fits.
 
-    parts     pairs of a name and a module, such as `named_children` gives
-    fits      fits(module) says whether a module is the wanted one
-    expected  what the InputError says was expected, if no module fits
+    fits      fits(child) says whether a child is the wanted one
+    expected  what the InputError says was expected, if no child fits
     returns   the name
     """
-    for name, part in parts:
-        if fits(part):
+    for name, child in module.named_children():
+        if fits(child):
             return name
     raise InputError(f"expected {expected}")
-
-
-def name_layers(decoder: torch.nn.Module) -> str:
-    """Return a decoder's name for its list of layers. InputError if it has no such list."""
-    return name_of(decoder.named_children(), lambda x: isinstance(x, torch.nn.ModuleList))
 
 
 def list_layers(model) -> torch.nn.ModuleList:
     """Return the list of a model's decoder layers. InputError if there is none."""
     decoder = model.get_decoder()
-    return decoder._modules[name_layers(decoder)]
+    return decoder._modules[name_of(decoder, lambda x: isinstance(x, torch.nn.ModuleList))]
+
+
+def name_norm(decoder: torch.nn.Module) -> str:
+    """Return a decoder's name for the norm after its last layer. InputError if it has none."""
+    return name_of(decoder, lambda x: "Norm" in type(x).__name__)
+
+
+def share_weights(model):
+    """Copy a model's modules and configuration, but none of its weights.
+
+    model    the model. It stays as it is
+    returns  a model with the same weights, whose modules can be changed and replaced
+    """
+    return copy.deepcopy(model, {id(x): x for x in [*model.parameters(), *model.buffers()]})
 
 
 # -------------------------------------------------------------------------------------------- taps
@@ -108,37 +116,38 @@ def read_taps(text: str, model) -> list[int]:
 
 
 def tap_widths(model, taps: list[int]) -> list[int]:
-    """Return the width of what each tap reads. InputError if the model lacks a layer.
+    """Return the width of what each tap reads.
 
     The LM head's input may be of another width than the layers' (in OPT-350m, for one).
     """
     L, inside = depth_of(model), model.config.get_text_config().hidden_size
-    if not 0 <= min(taps) <= max(taps) <= L:
-        raise InputError(f"expected numbers of layers from 0 to {L}, got {taps}")
     last = model.get_output_embeddings().weight.shape[1]
     return [inside if i < L else last for i in taps]
 
 
 @contextmanager
-def tap_layers(model, taps: list[int] | None, seen: list):
+def tap_layers(model, taps: list[int], seen: list):
     """Keep what enters some layers in every pass of a model, until the `with` block ends.
 
     model   the target
     taps    numbers of layers, in ascending order. The number of all layers stands for what the LM
-            head reads, as None does
+            head reads
     seen    a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
     """
-    layers = [] if taps is None else list_layers(model)
-
     def keep_input(module, args, kwargs) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
 
+    def keep_output(module, args, output) -> None:
+        seen.append(output[0])
+
     with ExitStack() as hooks:
-        for i in [i for i in taps or [] if i < len(layers)]:
-            hooks.enter_context(layers[i].register_forward_pre_hook(keep_input, with_kwargs=True))
-        if taps is None or len(layers) in taps:
-            hooks.enter_context(model.get_decoder().register_forward_hook(
-                lambda module, args, output: seen.append(output[0])))
+        for i in taps:
+            if i < depth_of(model):
+                layer = list_layers(model)[i]
+                hook = layer.register_forward_pre_hook(keep_input, with_kwargs=True)
+            else:
+                hook = model.get_decoder().register_forward_hook(keep_output)
+            hooks.enter_context(hook)
         yield
 
 
@@ -146,12 +155,13 @@ class FeatureLM(CachedLM):
     """Be a CachedLM that keeps what the LM head read.
 
     features   [n, d], of the rows of the last call. After `start`: of all tokens of the text
-    taps       the numbers of the layers whose inputs are the features instead, in `tap_target`
+    taps       the number of all layers, whose tap is what the LM head read. In `tap_target` other
+               numbers of layers, whose inputs are the features then
     """
 
     def __init__(self, model, vocab: int | None = None):
         super().__init__(model, vocab)
-        self.taps = None
+        self.taps = [depth_of(model)]
         self.parts = None  # the features of each part of a prompt, while there is one
 
     def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
@@ -223,35 +233,6 @@ def tap_target(target: FeatureLM, taps: list[int]):
 # view has a cache that holds only its own layers.
 
 
-def copy_shallow(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module so that its parts can be replaced in the copy.
-
-    module   any module
-    returns  a copy that has the same parts and weights, not copies of them
-    """
-    new = copy.copy(module)
-    new._modules = dict(module._modules)
-    return new
-
-
-def open_model(model) -> tuple:
-    """Copy a model down to its list of layers, so that the list can be replaced in the copy.
-
-    The modules on the way from the model to its list of layers are copied. The list itself, all
-    layers and all weights are those of the model.
-
-    returns  the copy, its decoder, the decoder's name for its list of layers, and its name for the
-             norm after the last layer. InputError if the model has no such list or no such norm
-    """
-    top = copy_shallow(model)
-    decoder = top
-    for name in name_of(model.named_modules(), lambda x: x is model.get_decoder()).split("."):
-        decoder._modules[name] = copy_shallow(decoder._modules[name])
-        decoder = decoder._modules[name]
-    norm = name_of(decoder.named_children(), lambda x: "Norm" in type(x).__name__)
-    return top, decoder, name_layers(decoder), norm
-
-
 def view(model, first: int, last: int, end: torch.nn.Module | None = None):
     """Make a view of a model.
 
@@ -264,22 +245,16 @@ def view(model, first: int, last: int, end: torch.nn.Module | None = None):
     end      the module before the LM head of a view that ends early. None: the model's last norm
     returns  the view, with a config of its own
     """
-    new, decoder, layers, norm = open_model(model)
-    decoder._modules[layers] = decoder._modules[layers][first:last]
-    L = depth_of(model)
-    new.config = copy.deepcopy(model.config)
-    decoder.config = new.config.get_text_config()
-    for name, value in vars(decoder.config).items():
-        # A list with a value for each layer, such as the layer's kind of attention, is cut as well.
-        if isinstance(value, list) and len(value) == L:
-            setattr(decoder.config, name, value[first:last])
-    decoder.config.num_hidden_layers = last - first
-    if last < L:
-        head = name_of(model.named_children(), lambda x: x is model.get_output_embeddings())
-        if end is None:
-            end = decoder._modules[norm]
+    new = share_weights(model)
+    decoder, layers = new.get_decoder(), list_layers(new)
+    del layers[last:]
+    del layers[:first]
+    keep_entries(new.config.get_text_config(), range(first, last))
+    if last < depth_of(model):
         # The norm moves from the decoder, whose output is the features, to the LM head.
-        new._modules[head] = torch.nn.Sequential(end, new._modules[head])
+        norm = name_norm(decoder)
+        end = end or decoder._modules[norm]
+        new.set_output_embeddings(torch.nn.Sequential(end, new.get_output_embeddings()))
         decoder._modules[norm] = torch.nn.Identity()
     return new
 
@@ -341,9 +316,21 @@ def move_counts(part: CachedLM, whole: CachedLM) -> None:
 #     mlp_only_layers  [0, 5]                                    ->    [1]         layer 5 is now 1
 #     first_k_dense…   3, which are layers 0, 1 and 2            ->    1           layer 2 is now 0
 #
-# The smaller model is made from this configuration, as it would be loaded from a file. It must
-# compute what the model itself computes when all its other layers pass their input on. Layers that
-# no configuration of the family can describe are refused.
+# The smaller model is made from this configuration, as it would be loaded from a file. It computes
+# what the model itself computes when all its other layers pass their input on.
+
+
+def keep_entries(text, numbers: Iterable[int]) -> None:
+    """Keep what a configuration says of some layers in its lists with an entry for each layer.
+
+    text      the configuration of a model that reads text only, which is changed
+    numbers   the layers that are kept, in ascending order
+    """
+    total = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == total and "token_id" not in name:
+            setattr(text, name, [value[old] for old in numbers])
+    text.num_hidden_layers = len(numbers)
 
 
 def renumber(config, numbers: list[int]):
@@ -354,26 +341,17 @@ def renumber(config, numbers: list[int]):
     returns   the copy, as it would be read back from a file
     """
     text = copy.deepcopy(config)
-    total = text.num_hidden_layers
-    step = getattr(text, "decoder_sparse_step", None)
-    if step:
-        # Qwen has experts in every step-th layer that is not listed as having none. The new numbers
-        # would break the step. So each layer without experts is listed, and the step becomes 1.
-        text.mlp_only_layers = [i for i in range(total)
-                                if i in text.mlp_only_layers or (i + 1) % step > 0]
-        text.decoder_sparse_step = 1
-    for name, value in list(vars(text).items()):
-        if name in NUMBERS and value is not None:
-            setattr(text, name, [new for new, old in enumerate(numbers) if old in value])
-        elif name in COUNTS and value is not None:
-            setattr(text, name, sum(old < value for old in numbers))
-        elif isinstance(value, list) and len(value) == total and "token_id" not in name:
-            setattr(text, name, [value[old] for old in numbers])
-    text.num_hidden_layers = len(numbers)
+    for name in NUMBERS:
+        if getattr(text, name, None) is not None:
+            listed = getattr(text, name)
+            setattr(text, name, [new for new, old in enumerate(numbers) if old in listed])
+    for name in COUNTS:
+        if getattr(text, name, None) is not None:
+            setattr(text, name, sum(old < getattr(text, name) for old in numbers))
+    keep_entries(text, numbers)
     return type(text).from_dict(json.loads(text.to_json_string()))
 
 
-@torch.no_grad()
 def copy_weights(model, small, numbers: list[int]) -> None:
     """Copy some layers of a model into a smaller one, and all else of the same name and shape.
 
@@ -381,18 +359,15 @@ def copy_weights(model, small, numbers: list[int]) -> None:
     small     the smaller model that is copied into
     numbers   the layers of the model that the layers of the smaller one are
     """
-    layers, few = list_layers(model), list_layers(small)
-    for layer, old in zip(few, numbers, strict=True):
-        layer.load_state_dict(layers[old].state_dict())
-    copied = {id(x) for x in few.state_dict(keep_vars=True).values()}
     # Outside the layers names tell what belongs together. A model that reads images too has other
     # names than its text model, but not inside the decoder and inside the LM head.
     for source, part in ((model.get_decoder(), small.get_decoder()),
                          (model.get_output_embeddings(), small.get_output_embeddings())):
-        weights = source.state_dict()
-        for name, x in part.state_dict(keep_vars=True).items():
-            if id(x) not in copied and name in weights and weights[name].shape == x.shape:
-                x.copy_(weights[name])
+        weights, own = source.state_dict(), part.state_dict()
+        alike = [name for name in own if name in weights and weights[name].shape == own[name].shape]
+        part.load_state_dict({name: weights[name] for name in alike}, strict=False)
+    for layer, old in zip(list_layers(small), numbers, strict=True):
+        layer.load_state_dict(list_layers(model)[old].state_dict())
 
 
 def pass_on(layer, args: tuple, kwargs: dict, output):
@@ -407,64 +382,6 @@ def pass_on(layer, args: tuple, kwargs: dict, output):
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
-@torch.inference_mode()
-def run_layers(model, numbers: list[int], inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Run some layers of a model. All others pass their input on.
-
-    model     the model
-    numbers   the layers that compute
-    inputs    input embeddings [1, n, d]
-    returns   features [1, n, f] and logits [1, n, V], in float32
-    """
-    features = []
-    with ExitStack() as hooks:
-        for i, layer in enumerate(list_layers(model)):
-            if i not in numbers:
-                hooks.enter_context(layer.register_forward_hook(pass_on, with_kwargs=True))
-        hooks.enter_context(tap_layers(model, None, features))
-        output = model(inputs_embeds=inputs, use_cache=False, return_dict=True)
-    return [features[0].float(), output.logits.float()]
-
-
-def check_layers(model, small, numbers: list[int]) -> None:
-    """Raise an InputError unless a smaller model computes what some layers of a model do.
-
-    model     the model
-    small     the smaller model
-    numbers   the layers of the model that the layers of the smaller one are
-    """
-    table = model.get_input_embeddings()
-    first = len(table.weight) // 2  # the first tokens of a vocabulary are special ones
-    ids = torch.arange(first, first + 12, device=table.weight.device) % len(table.weight)
-    with torch.inference_mode():
-        inputs = table(ids[None])
-    expected = run_layers(model, numbers, inputs)
-    found = run_layers(small, list(range(len(numbers))), inputs)
-    for x, y in zip(expected, found):
-        if x.shape != y.shape:  # the smaller model has another vocabulary: features must do
-            continue
-        error = (y - x).abs().mean() / x.abs().mean()
-        if not error < (1e-3 if model.dtype == torch.float32 else 0.02):
-            raise InputError(f"no configuration makes them alone, outputs are off by {error:.1e}")
-
-
-def make_smaller(model, numbers: list[int], changes: dict):
-    """Make a smaller model as `take_layers` does; each family has its own errors of refusal."""
-    text = model.config.get_text_config()
-    # A model that reads images too has a text model inside, which alone is made.
-    config = renumber(text, numbers)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    # The new model begins with random weights. Drawing them must not change what is drawn later.
-    with torch.random.fork_rng():
-        small = AutoModelForCausalLM.from_config(config, dtype=model.dtype,
-                                                 attn_implementation=text._attn_implementation)
-    small = small.to(model.device).eval()
-    copy_weights(model, small, numbers)
-    check_layers(model, small, numbers)
-    return small
-
-
 def take_layers(model, numbers: list[int], **changes):
     """Make a smaller model of some layers of a model, in its type and on its device.
 
@@ -475,9 +392,20 @@ def take_layers(model, numbers: list[int], **changes):
               sizes are the same. InputError if the family's configuration cannot describe these
               layers alone
     """
+    text = model.config.get_text_config()
     try:
-        return make_smaller(model, numbers, changes)
+        # A model that reads images too has a text model inside, which alone is made.
+        config = renumber(text, numbers)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        # The new model begins with random weights. Drawing them must not change what is drawn
+        # later.
+        with torch.random.fork_rng():
+            small = AutoModelForCausalLM.from_config(config, dtype=model.dtype,
+                                                     attn_implementation=text._attn_implementation)
+        small = small.to(model.device).eval()
+        copy_weights(model, small, numbers)
+        return small
     except Exception as error:  # each family has its own ways of refusing a configuration
-        listed = ", ".join(map(str, numbers))
-        raise InputError(f"layers {listed} of {type(model).__name__} cannot be made into a model "
+        raise InputError(f"layers {numbers} of {type(model).__name__} cannot be made into a model "
                          f"of their own: {type(error).__name__}: {shorten(error)}") from error

@@ -22,10 +22,8 @@ Departures from LoRA:
 - Matrices. Paper: those of the attention. Here: all matrices of the layers. Why: the papers of
   layerskip.py and masks.py tune the whole model.
 """
-import copy
-
 from common import InputError
-from training.layers import open_model
+from training.layers import list_layers, share_weights
 
 import torch
 import torch.nn.functional as F
@@ -62,9 +60,8 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     returns  the parameters A and B, float32, by the name of their matrix within the layers.
              InputError for a model whose matrices are not of torch's class Linear (GPT-2)
     """
-    _, decoder, layers, _ = open_model(model)
     changes = {}
-    for name, part in [*decoder._modules[layers].named_modules()]:
+    for name, part in [*list_layers(model).named_modules()]:
         if isinstance(part, torch.nn.Linear):
             part.change = LowRank(part, rank).to(part.weight.device)
             changes[f"{name}.A"] = part.change.A
@@ -88,15 +85,6 @@ def choose_weights(model, rank: int, seed: int) -> dict[str, torch.nn.Parameter]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return add_low_rank(model.requires_grad_(False), rank)
-
-
-def share_weights(model):
-    """Copy a model's modules, but none of its weights.
-
-    model    the model. It stays as it is
-    returns  a model with the same weights, whose modules can get changes of their own
-    """
-    return copy.deepcopy(model, {id(x): x for x in [*model.parameters(), *model.buffers()]})
 
 
 class Tuned:

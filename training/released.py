@@ -17,17 +17,17 @@ import copy
 import json
 import re
 from pathlib import Path
-from typing import Callable, Collection, Iterable
+from typing import Callable, Sequence
 
-from common import CachedLM, InputError
-from training.files import check_file, explain, read_json, shorten, write_whole
+from common import CachedLM
+from training.files import check_file, read_json, write_text, write_whole
 from training.layers import choose_taps, context_length
-from training.parts import (belongs, check_numbers, fill, load_facts, match_type, save_facts,
-                            some_rows)
+from training.parts import (belongs, explain_errors, fill, load_facts, match_type, require,
+                            save_facts, some_embeddings)
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import LlamaConfig
 from transformers.utils import cached_file
 
 # The first of these files that a repository has is read, since some have their weights in two
@@ -41,7 +41,8 @@ KINDS = {
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
     "an EAGLE head": r"fc\.weight"}
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-         "head_dim", "rms_norm_eps")  # what a configuration says of a layer, except its positions
+         "head_dim", "rms_norm_eps", "hidden_act")  # what a configuration says of a layer, and
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # of its positions, in one way or another
 RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
 # The tree `mc_sim_7b_63` of Medusa's released code, for heads before their acceptance is measured.
 # A word is a node below the root: its digits are the ranks along its path.
@@ -59,87 +60,38 @@ def is_released(path: str | Path) -> bool:
     return not Path(path).is_file() and Path(path).suffix != ".safetensors"
 
 
-def find_file(path: str, name: str) -> Path | None:
-    """Find a file of a directory or of a hub id; None if it has none of this name."""
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return file if file.exists() else None
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    return Path(found) if found else None
+def find_file(path: str, names: Sequence[str]) -> Path:
+    """Find the first of some files that a directory or hub id has. FileNotFoundError if none is."""
+    for name in names:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if found:
+            return Path(found)
+    raise FileNotFoundError(f"there is no {' or '.join(names)}")
 
 
-def need_file(path: str, name: str) -> Path:
-    """Find a file as `find_file` does. FileNotFoundError if there is none of this name."""
-    file = find_file(path, name)
-    if file is None:
-        raise FileNotFoundError(f"there is no {name}")
-    return file
-
-
-def find_weights(path: str) -> list[Path]:
-    """Find the files that hold the tensors of a head.
-
-    path     a directory or hub id
-    returns  the first file of WEIGHTS that is there, or all files that it lists if it is an index.
-             FileNotFoundError if one of them is missing
-    """
-    for name in WEIGHTS:
-        file = find_file(path, name)
-        if file is not None and not name.endswith(".index.json"):
-            return [file]
-        if file is not None:
-            parts = read_json(file)["weight_map"].values()
-            return [need_file(path, part) for part in sorted({*parts})]
-    raise FileNotFoundError(f"there is no {WEIGHTS[0]}, nor another file of weights")
-
-
-def read_config(file: Path) -> dict:
-    """Read a config.json, and make its settings flat if they are nested.
-
-    file     the file
-    returns  the settings. ValueError or TypeError if the file does not hold dictionaries
-    """
-    config = read_json(file)
-    if not isinstance(config, dict):
-        raise TypeError("config.json does not hold a dictionary")
-    if "transformer_layer_config" in config:  # the package speculators writes nested ones
-        # Where such a configuration does not say whether the residual stream is normed, it is.
-        config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
-    return config
-
-
-def read_weights(file: Path) -> dict[str, torch.Tensor]:
-    """Read a file of tensors. A pickled file may hold tensors alone: no code of it is run."""
-    check_file(file)
-    if file.suffix == ".safetensors":
-        return load_file(file)
-    return torch.load(file, weights_only=True, map_location="cpu")
-
-
-def read_released(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Read a released head.
+def read_files(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Read the files of a released head.
 
     path     a directory or hub id
     returns  the settings of its config.json, made flat if they were nested, and its tensors by
-             name. InputError if something is missing or damaged
+             name. Any error if something is missing or damaged
     """
-    try:
-        config = read_config(need_file(path, "config.json"))
-        tensors = {}
-        for file in find_weights(path):
-            tensors |= read_weights(file)
-        return config, {name: x for name, x in tensors.items() if x.numel() > 0}
-    except Exception as error:  # the readers of the file formats raise all kinds
-        raise InputError(f"expected a trained file, or a directory or hub id with config.json and "
-                         f"weights, got {path!r}: {explain(error)}") from error
-
-
-def tell_kind(names: Collection[str]) -> str:
-    """Tell from the names of its tensors what kind of head a file has, in the words of KINDS."""
-    for kind, pattern in KINDS.items():
-        if any(re.fullmatch(pattern, name) for name in names):
-            return kind
-    return "a file without a head that is known here"
+    config = read_json(find_file(path, ["config.json"]))
+    if config.get("transformer_layer_config"):  # the package speculators writes nested ones
+        # Where such a configuration does not say whether the residual stream is normed, it is.
+        config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
+    files = [find_file(path, WEIGHTS)]
+    if files[0].name.endswith(".index.json"):
+        parts = {*read_json(files[0])["weight_map"].values()}
+        files = [find_file(path, [part]) for part in parts]
+    tensors = {}
+    for file in files:
+        check_file(file)
+        if file.suffix == ".safetensors":
+            tensors |= load_file(file)
+        else:  # a pickled file may hold tensors alone: no code of it is run
+            tensors |= torch.load(file, weights_only=True, map_location="cpu")
+    return config, {name.removeprefix("model."): x for name, x in tensors.items()}
 
 
 def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -147,39 +99,17 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
 
     path     a directory or hub id
     kind     the kind, in the words of KINDS
-    returns  its settings, as `read_released` gives them, and its tensors by name, where "model."
-             is left out. InputError for a head of another kind
+    returns  its settings, and its tensors by name, where "model." is left out. InputError if a file
+             is missing or damaged, and for a head of another kind
     """
-    config, tensors = read_released(path)
-    tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
-    found = tell_kind(tensors)
-    if found != kind:
-        raise InputError(f"--adapter must be {kind}, got {path!r}, {found}")
+    with explain_errors("a trained file, or a directory or hub id with config.json and weights",
+                        path):
+        config, tensors = read_files(path)
+    found = [name for name, pattern in KINDS.items()
+             if any(re.fullmatch(pattern, tensor) for tensor in tensors)]
+    found.append("a file without a head that is known here")
+    require(found[0] == kind, "adapter", kind, f"{path!r}, {found[0]}")
     return config, tensors
-
-
-def refuse_settings(path: str, config: dict, tensors: Iterable[str],
-                    names: Iterable[str] = ()) -> None:
-    """Raise an InputError for a head of several layers, or with settings that are not computed
-    here.
-
-    The tensors say how many layers there are. The configuration may say how many the target has.
-
-    path     the head's, for the message
-    config   its configuration
-    tensors  the names of its tensors
-    names    further settings that must be false or absent
-    """
-    layers = {layer for name in tensors for layer in re.findall(r"^layers\.\d+|^midlayer", name)}
-    if len(layers) > 1:
-        raise InputError(f"--adapter must be a head of one layer, got {path!r} with "
-                         f"{', '.join(sorted(layers))}")
-    refused = [name for name in names if config.get(name)]
-    if config.get("hidden_act", "silu") != "silu":
-        refused.append("hidden_act")
-    if refused:
-        raise InputError(f"--adapter must be a head without {refused[0]}, got {path!r} with "
-                         f"{config[refused[0]]}")
 
 
 # ---------------------------------------------------------------------------------- the layer
@@ -198,38 +128,26 @@ def make_config(model, mlp: int = 0) -> LlamaConfig:
         rms_norm_eps=1e-5, max_position_embeddings=context_length(model))
 
 
-def read_layer_config(path: str, config: dict, model,
-                      family: type[PreTrainedConfig] = LlamaConfig) -> PreTrainedConfig:
+def read_layer_config(path: str, config: dict, model) -> LlamaConfig:
     """Make the configuration of a released layer, whose rotary base is not always its target's.
 
     path     the head's, for messages
     config   its own configuration
     model    the target, whose texts may be longer than those that the head was trained on
-    family   the class of the configuration
     returns  the configuration. InputError for rotary positions that are not computed here, and for
              settings that describe no layer
     """
-    try:
-        rope = {}
-        for name in "rope_parameters", "rope_scaling":
-            rope |= config.get(name) or {}
-        kind = rope.setdefault("rope_type", rope.pop("type", "default"))
-        if kind not in ROTARY or any(isinstance(value, dict) for value in rope.values()):
-            raise ValueError(f"rotary positions must be of type {', '.join(ROTARY)}, not {rope}")
-        # The released code turns keys by the base 10,000 where a configuration names none.
-        rope["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta") or 10000.0
-        kept = {name: config[name] for name in SHAPE if config.get(name) is not None}
-        for name, value in (kept | {"rope_theta": rope["rope_theta"]}).items():
-            if not value > 0:
-                raise ValueError(f"{name} must be above 0, not {value}")
-        return family(**kept, num_hidden_layers=1, rope_parameters=rope,
-                      max_position_embeddings=context_length(model))
-    except Exception as error:  # transformers raises all kinds for settings that do not fit
-        raise InputError(f"--adapter must be a head whose config.json describes a layer, got "
-                         f"{path!r}: {shorten(error)}") from error
+    with explain_errors("a head whose config.json describes a layer", path):
+        kept = {name: config[name] for name in SHAPE + ROPE if config.get(name) is not None}
+        layer = LlamaConfig(**kept, num_hidden_layers=1,
+                            max_position_embeddings=context_length(model))
+        kind = layer.rope_parameters["rope_type"]
+        if kind not in ROTARY:
+            raise ValueError(f"rotary positions must be of type {', '.join(ROTARY)}, not {kind}")
+        return layer
 
 
-def read_eagle(path: str, model) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+def read_eagle(path: str, model) -> tuple[LlamaConfig, dict[str, torch.Tensor]]:
     """Read a head of EAGLE or EAGLE-2, whose forms are the same.
 
     path     a directory or hub id
@@ -237,13 +155,39 @@ def read_eagle(path: str, model) -> tuple[PreTrainedConfig, dict[str, torch.Tens
     returns  the configuration of its layer, and its tensors by name
     """
     config, tensors = read_head(path, "an EAGLE head")
-    refuse_settings(path, config, tensors)
-    biases = [x for x in "qkvo" if f"layers.0.self_attn.{x}_proj.bias" in tensors]
-    # With biases of queries, keys and values alone the attention is Qwen2's.
-    family = Qwen2Config if biases == [*"qkv"] else LlamaConfig
-    layer = read_layer_config(path, config, model, family)
-    layer.attention_bias = "o" in biases
+    layer = read_layer_config(path, config, model)
+    layer.attention_bias = "layers.0.self_attn.q_proj.bias" in tensors
+    if layer.attention_bias:  # Qwen2's attention has no bias of its output, and Llama's has one
+        tensors.setdefault("layers.0.self_attn.o_proj.bias", torch.zeros(layer.hidden_size))
     return layer, tensors
+
+
+def read_eagle3(path: str, model) -> tuple:
+    """Read a head of EAGLE-3 as EAGLE's code, SpecForge and SGLang write it.
+
+    path     a directory or hub id
+    model    the target
+    returns  the configuration of its layer, the layers that it reads, the tokens that it guesses,
+             {a setting of its form: whether it has that}, and its other tensors by name
+    """
+    config, found = read_head(path, "an EAGLE-3 head")
+    taps = choose_taps(model)
+    # Engines count differently: to some, layer i is what enters it, to others what layer i gives.
+    name = "eagle_aux_hidden_state_layer_ids"
+    listed = config.get(name) or (config.get("eagle_config") or {}).get(name)
+    require(not listed or {*listed} in ({*taps}, {i - 1 for i in taps}), "adapter",
+            f"a head that reads layers {taps}", f"{path!r} with {name} {listed}")
+    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
+    form = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
+    form["fc_norm"] = any(name.startswith("fc_norm.") for name in tensors)
+    # Row i of the LM head stands for token i + d2t[i]. t2d says for each token if any row does.
+    V = len(model.get_output_embeddings().weight)
+    offsets = tensors.pop("d2t", torch.zeros(V, dtype=torch.int64))
+    tensors.pop("t2d", None)
+    vocab = torch.arange(len(offsets)) + offsets
+    require(0 <= vocab.min() <= vocab.max() < V, "adapter", f"a head for {V} tokens",
+            f"{path!r} for others")
+    return read_layer_config(path, config, model), taps, vocab.tolist(), form, tensors
 
 
 def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
@@ -256,100 +200,25 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
     path        the head's, for messages
     model       the target
     returns     the layer. InputError if tensors are missing or unknown, or if the embeddings are of
-                another model, or if the head needs some and has none
+                another model
     """
-    table, h = draft.lm.get_input_embeddings().weight, draft.config.hidden_size
-    found = tensors.pop("embed_tokens.weight", None)
-    if (table if found is None else found).shape != (len(table), h):
-        said = "none" if found is None else f"those of the shape {tuple(found.shape)}"
-        raise InputError(f"--adapter must be a head with embeddings of {len(table)} tokens, each "
-                         f"of {h} numbers, got {path!r} with {said}")
-    if found is not None:
-        check_numbers({"embed_tokens.weight": found}, path)
-        if found.shape == table.shape and not belongs(some_rows(found), model):
-            raise InputError(f"--adapter must be a head for this model, got {path!r}, another's")
-        if not torch.equal(found.to(table), table):
-            own = torch.nn.Embedding.from_pretrained(found.to(table), freeze=True)
+    table = draft.lm.get_input_embeddings().weight
+    if "embed_tokens.weight" in tensors:
+        found = table.new_empty(len(table), draft.config.hidden_size)
+        own = torch.nn.Embedding.from_pretrained(found)
+        fill(parameters | {"embed_tokens.weight": own.weight}, tensors, path)
+        if not torch.equal(own.weight, table):
             draft.lm.set_input_embeddings(own)
-    fill(parameters, tensors, path)
+        require(found.shape != table.shape or belongs(some_embeddings(draft.lm), model), "adapter",
+                "a head for this model", f"{path!r}, another's")
+    else:
+        fill(parameters, tensors, path)
     return match_type(draft, model)
-
-
-# --------------------------------------------------------------------- of EAGLE-3's heads alone
-
-def check_taps(path: str, config: dict, taps: list[int]) -> None:
-    """Raise an InputError for a head that reads other layers, if its configuration says so.
-
-    path     the head's, for the message
-    config   its configuration
-    taps     numbers of the layers that it must read, in ascending order
-    """
-    name = "eagle_aux_hidden_state_layer_ids"
-    inner = config.get("eagle_config")
-    listed = config.get(name) or (inner.get(name) if isinstance(inner, dict) else None)
-    # Engines count differently: to some, layer i is what enters it, to others what layer i gives.
-    allowed = [{*map(str, taps)}, {str(i - 1) for i in taps}]
-    given = {*map(str, listed)} if isinstance(listed, list) else listed
-    if listed and given not in allowed:
-        raise InputError(f"--adapter must be a head that reads layers {taps}, got {path!r} with "
-                         f"{name} {listed}")
-
-
-def read_vocab(path: str, tensors: dict[str, torch.Tensor], V: int) -> torch.Tensor:
-    """Read which tokens the rows of a head's LM head stand for.
-
-    A head for a part of the vocabulary may say so twice. Row i stands for token i + d2t[i], and
-    t2d[x] says whether any row stands for token x. One of the two may be missing, or all zeros.
-    Without d2t the rows stand for the tokens of t2d in ascending order.
-
-    path     the head's, for messages
-    tensors  the head's, from which d2t and t2d are taken
-    V        how many tokens the target has
-    returns  the tokens [D]. InputError if d2t and t2d do not say which D tokens they are
-    """
-    head = tensors.get("lm_head.weight")
-    if head is None or head.ndim != 2:
-        raise InputError(f"--adapter must have an LM head of its own, got {path!r} without")
-    D = len(head)
-    offsets = tensors.pop("d2t", torch.zeros(D, dtype=torch.int64))
-    if offsets.shape != (D,) or offsets.is_floating_point():
-        raise InputError(f"--adapter must be a head whose d2t has {D} whole numbers, got {path!r} "
-                         f"with {tuple(offsets.shape)} of {offsets.dtype}")
-    listed = tensors.pop("t2d", torch.zeros(V)).flatten().nonzero()[:, 0]
-    vocab = torch.arange(D) + offsets
-    if D < V and not offsets.any():
-        vocab = listed
-    same = len(listed) == 0 or D == V or torch.equal(vocab.sort().values, listed)
-    if not same or len(vocab.unique()) != D:
-        raise InputError(f"--adapter must be a head whose d2t and t2d name the same {D} tokens, "
-                         f"got {path!r} with {len(vocab.unique())} and {len(listed)} tokens")
-    if not 0 <= vocab.min() <= vocab.max() < V:
-        raise InputError(f"--adapter must be a head for {V} tokens, got {path!r} for others")
-    return vocab
-
-
-def read_eagle3(path: str, model) -> tuple:
-    """Read a head of EAGLE-3 as EAGLE's code, SpecForge and SGLang write it.
-
-    path     a directory or hub id
-    model    the target
-    returns  the configuration of its layer, the layers that it reads, the tokens that it guesses,
-             {a setting of its form: whether it has that}, and its other tensors by name
-    """
-    config, found = read_head(path, "an EAGLE-3 head")
-    refuse_settings(path, config, found, ("attention_bias", "norm_before_fc"))
-    taps = choose_taps(model)
-    check_taps(path, config, taps)
-    tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
-    form = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
-    form["fc_norm"] = any(name.startswith("fc_norm.") for name in tensors)
-    vocab = read_vocab(path, tensors, len(model.get_output_embeddings().weight))
-    return read_layer_config(path, config, model), taps, vocab.tolist(), form, tensors
 
 
 # ------------------------------------------------------------------------------------- writing
 
-def describe_layer(config: PreTrainedConfig, model) -> dict:
+def describe_layer(config: LlamaConfig, model) -> dict:
     """Describe a layer by the settings that engines read in a head's config.json.
 
     Older engines read no dictionary of rotary positions, but a base and a scaling beside it.
@@ -362,7 +231,7 @@ def describe_layer(config: PreTrainedConfig, model) -> dict:
     told |= {"model_type": "llama", "num_hidden_layers": 1, "rope_theta": rope.pop("rope_theta"),
              "vocab_size": len(model.get_output_embeddings().weight),
              "max_position_embeddings": context_length(model), "tie_word_embeddings": False,
-             "hidden_act": "silu", "torch_dtype": str(model.dtype).removeprefix("torch.")}
+             "torch_dtype": str(model.dtype).removeprefix("torch.")}
     if rope["rope_type"] != "default":
         told["rope_scaling"] = rope | {"type": rope["rope_type"]}  # older code reads this name
     return told
@@ -382,16 +251,14 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
     def write(folder: Path) -> None:
         folder.mkdir()
         save_file(kept, folder / name, {"format": "pt"})
-        told = json.dumps(config, indent=2) + "\n"
-        (folder / "config.json").write_text(told, encoding="utf-8")
+        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_whole(out, write)
 
 
 def require_all_tokens(adapter: Path, part: torch.nn.Module, model) -> None:
     """Raise an InputError for a part of --adapter that guesses fewer tokens than its model has."""
-    if len(part.vocab) < len(model.get_output_embeddings().weight):
-        raise InputError(f"--adapter must guess all tokens, got {str(adapter)!r}, trained with "
-                         "--vocab")
+    every = len(part.vocab) == len(model.get_output_embeddings().weight)
+    require(every, "adapter", "trained without --vocab", repr(str(adapter)))
 
 
 # ------------------------------------------------------------------------- measured acceptance
@@ -421,20 +288,22 @@ def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[floa
     save_facts(path, {"model": model}, head=some_weights(part), accept=accept)
 
 
-def load_accept(path: str, model, part: torch.nn.Module) -> list[list[float]]:
+def load_accept(path: str, model, part: torch.nn.Module) -> torch.nn.Module:
     """Read what `save_accept` wrote. InputError if it is damaged, or of another model or head.
 
     path     the JSON file
     model    the target
-    part     the head
-    returns  the table accept, as `save_accept` describes it
+    part     the head, which stays as it is
+    returns  a copy that shares the weights, and has the table of the file
     """
     def parse(facts: dict) -> list[list[float]]:
         if not is_head(facts["head"], part):
             raise ValueError("another head's")
         return [[float(p) for p in ranks] for ranks in facts["accept"]]
-    return load_facts(path, {"model": model}, "what `measure` wrote for this model and this head",
-                      parse)
+    measured = copy.copy(part)
+    measured.accept = load_facts(
+        path, {"model": model}, "what `measure` wrote for this model and this head", parse)
+    return measured
 
 
 def load_measured(target: CachedLM, name: str, adapter: str, accept: str,
@@ -452,9 +321,4 @@ def load_measured(target: CachedLM, name: str, adapter: str, accept: str,
     part = target.once((name, adapter), lambda: load(adapter, target.model))
     if not accept:
         return part
-
-    def give_table() -> torch.nn.Module:
-        measured = copy.copy(part)
-        measured.accept = load_accept(accept, target.model, part)
-        return measured
-    return target.once((part, "accept", accept), give_table)
+    return target.once((part, "accept", accept), lambda: load_accept(accept, target.model, part))
