@@ -13,7 +13,7 @@ because the real token predicts it.
 
 The P prompt tokens are trained too. They are keys and values in every layer, and only mask tokens
 see them. Real tokens see neither prompt tokens nor masks, so the output is the model's own. BiTA is
-lossless, both greedily and with one sample of the model after each node of the tree.
+lossless. At a temperature the candidates are compared with one sample at each node of the tree.
 
 One call verifies the candidates of the last call and makes the next ones. These are the rows of a
 call with M = 2 and two candidates a and b for the token after the root. An x says that the row on
@@ -36,16 +36,19 @@ neither a nor b, its choice is the next root, and the root's masks predict the c
 
     L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
 
+X is the prompt and y its answer. A group of masks follows the real token y_k.
+
 Departures:
-    The tree. Paper: 1 + M k nodes with M masks after each (Fig. 5, --tree efficient). Here: the
-        default is --tree best, the likeliest nodes and the first masks after each, as many as pay
-        on this machine. Why: the paper's tree has 64 rows, and where rows cost time it is slower
-        than no guessing at all (0.65 times as fast, and the default 1.09 times).
-    Eq. 1. Paper: the sum runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1. Why: by
-        Section 3.2 and Fig. 4 the last real token predicts position k + 1, and the masks predict
-        the tokens after it.
-    The trained places. Paper: one random k of each answer. Here: up to --anchors of them, from the
-        prompt's last token to the end of the answer. Why: one pass over the text serves them all.
+    The tree. Paper: 1 + M k nodes, where k is how many candidates of a mask are tried, with M masks
+        after each (Fig. 5, --tree efficient). Here: by default (--tree best) the likeliest nodes
+        with the first few masks after each, as many as are fastest on this machine. Why: the
+        paper's tree has 64 rows. Where rows cost time it is slower than no guessing at all (0.67
+        times as fast, and the default 1.08 times).
+    Eq. 1. Paper: the sum runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in the
+        released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
+        the masks predict the tokens after it.
+    The trained places. Paper: one random k of each answer. Here: up to --anchors random ones. Why:
+        one pass over the text serves them all. The released code has up to 64 neighbouring ones.
 
 Departures that change no result are in results/masks.md. Left out: several GPUs.
 """
@@ -61,7 +64,7 @@ import torch
 import torch.nn.functional as F
 
 TREES = ("best", "efficient", "full", "chain")
-RANKS = 10  # the candidates of a mask whose accuracies are measured, from which a best tree is made
+RANKS = 10  # candidates of a mask whose accuracy is measured, for the best tree
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
 
@@ -168,7 +171,7 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
     root = prompt[-1]
     candidates = []  # for each mask its k likeliest tokens. The first call has none
     while True:
-        # Fig. 5: the candidates become a tree of n real tokens below the root.
+        # Fig. 5: the candidates become a tree of n real tokens, the root first.
         if tree == "best":
             from survey.clock import fastest, fill_tree, list_mask_trees
             plan, M = fastest(target, tuning, lambda: list_mask_trees(target, tuning.accept))
@@ -206,15 +209,15 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
 
 # ------------------------------------------------------------------------- what is trained on
 def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
-    """Make a batch of texts, and draw anchors: the paper's k, which a group of masks follows.
+    """Make a batch of texts, and draw anchors, the positions that groups of masks follow.
 
     data     pairs of a prompt and its answer, token ids
     M        number of masks of a group
     most     the most anchors of an answer
     rng      the source of randomness
-    returns  ids [B, T], the anchors' positions [B, G], and labels [B, G, M]. The label of mask j
-             after position a is the token of position a + j + 1. It is -100 where there is no
-             anchor, and beyond the end of the answer
+    returns  ids [B, T]; anchors [B, G], 0 where a text has fewer than G; and labels [B, G, M]. The
+             label of mask j after position a is the token of position a + j + 1. It is -100 where
+             there is no anchor, and beyond the end of the answer
     """
     # From the prompt's last token on, as long as two tokens follow: the anchor itself predicts the
     # first one, and mask 1 the second one.
@@ -344,7 +347,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     max_new_tokens: the most tokens of an answer
     batch:  answers of a pass. A step of the paper has 128 answers
     anchors: the most mask groups of an answer, 1 or more
-    lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M to 70B weights
+    lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M weights too
     """
     from training.loop import count_tokens, fit_part, prepare_training, sample_alike
     from training.parts import score_with

@@ -12,8 +12,8 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
     L    = L_GC + w L_AR                                                                     Eq. 7
 
 The model in training is q, and the text before the block is x. A block is the paper's n-token
-sequence: its root, which is known, and the n - 1 tokens after the root. A state of the block on the
-Jacobi trajectory is y. The last state is the fixed point y*, the greedy output of the model before
+sequence, but its first token is the root, which is known. A state of the block on the Jacobi
+trajectory is y. The last state is the fixed point y*, the greedy output of the model before
 training. The fixed points of all blocks make up the answer l.
 
 On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
@@ -25,7 +25,7 @@ y(1), which is wrong from its third token on:
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
 
 Up to a1 teacher and student are the same nodes, and D is 0 there. The token after a block is not
-part of the block, so no D compares it. Thus x3 is no node of the tree. Only the last token of y(2)
+part of the block, so no D compares it. So x3 is no node of the tree. Only the last token of y(2)
 is wrong, so y(2) adds nothing to the loss. One forward pass over such a tree evaluates an answer
 and states of all its blocks. A plain pass for each state takes four times as long.
 
@@ -35,8 +35,8 @@ the model says, and repetitive text decodes fast. So measure the quality of the 
 Departures (smaller ones are in results/cllm.md):
 - States. Paper: Alg. 2 draws one state of a trajectory, which may be y*. Here: several states of
   each block, from y(0) on, but never y*. Why: decoding begins with y(0), and the loss of y* is 0.
-- Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means, and D counts only from the
-  first wrong token on. Why: answers differ in length. So w is not comparable with the paper's.
+- Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means, as in the released code,
+  and D counts only from the first wrong token on. Why: answers differ in length.
 - Low rank. Paper: all weights are trained. Here: with `--rank R` only changes of rank R are. Why:
   all weights need 16 bytes each, with their gradients and the moments of AdamW.
 
@@ -67,7 +67,7 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     guesses that are not final yet. The block ends when all are final. Alg. 3 and Eq. 3. The loop is
     the one of jacobi.py, word for word.
 
-    n: tokens of a block, its root included, 2 or more. Best is the n of the training
+    n: tokens of a block, its root included, 2 or more. The n of the training is best
 
     Yields chunks of 1 to n tokens; logs {"states", "final"} a block. Every call extends both lists:
     the next state y(j), n tokens with the root first, and how many of its leading tokens are final.
@@ -175,8 +175,8 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
 
     n, limit, eos   tokens of a block, the most tokens of the answer, and tokens that end it
     seed            the seed of the first guesses
-    returns         the answer's tokens; and for each block a pair of start, which is the place of
-                    its root in prompt + answer, and of its trajectory y(0), y(1), …, y*
+    returns         the answer's tokens; and for each block a pair (start, trajectory): the place
+                    of its root in prompt + answer, and its states y(0), y(1), …, y*
     """
     log = []
     chunks = until(cllm(lm, prompt, n=n, sample=Sampler(0, seed=seed), log=log), limit, eos)
@@ -270,7 +270,7 @@ def training_tree(text: list[int], states: list) -> tuple[list[int], list[int], 
     ids, parents, compared = [*text], [*range(-1, len(text) - 1)], []
     for start, y in states:
         student = start
-        # The last token of a block predicts a token after the block
+        # The last token is left out, since it predicts a token after the block
         for teacher, token in enumerate(y[1:-1], start + 1):
             if student == teacher - 1 and token == text[teacher]:
                 student = teacher
@@ -333,8 +333,8 @@ def losses(model, score: Callable, examples: list[dict], states: list[list],
 def read_examples(path: Path, seed: int) -> tuple[int, list[dict], list[dict]]:
     """Read what `collect` wrote, and hold out a tenth of the answers, 20 at most.
 
-    Answers without blocks are left out, since they repeat themselves, and so are texts that are
-    longer than `--max-length`.
+    Answers that repeat themselves or are empty have no blocks, and are left out. So are texts that
+    are longer than `--max-length`.
 
     seed      another seed holds out other answers
     returns   tokens of a block, the examples to train on, and the examples held out
@@ -351,7 +351,7 @@ def read_examples(path: Path, seed: int) -> tuple[int, list[dict], list[dict]]:
     if len(examples) < 2:
         raise InputError(f"--data must have trajectories of 2 prompts or more, got {len(examples)} "
                          f"in {str(path)!r}")
-    print(f"{len(lines)} answers, {len(lines) - len(examples)} of them repetitive or too long")
+    print(f"{len(lines)} answers, {len(lines) - len(examples)} repetitive, empty or too long")
     random.Random(seed).shuffle(examples)
     few = max(1, min(20, len(examples) // 10))
     return n, examples[few:], examples[:few]

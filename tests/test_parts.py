@@ -138,7 +138,7 @@ def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained
 def test_a_file_of_another_model_or_kind_or_of_no_numbers_is_refused(line, trained, tmp_path):
     load, path, model = PARTS[line][0], tmp_path / "part", make_llama()
     header, tensors = read(trained(line))
-    with pytest.raises(InputError, match="for this model, got .*: it is another model's"):
+    with pytest.raises(InputError, match="for this model, got .*: it was made for another model"):
         load(trained(line), deep("llama", 3, seed=1))
     other = next(x for x in PARTS if read(trained(x))[0]["kind"] != header["kind"])
     with pytest.raises(InputError, match=f"expected a file of {header['kind']} .*: it is one of "):

@@ -129,7 +129,7 @@ def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch
     if found != kind:
         raise ValueError(f"it is one of {found}")
     if not belongs(tensors.pop("model"), model):
-        raise ValueError("it is another model's")
+        raise ValueError("it was made for another model")
     return header, tensors
 
 
@@ -256,7 +256,7 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
         facts = read_json(path)
         for name, model in models.items():
             if not belongs(torch.tensor(facts[name]), model):
-                raise ValueError(f"another {name}'s")
+                raise ValueError(f"it was made for another {name}")
         return parse(facts)
 
 
