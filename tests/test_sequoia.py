@@ -211,9 +211,9 @@ def test_rates_of_another_pair_are_refused(tmp_path):
     options = dict(nodes=2, depth=1, rates=rates_file(tmp_path, target, draft))
     lm = CachedLM(near(target, 0.05))
     assert next(sequoia(lm, CachedLM(near(draft, 0.05).half()), PROMPT, **options))
-    with pytest.raises(InputError, match="another draft's"):
+    with pytest.raises(InputError, match="another draft"):
         next(sequoia(lm, CachedLM(target), PROMPT, **options))
-    with pytest.raises(InputError, match="another target's"):
+    with pytest.raises(InputError, match="another target"):
         load_rates(options["rates"], draft, draft)
 
 

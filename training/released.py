@@ -210,7 +210,7 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
         if not torch.equal(own.weight, table):
             draft.lm.set_input_embeddings(own)
         require(found.shape != table.shape or belongs(some_embeddings(draft.lm), model), "adapter",
-                "a head for this model", f"{path!r}, another's")
+                "a head for this model", f"{path!r}, which is for another")
     else:
         fill(parameters, tensors, path)
     return match_type(draft, model)
@@ -298,7 +298,7 @@ def load_accept(path: str, model, part: torch.nn.Module) -> torch.nn.Module:
     """
     def parse(facts: dict) -> list[list[float]]:
         if not is_head(facts["head"], part):
-            raise ValueError("another head's")
+            raise ValueError("they are of another head")
         return [[float(p) for p in ranks] for ranks in facts["accept"]]
     measured = copy.copy(part)
     measured.accept = load_facts(
