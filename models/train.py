@@ -52,7 +52,7 @@ from training.files import save_model, write_text  # noqa: E402
 from training.layers import depth_of, take_layers  # noqa: E402
 from training.loop import (Training, answer_all, compute_in_parts, digest,  # noqa: E402
                            divergence, low_precision, multiplies_bfloat16, prepare_training,
-                           require, require_numbers, tokens_of_pass, warm_linear)
+                           require, tokens_of_pass, warm_linear)
 from training.parts import score_with  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
@@ -339,10 +339,8 @@ def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
     count: how many prompts are written, 1 or more
     batch: how many prompts are written at once, 1 or more
     max_new_tokens: the most tokens of a prompt. Longer prompts are dropped
-    temperature: prompts are samples at this temperature
+    temperature: prompts are samples at this temperature, above 0
     """
-    require_numbers(count=count, batch=batch, max_new_tokens=max_new_tokens)
-    require(temperature > 0, "temperature", "above 0", temperature)
     before = open_chat(tokenizer)
     torch.manual_seed(seed)
     found = []
@@ -399,8 +397,8 @@ def distil(model, tokenizer, prompts: list[list[int]], *, layers: list[int], out
     last = depth_of(model) - 1
     require(layers == sorted({*layers} & {*range(last + 1)}), "layers",
             f"different numbers from 0 to {last} in ascending order", " ".join(map(str, layers)))
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=0,
-                                            max_new_tokens=max_new_tokens, batch=batch, steps=steps)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=0,
+                                            max_new_tokens=max_new_tokens)
     draft = make_draft_of_layers(model, layers)
     train_rows, held_rows = weigh_answers(*zip(*data)), weigh_answers(*zip(*held_out))
     measure = make_distance(model, draft)

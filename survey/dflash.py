@@ -473,14 +473,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     """
     require(loss in ("ce", "tv"), "loss", "ce or tv", loss)
-    for option, number in (("markov", markov), ("vocab", vocab)):
-        require(number >= 0, option, "0 or more", number)
     L = depth_of(model)
     require(layers <= L, "layers", f"at most {L}", layers)
     numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
-        layers=layers, B=B, anchors=anchors, steps=steps, batch=batch, most=50)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens, most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
     draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal,
                        vocab=known, seed=seed)

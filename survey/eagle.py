@@ -373,12 +373,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     lr:      the highest learning rate. 1e-3 suited 10M to 135M parameters, and 3e-5 is for 7B
     """
-    require(mlp >= 0, "mlp", "0 or more", mlp)
-    require(vocab >= 0, "vocab", "0 or more", vocab)
     draft = EagleLayer(model, make_config(model, mlp), seed=seed)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
-                                            max_new_tokens=max_new_tokens, steps=steps,
-                                            batch=batch, most=50)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens, most=50)
     if vocab:
         draft.keep(find_frequent(data, vocab))
     fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)

@@ -364,16 +364,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     batch:   how many answers a step learns from
     """
-    require(mlp >= 0, "mlp", "0 or more", mlp)
-    require(vocab >= 0, "vocab", "0 or more", vocab)
     require(head in ("own", "target"), "head", "own or target", head)
     numbers = read_taps(taps or (str(depth_of(model)) if mtp else ""), model)
     require(not norms or len(numbers) > 1, "norms", "off where one layer is read",
             f"it for layer {numbers[0]}")
     form = Form(fc_norm=norms, norm_output=norms, mtp=mtp)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
-                                            max_new_tokens=max_new_tokens, steps=steps,
-                                            batch=batch, passes=passes, most=50)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens, most=50)
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")

@@ -171,9 +171,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
            of 10M to 135M parameters
     """
     split_layers(FeatureLM(model), E)  # refuses an E or a model that does not fit
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
-        width=width, steps=steps, batch=batch)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = Exit(model, E, width)

@@ -264,9 +264,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
            5e-4 was found for 10M parameters
     """
     split_layers(FeatureLM(model), E)  # refuses an E or a model that does not fit
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
-        rank=rank, steps=steps, batch=batch)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     to_logits = logits_of(model)
     tuning = Tuning(model, E, rank, seed)
     tuned = tuning.model

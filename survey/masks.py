@@ -255,9 +255,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: the most tokens of an answer that have masks after them, 1 or more
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, k=k,
-        rank=rank, steps=steps, batch=batch, anchors=anchors)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     tuning = Tuning(model, rank, seed)
     tuned = tuning.model
     score, V = score_with(model), len(model.get_output_embeddings().weight)

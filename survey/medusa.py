@@ -404,9 +404,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
             parameters, and is that of Medusa's released command for 7B
     """
     trained = Heads(model, heads, K)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
-                                            max_new_tokens=max_new_tokens, K=K, steps=steps,
-                                            batch=batch)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     if vocab:
         trained.keep(find_frequent(data, vocab))
     to_logits = logits_of(model)

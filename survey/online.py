@@ -251,9 +251,8 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:    the highest learning rate, after a warm-up. 1e-3 suited a draft of 0.6M parameters
     """
     first = draft_for(model, tokenizer, draft).float()
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
-        steps=steps, batch=batch)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     second = copy.deepcopy(first).requires_grad_(True)
     score, score_first, score_second = map(score_with, (model, first, second))
     V = len(first.get_output_embeddings().weight)

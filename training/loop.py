@@ -97,12 +97,6 @@ def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autoc
                           enabled=mixed or multiplies_bfloat16(device))
 
 
-def require_numbers(**numbers: int) -> None:
-    """Refuse the first of these options, by its name, that is below 1."""
-    for option, number in numbers.items():
-        require(number >= 1, option, "1 or more", number)
-
-
 # --------------------------------------------------------- what every training can be told
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,20 +309,17 @@ def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, wor
 
 
 def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work: Path | None, *,
-                     lr: float, max_new_tokens: int, seed: int, most: int = 100,
-                     **numbers: int) -> tuple[Path, list[Pair], list[Pair]]:
-    """Check the options that every training has, and collect what it learns from.
+                     max_new_tokens: int, seed: int,
+                     most: int = 100) -> tuple[Path, list[Pair], list[Pair]]:
+    """Collect what a training learns from.
 
-    out      the file that the training makes
-    work     the folder of answers and checkpoints. None: OUT.work
-    numbers  by the option's name, numbers that must not be below 1
+    out   the file that the training makes
+    work  the folder of answers and checkpoints. None: OUT.work
 
     The other arguments are those of `collect_examples`.
 
     returns  the folder, pairs to train on, and held-out pairs
     """
-    require_numbers(max_new_tokens=max_new_tokens, **numbers)
-    require(lr > 0, "lr", "above 0", lr)
     work = work or Path(f"{out}.work")
     return work, *collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
                                    most=most)
