@@ -365,7 +365,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         right = " ".join(f"{ranks[0]:.3f}" for ranks in accept)
         return {"accept": accept}, f"held-out loss {loss:.3f}, accuracy by mask {right}"
     fit_part(tuning, model, (batch, anchors), data, held_out, loss_of, evaluate, name="tuning",
-             steps=steps, lr=lr, seed=seed, work=work, texts=batch)
+             steps=steps, lr=lr, seed=seed, work=work)
     save_tuning(out, tuning, model)
 
 

@@ -178,7 +178,7 @@ LINES = [*COMMANDS, "medusa --heads hydra"]
 LINES[LINES.index("cllm")] = "cllm --rank 16"  # all its weights take 128 GB
 
 
-def replace_parts(data: tuple[list, list]) -> list:
+def replace_parts(data: list) -> list:
     """List what a training of made-up texts does not do: (its owner, what takes its place)."""
     def skip(*_, **__) -> None:
         pass
@@ -187,9 +187,9 @@ def replace_parts(data: tuple[list, list]) -> list:
         lm.start(prompt)
         lm.forward([0] * n)
         return [0], []
-    examples = [make_trajectory(*pair) for pair in data[0][:18]]
+    examples = [make_trajectory(*pair) for pair in data[:18]]
     # A hash reads numbers, and the states of this little data would be kept.
-    given = {"collect_examples": lambda *_, **__: data, "digest": lambda *_: ""}
+    given = {"collect_pairs": lambda *_, **__: data, "digest": lambda *_: ""}
     # Acceptance is measured text by text. Without numbers a text would have a round a token.
     measured = {"measure_acceptance": lambda *_: [[0.5]]}
     return [(training, given | {"write_whole": skip, "KEPT": 0}),
@@ -219,8 +219,8 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> 
         options = select_options(args, command, [])
         if "prompts" in inspect.signature(command).parameters:
             options["prompts"] = make_texts(lengths, 64) if name == "answers" else []
-        data = make_texts(lengths, 64), make_texts(lengths, held_out)
-        for owner, parts in replace_parts(data):
+        # A tenth of the texts is held out.
+        for owner, parts in replace_parts(make_texts(lengths, 10 * held_out)):
             stack.enter_context(patch.multiple(owner, **parts))
         stack.enter_context(training.use_settings(select_settings(args)))
         tokenizer = SimpleNamespace(eos_token_id=2, bos_token_id=1, pad_token_id=0,

@@ -425,7 +425,7 @@ def count_tree_tokens(draft: BlockDraft, score: Callable, texts: list[TargetText
 
 
 def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anchors: int,
-        batch: int, **how) -> dict:
+        batch: int, **how) -> None:
     """Train a draft, and set its `accept`, `temperatures` and `tokens`, by arguments of `train`."""
     score = score_with(model, draft.lm.get_output_embeddings())
     texts_of, _ = compute_frozen(lambda pairs: read_target_texts(model, draft.taps, pairs), data,
@@ -447,11 +447,10 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
             accept = measure_places(guess_blocks(draft, score, held_texts), draft.B)
         return {"accept": accept}, f"held-out acceptance {[round(x, 3) for x in accept]}"
     form = draft.taps, draft.form, draft.vocab.tolist(), batch, anchors, loss
-    curve = fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
-                     rate=warm_cosine, texts=batch, **how)
+    fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
+             rate=warm_cosine, **how)
     draft.temperatures = fit_temperatures(guess_blocks(draft, score, held_texts), draft.B)
     draft.tokens = count_tree_tokens(draft, score, held_texts)
-    return curve
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,

@@ -482,7 +482,7 @@ def test_a_command_may_make_its_own_folder_again(tmp_path, ask):
             f"{tmp_path}/head"]
     for _ in range(2):
         assert ask("export", *argv, file="survey.eagle3")[0] == 0
-    assert "made by `eagle export`" in refusal(ask("export", *argv, file="survey.eagle"))
+    assert "not made by eagle export" in refusal(ask("export", *argv, file="survey.eagle"))
 
 
 def test_only_the_command_that_made_a_file_may_make_it_again():
