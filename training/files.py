@@ -65,7 +65,9 @@ def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "
                                  f"works in, got {str(path)!r}")
         if path.exists():
             check_replaceable(path, expected, made_by, folder)
-        try_to_make(path)
+        above = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK)):
+            raise InputError(f"{expected}: nothing can be written into {str(above)!r}")
     except OSError as error:
         raise InputError(f"{expected}: {error.strerror}") from error
 
@@ -91,16 +93,6 @@ def check_replaceable(path: Path, expected: str, made_by: str, folder: bool) -> 
     if not ours:
         raise InputError(f"{expected}: it was not made by {made_by or 'this program'}, and would "
                          "be lost")
-
-
-def try_to_make(path: Path) -> None:
-    """Try whether a path can be made, inside a folder that is removed at once."""
-    place = Path(os.path.realpath(path))
-    above = place.parent
-    while not above.exists():
-        above = above.parent
-    with TemporaryDirectory(prefix=PREFIX, dir=above) as folder:
-        (Path(folder) / place.relative_to(above)).mkdir(parents=True)
 
 
 def sign_folder(folder: Path, made_by: str) -> None:

@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Callable
 
 import torch
@@ -403,12 +402,9 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
     return compute_in_parts(losses_of, vocab, target_read, read)
 
 
-def compute_again(compute: Callable, *args, **options):
-    """Compute something, keep what it was given, and compute it again where gradients need it."""
-    if not torch.is_grad_enabled():
-        return compute(*args, **options)
-    # Nothing in a layer or a loss is random, so no state of a generator has to be brought back.
-    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **options)
+# It computes something, keeps what it was given, and computes it again where gradients need it.
+# Nothing in a layer or a loss is random, so no state of a generator has to be brought back.
+compute_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager
@@ -591,8 +587,7 @@ class Training:
                 optimizer.load_state_dict(saved)
             self.done = state["done"]
             self.curve = state["curve"]
-        except (OSError, RuntimeError, LookupError, TypeError, ValueError, EOFError,
-                UnpicklingError) as error:  # torch raises all of these for a damaged file
+        except Exception as error:  # torch raises errors of many kinds for a damaged file
             raise InputError(f"expected a checkpoint that can be read, got {self.file}; without it "
                              "the run begins anew") from error
 
@@ -614,16 +609,6 @@ class Training:
         self.saved_at = time.monotonic()
         self.save_seconds = self.saved_at - began
 
-    def save_when_due(self) -> None:
-        """Write a checkpoint if the last one is old.
-
-        A large model's checkpoint takes minutes. Training goes on for at least SHARE times as long
-        as the last one took, so that checkpoints cost 5% of the time at most.
-        """
-        age = time.monotonic() - self.saved_at
-        if age > max(PAUSE, SHARE * self.save_seconds):
-            self.save()
-
     def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
         """Make all updates that are left. Ctrl-C ends them and leaves a checkpoint, too.
 
@@ -632,8 +617,12 @@ class Training:
         evaluate  a function that gives figures of held-out data, and a line to print
         returns   the curve, {step: figures} of about ten steps, the last one among them
         """
-        if self.done < self.steps:
-            print(self.estimate(), flush=True)
+        numbers = sum(p.numel() for p in self.parameters.values())
+        # A number that is trained has a gradient and the two moments of AdamW beside it, all as
+        # large as the number itself. Activations come on top, and grow with the tokens of a pass.
+        size = sum(4 * p.nbytes for p in self.parameters.values()) / 1e9
+        print(f"{self.name}: {self.steps:,} steps, {numbers:,} trained numbers, {size:.3g} GB with "
+              "gradients and moments", flush=True)
         with tqdm(total=self.steps, initial=self.done, desc=self.name) as bar:
             try:
                 self.evaluate_when_due(evaluate)
@@ -641,22 +630,15 @@ class Training:
                     loss = self.update(loss_of)
                     bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                     bar.update()
-                    self.save_when_due()
+                    # A large model's checkpoint takes minutes. So at least SHARE times as long goes
+                    # by until the next one: checkpoints cost 5% of the time at most.
+                    age = time.monotonic() - self.saved_at
+                    if age > max(PAUSE, SHARE * self.save_seconds):
+                        self.save()
                     self.evaluate_when_due(evaluate)
                 return self.curve
             finally:
                 self.save()
-
-    def estimate(self) -> str:
-        """Say in a line how much is trained, and what this takes in memory.
-
-        A number that is trained has a gradient and the two moments of AdamW beside it, all as large
-        as the number itself. Activations come on top, and grow with the tokens of a pass.
-        """
-        numbers = sum(p.numel() for p in self.parameters.values())
-        size = sum(4 * p.nbytes for p in self.parameters.values())
-        return (f"{self.name}: {self.steps:,} steps, {numbers:,} trained numbers, {size / 1e9:.3g} "
-                "GB with gradients and moments")
 
     def evaluate_when_due(self, evaluate: Callable) -> None:
         """Add a point to the curve at the steps of a report, and after the last step."""
