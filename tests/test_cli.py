@@ -457,7 +457,7 @@ speculative --trace {odd}/file/x
 speculative --trace models/medusa.safetensors
 bita train --out {odd}/file/x
 survey.medusa train --prompts {odd}/p.jsonl --out {odd}/empty/../p.jsonl
-survey.medusa train --work {odd}/x --out {odd}/x
+survey.medusa train --work {odd}/x --out {odd}/empty/../x
 survey.medusa train --out {odd}/unknown/config.json
 survey.medusa export --adapter x --out {odd}/broken
 survey.hybrid fit --adapters {odd}/broken --out {odd}/broken/model.safetensors
