@@ -352,9 +352,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     from training.loop import count_tokens, fit_part, prepare_training, sample_alike
     from training.parts import score_with
     tuning = Tuning(model.requires_grad_(False), P, M, seed).to(model.device)
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, M=M,
-        steps=steps, batch=batch, anchors=anchors)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters")
     score, vocab = score_with(model), len(model.get_output_embeddings().weight)
 
@@ -369,7 +368,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         right = " ".join(f"{ranks[0]:.3f}" for ranks in accept)
         return {"accept": accept}, f"held-out loss {loss:.3f}, accuracy by mask {right}"
     fit_part(tuning, model, (batch, anchors), data, held_out, loss_of, evaluate, name="tuning",
-             steps=steps, lr=lr, seed=seed, work=work, texts=batch)
+             steps=steps, lr=lr, seed=seed, work=work)
     save_tuning(out, tuning, model)
 
 

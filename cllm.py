@@ -215,19 +215,19 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     n:       tokens of a block, its root included, 2 or more
     augment: probability of correcting a wrong token, in half of the states, 0 to 1
     """
-    from training.loop import digest, read_whole_lines, repeats
+    from training.files import read_kept
+    from training.loop import digest, repeats
     settings = {"model": digest(model.state_dict()), "n": n, "max_new_tokens": max_new_tokens,
                 "augment": augment, "seed": seed}
-    first = json.dumps(settings).encode() + b"\n"
     lm, eos = CachedLM(model), eos_ids(model, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "a+b") as file:
-        kept = read_whole_lines(file)
+        kept = read_kept(file)
         if not kept:
-            file.write(first)
-        elif kept[0] != first:
+            file.write(json.dumps(settings).encode() + b"\n")
+        elif kept[0] != settings:
             raise InputError(f"expected a file of {settings}, got {str(out)!r} of others")
-        done = {tuple(json.loads(line)["prompt"]) for line in kept[1:]}
+        done = {tuple(row["prompt"]) for row in kept[1:]}
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in done]
         for prompt in map(list, tqdm(todo, desc="trajectories")):
             # A prompt that fills the context gets no answer, and so has no blocks
@@ -376,8 +376,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     """
     from training.files import save_model
-    from training.loop import (Training, digest, low_precision, require, tokens_of_pass,
-                               warm_linear)
+    from training.loop import Training, digest, low_precision, require, warm_linear
     from training.low_rank import choose_weights, merge_changes
     from training.parts import score_with
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
@@ -405,10 +404,9 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     of = (digest(model.state_dict()), n, sorted(eos), examples, held_out, batch, states, w,
           divergence)
     adam = torch.optim.AdamW(weights.values(), lr, (0.9, 0.95), weight_decay=0.0, foreach=False)
-    texts = [(example["prompt"], example["answer"]) for example in examples]
     Training(weights, of, name="cllm", steps=steps, lr=lr, rate=warm_linear, optimizers=[adam],
-             seed=seed, folder=work or Path(f"{out}.work"), models=(model,),
-             tokens=tokens_of_pass(texts, batch)).train(loss_of, evaluate)
+             seed=seed, folder=work or Path(f"{out}.work"),
+             models=(model,)).train(loss_of, evaluate)
     # Settings of sampling that the model had before can make `save_pretrained` fail
     model.generation_config = GenerationConfig(eos_token_id=sorted(eos) or None)
     save_model(out, merge_changes(model).to(torch.bfloat16), tokenizer)

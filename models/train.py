@@ -50,10 +50,10 @@ from cli.main import main, run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from training.files import save_model, write_text  # noqa: E402
 from training.layers import depth_of, take_layers  # noqa: E402
-from training.loop import (Training, answer_all, compute_in_parts, digest,  # noqa: E402
-                           divergence, low_precision, multiplies_bfloat16, prepare_training,
-                           require, require_numbers, tokens_of_pass, warm_linear)
-from training.parts import score_with  # noqa: E402
+from training.loop import (Pair, Training, answer_all, digest, divergence,  # noqa: E402
+                           divergence_in_parts, low_precision, multiplies_bfloat16,
+                           prepare_training, read_answers, warm_linear)
+from training.parts import require, score_with  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
 # The shares of the target's second phase have more math, since arithmetic is learnt last.
@@ -139,11 +139,6 @@ def encode_examples(tokenizer, prompts: list[str], answers: list[str]) -> list[R
             for p, a in zip(prompt_ids, answer_ids)]
 
 
-def weigh_answers(prompts: list[list[int]], answers: list[list[int]]) -> list[Row]:
-    """Make rows of prompts and answers in which only the answers' tokens count."""
-    return [(p + a, [0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers)]
-
-
 def sample_batch(tokenizer, split: str, size: int, mix: dict[str, float], rng: random.Random):
     """Sample a batch of about `size` tokens; its examples are alike in length.
 
@@ -166,23 +161,23 @@ def sample_batch(tokenizer, split: str, size: int, mix: dict[str, float], rng: r
 
 @torch.inference_mode()
 def answer_prompts(model, tokenizer, prompts: list[str], temperature: float,
-                   limit: int = 200) -> list[list[int]]:
+                   limit: int = 200) -> list[Pair]:
     """Let a model answer prompts.
 
     temperature  0 for greedy answers
     limit        the most tokens of an answer
-    returns      token ids of each answer, in the prompts' order; an EOS that ended one stays
+    returns      token ids of each prompt and its answer; an EOS that ended an answer stays
     """
     ids = tokenizer(prompts)["input_ids"]
-    return answer_all(model, {tokenizer.eos_token_id}, ids, limit, temperature)
+    return [*zip(ids, answer_all(model, {tokenizer.eos_token_id}, ids, limit, temperature))]
 
 
-def sample_answers(source, tokenizer, size: int, rng: random.Random):
+def sample_answers(source, tokenizer, size: int, rng: random.Random) -> list[Pair]:
     """Sample answers to training prompts that are alike in length, about `size` tokens in all.
 
     source   the model that answers
     rng      the generator
-    returns  ids and weights, as `pad_rows` does
+    returns  pairs of a prompt and its answer, token ids
     """
     pool = sorted(itertools.islice(mix_examples("train", rng.getrandbits(60)), size // 24),
                   key=lambda e: len(e.prompt))
@@ -190,8 +185,7 @@ def sample_answers(source, tokenizer, size: int, rng: random.Random):
     first = rng.randrange(0, len(pool) - few + 1)
     prompts = [e.prompt for e in pool[first:first + few]]
     torch.manual_seed(rng.getrandbits(60))
-    answers = answer_prompts(source, tokenizer, prompts, temperature=1.0)
-    return pad_rows(weigh_answers(tokenizer(prompts)["input_ids"], answers))
+    return answer_prompts(source, tokenizer, prompts, temperature=1.0)
 
 
 # -------------------------------------------------------------------------------------- losses
@@ -207,34 +201,17 @@ def next_token_loss(model, ids, weights):
     return (loss * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
 
-def read_tokens(model, ids, weights):
-    """Return [N, d], what the LM head reads to predict the N tokens with a weight.
-
-    ids, weights  [B, T], as `pad_rows` returns them
-    """
-    ids, weights = ids.to(model.device), weights.to(model.device)
-    # The LM head reads only rows that the loss needs: logits of all rows may not fit in memory.
-    hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
-    return hidden[weights[:, 1:] > 0]
-
-
 def make_distance(target, draft):
-    """Return a function that measures KL(target, draft) on a batch, as `pad_rows` makes one.
-
-    It returns the mean over the batch's tokens with a weight.
-    """
+    """Return a function that measures the mean KL(target, draft) over the answers of pairs."""
     score_target, score_draft = score_with(target), score_with(draft)
     vocab = len(draft.get_output_embeddings().weight)
 
-    def distances_of(teacher, student):
+    def measure(pairs: list[Pair]) -> torch.Tensor:
         with torch.no_grad():
-            p = score_target(teacher)
-        return divergence("forward-kl", p, score_draft(student))
-
-    def measure(batch):
-        with torch.no_grad():
-            teacher = read_tokens(target, *batch)
-        return compute_in_parts(distances_of, vocab, teacher, read_tokens(draft, *batch)).mean()
+            teacher, _ = read_answers(target, pairs)
+        student, _ = read_answers(draft, pairs)
+        return divergence_in_parts("forward-kl", score_target, score_draft, vocab, teacher,
+                                   student).mean()
     return measure
 
 
@@ -270,7 +247,7 @@ def make_optimizers(model, lr: float) -> list:
 
 
 def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, steps: int,
-        work: Path, models: tuple = (), tokens: float = 0) -> None:
+        work: Path, models: tuple = ()) -> None:
     """Train all weights that are not frozen; the rate falls linearly to 0 after a warm-up.
 
     name         the name of the run and of its checkpoints
@@ -280,7 +257,6 @@ def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, s
     lr, steps    the learning rate and the number of updates
     work         the folder of checkpoints
     models       all models that the losses run
-    tokens       about how many tokens a batch has
     """
     models = models or (model,)
 
@@ -291,8 +267,8 @@ def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, s
         return {"loss": loss}, f"held-out loss {loss:.4f}"
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     Training(trained, fingerprint, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
-             optimizers=make_optimizers(model, lr), folder=work, models=models,
-             tokens=tokens).train(loss_of, evaluate)
+             optimizers=make_optimizers(model, lr), folder=work,
+             models=models).train(loss_of, evaluate)
 
 
 def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int, *, lr: float,
@@ -307,7 +283,7 @@ def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int
     def loss_on(split: str):
         return lambda rng: next_token_loss(model, *sample_batch(tokenizer, split, size, mix, rng))
     fit(name, model, loss_on("train"), loss_on("test"), (mix, size), lr=lr, steps=tokens // size,
-        work=work, tokens=size)
+        work=work)
 
 
 def distil_on_tasks(name: str, target, draft, tokenizer, *, tokens: int, work: Path,
@@ -323,7 +299,7 @@ def distil_on_tasks(name: str, target, draft, tokenizer, *, tokens: int, work: P
     def loss_of(rng):
         return measure(sample_answers(target, tokenizer, size, rng))
     fit(name, draft, loss_of, loss_of, (digest(target.state_dict()), size), lr=2e-3,
-        steps=tokens // size, work=work, models=(target, draft), tokens=size)
+        steps=tokens // size, work=work, models=(target, draft))
 
 
 # ----------------------------------------------------------------------------- for any target
@@ -339,10 +315,8 @@ def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
     count: how many prompts are written, 1 or more
     batch: how many prompts are written at once, 1 or more
     max_new_tokens: the most tokens of a prompt. Longer prompts are dropped
-    temperature: prompts are samples at this temperature
+    temperature: prompts are samples at this temperature, above 0
     """
-    require_numbers(count=count, batch=batch, max_new_tokens=max_new_tokens)
-    require(temperature > 0, "temperature", "above 0", temperature)
     before = open_chat(tokenizer)
     torch.manual_seed(seed)
     found = []
@@ -399,36 +373,33 @@ def distil(model, tokenizer, prompts: list[list[int]], *, layers: list[int], out
     last = depth_of(model) - 1
     require(layers == sorted({*layers} & {*range(last + 1)}), "layers",
             f"different numbers from 0 to {last} in ascending order", " ".join(map(str, layers)))
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=0,
-                                            max_new_tokens=max_new_tokens, batch=batch, steps=steps)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=0,
+                                            max_new_tokens=max_new_tokens)
     draft = make_draft_of_layers(model, layers)
-    train_rows, held_rows = weigh_answers(*zip(*data)), weigh_answers(*zip(*held_out))
     measure = make_distance(model, draft)
 
-    def loss_on(rows: list[Row], rng: random.Random) -> torch.Tensor:
-        return measure(pad_rows(rng.sample(rows, min(batch, len(rows)))))
-    fingerprint = (digest(model.state_dict()), layers, batch, train_rows)
-    fit("distil", draft, lambda rng: loss_on(train_rows, rng), lambda rng: loss_on(held_rows, rng),
-        fingerprint, lr=lr, steps=steps, work=work, models=(model, draft),
-        tokens=tokens_of_pass(data, batch))
-    guessed, accepted = measure_agreement(model, draft, held_rows)
-    print(f"on {len(held_rows)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
+    def loss_on(pairs: list[Pair], rng: random.Random) -> torch.Tensor:
+        return measure(rng.sample(pairs, min(batch, len(pairs))))
+    fit("distil", draft, lambda rng: loss_on(data, rng), lambda rng: loss_on(held_out, rng),
+        (digest(model.state_dict()), layers, batch, data), lr=lr, steps=steps, work=work,
+        models=(model, draft))
+    guessed, accepted = measure_agreement(model, draft, held_out)
+    print(f"on {len(held_out)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
           f"{accepted:.3f}")
     save(draft, tokenizer, out)
 
 
 @torch.inference_mode()
-def measure_agreement(target, draft, rows: list[Row]) -> tuple[float, float]:
-    """Compare two models on the tokens that have a weight.
+def measure_agreement(target, draft, pairs: list[Pair]) -> tuple[float, float]:
+    """Compare two models on the tokens of answers.
 
-    rows     token ids and weights
     returns  the share of tokens that both choose, and the mean of 1 - TVD
     """
-    scores = {model: score_with(model) for model in (target, draft)}
+    score_target, score_draft = score_with(target), score_with(draft)
     right = accepted = total = 0
-    for row in rows:
-        with low_precision(target.device, target, draft):
-            p, q = (score(read_tokens(model, *pad_rows([row]))) for model, score in scores.items())
+    for pair in pairs:
+        p = score_target(read_answers(target, [pair])[0])
+        q = score_draft(read_answers(draft, [pair])[0])
         right += (p.argmax(-1) == q.argmax(-1)).sum().item()
         accepted += (1 - divergence("tvd", p, q)).sum().item()
         total += len(p)
@@ -437,28 +408,16 @@ def measure_agreement(target, draft, rows: list[Row]) -> tuple[float, float]:
 
 # ------------------------------------------------------------------------------------ figures
 
-@torch.inference_mode()
 def measure_acceptance(target, draft, tokenizer, prompts: list[str]) -> dict[str, float]:
     """Measure on the target's answers to prompts how often it would accept the draft's guesses.
 
     returns  greedy, the share of greedy answers' tokens that the draft chooses as well, and
              sampled, the mean of 1 - TVD on answers that are sampled at temperature 1
     """
-    figures = {}
-    for name, temperature in ("greedy", 0.0), ("sampled", 1.0):
-        torch.manual_seed(0)
-        answers = answer_prompts(target, tokenizer, prompts, temperature)
-        rows = weigh_answers(tokenizer(prompts)["input_ids"], answers)
-        good = total = 0.0
-        for i in range(0, len(rows), 25):
-            ids, weights = (x.to(target.device) for x in pad_rows(rows[i:i + 25]))
-            p, q = (model(ids[:, :-1]).logits for model in (target, draft))
-            right = (1 - divergence("tvd", p, q) if temperature
-                     else (p.argmax(-1) == q.argmax(-1)).float())
-            good += (right * weights[:, 1:]).sum().item()
-            total += weights[:, 1:].sum().item()
-        figures[name] = round(good / total, 4)
-    return figures
+    torch.manual_seed(0)
+    greedy, sampled = (measure_agreement(target, draft, answer_prompts(
+        target, tokenizer, prompts, temperature)) for temperature in (0.0, 1.0))
+    return {"greedy": round(greedy[0], 4), "sampled": round(sampled[1], 4)}
 
 
 @torch.inference_mode()
@@ -479,7 +438,7 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
             weights = (weights == 1.0).float()
             loss += next_token_loss(model, ids, weights).item() * weights[:, 1:].sum().item()
             total += weights[:, 1:].sum().item()
-        ids = answer_prompts(model, tokenizer, prompts, 0.0)
+        ids = [answer for _, answer in answer_prompts(model, tokenizer, prompts, 0.0)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         figures[task] = {"loss": round(loss / total, 4),
                          "accuracy": sum(map(tasks.grade, held_out, texts)) / n,
@@ -512,23 +471,12 @@ def make_target(tokenizer, args: argparse.Namespace) -> None:
     save(target, tokenizer, HERE / "target")
 
 
-def make_plain_draft(tokenizer, args: argparse.Namespace):
-    """Train a draft on tasks, as the target is trained."""
-    draft = make_model("draft", tokenizer, args.device)
-    train_on_tasks("draft", draft, tokenizer, MIX, 4096, lr=4e-3, tokens=TOKENS["draft"],
-                   work=args.work)
-    return draft
-
-
-def take_held_out_prompts() -> list[str]:
-    """Return 150 prompts of the test split."""
-    return [e.prompt for e in itertools.islice(mix_examples("test", 1), 150)]
-
-
 def make_draft(tokenizer, args: argparse.Namespace) -> None:
     """Train a draft on tasks, then distil it from the target."""
     target = load(HERE / "target", args.device)
-    draft = make_plain_draft(tokenizer, args)
+    draft = make_model("draft", tokenizer, args.device)
+    train_on_tasks("draft", draft, tokenizer, MIX, 4096, lr=4e-3, tokens=TOKENS["draft"],
+                   work=args.work)
     distil_on_tasks("distilled", target, draft, tokenizer, tokens=TOKENS["distilled"],
                     work=args.work)
     save(draft, tokenizer, HERE / "draft")
@@ -537,7 +485,7 @@ def make_draft(tokenizer, args: argparse.Namespace) -> None:
 def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
     """Measure the target and the draft that are there, and write the figures down."""
     target, draft = (load(HERE / name, args.device) for name in ("target", "draft"))
-    prompts = take_held_out_prompts()
+    prompts = [e.prompt for e in itertools.islice(mix_examples("test", 1), 150)]
     figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
                "acceptance": measure_acceptance(target, draft, tokenizer, prompts)}
     lines = json.dumps(figures, indent=1)
@@ -545,8 +493,7 @@ def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
     print(lines)
 
 
-STAGES = {"target": make_target, "plain-draft": make_plain_draft, "draft": make_draft,
-          "evaluate": write_evaluation}
+STAGES = {"target": make_target, "draft": make_draft, "evaluate": write_evaluation}
 
 
 def make_embedded() -> None:

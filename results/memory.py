@@ -162,13 +162,13 @@ COMMANDS = {"answers": collect_answers, "medusa": medusa.train, "bita": bita.tra
 LINES = ["medusa --heads hydra", *COMMANDS]  # the slow ones last
 
 
-def leave_out(data: tuple[list, list]) -> ExitStack:
+def leave_out(data: list) -> ExitStack:
     """Replace what a training of made-up texts does not do, while a `with` lasts.
 
-    data   the texts, and those that are held out
+    data   the texts. A training holds a tenth of them out
     """
     # A hash reads numbers, and the states of this little data would be kept.
-    given = {"collect_examples": Mock(return_value=data), "digest": Mock(return_value=""),
+    given = {"collect_pairs": Mock(return_value=data), "digest": Mock(return_value=""),
              "write_whole": Mock(), "KEPT": 0}
     # Acceptance is measured text by text. Without numbers a text would have a round a token.
     measured = {"measure_acceptance": Mock(return_value=[[0.5]])}
@@ -192,16 +192,15 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) 
     name, *words = shlex.split(line) or [""]
     if name not in COMMANDS:
         raise InputError(f"expected a training, one of {', '.join(COMMANDS)}, got {name!r}")
-    command, data = COMMANDS[name], make_texts(lengths, 64)
-    held_out = make_texts(lengths, 8 if name == "eagle3" else 32)
-    with tempfile.TemporaryDirectory() as folder, leave_out((data, held_out)) as stack:
+    command, data = COMMANDS[name], make_texts(lengths, 80 if name == "eagle3" else 320)
+    with tempfile.TemporaryDirectory() as folder, leave_out(data) as stack:
         given = ["--steps", "2", "--lr", "1e-4", "--out", f"{folder}/part"]
         args = parse_command(command, [*words, *given])
         if "accumulate" in args:  # gradients are there from the second pass on. More take no more
             args.accumulate = min(2, args.accumulate)
         options = select_options(args, command, [])
         if "prompts" in signature(command).parameters:
-            options["prompts"] = data
+            options["prompts"] = data[:64]
         stack.enter_context(training.use_settings(select_settings(args)))
         tokenizer = SimpleNamespace(eos_token_id=2, bos_token_id=1, pad_token_id=0,
                                     save_pretrained=lambda folder: None)

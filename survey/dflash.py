@@ -425,7 +425,7 @@ def count_tree_tokens(draft: BlockDraft, score: Callable, texts: list[TargetText
 
 
 def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anchors: int,
-        batch: int, **how) -> dict:
+        batch: int, **how) -> None:
     """Train a draft, and set its `accept`, `temperatures` and `tokens`, by arguments of `train`."""
     score = score_with(model, draft.lm.get_output_embeddings())
     texts_of, _ = compute_frozen(lambda pairs: read_target_texts(model, draft.taps, pairs), data,
@@ -447,11 +447,10 @@ def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anch
             accept = measure_places(guess_blocks(draft, score, held_texts), draft.B)
         return {"accept": accept}, f"held-out acceptance {[round(x, 3) for x in accept]}"
     form = draft.taps, draft.form, draft.vocab.tolist(), batch, anchors, loss
-    curve = fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
-                     rate=warm_cosine, texts=batch, **how)
+    fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
+             rate=warm_cosine, **how)
     draft.temperatures = fit_temperatures(guess_blocks(draft, score, held_texts), draft.B)
     draft.tokens = count_tree_tokens(draft, score, held_texts)
-    return curve
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -473,14 +472,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     """
     require(loss in ("ce", "tv"), "loss", "ce or tv", loss)
-    for option, number in (("markov", markov), ("vocab", vocab)):
-        require(number >= 0, option, "0 or more", number)
     L = depth_of(model)
     require(layers <= L, "layers", f"at most {L}", layers)
     numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
-        layers=layers, B=B, anchors=anchors, steps=steps, batch=batch, most=50)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens, most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
     draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal,
                        vocab=known, seed=seed)

@@ -56,7 +56,7 @@ from common import CachedLM, InputError, Sampler, check, greedy, walk
 from survey.clock import Node, best_tree, fastest, row_costs
 from training.acceptance import LEVELS, Text, compute_features, evaluate, measure_acceptance
 from training.layers import FeatureLM
-from training.loop import (collect_all, compute_frozen, count_tokens, cross_entropy_in_parts,
+from training.loop import (collect_pairs, compute_frozen, count_tokens, divergence_in_parts,
                            find_frequent, fit_part, prepare_training, sample_alike, warm_cosine)
 from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
 from training.released import (RANKS, describe_layer, fill_layer, is_released, load_measured,
@@ -161,7 +161,8 @@ def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
     guessed = guessed[learns].float()  # [N, f]
     features = f[:, 1:-1][learns].float()
     few = torch.randperm(len(features), generator=rng, device=device)[:SAMPLED]
-    each = cross_entropy_in_parts(score, len(draft.vocab), guessed[few], features[few])
+    each = divergence_in_parts("cross-entropy", score, score, len(draft.vocab), features[few],
+                               guessed[few])
     return F.smooth_l1_loss(guessed, features) + 0.1 * each.mean()
 
 
@@ -339,7 +340,7 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
 
 # ------------------------------------------------------------------------------------ training
 
-def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **how) -> dict:
+def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **how) -> None:
     """Train a draft beside its target, and set its `accept`. The arguments are those of `train`.
 
     Each value of a gradient is cut to ± 0.5, as in the released code.
@@ -359,9 +360,9 @@ def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **h
         return eagle_loss(draft, score, texts_of(numbers), noise)
 
     form = draft.config.to_dict(), draft.vocab.tolist(), batch
-    return fit_part(draft, model, form, data, held_out, loss_of,
-                    lambda: evaluate(draft, held_texts), name="eagle", rate=warm_cosine,
-                    max_norm=math.inf, max_value=0.5, models=(draft.lm,), texts=batch, **how)
+    fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, held_texts),
+             name="eagle", rate=warm_cosine, max_norm=math.inf, max_value=0.5, models=(draft.lm,),
+             **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -373,12 +374,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     lr:      the highest learning rate. 1e-3 suited 10M to 135M parameters, and 3e-5 is for 7B
     """
-    require(mlp >= 0, "mlp", "0 or more", mlp)
-    require(vocab >= 0, "vocab", "0 or more", vocab)
     draft = EagleLayer(model, make_config(model, mlp), seed=seed)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
-                                            max_new_tokens=max_new_tokens, steps=steps,
-                                            batch=batch, most=50)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens, most=50)
     if vocab:
         draft.keep(find_frequent(data, vocab))
     fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
@@ -417,7 +415,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     """
     draft = load_draft(adapter, model)
-    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
+    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work)
     save_accept(out, model, draft, measure_acceptance(draft, compute_features(model, data)))
 
 

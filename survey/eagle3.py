@@ -64,7 +64,7 @@ from survey.eagle import decode
 from training.acceptance import evaluate, measure_acceptance, tap_texts
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
                              tap_widths)
-from training.loop import (collect_all, count_tokens, find_frequent, fit_part, pad_pairs,
+from training.loop import (collect_pairs, count_tokens, find_frequent, fit_part, pad_pairs,
                            prepare_training, sample_alike, warm_linear)
 from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
 from training.released import (describe_layer, fill_layer, is_released, load_measured, make_config,
@@ -326,7 +326,7 @@ def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
 
 
 def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, batch: int,
-        **how) -> dict:
+        **how) -> None:
     """Train a draft beside its target, and set its `accept`. The arguments are those of `train`."""
     texts = [*tap_texts(model, draft.taps, held_out)]
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
@@ -340,9 +340,8 @@ def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, b
 
     form = (draft.taps, draft.form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head,
             batch, passes)
-    return fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, texts),
-                    name="eagle3", rate=warm_linear, max_norm=math.inf, max_value=0.5, texts=batch,
-                    **how)
+    fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, texts),
+             name="eagle3", rate=warm_linear, max_norm=math.inf, max_value=0.5, **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -364,16 +363,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     batch:   how many answers a step learns from
     """
-    require(mlp >= 0, "mlp", "0 or more", mlp)
-    require(vocab >= 0, "vocab", "0 or more", vocab)
     require(head in ("own", "target"), "head", "own or target", head)
     numbers = read_taps(taps or (str(depth_of(model)) if mtp else ""), model)
     require(not norms or len(numbers) > 1, "norms", "off where one layer is read",
             f"it for layer {numbers[0]}")
     form = Form(fc_norm=norms, norm_output=norms, mtp=mtp)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
-                                            max_new_tokens=max_new_tokens, steps=steps,
-                                            batch=batch, passes=passes, most=50)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens, most=50)
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
@@ -410,7 +406,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     """
     draft = load_draft(adapter, model)
-    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
+    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work)
     texts = tap_texts(model, draft.taps, data)
     save_accept(out, model, draft, measure_acceptance(draft, texts))
 

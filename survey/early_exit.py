@@ -39,8 +39,8 @@ from typing import Callable, Iterator
 from common import Sampler, greedy
 from survey.layerskip import collect_states, self_speculate
 from training.layers import FeatureLM, depth_of, name_norm, split_layers
-from training.loop import (compute_frozen, cross_entropy_in_parts, prepare_training, sample_rows,
-                           train_beside)
+from training.loop import (compute_frozen, divergence_in_parts, fit_part, prepare_training,
+                           sample_rows)
 from training.parts import MODELS, Part, load_trained, save_trained, score_with
 
 import torch
@@ -92,7 +92,7 @@ def exit_loss(score: Callable, network: Exit, early: torch.Tensor, last: torch.T
     vocab    the number of logits
     returns  the mean over the n positions, in nats
     """
-    return cross_entropy_in_parts(score, vocab, network(early), last).mean()
+    return divergence_in_parts("cross-entropy", score, score, vocab, last, network(early)).mean()
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -119,15 +119,15 @@ def early_exit(target: FeatureLM, prompt: list[int], *, gamma: int = 6, exit: st
 
 # ------------------------------------------------------------------------------------ training
 
-def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) -> dict:
+def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) -> None:
     """Train an exit in place, while the model stays as it is.
 
     data      pairs of a prompt and its answer, to train on
     held_out  pairs on which the exit is only measured
     batch     how many positions a step learns from
-    how       other arguments of `train_beside`
-    returns   the figure {"right": r} of some steps and of the last one. r is how often the exit's
-              likeliest token is the model's
+    how       other arguments of `fit_part`
+
+    The exit's `right` is then how often its likeliest token is the model's.
     """
     model.requires_grad_(False)
     score = score_with(model)
@@ -150,8 +150,8 @@ def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) 
         right = torch.cat(same).float().mean().item()
         return {"right": right}, f"held-out guesses right {right:.3f}"
 
-    return train_beside(network.trainable(), model, (network.E, batch, texts), data, held_out,
-                        loss_of, evaluate, name="exit", texts=texts, **how)
+    fit_part(network, model, (network.E, batch, texts), data, held_out, loss_of, evaluate,
+             name="exit", **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,
@@ -171,15 +171,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
            of 10M to 135M parameters
     """
     split_layers(FeatureLM(model), E)  # refuses an E or a model that does not fit
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
-        width=width, steps=steps, batch=batch)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = Exit(model, E, width)
-    curve = fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed,
-                work=work)
-    network.right = curve[steps]["right"]
+    fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
     save_trained(out, network, model, E=E, width=width)
 
 

@@ -81,7 +81,7 @@ from survey.recycling import Successors
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
 from survey.trust import CLASSES, load_trust, replay_answers
 from training.layers import FeatureLM, depth_of, tap_target
-from training.loop import collect_all
+from training.loop import collect_pairs
 from training.parts import MODELS, require, save_facts
 from training.released import some_weights
 from training.trust import fit_pool, fit_trust, pool_chances
@@ -307,7 +307,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
                eagle3.safetensors and dflash.safetensors, or of some of them
     max_new_tokens: the most tokens of an answer
     """
-    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
+    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work)
     # Leave these answers out of the datastore, which would know them all by heart. A text of the
     # datastore begins with BEGIN tokens of a prompt. The tokens after these tell whether it is one
     # of the answers.

@@ -62,8 +62,8 @@ from speculative import verify_block as verify
 from training.layers import (FeatureLM, depth_of, list_layers, move_counts, name_norm, pass_on,
                              split_layers, tap_layers, view)
 from training.files import save_model
-from training.loop import (compute_in_parts, count_tokens, pad_pairs, prepare_training, read_texts,
-                           sample_alike, train_beside, warm_linear)
+from training.loop import (compute_in_parts, count_tokens, fit_part, pad_pairs, prepare_training,
+                           read_texts, sample_alike, warm_linear)
 from training.low_rank import Tuned, merge_changes, prepare_changes
 from training.parts import MODELS, load_trained, logits_of, require, save_trained
 
@@ -264,9 +264,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
            5e-4 was found for 10M parameters
     """
     split_layers(FeatureLM(model), E)  # refuses an E or a model that does not fit
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
-        rank=rank, steps=steps, batch=batch)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     to_logits = logits_of(model)
     tuning = Tuning(model, E, rank, seed)
     tuned = tuning.model
@@ -279,9 +278,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         right = [measure_exit(tuned, held_out, layers) for layers in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
-    train_beside(tuning.changes, model, (batch,), data, held_out, loss_of, evaluate,
-                 name="layerskip", steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work,
-                 models=(tuned,), texts=batch)
+    fit_part(tuning, model, (batch,), data, held_out, loss_of, evaluate, name="layerskip",
+             steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work, models=(tuned,))
     save_trained(out, tuning, model, E=E, rank=rank)
 
 

@@ -76,8 +76,8 @@ import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
 from speculative import verify_block as verify
 from training.layers import move_counts
-from training.loop import (compute_in_parts, count_tokens, divergence_in_parts, guess_answers,
-                           prepare_training, read_answers, sample_alike, train_beside, warm_linear)
+from training.loop import (compute_in_parts, count_tokens, divergence_in_parts, fit_part,
+                           guess_answers, prepare_training, read_answers, sample_alike, warm_linear)
 from training.low_rank import Tuned, prepare_changes
 from training.parts import MODELS, load_trained, require, save_trained, score_with
 
@@ -255,9 +255,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: the most tokens of an answer that have masks after them, 1 or more
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens, k=k,
-        rank=rank, steps=steps, batch=batch, anchors=anchors)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     tuning = Tuning(model, rank, seed)
     tuned = tuning.model
     score, V = score_with(model), len(model.get_output_embeddings().weight)
@@ -281,10 +280,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         shares = " ".join(f"{x:.3f}" for x in all_right)
         line = f"held-out tokens kept {kept:.3f}, guesses all right {shares}"
         return {"right": all_right, "kept": kept}, line
-    curve = train_beside(tuning.changes, model, (k, batch, anchors), data, held_out, loss_of,
-                         evaluate, name="space", steps=steps, lr=lr, rate=warm_linear, seed=seed,
-                         work=work, models=(tuned,), texts=batch)
-    tuning.right = curve[steps]["right"]
+    fit_part(tuning, model, (k, batch, anchors), data, held_out, loss_of, evaluate, name="space",
+             steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work, models=(tuned,))
     save_trained(out, tuning, model, rank=rank)
 
 

@@ -55,7 +55,7 @@ from typing import Callable, Iterator
 from common import CachedLM, Sampler, greedy, trie, walk
 from survey.clock import Node, best_tree, fastest, row_costs
 from training.layers import FeatureLM
-from training.loop import (collect_all, compute_frozen, compute_in_parts, find_frequent, fit_part,
+from training.loop import (collect_pairs, compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
 from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                             require, save_trained)
@@ -404,9 +404,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
             parameters, and is that of Medusa's released command for 7B
     """
     trained = Heads(model, heads, K)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, lr=lr, seed=seed,
-                                            max_new_tokens=max_new_tokens, K=K, steps=steps,
-                                            batch=batch)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     if vocab:
         trained.keep(find_frequent(data, vocab))
     to_logits = logits_of(model)
@@ -424,7 +423,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         return {"accept": accept}, f"held-out acceptance {[round(x[0], 3) for x in accept]}"
     form = trained.kind, trained.K, trained.vocab.tolist(), batch, texts
     fit_part(trained, model, form, data, held_out, loss_of, evaluate, steps=steps, lr=lr, seed=seed,
-             work=work, name=trained.kind, rate=warm_cosine, texts=texts)
+             work=work, name=trained.kind, rate=warm_cosine)
     save_heads(out, trained, model)
 
 
@@ -474,7 +473,7 @@ def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: P
     work:    folder of answers, OUT.work by default
     """
     trained = load_heads(adapter, heads, model)
-    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
+    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work)
     read = map(torch.cat, zip(*collect_features(model, data, trained.K)))
     save_accept(out, model, trained, accuracy(trained, model, *read))
 

@@ -45,7 +45,7 @@ from training.files import check_result, cut_stream, save_model, sign_folder
 from training.layers import FeatureLM, context_length, move_counts
 from training.loop import (Training, compute_in_parts, count_tokens, digest, divergence_in_parts,
                            guess_answers, prepare_training, read_answers, sample_alike,
-                           train_beside, warm_linear)
+                           warm_linear)
 from training.parts import MODELS, draft_for, require, score_with
 
 import torch
@@ -210,7 +210,6 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     first = CachedLM(small, vocab_size(small, tokenizer))
     settings = gamma, every, max_new_tokens, temperature, seed
     learner = Learner(target, first, divergence, lr, work, settings)
-    print(f"online: {learner.training.estimate_memory()}")
     # A checkpoint is written after each step, so an earlier run learnt from so many requests
     served = learner.training.done * every
     with open(out, "a+b") as file:
@@ -251,9 +250,8 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:    the highest learning rate, after a warm-up. 1e-3 suited a draft of 0.6M parameters
     """
     first = draft_for(model, tokenizer, draft).float()
-    work, data, held_out = prepare_training(
-        model, tokenizer, prompts, out, work, lr=lr, seed=seed, max_new_tokens=max_new_tokens,
-        steps=steps, batch=batch)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     second = copy.deepcopy(first).requires_grad_(True)
     score, score_first, score_second = map(score_with, (model, first, second))
     V = len(first.get_output_embeddings().weight)
@@ -281,9 +279,10 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         hits = torch.stack(hits)  # [2, N]
         shares = [*hits.float().mean(1).tolist(), hits.any(0).float().mean().item()]
         return {"right": shares}, "held-out right: {:.3f}, {:.3f}, either {:.3f}".format(*shares)
-    train_beside(dict(second.named_parameters()), model, (digest(first.state_dict()), batch), data,
-                 held_out, loss_of, evaluate, name="boost", steps=steps, lr=lr, rate=warm_linear,
-                 seed=seed, work=work, models=(first, second), texts=batch)
+    form = digest(first.state_dict()), batch
+    Training(dict(second.named_parameters()), (digest(model.state_dict()), form, data, held_out),
+             name="boost", steps=steps, lr=lr, rate=warm_linear, seed=seed, folder=work,
+             models=(model, first, second)).train(loss_of, evaluate)
     save_model(out, second.to(model.dtype), tokenizer)
 
 

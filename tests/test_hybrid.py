@@ -208,6 +208,9 @@ def test_em_by_hand():
     assert found[0][0][0] == pytest.approx(30.5 / 101, abs=1e-3) and found[0][1][1] == 0.5
     assert found[1][2][1] == pytest.approx(35.5 / 71, abs=1e-3)
     assert fit_trust([[(A, 1.0)]] * 500, CLASSES)[0][0][0] == pytest.approx(0.99)
+    # The second entry is right wherever the first is, and elsewhere too: the first is not needed.
+    chains = [[(A, 0.5), (B, 0.5)]] * 30 + [[(A, 0.0), (B, 1.0)]] * 10 + [[(A, 0.0), (B, 0.0)]] * 20
+    assert fit_trust(chains, CLASSES)[0][0][0] < 0.1
 
 
 def test_a_pool_is_fitted_to_what_is_right():

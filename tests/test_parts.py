@@ -172,7 +172,7 @@ def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
     assert load_facts(path, models, "rates", lambda facts: facts["rates"]) == [0.5, 0.25]
     for name in models:
         others = models | {name: LLAMA}
-        with pytest.raises(InputError, match=f"expected rates, got .*another {name}.s"):
+        with pytest.raises(InputError, match=f"expected rates, got .*another {name}"):
             load_facts(path, others, "rates", lambda facts: facts["rates"])
 
 

@@ -1,16 +1,27 @@
-"""Graders accept what is right, held-out prompts are new, and files of prompts are read."""
+"""The tasks stay what the embedded models learnt, graders accept what is right, and files of
+prompts are read."""
 import argparse
+import hashlib
 import json
-import runpy
-import sys
 
 import pytest
 
 from cli.files import read_pairs, read_prompts
 import tasks
-from helpers import said_in_one_line
 
 WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSELECT 1; SELECT 2;")
+
+
+@pytest.mark.parametrize("task, expected", [
+    ("sql", "b3b81fdade00c652"), ("math", "8884156155b420b6"),
+    ("code", "06c7a42d58d56651")])
+def test_the_examples_never_change(task, expected):
+    """The embedded models learnt those of one split, and figures are of the other."""
+    digest = hashlib.sha256()
+    for split in "train", "test":
+        for example in tasks.take(task, split, 200, seed=1):
+            digest.update(f"{example.prompt}{example.answer}".encode())
+    assert digest.hexdigest()[:16] == expected
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -27,50 +38,14 @@ def first(task: str, fits) -> tasks.Example:
 
 
 SQL = first("sql", lambda x: "ORDER BY" in x and "DESC" in x and "LIMIT" not in x)
-MATH = first("math", bool)
 CODE = first("code", lambda x: " % 2 == 0" in x)
 
 
 @pytest.mark.parametrize("example, wrong", [
     (SQL, SQL.answer.replace(" DESC", "")), (SQL, SQL.answer.replace("SELECT ", "SELECT id, ")),
-    (MATH, MATH.answer + "1"), (MATH, MATH.answer.replace("####", "Answer:")),
-    (MATH, MATH.answer.rpartition(" ")[2]), (CODE, CODE.answer.replace("2 == 0", "2 == 1")),
-    (CODE, "\n    import sys; sys.exit(0)"), (CODE, "\n    return [1"),
-    (CODE, "\n    while True: pass")])
+    (CODE, CODE.answer.replace("2 == 0", "2 == 1")), (CODE, "\n    while True: pass")])
 def test_graders_see_small_mistakes(example, wrong):
     assert not tasks.grade(example, wrong)
-
-
-def test_another_form_of_the_same_query_is_right():
-    assert tasks.grade(SQL, SQL.answer.replace("SELECT", "select").replace(" FROM", "\nFROM"))
-
-
-def test_a_runaway_query_ends():
-    table = next(iter(SQL.check["schema"]))
-    product = ", ".join(f"{table} AS t{i}" for i in range(6))
-    assert not tasks.grade(SQL, f"SELECT count(*) FROM {product}")
-
-
-@pytest.mark.parametrize("task", tasks.TASKS)
-def test_held_out_prompts_are_new(task):
-    train, test = tasks.take(task, "train", 2000), tasks.take(task, "test", 200)
-    assert not {e.template for e in train} & {e.template for e in test}
-    assert not {e.prompt for e in train} & {e.prompt for e in test}
-    assert len({e.template for e in test}) > 60 and len({e.prompt for e in test}) > 190
-    again, others = tasks.take(task, "test", 5), tasks.take(task, "test", 5, seed=1)
-    assert [e.prompt for e in again] == [e.prompt for e in test[:5]] != [e.prompt for e in others]
-
-
-@pytest.mark.parametrize("tokens, loops", [
-    ([5, 1, 2, 1, 2, 1, 2, 1, 2], True), ([9] * 8, True), (list(range(10)) * 4, True),
-    ([1] + [9] * 7, False), ([1, 2, 1, 2, 1, 2, 1, 2, 3], False), ([], False)])
-def test_loops(tokens, loops):
-    assert tasks.loops(tokens) == loops
-
-
-def test_unknown_tasks_are_refused():
-    with pytest.raises(ValueError, match="got 'poems'"):
-        next(tasks.make_examples("poems", "test"))
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -79,10 +54,17 @@ def test_the_embedded_target_knows_its_tasks(task, embedded):
     from train import answer_prompts
     target, _, tokenizer = embedded
     held_out = tasks.take(task, "test", 10, seed=30)
-    answers = answer_prompts(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    pairs = answer_prompts(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
+    texts = tokenizer.batch_decode([answer for _, answer in pairs], skip_special_tokens=True)
     assert sum(map(tasks.grade, held_out, texts)) >= 4
-    assert not any(map(tasks.loops, answers))
+    assert not any(tasks.loops(answer) for _, answer in pairs)
+
+
+def test_the_command_prints_prompts_of_every_task(capsys, tmp_path):
+    tasks.main(["2"])
+    (tmp_path / "prompts").write_text(capsys.readouterr().out)
+    some = [e.prompt for task in tasks.TASKS for e in tasks.take(task, "train", 2, -2)]
+    assert read_prompts(tmp_path / "prompts") == some and any("\n" in x for x in some)
 
 
 # ------------------------------------------------------------------------- files of prompts
@@ -99,31 +81,27 @@ MARK = b"\xef\xbb\xbf"  # the byte order mark, with which some editors begin a f
     (b"\n  \none\n\n  two\n   \nthree", ["one", "  two", "three"]),  # without blank lines
     ("Café 🙂\u2028漢\n".encode(), ["Café 🙂\u2028漢"]),  # one line: only \n ends it
     (rows({"prompt": "a\nb {c}"}, {"prompt": "d", "category": "sql"}), ["a\nb {c}", "d"]),
-    (rows({"prompt": "i", "question": "j", "turns": ["k"]}), ["i"]),
     (rows({"turns": ["l"]}, {"question": "m"}) + b"n\n[1, 2]\n" + rows({"prompt": "o"}),
      ["l", "m", "n", "[1, 2]", "o"]),
-    (MARK + b"one\n" + MARK + b"two\n", ["one", "two"]),  # also of two files in one
     (b"\n \t" + rows({"prompt": "a"}) + "\u00a0{\"turns\": [\"b\"]} \r\n".encode(), ["a", "b"])])
 def test_prompts_of_a_file(tmp_path, data, texts):
     file = tmp_path / "prompts"
     file.write_bytes(data)
-    assert read_prompts(file) == read_prompts(str(file)) == texts
+    assert read_prompts(file) == texts
 
 
-@pytest.mark.parametrize("line", [b"x", b"[1, 2]", b'"a"', b'x {"prompt": "c"}', b"7", b"null"])
-def test_all_lines_of_a_jsonl_file_are_json(line, tmp_path):
+def test_all_lines_of_a_jsonl_file_are_json(tmp_path):
     file = tmp_path / "prompts.JSONL"
     file.write_bytes(MARK + b"\n  " + rows({"prompt": "a"}) + MARK + rows({"question": "b"}))
     assert read_prompts(file) == ["a", "b"]
-    file.write_bytes(rows({"prompt": "a"}) + line)
+    file.write_bytes(rows({"prompt": "a"}) + b"[1, 2]")
     with pytest.raises(argparse.ArgumentTypeError, match="prompts.JSONL', line 2: no "):
         read_prompts(file)
 
 
 @pytest.mark.parametrize("data", [
     b"", b"caf\xe9\n", b'{"prompt": "x"\n', b'{"prompt": 5}\n', b'{"prompt": ""}\n',
-    b'{"answer": "x"}\n', b'{"turns": 7}\n', b'{"turns": []}\n', b'{"turns": [""]}\n',
-    b'x\n{"prompt": 1.5}\n', b'{"a": ' * 9999, b"\xff\xfea\0\n\0"])
+    b'{"turns": []}\n', b'{"a": ' * 9999])
 def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data):
     file = tmp_path / "prompts"
     file.write_bytes(data)
@@ -151,10 +129,9 @@ def test_pairs_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("x", "no JSON: Expecting value"), ("[]", "no object"), ('{"prompt": "a"}', "no answer"),
-    ('{"answer": "a"}', "no prompt"), ('{"prompt": "", "answer": "a"}', "its prompt is no text"),
+    ("x", "no JSON: Expecting value"), ('{"prompt": "a"}', "no answer"),
     ('{"prompt": [1], "answer": [-1]}', "its answer is no text"),
-    ('{"prompt": [1], "answer": "a"}', "not both texts"), ('{"messages": 3}', "two or more"),
+    ('{"prompt": [1], "answer": "a"}', "not both texts"),
     (json.dumps({"messages": TALK[1:]}), "two or more"),
     (json.dumps({"messages": TALK[::-1]}), "not the assistant's")])
 def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp_path):
@@ -163,31 +140,3 @@ def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp
     with pytest.raises(argparse.ArgumentTypeError) as error:
         read_pairs(file)
     assert f"{str(file)!r}, line 2: " in str(error.value) and reason in str(error.value)
-
-
-def test_the_command_prints_prompts_of_every_task_or_of_those_named(capsys, tmp_path):
-    tasks.main(["2"])
-    (tmp_path / "prompts").write_text(capsys.readouterr().out)
-    some = [e.prompt for task in tasks.TASKS for e in tasks.take(task, "train", 2, -2)]
-    assert read_prompts(tmp_path / "prompts") == some and any("\n" in x for x in some)
-    tasks.main(["1", "-5", "math"])
-    [row] = capsys.readouterr().out.splitlines()
-    assert json.loads(row)["prompt"] == tasks.take("math", "train", 1, -5)[0].prompt
-
-
-@pytest.mark.parametrize("argv", [["x"], ["2", "y"], ["-1"], ["2", "1", "poems"]])
-def test_what_is_no_number_or_no_task_is_refused(argv, capfd):
-    with pytest.raises(SystemExit) as end:
-        tasks.main(argv)
-    assert end.value.code == 2
-    said_in_one_line(": error: ", capfd)
-
-
-def test_ctrl_c_ends_the_script_as_all_scripts(monkeypatch, capsys):
-    def stop(*_):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(sys, "argv", ["tasks.py", "2"])
-    monkeypatch.setattr(json, "dumps", stop)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(tasks.__file__, run_name="__main__")
-    assert end.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"

@@ -8,6 +8,7 @@
     check_file     refuses what stands for a file and is none
     shorten        puts an error or a message on one short line; `explain` does so with a reader's
     read_json      reads a JSON file
+    read_kept      reads the lines of JSON that a stopped run has kept
     cut_stream     takes away the answers that a stream has to give again
 """
 import json
@@ -64,7 +65,9 @@ def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "
                                  f"works in, got {str(path)!r}")
         if path.exists():
             check_replaceable(path, expected, made_by, folder)
-        try_to_make(path)
+        above = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK)):
+            raise InputError(f"{expected}: nothing can be written into {str(above)!r}")
     except OSError as error:
         raise InputError(f"{expected}: {error.strerror}") from error
 
@@ -75,36 +78,21 @@ def check_replaceable(path: Path, expected: str, made_by: str, folder: bool) -> 
     path, made_by, folder  as `check_result` takes them
     expected               how the message begins
     """
-    if path.is_dir() != folder:
-        raise InputError(f"{expected}: it is a {'file' if folder else 'folder'}")
+    if not (path.is_dir() if folder else path.is_file()):
+        raise InputError(f"{expected}: it is none")
     if not os.access(path, os.W_OK):
         raise InputError(f"{expected}: Permission denied")
     if folder:
-        weights = [file for end in ("safetensors", "bin") for file in path.glob(f"*.{end}")]
-        held = [file.name for file in (path / "config.json", *weights) if file.exists()]
         mark = path / MADE_BY
         owner = mark.read_text(encoding="utf-8").strip() if mark.exists() else ""
-        if held and owner != made_by:
-            raise InputError(f"{expected} with {held[0]}: it was not made by `{made_by}`, and "
-                             "would be lost")
-    elif path.is_file():
+        ours = owner == made_by or not any(path.iterdir())
+    else:
         with open(path, encoding="latin-1", newline="") as file:
             begins = file.read(1 << 20).replace("\\", "")
-        if begins and not re.match(BEGINS[made_by], begins, re.DOTALL):
-            by = f"by `{made_by}`" if made_by else "here"
-            raise InputError(f"{expected}: it was not made {by}, and would be lost")
-
-
-def try_to_make(path: Path) -> None:
-    """Try whether a path can be made, inside a folder that is removed at once."""
-    if path.exists() and not (path.is_file() or path.is_dir()):  # such as /dev/null
-        return
-    place = Path(os.path.realpath(path))
-    above = place.parent
-    while not above.exists():
-        above = above.parent
-    with TemporaryDirectory(prefix=PREFIX, dir=above) as folder:
-        (Path(folder) / place.relative_to(above)).mkdir(parents=True)
+        ours = not begins or re.match(BEGINS[made_by], begins, re.DOTALL)
+    if not ours:
+        raise InputError(f"{expected}: it was not made by {made_by or 'this program'}, and would "
+                         "be lost")
 
 
 def sign_folder(folder: Path, made_by: str) -> None:
@@ -123,10 +111,6 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
            files of the same names are replaced
     write  a function that makes the file or the folder at the path that it is given
     """
-    path = Path(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):  # such as /dev/stdout
-        write(path)
-        return
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=PREFIX, dir=path.parent) as folder:
@@ -203,7 +187,31 @@ def explain(error: Exception) -> str:
 def read_json(path: str | Path):
     """Return what a JSON file holds. Windows may have put a byte order mark before its text."""
     return json.loads(Path(path).read_text(encoding="utf-8-sig"))
-# ------------------------------------------------------------------- answers of a stream
+
+
+# ------------------------------------------------------------------- what a stopped run has kept
+
+def read_kept(file) -> list:
+    """Read the lines of JSON that earlier runs kept, and cut off a last line that is not whole.
+
+    file     opened with "a+b": bytes, since a truncated file is measured in bytes, and since a last
+             line that was cut off may end within a character
+    returns  what each line holds
+    raises   InputError for a line that holds something else
+    """
+    file.seek(0)
+    lines = [line for line in file if line.endswith(b"\n")]
+    file.truncate(sum(map(len, lines)))
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise InputError("expected what an earlier run kept, got a damaged line "
+                             f"{len(rows) + 1} in {file.name}; without the file it is made "
+                             "anew") from error
+    return rows
+
 
 def cut_stream(file, prompts: list[list[int]], requests: int, every: int) -> None:
     """Cut a file of answers after the last answer that the draft has learnt from.
@@ -216,14 +224,12 @@ def cut_stream(file, prompts: list[list[int]], requests: int, every: int) -> Non
     raises    InputError unless the file has the answers to the first prompts, to at least
               `requests` and at most `requests` + `every` of them, and nothing else
     """
-    file.seek(0)
-    lines = [line for line in file if line.endswith(b"\n")]  # not one that was cut off half written
-    try:
-        answered = [json.loads(line)["prompt"] for line in lines]
-    except (ValueError, LookupError, TypeError):
-        answered = None
-    ours = answered == prompts[:len(lines)]
-    if not (ours and requests <= len(lines) <= requests + every):
+    answered = [row["prompt"] for row in read_kept(file)]
+    few = requests <= len(answered) <= requests + every
+    if not few or answered != prompts[:len(answered)]:
         raise InputError(f"--out must hold the answers to the first {requests} prompts, of which "
                          f"the draft has learnt, or be a new file, got {file.name}")
-    file.truncate(sum(map(len, lines[:requests])))
+    file.seek(0)
+    for _ in range(requests):
+        file.readline()
+    file.truncate()

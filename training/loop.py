@@ -30,11 +30,10 @@ import random
 import re
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Callable
 
 import torch
@@ -45,7 +44,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, eos_ids
-from training.files import shorten, write_whole
+from training.files import read_kept, shorten, write_whole
 from training.layers import context_length
 from training.parts import require
 
@@ -95,12 +94,6 @@ def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autoc
     mixed = any(model.dtype != torch.float32 for model in models)
     return torch.autocast(device.type, dtype=torch.bfloat16,
                           enabled=mixed or multiplies_bfloat16(device))
-
-
-def require_numbers(**numbers: int) -> None:
-    """Refuse the first of these options, by its name, that is below 1."""
-    for option, number in numbers.items():
-        require(number >= 1, option, "1 or more", number)
 
 
 # --------------------------------------------------------- what every training can be told
@@ -181,72 +174,36 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
     prompts      token ids of each prompt
     limit        the most tokens of an answer
     temperature  0 for greedy answers; above 0 for samples at this temperature
-    yields       for each batch of `split_by_tokens` {the number of a prompt: token ids of its
-                 answer}. An EOS that ended an answer stays.
+    yields       for each prompt its number and the token ids of its answer, in the order of
+                 `split_by_tokens`. An EOS that ended an answer stays
     """
     how = {}
     if temperature > 0:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0}
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) or None,
                               pad_token_id=0, **how)  # padding is masked before, cut off after
+    # Prompts are filled up on the left, so that all answers begin at the same place.
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     for numbers in split_by_tokens(prompts, limit):
-        # Prompts are filled up on the left, so that all answers begin at the same place.
-        batch = [prompts[number] for number in numbers]
-        width = max(map(len, batch))
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in batch], device=model.device)
-        padding = torch.tensor([[width - len(p)] for p in batch], device=model.device)
-        real = torch.arange(width, device=model.device) >= padding
+        batch = [torch.tensor(prompts[number]) for number in numbers]
+        ids, real = (pad(x).to(model.device) for x in (batch, [*map(torch.ones_like, batch)]))
         # `generate` adds the model's own settings to those it is given, so they are taken away.
         settings = model.generation_config
         model.generation_config = config
-        rows = model.generate(ids, attention_mask=real.long())[:, width:].tolist()
+        rows = model.generate(ids, attention_mask=real)[:, ids.shape[1]:].tolist()
         model.generation_config = settings
         ends = [next((n + 1 for n, x in enumerate(row) if x in eos), limit) for row in rows]
-        yield {number: row[:end] for number, row, end in zip(numbers, rows, ends)}
+        yield from ((number, row[:end]) for number, row, end in zip(numbers, rows, ends))
 
 
 def answer_all(model, eos: set[int], prompts: list[list[int]], limit: int,
                temperature: float = 0.0) -> list[list[int]]:
     """Let the model answer prompts, and return the answers in the prompts' order.
 
-    The arguments are those of `generate_answers`, which is for those who keep each batch at once.
+    The arguments are those of `generate_answers`, which is for those who keep each answer at once.
     """
-    answer_of = {}
-    for answers in generate_answers(model, eos, prompts, limit, temperature):
-        answer_of |= answers
+    answer_of = dict(generate_answers(model, eos, prompts, limit, temperature))
     return [answer_of[number] for number in range(len(prompts))]
-
-
-def read_whole_lines(file) -> list[bytes]:
-    """Read the whole lines of a file, and cut off what follows the last of them.
-
-    file     a file opened with "a+b": bytes, since a truncated file is measured in bytes, and since
-             a last line that was cut off may end within a character
-    returns  the lines, each with its newline
-    """
-    file.seek(0)
-    lines = [line for line in file if line.endswith(b"\n")]
-    file.truncate(sum(map(len, lines)))
-    return lines
-
-
-def read_kept(file, parse: Callable) -> dict:
-    """Read what earlier runs kept, JSON lines, and cut off a last line that is not whole.
-
-    file     opened with "a+b"
-    parse    parse(line) returns a name and a value
-    returns  the values by their names
-    raises   InputError for a line that holds something else
-    """
-    kept = {}
-    for number, line in enumerate(read_whole_lines(file), 1):
-        try:
-            name, value = parse(json.loads(line))
-            kept[name] = value
-        except (LookupError, TypeError, ValueError) as error:
-            raise InputError(f"expected what an earlier run kept, got a damaged line {number} in "
-                             f"{file.name}; without the file it is made anew") from error
-    return kept
 
 
 def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
@@ -262,114 +219,68 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
     work.mkdir(parents=True, exist_ok=True)
     path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
     with open(path, "a+b") as file:
-        answer_of = read_kept(file, lambda row: (tuple(row["prompt"]), [*row["answer"]]))
+        answer_of = {tuple(row["prompt"]): row["answer"] for row in read_kept(file)}
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in answer_of]
-        with tqdm(total=len(todo), desc="answers") as bar:
-            for answers in generate_answers(model, eos, todo, limit):
-                for number, answer in answers.items():
-                    answer_of[todo[number]] = answer
-                    line = json.dumps({"prompt": todo[number], "answer": answer}) + "\n"
-                    file.write(line.encode())
-                file.flush()
-                bar.update(len(answers))
+        answers = generate_answers(model, eos, todo, limit)
+        for number, answer in tqdm(answers, "answers", len(todo)):
+            answer_of[todo[number]] = answer
+            file.write(json.dumps({"prompt": todo[number], "answer": answer}).encode() + b"\n")
+            file.flush()
     return [answer_of[tuple(p)] for p in prompts]
 
 
-def collect_examples(model, tokenizer, prompts: list[list[int]], limit: int, work: Path, *,
-                     seed: int, most: int = 100) -> tuple[list[Pair], list[Pair]]:
-    """Collect the model's own answers and split them at random; each prompt counts once.
+def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, out: Path,
+                  work: Path | None, seed: int = 0) -> list[Pair]:
+    """Collect the model's own answers, in random order; each prompt counts once.
 
-    Where the settings have pairs, these take the place of the prompts and the model's answers.
+    Where the settings have pairs, these take the place of the prompts and the model's answers. They
+    are cut to the most tokens of a text.
 
     limit    the most tokens of an answer
-    work     the folder of the answers
-    seed     another seed holds out other examples
-    most     a tenth of the examples is held out, but no more than this number
-    returns  pairs of a prompt and its answer to train on, and held-out pairs
-    raises   InputError if fewer than two prompts leave room for an answer, or are answered with
-             two tokens or more
+    out      the file that is made of the pairs
+    work     the folder of the answers. None: OUT.work
+    seed     another seed, another order
+    returns  pairs of a prompt and its answer
+    raises   InputError if fewer than two prompts leave room for an answer, and have one of two
+             tokens or more
     """
-    given = SETTINGS.get().pairs
     longest = min(context_length(model), SETTINGS.get().max_length)
-    if given is None:
+    option, given = "data", SETTINGS.get().pairs
+    pairs = given
+    if pairs is None:
+        option, given = "prompts", prompts
         require(limit < longest, "max_new_tokens", f"below {longest}, the most tokens of a text",
                 limit)
-        option, who = "prompts", "that the model answers with"
-        pairs = collect_pairs(model, tokenizer, prompts, limit, work, longest - limit)
-        said = f"{len(prompts) - len(pairs)} prompts too long or repeated"
-    else:
-        option, who = "data", "with answers of"
-        pairs = cut_answers(given, longest)
-        cut = sum(count_tokens(pair) > longest for pair in given)
-        said = (f"{len(given) - len(pairs)} repeated or without room for an answer, {cut} longer "
-                f"than {longest} tokens")
-    data = [(p, a) for p, a in pairs if len(a) > 1]
-    if len(data) < 2:
-        raise InputError(f"--{option} must hold 2 prompts or more {who} 2 tokens or more, got "
-                         f"{len(data)}")
+        fitting = [p for p in prompts if len(p) <= longest - limit]
+        answers = collect_answers(model, tokenizer, fitting, limit, work or Path(f"{out}.work"))
+        pairs = [*zip(fitting, answers)]
+    answer_of = {}
+    for prompt, answer in pairs:
+        answer_of.setdefault(tuple(prompt), answer[:max(0, longest - len(prompt))])
+    data = [([*prompt], answer) for prompt, answer in answer_of.items() if len(answer) > 1]
+    require(len(data) > 1, option, "2 or more that leave room for an answer of 2 tokens or more",
+            len(data))
+    print(f"{len(data)} answers of {sum(len(a) for _, a in data):,} tokens; "
+          f"{len(given) - len(data)} others repeated, without room or too short")
     random.Random(seed).shuffle(data)
-    few = max(1, min(most, len(data) // 10))
-    print(f"{len(data) - few} answers of {sum(len(a) for _, a in data[few:]):,} tokens, {few} held "
-          f"out, {said}")
-    return data[few:], data[:few]
+    return data
 
 
 def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work: Path | None, *,
-                     lr: float, max_new_tokens: int, seed: int, most: int = 100,
-                     **numbers: int) -> tuple[Path, list[Pair], list[Pair]]:
-    """Check the options that every training has, and collect what it learns from.
+                     max_new_tokens: int, seed: int,
+                     most: int = 100) -> tuple[Path, list[Pair], list[Pair]]:
+    """Collect what a training learns from, and hold out some of it.
 
     out      the file that the training makes
     work     the folder of answers and checkpoints. None: OUT.work
-    numbers  by the option's name, numbers that must not be below 1
-
-    The other arguments are those of `collect_examples`.
-
+    most     a tenth of the pairs is held out, but no more than this number
     returns  the folder, pairs to train on, and held-out pairs
+
+    The other arguments are those of `collect_pairs`.
     """
-    require_numbers(max_new_tokens=max_new_tokens, **numbers)
-    require(lr > 0, "lr", "above 0", lr)
-    work = work or Path(f"{out}.work")
-    return work, *collect_examples(model, tokenizer, prompts, max_new_tokens, work, seed=seed,
-                                   most=most)
-
-
-def collect_all(model, tokenizer, prompts: list[list[int]], out: Path, work: Path | None,
-                limit: int) -> list[Pair]:
-    """Collect pairs to measure something by: all that `collect_examples` collects.
-
-    out    the file that is made of them
-    work   the folder of the answers. None: OUT.work
-    limit  the most tokens of an answer
-    """
-    work = work or Path(f"{out}.work")
-    return sum(collect_examples(model, tokenizer, prompts, limit, work, seed=0), [])
-
-
-def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
-                  longest: int) -> list[Pair]:
-    """Let the model answer each prompt once, and leave out prompts of more than `longest` tokens.
-
-    The other arguments are those of `collect_examples`.
-    """
-    usable = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if len(p) <= longest]
-    if len(usable) < 2:
-        raise InputError(f"--prompts must hold 2 prompts or more of at most {longest} tokens, "
-                         f"got {len(usable)}")
-    return [*zip(usable, collect_answers(model, tokenizer, usable, limit, work))]
-
-
-def cut_answers(pairs: list[Pair], longest: int) -> list[Pair]:
-    """Cut answers so that no text is longer than `longest` tokens; each prompt counts once.
-
-    A pair whose prompt leaves no room for an answer of two tokens is left out.
-    """
-    answer_of = {}
-    for prompt, answer in pairs:
-        answer_of.setdefault(tuple(prompt), answer)
-    cut = [(list(prompt), answer[:max(0, longest - len(prompt))])
-           for prompt, answer in answer_of.items()]
-    return [(prompt, answer) for prompt, answer in cut if len(answer) > 1]
+    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work, seed)
+    few = max(1, min(most, len(data) // 10))
+    return work or Path(f"{out}.work"), data[few:], data[:few]
 
 
 def repeats(tokens: list[int], text: str) -> bool:
@@ -382,20 +293,10 @@ def repeats(tokens: list[int], text: str) -> bool:
     tokens   token ids of the answer
     text     the same answer as a string
     """
-    for period in range(1, 9):
-        size = max(12, 5 * period)
-        for i in range(len(tokens) - size + 1):
-            if tokens[i:i + size - period] == tokens[i + period:i + size]:
-                return True
+    # One token 12 times, two 6 times, or three to eight 5 times.
+    again = re.search(r"(?s)(.)\1{11}|(..)\2{5}|(.{3,8})\3{4}", "".join(map(chr, tokens)))
     sentences = [s for s in map(str.strip, re.split(r"\n|(?<=[.!?])\s", text)) if len(s) >= 20]
-    return any(sentences.count(s) >= 3 for s in sentences)
-
-
-def tokens_of_pass(data: list[Pair], batch: float) -> float:
-    """Return about how many tokens `batch` of the pairs have; 0 where a pass reads no texts."""
-    if batch == math.inf:
-        return 0
-    return min(batch, len(data)) * sum(map(count_tokens, data)) / len(data)
+    return bool(again) or any(sentences.count(s) >= 3 for s in sentences)
 
 
 def sample_alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:
@@ -428,41 +329,11 @@ def pad_pairs(pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.stack(learns)
 
 
-def score_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the model over pairs of a prompt and its answer.
-
-    returns  logits [N, V] that predict the tokens of all answers, one answer after the other, and
-             these N tokens
-    """
-    ids, learns = (x.to(model.device) for x in pad_pairs(pairs))
-
-    def select_rows(head, inputs: tuple) -> tuple:
-        # The LM head reads the rows before answers' tokens only. A model has many more rows, of
-        # prompts and of padding, and their logits would take more memory than all else.
-        return (inputs[0][learns][None],)  # [1, N, d]
-    with model.get_output_embeddings().register_forward_pre_hook(select_rows):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # scaled or capped by itself
-    return logits[0].float(), ids[:, 1:][learns]
-
-
-@torch.inference_mode()
-def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the model guess each token of answers from the true tokens before it.
-
-    Eight pairs are scored at once, since the logits of a hundred may not fit in memory.
-
-    returns  the model's likeliest tokens [N], and the N tokens of all answers
-    """
-    guesses, labels = [], []
-    for i in range(0, len(pairs), 8):
-        logits, tokens = score_answers(model, pairs[i:i + 8])
-        guesses.append(logits.argmax(-1))
-        labels.append(tokens)
-    return torch.cat(guesses), torch.cat(labels)
-
-
 def read_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the model over pairs of a prompt and its answer, up to its LM head.
+
+    The LM head has to read only the rows that are returned. A model has many more rows, of prompts
+    and of padding, and their logits would take more memory than all else.
 
     returns  [N, d], what the LM head would read before the tokens of all answers, one answer after
              the other, and these N tokens
@@ -470,6 +341,23 @@ def read_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     ids, learns = (x.to(model.device) for x in pad_pairs(pairs))
     hidden = model.get_decoder()(input_ids=ids[:, :-1], use_cache=False)[0]
     return hidden[learns], ids[:, 1:][learns]
+
+
+@torch.inference_mode()
+def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let the model guess each token of answers from the true tokens before it.
+
+    Eight pairs are read at once, since the logits of a hundred may not fit in memory.
+
+    returns  the model's likeliest tokens [N], and the N tokens of all answers
+    """
+    guesses, labels = [], []
+    for i in range(0, len(pairs), 8):
+        hidden, tokens = read_answers(model, pairs[i:i + 8])
+        # Scaling and capping of logits leave the likeliest token as it is.
+        guesses.append(model.get_output_embeddings()(hidden).argmax(-1))
+        labels.append(tokens)
+    return torch.cat(guesses), torch.cat(labels)
 
 
 def find_frequent(data: list[Pair], n: int) -> list[int]:
@@ -498,23 +386,6 @@ def compute_in_parts(compute: Callable, vocab: int, *rows: torch.Tensor) -> torc
     return torch.cat([compute_again(compute, *part) for part in parts])
 
 
-def cross_entropy_in_parts(score: Callable, vocab: int, read: torch.Tensor,
-                           target_read: torch.Tensor) -> torch.Tensor:
-    """Compute the cross-entropy of a draft's distributions q with a target's distributions p.
-
-    score        turns what an LM head reads into logits
-    vocab        the number of logits of a row
-    read         [N, d], what the LM head reads of the draft
-    target_read  [N, d], what it reads of the target
-    returns      [N], in nats
-    """
-    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            p = score(y).softmax(-1)
-        return F.cross_entropy(score(x), p, reduction="none")
-    return compute_in_parts(losses_of, vocab, read, target_read)
-
-
 def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable, vocab: int,
                         target_read: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """Compute the `divergence` D(target, draft) of N rows, each from what its LM head reads.
@@ -531,12 +402,9 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
     return compute_in_parts(losses_of, vocab, target_read, read)
 
 
-def compute_again(compute: Callable, *args, **options):
-    """Compute something, keep what it was given, and compute it again where gradients need it."""
-    if not torch.is_grad_enabled():
-        return compute(*args, **options)
-    # Nothing in a layer or a loss is random, so no state of a generator has to be brought back.
-    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **options)
+# It computes something, keeps what it was given, and computes it again where gradients need it.
+# Nothing in a layer or a loss is random, so no state of a generator has to be brought back.
+compute_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager
@@ -621,10 +489,13 @@ def divergence(kind: str, target_logits, draft_logits):
     """Compute D(target, draft) in nats at each position (DistillSpec, Table 1).
 
     kind                         forward-kl, reverse-kl, jsd or tvd. The acceptance rate of
-                                 speculative sampling is 1 - tvd (Leviathan et al., Cor. 3.6)
+                                 speculative sampling is 1 - tvd (Leviathan et al., Cor. 3.6). Or
+                                 cross-entropy, which is forward-kl and the target's entropy
     target_logits, draft_logits  [..., V]
     returns                      [...]
     """
+    if kind == "cross-entropy":
+        return F.cross_entropy(draft_logits, target_logits.softmax(-1), reduction="none")
     log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
     if kind == "forward-kl":  # It needs no q, which saves memory where V is large.
         return (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -634,9 +505,7 @@ def divergence(kind: str, target_logits, draft_logits):
     if kind == "jsd":
         log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
         return 0.5 * (p * (log_p - log_m)).sum(-1) + 0.5 * (q * (log_q - log_m)).sum(-1)
-    if kind == "tvd":
-        return 0.5 * (p - q).abs().sum(-1)
-    raise ValueError(f"expected forward-kl, reverse-kl, jsd or tvd, got {kind!r}")
+    return 0.5 * (p - q).abs().sum(-1)
 
 
 def cosine(done: int, steps: int) -> float:
@@ -670,38 +539,33 @@ class Training:
     max_value    larger values of the gradient are then cut to this size
     optimizers   they take the place of AdamW without weight decay; all have the same rate
     seed         another seed samples other data
-    reports      how often `evaluate` is called, besides before the first and after the last update
     folder       the folder of checkpoints; None keeps none
     models       the models that losses run, whose layers `Settings.recompute` is for
-    tokens       about how many tokens the texts of a loss have, for the estimate
     """
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], fingerprint: tuple, *, name: str,
                  steps: int, lr: float, rate: Callable = cosine, max_norm: float = 1.0,
                  max_value: float = math.inf, optimizers: list | None = None, seed: int = 0,
-                 reports: int = 10, folder: Path | None = None, models: tuple = (),
-                 tokens: float = 0):
+                 folder: Path | None = None, models: tuple = ()):
         self.parameters = parameters
         self.name = name
         self.steps = steps
         self.lr = lr
         self.rate = rate
-        self.accumulate = SETTINGS.get().accumulate
-        self.recompute = SETTINGS.get().recompute
+        self.settings = SETTINGS.get()
         self.models = models
-        self.tokens = tokens
         self.max_norm = max_norm
         self.max_value = max_value
         # One parameter after another: all at once would take a float32 copy of all of them.
         adam = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0, foreach=False)
         self.optimizers = optimizers or [adam]
         self.seed = seed
-        self.steps_between_reports = max(1, steps // reports)
+        self.steps_between_reports = max(1, steps // 10)
         self.device = next(iter(parameters.values())).device
         self.done = 0  # the number of updates that are made
         self.curve = {}  # for a number of updates, the figures after them
         self.inside_update = False
-        settings = (fingerprint, name, steps, lr, rate.__name__, self.accumulate, max_norm,
+        settings = (fingerprint, name, steps, lr, rate.__name__, self.settings.accumulate, max_norm,
                     max_value, seed, [type(x).__name__ for x in self.optimizers])
         self.file = None
         if folder is not None:
@@ -723,8 +587,7 @@ class Training:
                 optimizer.load_state_dict(saved)
             self.done = state["done"]
             self.curve = state["curve"]
-        except (OSError, RuntimeError, LookupError, TypeError, ValueError, EOFError,
-                UnpicklingError) as error:  # torch raises all of these for a damaged file
+        except Exception as error:  # torch raises errors of many kinds for a damaged file
             raise InputError(f"expected a checkpoint that can be read, got {self.file}; without it "
                              "the run begins anew") from error
 
@@ -746,16 +609,6 @@ class Training:
         self.saved_at = time.monotonic()
         self.save_seconds = self.saved_at - began
 
-    def save_when_due(self) -> None:
-        """Write a checkpoint if the last one is old.
-
-        A large model's checkpoint takes minutes. Training goes on for at least SHARE times as long
-        as the last one took, so that checkpoints cost 5% of the time at most.
-        """
-        age = time.monotonic() - self.saved_at
-        if age > max(PAUSE, SHARE * self.save_seconds):
-            self.save()
-
     def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
         """Make all updates that are left. Ctrl-C ends them and leaves a checkpoint, too.
 
@@ -764,8 +617,12 @@ class Training:
         evaluate  a function that gives figures of held-out data, and a line to print
         returns   the curve, {step: figures} of about ten steps, the last one among them
         """
-        if self.done < self.steps:
-            print(self.estimate(), flush=True)
+        numbers = sum(p.numel() for p in self.parameters.values())
+        # A number that is trained has a gradient and the two moments of AdamW beside it, all as
+        # large as the number itself. Activations come on top, and grow with the tokens of a pass.
+        size = sum(4 * p.nbytes for p in self.parameters.values()) / 1e9
+        print(f"{self.name}: {self.steps:,} steps, {numbers:,} trained numbers, {size:.3g} GB with "
+              "gradients and moments", flush=True)
         with tqdm(total=self.steps, initial=self.done, desc=self.name) as bar:
             try:
                 self.evaluate_when_due(evaluate)
@@ -773,35 +630,15 @@ class Training:
                     loss = self.update(loss_of)
                     bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                     bar.update()
-                    self.save_when_due()
+                    # A large model's checkpoint takes minutes. So at least SHARE times as long goes
+                    # by until the next one: checkpoints cost 5% of the time at most.
+                    age = time.monotonic() - self.saved_at
+                    if age > max(PAUSE, SHARE * self.save_seconds):
+                        self.save()
                     self.evaluate_when_due(evaluate)
                 return self.curve
             finally:
                 self.save()
-
-    def estimate(self) -> str:
-        """Say in a line what the run will read, and what it takes in memory."""
-        passes = self.steps * self.accumulate
-        texts = ""
-        if self.tokens > 0:
-            texts = f" of about {self.tokens:,.0f} tokens, {passes * self.tokens:,.0f} in all"
-        return (f"{self.name}: {self.steps:,} steps, {passes:,} passes{texts}; "
-                f"{self.estimate_memory()}")
-
-    def estimate_memory(self) -> str:
-        """Say how much memory all weights take, with gradients and moments where they are trained.
-
-        Activations come on top. They grow with the tokens of a pass.
-        """
-        trained = {id(p): p.numel() for p in self.parameters.values()}
-        # A number that is trained has a gradient and the two moments of AdamW beside it, all as
-        # large as the number itself.
-        own = sum(4 * p.numel() * p.element_size() for p in self.parameters.values())
-        others = {id(p): p.numel() * p.element_size() for model in self.models
-                  for p in model.parameters() if id(p) not in trained}
-        return (f"{own / 1e9:.3g} GB for {sum(trained.values()):,} trained numbers, their "
-                f"gradients and moments, {sum(others.values()) / 1e9:.3g} GB for frozen weights, "
-                "and activations")
 
     def evaluate_when_due(self, evaluate: Callable) -> None:
         """Add a point to the curve at the steps of a report, and after the last step."""
@@ -822,10 +659,10 @@ class Training:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * self.rate(self.done, self.steps)
-        for _ in range(self.accumulate):
-            again = recompute_layers(self.models) if self.recompute else nullcontext()
-            with low_precision(self.device, *self.models), again:
-                loss = loss_of(rng) / self.accumulate
+        recomputed = self.models if self.settings.recompute else ()
+        for _ in range(self.settings.accumulate):
+            with low_precision(self.device, *self.models), recompute_layers(recomputed):
+                loss = loss_of(rng) / self.settings.accumulate
             if not loss.isfinite():
                 raise InputError(f"--lr must be below {self.lr}: the loss is {loss}")
             loss.backward()
@@ -842,36 +679,25 @@ class Training:
         return total
 
 
-def train_beside(parameters: dict, model, form: tuple, data: list[Pair], held_out: list[Pair],
-                 loss_of: Callable, evaluate: Callable, *, texts: float, models: tuple = (),
-                 work: Path | None = None, **how) -> dict:
-    """Train parameters beside a frozen model.
+def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], loss_of: Callable,
+             evaluate: Callable, *, steps: int, models: tuple = (), work: Path | None = None,
+             **how) -> None:
+    """Train a part beside a frozen model, and give it the figures after the last step.
 
-    parameters  what is trained, tensors by name
-    model       the frozen model
-    form        all else that the loss depends on: the part's form, and settings of the training
-    data        pairs to learn from
-    held_out    pairs to measure by
-    loss_of     as for `Training.train`
-    evaluate    as for `Training.train`
-    texts       how many texts a pass reads, at most
-    models      other models that run
-    work        the folder of checkpoints. None: there are none
-    how         other arguments of `Training`
-    returns     the curve, as `Training.train` returns it
+    part      the part, which has `trainable()`
+    model     the frozen model
+    form      all else that the loss depends on: the part's form, and settings of the training
+    data      pairs to learn from
+    held_out  pairs to measure by
+    loss_of   as for `Training.train`
+    evaluate  as for `Training.train`. Its figures become attributes of the part
+    steps     how many steps are trained
+    models    other models that run
+    work      the folder of checkpoints. None: there are none
+    how       other arguments of `Training`
     """
-    settings = digest(model.state_dict()), form, data, held_out
-    return Training(parameters, settings, folder=work, models=(model, *models),
-                    tokens=tokens_of_pass(data, texts), **how).train(loss_of, evaluate)
-
-
-def fit_part(part, model, *args, steps: int, **how) -> dict:
-    """Train a part by `train_beside`, and give it the acceptance after the last step.
-
-    part   the part, which has `trainable()`
-    args   other arguments of `train_beside`. The figures of `evaluate` have "accept"
-    steps  how many steps are trained
-    """
-    curve = train_beside(part.trainable(), model, *args, steps=steps, **how)
-    part.accept = curve[steps]["accept"]
-    return curve
+    fingerprint = digest(model.state_dict()), form, data, held_out
+    training = Training(part.trainable(), fingerprint, steps=steps, folder=work,
+                        models=(model, *models), **how)
+    for name, figure in training.train(loss_of, evaluate)[steps].items():
+        setattr(part, name, figure)

@@ -12,23 +12,6 @@ import torch
 FLOOR = 0.001  # the least chance that a trained part or the n-grams give, where both are joined
 
 
-def split_chance(chain: list, trust: list) -> tuple[list[float], float]:
-    """Split the chance of one token into what each entry gave to it.
-
-    chain     for each entry, in order, its class and its share: the token's count over the counts
-              of all followers
-    trust     the trust of each class, [source][often][variety]
-    returns   the part that each entry gave to the token, and the mass that is left in the end
-    """
-    left = 1.0
-    parts = []
-    for (source, often, variety), share in chain:
-        taken = trust[source][often][variety]
-        parts.append(left * taken * share)
-        left *= 1 - taken
-    return parts, left
-
-
 def fit_trust(chains: list, classes: tuple[int, ...], rounds: int = 15) -> list:
     """Find the trust that makes tokens likeliest, by EM.
 
@@ -52,7 +35,8 @@ def fit_trust(chains: list, classes: tuple[int, ...], rounds: int = 15) -> list:
 
     The pseudo-counts 1/2 and 1 keep a class that never occurred at 1/2.
 
-    chains    for each token a chain, as `split_chance` takes it
+    chains    for each token a chain, which has for each entry, in order, its class and its share.
+              The share is the token's count over the counts of all followers
     classes   how many classes there are: sources, values of `often`, values of `variety`
     rounds    steps of EM
     returns   the trust [source][often][variety], numbers from 0 to 0.99
@@ -64,8 +48,13 @@ def fit_trust(chains: list, classes: tuple[int, ...], rounds: int = 15) -> list:
         took = reached / 2
         table = trust.tolist()
         for chain in chains:
+            left = 1.0  # the mass that is left
+            parts = []  # what each entry gives to the token
+            for (source, often, variety), share in chain:
+                taken = table[source][often][variety]
+                parts.append(left * taken * share)
+                left *= 1 - taken
             # The E step asks which entry this token came from. It may have come from none.
-            parts, left = split_chance(chain, table)
             total = sum(parts) + left * 1e-4
             remaining = total  # what this entry and all after it gave
             for (group, _), part in zip(chain, parts):
