@@ -12,59 +12,32 @@ import torch.nn.functional as F
 import jacobi as module
 from cllm import cllm
 from cli.trajectory import show_trajectory
-from common import CachedLM, Sampler, trie, until
-from fake_models import Recorder, ScriptedLM, counting, markov, scripted
-from families import tiny
-from helpers import prefill, tokens_of
+from common import Sampler, greedy, trie, until
+from fake_models import Recorder, counting, markov, scripted
+from helpers import tokens_of
 from jacobi import jacobi, lookahead, prompt_lookup, remember
-
-PROMPT = [3, 14, 15, 3, 14]
 
 
 # -------------------------------------------------------------------------------------- Jacobi
 
-def test_a_block_of_independent_tokens_takes_two_calls():
+@pytest.mark.parametrize("sample", [greedy, Sampler(1.0)], ids=["greedy", "sampled"])
+def test_a_block_of_independent_tokens_takes_two_calls(sample):
     """The next token depends on the position alone: the first call makes every guess right, the
-    second confirms them and chooses the next root. A root that is fed twice would show."""
+    second confirms them and chooses the next root. A root that is fed twice would show. Of a
+    sampled text the guesses are argmaxes too, but the final tokens are draws."""
     def choose(text):
         return 11 if text[-1:] == text[-2:-1] != [11] else len(text) * 7 % 11
     target, log = scripted(choose, 12), []
-    chunks = list(itertools.islice(jacobi(target, [11, 11], n=8, log=log), 4))
-    assert [len(chunk) for chunk in chunks] == [1, 7, 1, 7]
-    assert [token for chunk in chunks for token in chunk] == [i * 7 % 11 for i in range(2, 18)]
-    assert [r["final"] for r in log] == [[1, 2, 9], [1, 2, 9]]  # the next root too
-    assert log[0]["states"][1] == log[0]["states"][2] == [11, *(i * 7 % 11 for i in range(2, 9))]
-
-
-@pytest.mark.parametrize("temperature", [0, 0.7])
-def test_states_follow_the_iteration(temperature):
-    """y(j+1)_i is the model's argmax after y(j)_<i (CLLM, Eq. 3) for every state and position; with
-    sampling all but the tokens that become final, which are draws. Each state has more of those."""
-    model, log, drawn = tiny("llama"), [], 0
-    chunks = jacobi(CachedLM(model), PROMPT, n=6, log=log, sample=Sampler(temperature, seed=1))
-    text = PROMPT + tokens_of(chunks, 60)
-    lm, start = CachedLM(model), len(PROMPT) - 1
-    for record in log[:6]:
-        states, finals = record["states"], record["final"]
-        assert finals[0] == 1 and finals == sorted(set(finals)) and finals[-1] in (6, 7)
-        for before, after, old, new in zip(states, states[1:], finals, finals[1:]):
-            prefill(lm, text[:start])
-            argmaxes = lm.forward(before[:-1]).argmax(-1).tolist()
-            kept = old if temperature == 0 else new  # draws may be anything, guesses may not
-            assert after[:new] == text[start:start + new][:6] and after[:old] == before[:old]
-            assert after[kept:] == argmaxes[kept - 1:]
-            drawn += after[old:new] != argmaxes[old - 1:new - 1]
-        start += 5 if finals[-1] == 6 else 6  # where 6 are final the last is the next root
-    assert (drawn > 0) == (temperature > 0)
-
-
-def test_first_guesses_are_tokens_of_the_prompt():
-    """Drawn at random by the seed of the sampler."""
-    log, lm, prompt = [], counting(9), [*range(9)] * 2
-    for seed in (1, 1, 2):
-        next(jacobi(lm, prompt, n=40, sample=Sampler(seed=seed), log=log))
-    first, again, other = (block["states"][0] for block in log)
-    assert first == again != other and first[0] == 8 and set(first) == set(range(9))
+    chunks = list(itertools.islice(jacobi(target, [11, 11], n=8, sample=sample, log=log), 4))
+    new = log[0]["final"][1]
+    assert log[0]["states"][1][new:] == [i * 7 % 11 for i in range(1 + new, 9)]
+    if sample is greedy:
+        assert [len(chunk) for chunk in chunks] == [1, 7, 1, 7]
+        assert sum(chunks, []) == [i * 7 % 11 for i in range(2, 18)]
+        assert [r["final"] for r in log] == [[1, 2, 9], [1, 2, 9]]  # the next root too
+        assert log[0]["states"][1] == log[0]["states"][2]
+    else:
+        assert log[0]["states"][1][:new] == [11, *chunks[0]] and chunks[0][0] != 3
 
 
 def test_a_cllm_decodes_by_the_same_loop():
@@ -85,105 +58,60 @@ class Words:
         return "".join("a\ncdefgh"[i] for i in ids)
 
 
-def shown(target, prompt, n, limit, log):
-    """Watch Jacobi decoding as the command line does: it makes the first chunk itself."""
-    chunks = until(jacobi(target, prompt, n=n, log=log), limit)
+EARLIER = [{"states": [[7, 7], [7, 7]], "final": [1, 3]}, {"states": [[7, 7]], "final": [1]}]
+PLAIN = "  0: a [a] [a]\n  1: a \\n  [\\n]\n  2: a \\n  c\n\n  0: c [a]\n  1: c d\n\n\ncd\n"
+COLOURED = ("  0: (a) <a > <a >\n  1: (a) (\\n) <\\n>\n  2: (a) (\\n) (c )\n\n"
+            "  0: (c) <a>\n  1: (c) (d)\n\n\ncd\n")  # () are green, <> are red
+for mark, colour in ("(", 32), ("<", 31), (")", 0), (">", 0):
+    COLOURED = COLOURED.replace(mark, f"\033[{colour}m")
+
+
+@pytest.mark.parametrize("expected", [PLAIN, COLOURED], ids=["plain", "terminal"])
+def test_the_trajectory(expected, capsys, monkeypatch):
+    """A line a state, columns in line, and the text at the end. Wrong tokens are in brackets, or
+    red on a terminal. Nothing is shown of an earlier prompt, whose last block was cut, and of a
+    block that is cut here what is final. The command line makes the first chunk itself."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: expected == COLOURED)
+    log = [*EARLIER]
+    chunks = until(jacobi(counting(8), [0], n=3, log=log), 3)
     show_trajectory(itertools.chain([next(chunks)], chunks), Words(), False, log)
-
-
-def earlier():
-    """The log of an earlier prompt, whose last block was cut."""
-    return [{"states": [[7, 7], [7, 7]], "final": [1, 3]}, {"states": [[7, 7]], "final": [1]}]
-
-
-def test_the_trajectory_as_plain_text(capsys):
-    """A line a state, wrong tokens in brackets, columns in line; nothing of an earlier prompt; of a
-    block that was cut what is final; the text at the end."""
-    shown(counting(8), [0], 3, 5, earlier())
-    assert capsys.readouterr().out == (
-        "  0: a [a] [a]\n"
-        "  1: a \\n  [\\n]\n"
-        "  2: a \\n  c\n\n"
-        "  0: c [a] [a]\n"
-        "  1: c d   [\\n]\n"
-        "  2: c d   e\n\n"
-        "  0: e [a]\n"
-        "  1: e f\n\n"
-        "\ncdef\n")
-
-
-def test_the_trajectory_on_a_terminal(capsys, monkeypatch):
-    """Right tokens are green, wrong ones red."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    shown(counting(8), [0], 3, 2, earlier())
-    green, red = ("\033[{}m{{}}\033[0m".format(colour).format for colour in (32, 31))
-    assert capsys.readouterr().out == (
-        f"  0: {green('a')} {red('a ')} {red('a ')}\n"
-        f"  1: {green('a')} {green(chr(92) + 'n')} {red(chr(92) + 'n')}\n"
-        f"  2: {green('a')} {green(chr(92) + 'n')} {green('c ')}\n\n\nc\n")
+    assert capsys.readouterr().out == expected
 
 
 # ----------------------------------------------------------------------------------- lookahead
 
-@pytest.fixture
-def found(monkeypatch) -> list:
-    """A list of the n-grams that enter the pool, a list for each time."""
-    lists = []
-
-    def watch(pool, ngrams, G):
-        lists.append(ngrams)
-        remember(pool, ngrams, G)
-    monkeypatch.setattr(module, "remember", watch)
-    return lists
-
-
-def test_the_window_of_the_survey(monkeypatch, found):
+@pytest.mark.parametrize("sample", [greedy, Sampler(1.0)], ids=["greedy", "sampled"])
+def test_the_window_of_the_survey(sample, monkeypatch):
     """W = 5, N = 4: the colours of the figure as hundreds, the position as units: blue 0, orange 1,
     green 2, red 3, grey 4. What the model puts after blue p is blue p + 1; after orange p green
-    p + 1, and so on."""
+    p + 1, and so on. A sampled text is drawn, but the window holds argmaxes."""
     def after(tokens):
         last = tokens[-1]
         following = last + 1 if last < 100 else last + 101
-        return F.one_hot(torch.tensor(following), 900).float()
+        return F.one_hot(torch.tensor(following % 900), 900).float()
 
     class Oranges(random.Random):
         def choices(self, prompt, k):
             assert k == 6  # W + N - 3
             return [101, 102, 103, 104, 105, 106]
+    found, target, log = [], Recorder(after), []
     monkeypatch.setattr(module.random, "Random", Oranges)
-    target, log = Recorder(after), []
-    chunks = lookahead(target, [0], W=5, N=4, G=2, prompt_ngrams=False, log=log)
-    assert list(itertools.islice(chunks, 5)) == [[1], [2], [3], [4], [5]]
+    monkeypatch.setattr(module, "remember", lambda pool, ngrams, G: found.append(ngrams))
+    chunks = lookahead(target, [0], W=5, N=4, G=2, prompt_ngrams=False, sample=sample, log=log)
+    text = [0, *tokens_of(chunks, 5)]
+    assert (text == [0, 1, 2, 3, 4, 5]) == (sample is greedy)
     chain, columns = [-1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert target.trees == [
         ([0, 101, 102, 103, 104, 105, 106], chain),
-        ([1, *range(102, 107), *range(202, 208)], chain[:6] + columns[:6]),
-        ([2, *range(103, 107), *range(203, 208), *range(304, 309)], chain[:5] + columns),
-        ([3, *range(204, 208), *range(304, 309), *range(405, 410)], chain[:5] + columns),
-        ([4, *range(305, 309), *range(405, 410), *range(506, 511)], chain[:5] + columns)]
-    assert found[:4] == [
-        [], [],
-        [(2, 203, 304, 405), (103, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408),
-         (106, 207, 308, 409)],
-        [(3, 304, 405, 506), (204, 305, 406, 507), (205, 306, 407, 508), (206, 307, 408, 509),
-         (207, 308, 409, 510)]]
+        ([text[1], *range(102, 107), *range(202, 208)], chain[:6] + columns[:6]),
+        ([text[2], *range(103, 107), *range(203, 208), *range(304, 309)], chain[:5] + columns),
+        ([text[3], *range(204, 208), *range(304, 309), *range(405, 410)], chain[:5] + columns),
+        ([text[4], *range(305, 309), *range(405, 410), *range(506, 511)], chain[:5] + columns)]
+    below = [[(p, p + 101, p + 202, p + 303) for p in range(first, first + 4)]
+             for first in (103, 204)]
+    assert found[:4] == [[], [], [(text[2], 203, 304, 405), *below[0]],
+                         [(text[3], 304, 405, 506), *below[1]]]
     assert [r["rows"] for r in log] == [7, 12, 15, 15, 15]
-    assert {r["guessed"] for r in log} == {0}  # no n-gram of the pool begins with a root
-
-
-def test_the_window_of_a_sampled_text_holds_argmaxes(found):
-    """The text is drawn, guesses are not: each token of a column is the model's argmax after the
-    one a level up. The first may have given way to the text's last token."""
-    model, log = markov(5, vocab=9), []
-    after = lambda tokens: model(tokens[-1:] * 2)  # noqa: E731  (of the last token alone)
-    best = [after([token]).argmax().item() for token in range(9)]
-    chunks = lookahead(ScriptedLM(after), [0, 1, 2], W=4, N=5, G=3, prompt_ngrams=False,
-                       sample=Sampler(1.5, seed=2), log=log)
-    text = [2, *tokens_of(chunks, 80)]
-    assert sum(best[a] != b for a, b in zip(text, text[1:])) > 20
-    ngrams = [ngram for some in found for ngram in some]
-    assert len(ngrams) == 4 * (len(log) - 3)
-    assert all(best[a] == b for ngram in ngrams for a, b in zip(ngram[1:], ngram[2:]))
 
 
 @pytest.mark.parametrize("prompt", [[1], [0, 1, 2, 0, 1]])

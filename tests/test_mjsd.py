@@ -1,29 +1,17 @@
 """Joint decoding: the likeliest tokens together, and the longest prefix that passes."""
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
 
 import mjsd as module
-from common import CachedLM, Sampler, autoregressive, greedy
-from fake_models import Recorder, ScriptedLM, drifting, uncached
+from common import CachedLM, Sampler, greedy
+from fake_models import Recorder, ScriptedLM, drifting
 from families import tiny
-from helpers import tokens_of
-from laws import chi_square_ok
+from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
 from mjsd import beam_search, mjgd, mjsd, perplexity, propose_children
-
-
-# ----------------------------------------------------- references: no cache, no tree, no ids
-
-def joints(logits_of, context: list[int], tokens, sample: Sampler = greedy) -> list[float]:
-    """log p(tokens[:i] | context) for i from 1, of the model or as a sampler warps it."""
-    steps = []
-    for i, token in enumerate(tokens):
-        logits = logits_of(context + list(tokens[:i]))
-        probs = sample.probs(logits) if sample.temperature else logits.softmax(-1)
-        steps.append(probs[token].log().item())
-    return list(itertools.accumulate(steps))
 
 
 def search(logits_of, context: list[int], depth: int, beams: int, eos) -> list[tuple]:
@@ -41,22 +29,9 @@ def search(logits_of, context: list[int], depth: int, beams: int, eos) -> list[t
     return leaves
 
 
-def count_accepted(target, draft, context, tokens, tau: float, sample: Sampler = greedy) -> int:
-    """Count the tokens of the longest prefix that passes."""
-    p, q = (joints(model, context, tokens, sample) for model in (target, draft))
-    return max((i for i in range(1, len(p) + 1) if math.exp(min(0, p[i - 1] - q[i - 1])) > tau),
-               default=0)
-
-
-def absorbed(K: int, eos, vocab: int = 5) -> list[tuple]:
-    """All texts of K tokens without an EOS before the last, and the shorter ones that end in it."""
-    return [tokens for n in range(1, K + 1) for tokens in itertools.product(range(vocab), repeat=n)
-            if not eos & {*tokens[:-1]} and (n == K or tokens[-1] in eos)]
-
-
 def tabled(rows: dict, last: bool = True) -> Recorder:
     """The distribution after a text is rows[its last token], or rows[the text]."""
-    return Recorder(lambda text: torch.tensor(rows[text[-1] if last else tuple(text)]).log())
+    return Recorder(lambda text: torch.as_tensor(rows[text[-1] if last else tuple(text)]).log())
 
 
 # ----------------------------------------------------------------------------- the beam search
@@ -87,20 +62,15 @@ def test_each_row_has_as_many_children_as_have_a_probability():
         assert all(probs[i, token] > 0 for i, row in enumerate(rows) for token, _ in row)
 
 
-def beams_of(logits_of, unseen, depth, beams, sample, eos) -> list[tuple]:
-    """What `beam_search` finds after the text 0 and `unseen`: as `search` gives it."""
+def beams_of(logits_of, unseen, depth, beams, sample, eos) -> dict[tuple, float]:
+    """What `beam_search` finds after the text 0 and `unseen`: {tokens: log-probability}."""
     lm = ScriptedLM(logits_of)
     lm.start([0])
     found = beam_search(lm, unseen, depth, beams, sample, eos)
     for beam in found:  # its nodes hold its tokens, and all have those that have a child
         fed = [lm.ids[node] for node in beam.nodes][len(unseen):]
         assert fed == beam.tokens[:-1]
-    return [(tuple(beam.tokens), beam.logp) for beam in found]
-
-
-def same(found: list[tuple], expected: list[tuple]) -> bool:
-    return ([tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-            and all(abs(x - y) < 1e-4 for (_, x), (_, y) in zip(found, expected)))
+    return {tuple(beam.tokens): beam.logp for beam in found}
 
 
 @pytest.mark.parametrize("eos", [set(), {4}, {1, 3}])
@@ -111,39 +81,27 @@ def test_the_beam_search_is_that_over_whole_sequences(eos):
     for seed, beams, depth in itertools.product(range(3), (1, 3, 8), (1, 2, 4)):
         for unseen in ([1], [2, 4], [3, 3, 0]):
             found = beams_of(drifting(seed), unseen, depth, beams, greedy, eos)
-            assert same(found, search(drifting(seed), [0, *unseen], depth, beams, eos))
-            lengths.add(tuple(len(tokens) for tokens, _ in found))
+            expected = dict(search(drifting(seed), [0, *unseen], depth, beams, eos))
+            assert [*found] == [*expected] and found == pytest.approx(expected, abs=1e-4)
+            lengths.add(tuple(map(len, found)))
     mixed = any(a < b for each in lengths for a, b in zip(each, each[1:]))
     assert mixed == bool(eos)  # some that ended come before longer ones
 
 
 # ------------------------------------------------------------------------------------------- MJGD
 
-@pytest.mark.parametrize("eos", [set(), {4}, {1, 3}])
-def test_mjgd_with_enough_beams_is_the_joint_argmax(eos):
-    """V = 5, K = 3: against all texts, chunk after chunk, also after an EOS; greedy decoding gives
-    another text."""
-    for seed in range(3):
-        model, context, log = drifting(seed), [0, 1], []
-        chunks = mjgd(ScriptedLM(model), context, K=3, beams=25, eos=eos, log=log)
-        for chunk in itertools.islice(chunks, 6):
-            best = max((joints(model, context, x)[-1], x) for x in absorbed(3, eos))
-            assert tuple(chunk) == best[1] and abs(log[-1]["logp"] - best[0]) < 1e-4
-            context = context + chunk
-        greedily = tokens_of(autoregressive(ScriptedLM(model), [0, 1]), len(context) - 2)
-        assert eos or context[2:] != greedily
-
-
-def test_nothing_counts_after_an_eos():
+def test_the_joint_argmax_and_nothing_counts_after_an_eos():
     """p(EOS) = 0.6, p(A) = 0.4 and p(A | A) = 0.98: texts of A are likelier than the EOS with any
     junk behind it, but none is likelier than the EOS alone. A root that is an EOS goes on: 0.21
     for A, and hardly less for texts of A."""
     root, end, a, flat = 0, 1, 2, [0.2, 0.2, 0.21, 0.2, 0.19]
     rows = {root: [0, 0.6, 0.4, 0, 0], end: flat, a: [0.005, 0.005, 0.98, 0.005, 0.005],
             3: flat, 4: flat}
-    for K, without in ((1, [end]), (2, [a, a]), (3, [a, a, a])):
+    for K, best, chance in ((1, [end], 0.6), (2, [a, a], 0.392), (3, [a, a, a], 0.38416)):
+        log = []
         assert next(mjgd(tabled(rows), [root], K=K, eos={end})) == [end]
-        assert next(mjgd(tabled(rows), [root], K=K)) == without
+        assert next(mjgd(tabled(rows), [root], K=K, log=log)) == best
+        assert math.exp(log[0]["logp"]) == pytest.approx(chance)
         assert next(mjgd(tabled(rows), [root, end], K=K, eos={end})) == [a] * K
 
 
@@ -173,46 +131,38 @@ def test_the_round_of_the_header():
         assert target.tokens == [0, 1, 3, 5][:len(chunk)]
 
 
-@pytest.mark.parametrize("sample", [dict(temperature=0.7), dict(temperature=1.2, top_k=3)])
-@pytest.mark.parametrize("eos", [set(), {3}])
-def test_the_accepted_length_counts_what_the_sampler_warps(sample, eos, monkeypatch):
-    """The longest prefix that passes, by probabilities that are computed anew. The token after it
-    is drawn."""
-    def spy(*args):
-        found.append(beam_search(*args))
-        return found[-1]
-    found, target, draft, sample = [], drifting(1), drifting(2), Sampler(**sample, seed=3)
-    monkeypatch.setattr(module, "beam_search", spy)
-    context, lengths, drawn = [0, 1], set(), 0
-    chunks = mjsd(ScriptedLM(target), ScriptedLM(draft), context, gamma=4, beams=4, tau=0.6,
-                  sample=sample, eos=eos)
-    for chunk in itertools.islice(chunks, 60):
-        x = found[-1][0].tokens
-        eta = count_accepted(target, draft, context, x, 0.6, sample)
-        assert chunk[:-1] == x[:eta] and len(chunk) == eta + 1
-        lengths.add(eta)
-        drawn += chunk[-1] != target(context + x[:eta]).argmax()
-        context = context + chunk
-    assert len(lengths) > 2 and drawn > 10
-
-
-def test_tau_0_accepts_what_the_target_gives_a_chance():
-    """Token 3 has probability 0 in the target and is likely in the draft: exactly the prefixes with
-    it do not pass, and it never enters the text."""
-    def without(tokens):
-        return drifting(1)(tokens).index_fill(0, torch.tensor([3]), -torch.inf)
-    log = []
-    chunks = mjsd(ScriptedLM(without), ScriptedLM(drifting(2)), [0, 1], gamma=4, beams=4, tau=0.0,
-                  log=log)
-    assert 3 not in tokens_of(chunks, 150)
-    assert {r["accepted"] for r in log} >= {4} and len({r["accepted"] for r in log}) > 1
+@pytest.mark.parametrize("tau", [0.0, 0.8])
+def test_a_sampled_chunk_has_the_law_of_algorithm_1(tau, monkeypatch):
+    """All draws are enumerated. With one beam the draft is a sample of q. Its longest prefix that
+    passes is kept, and a sample of p follows. The target never says 2, which is accepted at no τ.
+    """
+    def choose_children(logits, beams, sample):
+        logp = module.log_probs(logits, sample)
+        drawn = draw_by_choices(logp, beams, sample)
+        return [[(x, row[x].item()) for x in tokens] for tokens, row in zip(drawn, logp)]
+    monkeypatch.setattr(module, "propose_children", choose_children)
+    p, q = torch.tensor([[[0.4, 0.6, 0], [0.2, 0.8, 0], [0.5, 0.5, 0]],
+                         [[0.7, 0.1, 0.2], [0.8, 0.1, 0.1], [0.4, 0.4, 0.2]]])
+    found, expected = Counter(), Counter()
+    for chance, chunk in outcomes(lambda choose: next(mjsd(
+            tabled(p), tabled(q), [0], gamma=2, beams=1, tau=tau, sample=Choosing(choose)))):
+        found[tuple(chunk)] += chance
+    p, q = Choosing(None).probs(p.log()), Choosing(None).probs(q.log())  # as the sampler warps them
+    for x, y, t in itertools.product(range(3), repeat=3):
+        ratios = [1, p[0, x] / q[0, x], p[0, x] / q[0, x] * p[x, y] / q[x, y]]
+        kept = (x, y)[:max(i for i in range(3) if ratios[i] > tau)]
+        expected[(*kept, t)] += (q[0, x] * q[x, y] * p[[0, *kept][-1], t]).item()
+    assert found == pytest.approx({text: x for text, x in expected.items() if x > 0})
+    assert {*map(len, found)} == {1, 2, 3}
 
 
 # ------------------------------------------------------------------- perplexity
 
 def test_perplexity_is_that_of_the_model_itself():
     model, prompts, outputs = tiny("llama"), [[3, 4, 5], [7]], [[8, 9, 10, 11], [2]]
-    logits_of = uncached(model).logits_of
-    nll = -sum(joints(logits_of, p, o)[-1] for p, o in zip(prompts, outputs))
+    nll = 0.0
+    for prompt, output in zip(prompts, outputs):
+        logp = model(input_ids=torch.tensor([prompt + output])).logits[0].log_softmax(-1)
+        nll -= sum(logp[len(prompt) - 1 + i, x].item() for i, x in enumerate(output))
     found = perplexity(CachedLM(model), prompts, outputs)
     assert found == pytest.approx(math.exp(nll / 5), rel=1e-4)

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from cli.run import report_acceptance
 from common import Sampler
 from fake_models import Zeros
-from laws import outcomes
+from laws import Choosing, outcomes
 from speculative import VERIFICATIONS, report, residual, verify_block, verify_tokens
-from test_lossless import Choosing
 
 
 # ------------------------------------------------------------------------------------ the rule
