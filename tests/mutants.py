@@ -411,14 +411,14 @@ MUTANTS = {
         ("until(chunks, limit, self.eos)", "until(chunks, limit, ())", "EOS is ignored"),
         ("- began - setup", "- began", "set-up counts as decoding")],
     "cli/text.py": [
-        ("self.waiting.append((self.number, len(self.text.rstrip(HALF))))",
-         "self.waiting.append((self.number, len(self.text)))", "half a character is given away"),
-        ("(number, min(stop, same))", "(number, stop)", "what a token takes back stays another's")],
+        ("text.rstrip(HALF)[self.given:]", "text[self.given:]", "half a character is given away"),
+        ("self.in_bytes = True", "pass", "bytes are given away before the last of them"),
+        (" and gone <= self.given", "", "text that was not given away is forgotten")],
     "cli/costs.py": [
-        ("tokens += chance", "tokens += rate", "a guess counts though one before it was wrong"),
+        ("operator.mul, initial", "max, initial", "a guess counts though one before it was wrong"),
         ('.replace("<", "\\\\u003c")', "", "a name can end the page's script")],
     "cli/trace.py": [
-        ("final[-1][1] >= args[0]:", "final[-1][1] > args[0]:", "a truncated row stays kept"),
+        ("if place >= length]", "if place > length]", "a truncated row stays kept"),
         ('del call["kept"][left:]', "pass", "rows behind the end of the answer are kept")],
     "cli/trajectory.py": [
         ("y[:final] for y in", "y for y in", "tokens that are not final are shown"),
