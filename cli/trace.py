@@ -1,7 +1,7 @@
 """Writes the page of `--trace FILE.html`, which steps through every call of a run.
 
-No method knows that it is recorded. While a run lasts, four methods of the class CachedLM are
-replaced: each replacement calls the original, then writes down what happened. Afterwards the
+No method knows that it is recorded. While a run lasts, four methods of the class CachedLM (PATCHED)
+are replaced: each replacement calls the original, then writes down what happened. Afterwards the
 originals are put back. The recording's own time is in no call's time, and counts as set-up.
 
 An example is the round of a method that guesses 7 or 8 after the root 5:
@@ -47,6 +47,7 @@ from survey.clock import WIDTHS, time_calls
 from training.layers import depth_of
 
 PAGE = Path(__file__).with_name("trace.html")
+PATCHED = ("start", "forward", "commit", "truncate")
 TOLD = 16  # the first numbers of an embedding, which tell its token
 
 
@@ -71,20 +72,13 @@ class Recorder:
     def clock(self) -> float:
         return time.perf_counter() - self.spent
 
-    def patch(self):
-        """Record all CachedLMs inside a `with`."""
-        notes = {"start": self.note_start, "forward": self.note_forward,
-                 "commit": self.note_commit, "truncate": self.note_truncate}
-        replaced = {name: self.wrap(getattr(CachedLM, name), notes[name]) for name in notes}
-        return patch.multiple(CachedLM, **replaced)
-
-    def wrap(self, original: Callable, note: Callable) -> Callable:
+    def wrap(self, name: str) -> Callable:
         """Return what takes the place of a method of CachedLM: the method, then its note.
 
-        original   the method
-        note       gets the model, the method's first argument, its result, and when it began and
-                   ended
+        A note gets the model, the method's first argument, its result, and when it began and ended.
         """
+        original, note = getattr(CachedLM, name), getattr(self, f"note_{name}")
+
         def recorded(lm, given, *args, **options):
             given = given if isinstance(given, (int, torch.Tensor)) else [*given]
             began = self.clock()
@@ -170,16 +164,15 @@ class Trace:
         record = {"method": run.method.__name__, "prompt": prompt, "rounds": []}
         self.runs.append(record)
         logged, spent = len(run.log), run.seconds
-        with recorder.patch():
+        with patch.multiple(CachedLM, **{name: recorder.wrap(name) for name in PATCHED}):
             for chunk in chunks:
                 calls, recorder.calls = recorder.calls, []
                 if not record["rounds"]:  # a round ends with a call of the model that verifies
                     record["target"] = calls[-1]["lm"]
                 record["lms"] = recorder.name_models()
                 log = run.log[-1] if len(run.log) > logged else {}
-                took = run.seconds - spent - recorder.prompts
                 record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls,
-                                         "seconds": took})
+                                         "seconds": run.seconds - spent - recorder.prompts})
                 logged, spent, recorder.prompts = len(run.log), run.seconds, 0.0
                 if record["method"] != "autoregressive":
                     self.verifier = [*recorder.lms][record["target"]]
@@ -244,12 +237,9 @@ def say_tokens(ids: set[int], tokenizer) -> dict[int, str]:
     """Return the text of each token, as it is in the middle of a text."""
     before = tokenizer.encode("a", add_special_tokens=False)[-1:]
     start = tokenizer.decode(before)
-    said = {}
-    for token in sorted(ids - {-1}):
-        both = tokenizer.decode([*before, token])
-        # the first word of a text often loses its blank, so a token is decoded after another one
-        said[token] = both[len(start):] if both.startswith(start) else tokenizer.decode([token])
-    return said
+    # The first word of a text often loses its blank, so a token is decoded after another one.
+    return {token: tokenizer.decode([*before, token]).removeprefix(start)
+            for token in sorted(ids - {-1})}
 
 
 def make_page(runs: list[dict], tokenizers: dict, costs: list[dict] = ()) -> str:

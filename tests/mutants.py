@@ -385,8 +385,7 @@ MUTANTS = {
          "the next replay overwrites the features"),
         ("value=-torch.inf) for x in masks]", "value=0.0) for x in masks]",
          "unseen slots are seen"),
-        ("            self.captured = {}\n        repeated", "            pass\n        repeated",
-         "graphs of old buffers are replayed")],
+        ("name = self.cache.slots, taps", "name = 0, taps", "graphs of old buffers are replayed")],
     "cli/loading.py": [
         ("rows = min(len(model", "rows = max(len(model", "the draft's embeddings are not asked"),
         ('    if lost:\n        raise InputError("expected a chat template that takes',
