@@ -72,18 +72,16 @@ class StaticCache(KVCache):
         self.slots = 0
         self.written = None
 
-    def reserve(self, slots: int) -> bool:
-        """Make room for this many slots; return whether the buffers were renewed for it."""
-        if slots <= self.slots:
-            return False
-        self.slots = slots + self.slots
-        for buffers in self.layers.values():
-            buffers[:] = [F.pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in buffers]
-        return True
+    def reserve(self, slots: int) -> None:
+        """Make room for this many slots. If there are fewer, the buffers are renewed."""
+        if slots > self.slots:
+            self.slots += slots
+            for buffers in self.layers.values():
+                buffers[:] = [F.pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in buffers]
 
     def update(self, keys, values, layer, *_, **__):
+        self.reserve(self.start + keys.shape[2])
         if layer not in self.layers:
-            self.reserve(self.start + keys.shape[2])
             self.layers[layer] = [x.new_zeros(*x.shape[:2], self.slots, x.shape[3])
                                   for x in (keys, values)]
         written = self.written
@@ -108,17 +106,13 @@ class GraphedLM(TimedLM):
         self.captured = {}
 
     def start(self, ids, prefix=()) -> None:
-        rows = prefix[0][0].shape[1] if prefix else 0
-        if self.cache.reserve(rows):
-            self.captured = {}
         self.cache.written = None
         super().start(ids, prefix)
 
     def run_model(self, inputs, positions, mask, keep: int):
         first, n = self.cache.start, inputs.shape[1]
         width = next((width for width in WIDTHS if width >= n), n)
-        if self.cache.reserve(first + 2 * width):  # `graph_of` writes into the last ones
-            self.captured = {}
+        self.cache.reserve(first + 2 * width)  # `graph_of` writes into the last ones
         repeated = torch.arange(width, device=inputs.device).clamp(max=n - 1)
         masks = list(mask.values()) if isinstance(mask, dict) else [mask]
         unseen = self.cache.slots - first - n
@@ -127,10 +121,11 @@ class GraphedLM(TimedLM):
         tensors = (written, inputs[:, repeated], positions[:, repeated], *masks)
         run = self.whole_pass
         if width <= WIDTHS[-1]:
-            # Another CachedLM that writes into this cache may have renewed the buffers.
             name = self.cache.slots, tuple(self.taps), tensors[1].shape
             if name not in self.captured:
                 began = time.perf_counter()
+                # Graphs of older buffers are freed. Another CachedLM may have renewed them.
+                self.captured = {x: self.captured[x] for x in self.captured if x[0] == name[0]}
                 self.captured[name] = self.graph_of(tensors)
                 self.setup_seconds += time.perf_counter() - began
             run = self.captured[name]

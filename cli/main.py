@@ -17,7 +17,7 @@ from huggingface_hub.utils import logging as hub
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from cli.costs import find_reason
+from cli.costs import say_costs
 from cli.loading import check_passes, encode_data, encode_prompts, load_checked
 from cli.options import (MODELS, list_reads, name_command, parse_command, parse_decoding,
                          read_options, select_options, select_settings)
@@ -186,7 +186,7 @@ class Session:
 
 
 def explain_slowdown(run: Run, ar: Run) -> str:
-    """Say in a line which cost makes a run slower than token by token decoding.
+    """Say in a line what makes a run slower than token by token decoding.
 
     run      the run of the method
     ar       the run of `autoregressive`
@@ -194,9 +194,9 @@ def explain_slowdown(run: Run, ar: Run) -> str:
     target, alone = run.models["target"], ar.models["target"]
     one = alone.seconds / alone.calls
     guessing = run.seconds - target.seconds - target.prompt_seconds
-    reason = find_reason(target.rows / target.calls, target.seconds / target.calls / one,
-                         guessing / target.calls / one, run.tokens / target.calls)
-    return f"slower here because {reason}"
+    costs = say_costs(target.rows / target.calls, target.seconds / target.calls / one,
+                      guessing / target.calls / one, run.tokens / target.calls)
+    return f"slower here: {costs}"
 
 
 def compare(session: Session, run: Run, lossy: Container) -> int:

@@ -33,139 +33,123 @@ names, and which of them verifies.
 """
 import json
 import time
-from contextlib import contextmanager
+from collections import defaultdict
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 
-from cli.costs import describe, write_panel
+from cli.costs import calls_of, describe, list_rounds, write_panel
 from cli.text import split_text
 from common import CachedLM
 from survey.clock import WIDTHS, time_calls
+from training.layers import depth_of
 
 PAGE = Path(__file__).with_name("trace.html")
 PATCHED = ("start", "forward", "commit", "truncate")
+TOLD = 16  # the first numbers of an embedding, which tell its token
 
 
 class Recorder:
-    """Write down the calls of all CachedLMs."""
+    """Write down the calls of all CachedLMs while a run answers a prompt.
 
-    def __init__(self):
-        self.originals = {name: getattr(CachedLM, name) for name in PATCHED}
+    Times are those of a clock that stands still while something is recorded.
+
+    run   the `Run` that answers
+    """
+
+    def __init__(self, run):
+        self.run = run
         self.spent = 0.0  # seconds that the recording itself took
-        self.forget(None)
-
-    def forget(self, target: CachedLM | None) -> None:
-        """Begin another run; the time that recording takes is set-up of its target."""
-        self.target = target
         self.began = None  # when the first call began
         self.prompts = 0.0  # seconds that passes over the prompt took
-        self.lms = []  # models in the order of their first call
+        self.lms = {}  # lm: its number, in the order of their first call
         self.calls = []  # of the present round
-        self.waiting = {}  # lm: calls whose rows are not committed
-        self.final = {}  # lm: (call, place in the text) of each committed row, the newest last
-        self.tables = {}  # of a model: the embeddings of all tokens
+        self.pending = defaultdict(dict)  # lm: {row: its call}, of rows that are not committed
+        self.final = defaultdict(dict)  # lm: {place in the text: its call}, of committed rows
 
-    @contextmanager
-    def patch(self):
-        """Record all CachedLMs inside a `with`."""
-        for name in PATCHED:
-            setattr(CachedLM, name, self.wrap(name))
-        try:
-            yield
-        finally:
-            for name, original in self.originals.items():
-                setattr(CachedLM, name, original)
+    def clock(self) -> float:
+        return time.perf_counter() - self.spent
 
-    def wrap(self, name: str):
-        """Return what takes the place of a method of CachedLM: the method, then its note."""
-        original, note = self.originals[name], getattr(self, f"note_{name}")
+    def wrap(self, name: str) -> Callable:
+        """Return what takes the place of a method of CachedLM: the method, then its note.
 
-        def recorded(lm, *args, **options):
-            if name == "commit":
-                args = [list(args[0])]  # a path may be an iterator, and is read twice
-            length, pending = lm.length, len(lm.parents)
-            began = time.perf_counter()
-            result = original(lm, *args, **options)
-            ended = time.perf_counter()
+        A note gets the model, the method's first argument, its result, and when it began and ended.
+        """
+        original, note = getattr(CachedLM, name), getattr(self, f"note_{name}")
+
+        def recorded(lm, given, *args, **options):
+            given = given if isinstance(given, (int, torch.Tensor)) else [*given]
+            began = self.clock()
+            result = original(lm, given, *args, **options)
+            ended = self.clock()
             if options.get("counts", True):  # else a part of a prompt, or a call of the clock
-                note(lm, args, result, length, pending, (began, ended))
-                self.add_spent(time.perf_counter() - ended)
+                note(lm, given, result, began, ended)
+                spent = self.clock() - ended
+                self.spent += spent
+                self.run.models["target"].setup_seconds += spent
             return result
         return recorded
 
-    def add_spent(self, seconds: float) -> None:
-        """Count seconds of the recording, which are no part of decoding."""
-        self.spent += seconds
-        if self.target is not None:
-            self.target.setup_seconds += seconds
+    def note_start(self, lm, ids, _, began, ended) -> None:
+        if len(ids) > 1:  # else a model is tried during set-up, whose time does not count anyway
+            self.prompts += ended - began
 
-    # Each note gets the model, the arguments and the result of the method, the length of the
-    # context and the number of pending nodes before it, and when it began and ended.
-
-    def note_start(self, lm, args, result, length, pending, times) -> None:
-        if lm not in self.lms:
-            self.lms.append(lm)
-        self.waiting[lm], self.final[lm] = [], []
-        self.prompts += times[1] - times[0]
-
-    def note_forward(self, lm, args, logits, length, pending, times) -> None:
-        if lm not in self.lms:  # a model that goes on from another one's cache is never started
-            self.lms.append(lm)
+    def note_forward(self, lm, ids, logits, began, ended) -> None:
         if self.began is None:
-            self.began = times[0] - self.spent
-        ids = self.find_tokens(lm, args[0])
+            self.began = began
+        first = len(lm.parents) - len(ids)
         best = logits.argmax(-1).tolist()
         best = [-1] * (len(ids) - len(best)) + best  # the first rows may have no logits
-        call = {"lm": self.lms.index(lm), "ids": ids, "first": pending,
-                "time": [round(1000 * (x - self.began - self.spent), 3) for x in times],
-                "parents": lm.parents[pending:], "best": best, "kept": []}
-        self.waiting.setdefault(lm, []).append(call)
+        call = {"lm": self.lms.setdefault(lm, len(self.lms)), "ids": find_tokens(lm, ids),
+                "time": [round(1000 * (x - self.began), 3) for x in (began, ended)],
+                "parents": lm.parents[first:], "first": first, "best": best, "kept": []}
+        self.pending[lm] |= dict.fromkeys(range(first, len(lm.parents)), call)
         self.calls.append(call)
 
-    def note_commit(self, lm, args, result, length, pending, times) -> None:
-        for place, node in enumerate(args[0], length):
-            for call in self.waiting.get(lm, []):
-                row = node - call["first"]
-                if 0 <= row < len(call["ids"]):
-                    call["kept"].append(row)
-                    self.final.setdefault(lm, []).append((call, place))
-        self.waiting[lm] = []
+    def note_commit(self, lm, path, *_) -> None:
+        pending = self.pending.pop(lm, {})
+        for place, node in enumerate(path, lm.length - len(path)):
+            if node in pending:
+                call = self.final[lm][place] = pending[node]
+                call["kept"].append(node - call["first"])
 
-    def note_truncate(self, lm, args, result, length, pending, times) -> None:
-        final = self.final.get(lm, [])
-        while final and final[-1][1] >= args[0]:
-            call, _ = final.pop()
-            call["kept"].pop()
-        self.waiting[lm] = []
+    def note_truncate(self, lm, length, *_) -> None:
+        self.pending.pop(lm, None)
+        for place in [place for place in self.final[lm] if place >= length]:
+            self.final[lm].pop(place)["kept"].pop()
 
-    def find_tokens(self, lm: CachedLM, ids) -> list[int]:
-        """Return the tokens of rows.
+    def name_models(self) -> list[str]:
+        """Return the names of all recorded models.
 
-        ids      token ids, or embeddings [n, d]: those of a token are found in the model's table,
-                 and those of a mask or of a hidden state are -1
+        A model that a method made itself is called by the number of its layers.
         """
-        if not torch.is_tensor(ids) or ids.ndim == 1:
-            return [int(x) for x in ids]
-        embed = lm.model.get_input_embeddings()
-        if embed not in self.tables:
-            with torch.inference_mode():
-                every = torch.arange(len(embed.weight), device=embed.weight.device)
-                self.tables[embed] = embed(every)  # some families scale what the weights say
-        table, found = self.tables[embed], []
-        for row in ids:
-            near = (table[:, :4] == row[:4]).all(1).nonzero()[:, 0]  # whole rows take long
-            same = [i for i in near.tolist() if torch.equal(table[i], row)]
-            found.append(same[0] if same else -1)
-        return found
+        known = {lm: name for name, lm in self.run.models.items()}
+        return [known.get(lm, f"{depth_of(lm.model)} layers") for lm in self.lms]
+
+
+@torch.inference_mode()
+def find_tokens(lm: CachedLM, ids) -> list[int]:
+    """Return the tokens of rows.
+
+    ids      token ids, or embeddings [n, d]: those of a token are found in the model's table, and
+             those of a mask or of a hidden state are -1
+    """
+    if not torch.is_tensor(ids) or ids.ndim == 1:
+        return [int(x) for x in ids]
+    embed = lm.model.get_input_embeddings()
+    # Some families scale what the weights say. `once` of a TimedLM would count this time twice.
+    table = CachedLM.once(lm, "embeddings of all tokens", lambda: embed(
+        torch.arange(len(embed.weight), device=embed.weight.device))[:, :TOLD])
+    same = [(table == row).all(1).nonzero()[:, 0].tolist() for row in ids[:, :TOLD]]
+    return [found[0] if found else -1 for found in same]
 
 
 class Trace:
     """Hold the runs of a command, each with its calls."""
 
     def __init__(self):
-        self.recorder = Recorder()
         self.runs = []
         self.verifier = None  # the model that verified in the method's runs
         self.table = []  # (rows, seconds) of its calls, which are timed in the end
@@ -176,34 +160,29 @@ class Trace:
         run     the `Run` that answers
         chunks  what run.decode gives for this prompt
         """
-        recorder = self.recorder
-        recorder.forget(run.models["target"])
-        rounds, verifies = [], None
-        logged, spent = len(run.log), run.seconds
-        record = {"method": run.method.__name__, "prompt": prompt, "rounds": rounds}
+        recorder = Recorder(run)
+        record = {"method": run.method.__name__, "prompt": prompt, "rounds": []}
         self.runs.append(record)
-        with recorder.patch():
+        logged, spent = len(run.log), run.seconds
+        with patch.multiple(CachedLM, **{name: recorder.wrap(name) for name in PATCHED}):
             for chunk in chunks:
                 calls, recorder.calls = recorder.calls, []
-                if verifies is None:  # a round ends with a call of the model that verifies
-                    verifies = calls[-1]["lm"]
-                    if record["method"] != "autoregressive":
-                        self.verifier = recorder.lms[verifies]
+                if not record["rounds"]:  # a round ends with a call of the model that verifies
+                    record["target"] = calls[-1]["lm"]
+                record["lms"] = recorder.name_models()
                 log = run.log[-1] if len(run.log) > logged else {}
-                logged = len(run.log)
-                took = run.seconds - spent - recorder.prompts
-                spent, recorder.prompts = run.seconds, 0.0
-                rounds.append({"chunk": list(chunk), "log": dict(log), "calls": calls,
-                               "seconds": took})
-                record |= {"lms": self.name_models(run.models), "target": verifies}
+                record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls,
+                                         "seconds": run.seconds - spent - recorder.prompts})
+                logged, spent, recorder.prompts = len(run.log), run.seconds, 0.0
+                if record["method"] != "autoregressive":
+                    self.verifier = [*recorder.lms][record["target"]]
                 yield chunk
-        for step in rounds:
-            trim_round(step, verifies)
+        for step in record["rounds"]:
+            trim_round(step, record["target"])
 
     def time_calls(self) -> None:
         """Time calls of the model that verified, up to the widest that was recorded."""
-        widest = max((len(call["ids"]) for run in self.runs for step in run["rounds"]
-                      for call in step["calls"] if call["lm"] == run["target"]), default=0)
+        widest = max((len(call["ids"]) for call in calls_of(list_rounds(self.runs))), default=0)
         if self.verifier:
             self.table = time_calls(self.verifier, min(widest, WIDTHS[-1]))
 
@@ -212,24 +191,9 @@ class Trace:
 
         returns   a list of one entry, or of none where no call was timed
         """
-        ar = [run for run in self.runs if run["method"] == "autoregressive" and run["rounds"]]
-        own = [run for run in self.runs if run["method"] != "autoregressive" and run["rounds"]]
-        if not self.table or not own:
-            return []
-        return [describe(own[0]["method"], own, self.table, ar)]
-
-    def name_models(self, models: dict[str, CachedLM]) -> list[str]:
-        """Return the names of all recorded models.
-
-        models   the run's models by name. A model that a method made itself is called by the number
-                 of its layers
-        """
-        known = {id(lm): name for name, lm in models.items()}
-        names = []
-        for lm in self.recorder.lms:
-            layers = lm.model.config.get_text_config().num_hidden_layers
-            names.append(known.get(id(lm), f"{layers} layers"))
-        return names
+        ar = [run for run in self.runs if run["method"] == "autoregressive"]
+        own = [run for run in self.runs if run["method"] != "autoregressive"]
+        return [describe(own[0]["method"], own, self.table, ar)] if self.table else []
 
 
 def trim_round(step: dict, target: int) -> None:
@@ -273,21 +237,9 @@ def say_tokens(ids: set[int], tokenizer) -> dict[int, str]:
     """Return the text of each token, as it is in the middle of a text."""
     before = tokenizer.encode("a", add_special_tokens=False)[-1:]
     start = tokenizer.decode(before)
-    said = {}
-    for token in sorted(ids - {-1}):
-        both = tokenizer.decode([*before, token])
-        # the first word of a text often loses its blank, so a token is decoded after another one
-        said[token] = both[len(start):] if both.startswith(start) else tokenizer.decode([token])
-    return said
-
-
-def say_text(run: dict, tokenizer) -> list[str]:
-    """Return a piece of text for each token of the prompt and of the answer.
-
-    The pieces joined are the whole text.
-    """
-    answer = [token for step in run["rounds"] for token in step["chunk"]]
-    return split_text(tokenizer, run["prompt"] + answer, skip_special_tokens=False)
+    # The first word of a text often loses its blank, so a token is decoded after another one.
+    return {token: tokenizer.decode([*before, token]).removeprefix(start)
+            for token in sorted(ids - {-1})}
 
 
 def make_page(runs: list[dict], tokenizers: dict, costs: list[dict] = ()) -> str:
@@ -297,10 +249,14 @@ def make_page(runs: list[dict], tokenizers: dict, costs: list[dict] = ()) -> str
     costs       what the panel of costs shows, as `describe` of costs.py returns it; without any the
                 page has no panel
     """
-    said = [run | {"said": say_text(run, tokenizers["target"])} for run in runs]
     texts = {name: say_tokens(ids, tokenizers[name])
              for name, ids in collect_tokens(runs, [*tokenizers]).items()}
-    data = json.dumps({"runs": said, "texts": texts}, ensure_ascii=True)
-    page = PAGE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"), 1)
+    said = []
+    for run in runs:  # the pieces of all tokens, joined, are the whole text
+        answer = [token for step in run["rounds"] for token in step["chunk"]]
+        pieces = split_text(tokenizers["target"], run["prompt"] + answer, skip_special_tokens=False)
+        said.append(run | {"said": pieces})
+    data = json.dumps({"runs": said, "texts": texts}).replace("<", "\\u003c")
+    page = PAGE.read_text(encoding="utf-8").replace("DATA", data, 1)
     panel = write_panel(costs) if costs else ""
     return page.replace("<noscript>", f"{panel}<noscript>", 1)

@@ -1,9 +1,6 @@
 """Draws a Jacobi trajectory in the terminal, as CLLM's Fig. 2: `python jacobi.py --show`."""
 import sys
 
-RIGHT = 32  # the terminal's number of green
-WRONG = 31  # the terminal's number of red
-
 
 def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
     """Print each block's trajectory when the block is final, and the text at the end.
@@ -44,7 +41,8 @@ def print_states(states: list[list[int]], tokenizer) -> None:
     for number, (y, row) in enumerate(zip(states, rows)):
         cells = [word.ljust(width) for word, width in zip(row, widths)]
         if terminal:
-            colours = [RIGHT if token == right else WRONG for token, right in zip(y, y_star)]
+            # The terminal's numbers of green and of red
+            colours = [32 if token == right else 31 for token, right in zip(y, y_star)]
             cells = [f"\033[{colour}m{cell}\033[0m" for colour, cell in zip(colours, cells)]
         print(f"{number:3}: {' '.join(cells)}".rstrip())
     print(flush=True)

@@ -110,12 +110,10 @@ class FakeCuda:
              no such function
     quiet    whether operations are this file's own, which are neither checked nor counted
     tape     the operations of a CUDA graph while it is captured, else None
-    broken   whether something happened that breaks off a capture
     """
 
     def __init__(self):
         self.counts, self.inside, self.quiet, self.tape = Counter(), None, False, None
-        self.broken = False
 
     def __enter__(self):
         autocast = torch.autocast
@@ -126,7 +124,8 @@ class FakeCuda:
                               synchronize=lambda *_: self.wait("syncs"),
                               get_rng_state=lambda *_: torch.get_rng_state(),
                               set_rng_state=lambda *_: None,
-                              CUDAGraph=functools.partial(FakeGraph, self), graph=self.capture,
+                              CUDAGraph=functools.partial(FakeGraph, self),
+                              graph=lambda graph: self.set(tape=graph.tape),
                               # The optimizers of torch 2.11 ask this.
                               is_current_stream_capturing=lambda: self.tape is not None)),
             (torch._C._nn, dict(_parse_to=parse_to))]
@@ -164,15 +163,6 @@ class FakeCuda:
         with self.set(quiet=True):
             return mark(x.clone(), gpu)
 
-    @contextmanager
-    def capture(self, graph: "FakeGraph"):
-        """Take the place of torch.cuda.graph."""
-        with self.set(tape=graph.tape, broken=False):
-            yield
-            if self.broken:
-                raise RuntimeError("CUDA error: operation failed due to a previous error during "
-                                   "capture")
-
 
 class FakeGraph:
     """Take the place of torch.cuda.CUDAGraph.
@@ -183,9 +173,6 @@ class FakeGraph:
 
     def __init__(self, gpu: FakeCuda):
         self.gpu, self.tape = gpu, []
-
-    def __del__(self):
-        self.gpu.broken = True  # which counts if another graph is being captured
 
     def replay(self) -> None:
         self.gpu.counts["launches"] += 1

@@ -382,8 +382,7 @@ MUTANTS = {
          "the next replay overwrites the features"),
         ("value=-torch.inf) for x in masks]", "value=0.0) for x in masks]",
          "unseen slots are seen"),
-        ("            self.captured = {}\n        repeated", "            pass\n        repeated",
-         "graphs of old buffers are replayed")],
+        ("name = self.cache.slots, tuple", "name = 0, tuple", "graphs of old buffers are replayed")],
     "cli/loading.py": [
         ("rows = min(len(model", "rows = max(len(model", "the draft's embeddings are not asked"),
         ('    if lost:\n        raise InputError("expected a chat template that takes',
@@ -408,14 +407,14 @@ MUTANTS = {
         ("until(chunks, limit, self.eos)", "until(chunks, limit, ())", "EOS is ignored"),
         ("- began - setup", "- began", "set-up counts as decoding")],
     "cli/text.py": [
-        ("self.waiting.append((self.number, len(self.text.rstrip(HALF))))",
-         "self.waiting.append((self.number, len(self.text)))", "half a character is given away"),
-        ("(number, min(stop, same))", "(number, stop)", "what a token takes back stays another's")],
+        ("text.rstrip(HALF)[self.given:]", "text[self.given:]", "half a character is given away"),
+        ("self.in_bytes = True", "pass", "bytes are given away before the last of them"),
+        (" and gone <= self.given", "", "text that was not given away is forgotten")],
     "cli/costs.py": [
-        ("tokens += chance", "tokens += rate", "a guess counts though one before it was wrong"),
+        ("operator.mul, initial", "max, initial", "a guess counts though one before it was wrong"),
         ('.replace("<", "\\\\u003c")', "", "a name can end the page's script")],
     "cli/trace.py": [
-        ("final[-1][1] >= args[0]:", "final[-1][1] > args[0]:", "a truncated row stays kept"),
+        ("if place >= length]", "if place > length]", "a truncated row stays kept"),
         ('del call["kept"][left:]', "pass", "rows behind the end of the answer are kept")],
     "cli/trajectory.py": [
         ("y[:final] for y in", "y for y in", "tokens that are not final are shown"),
