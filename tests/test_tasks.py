@@ -116,7 +116,7 @@ def test_all_lines_of_a_jsonl_file_are_json(line, tmp_path):
     file.write_bytes(MARK + b"\n  " + rows({"prompt": "a"}) + MARK + rows({"question": "b"}))
     assert read_prompts(file) == ["a", "b"]
     file.write_bytes(rows({"prompt": "a"}) + line)
-    with pytest.raises(argparse.ArgumentTypeError, match="prompts.JSONL', line 2: no "):
+    with pytest.raises(argparse.ArgumentTypeError, match="prompts.JSONL', line 2: "):
         read_prompts(file)
 
 
@@ -151,12 +151,12 @@ def test_pairs_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("x", "no JSON: Expecting value"), ("[]", "no object"), ('{"prompt": "a"}', "no answer"),
-    ('{"answer": "a"}', "no prompt"), ('{"prompt": "", "answer": "a"}', "its prompt is no text"),
-    ('{"prompt": [1], "answer": [-1]}', "its answer is no text"),
-    ('{"prompt": [1], "answer": "a"}', "not both texts"), ('{"messages": 3}', "two or more"),
+    ("x", "Expecting value"), ("[]", "list"), ('{"prompt": "a"}', "no 'answer'"),
+    ('{"answer": "a"}', "no 'prompt'"), ('{"prompt": "", "answer": "a"}', "one is empty"),
+    ('{"prompt": [1], "answer": [1.5]}', "not both texts"),
+    ('{"prompt": [1], "answer": "a"}', "not both texts"), ('{"messages": 3}', "int"),
     (json.dumps({"messages": TALK[1:]}), "two or more"),
-    (json.dumps({"messages": TALK[::-1]}), "not the assistant's")])
+    (json.dumps({"messages": TALK[::-1]}), "is the assistant's")])
 def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp_path):
     file = tmp_path / "pairs"
     file.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
