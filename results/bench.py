@@ -268,8 +268,7 @@ class Bench:
         return self.run_as(model, vocab_size(model, self.tokenizer))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        models = [model for model in (self.target, self.draft) if model]
-        return encode_prompts(models, self.tokenizer, texts, self.args.chat)
+        return encode_prompts(self.target, self.tokenizer, texts, self.args.chat)
 
     def row(self, line: str) -> Ours:
         """Build the method that a command line names, as a user's own command would run it.
