@@ -18,7 +18,7 @@ from argparse import (SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
                       RawDescriptionHelpFormatter)
 from inspect import Parameter, getdoc, getfile, signature
 from pathlib import Path
-from typing import Callable, Iterable
+from typing import Iterable
 
 from cli.files import read_pairs, read_prompts
 from cli.text import Parser
@@ -29,18 +29,6 @@ from training.parts import MODELS
 # annotations of keyword arguments that are options
 KINDS = (bool, int, float, str, Path, list[int])
 METAVARS = {int: "N", float: "X", Path: "FILE"}  # what --help writes for a value; else the name
-
-
-class FileRows(list):
-    """Holds what was read from a file, and the name of the file.
-
-    file   the file
-    read   a function that reads the file
-    """
-
-    def __init__(self, file: str, read: Callable):
-        super().__init__(read(file))
-        self.file = file
 
 
 def read_options(function) -> dict[str, tuple[type, object]]:
@@ -127,12 +115,12 @@ def add_prompt_options(parser: ArgumentParser, trains: bool = False) -> None:
     """
     files = parser.add_mutually_exclusive_group()
     files.add_argument(
-        "--prompts", type=lambda file: FileRows(file, read_prompts), metavar="FILE",
+        "--prompts", type=read_prompts, metavar="FILE",
         default=f"{MODELS}/examples.jsonl",
         help='prompts, a line each, plain or {"prompt": "..."} (default: three examples)')
     if trains:
         files.add_argument(
-            "--data", type=lambda file: FileRows(file, read_pairs), metavar="FILE",
+            "--data", type=read_pairs, metavar="FILE",
             help='learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", '
                  '"answer": "..."} on a line, both texts or both lists of token ids, or '
                  '{"messages": [...]}, of which the assistant\'s last one is the answer')
@@ -254,17 +242,16 @@ def select_settings(args: Namespace) -> Settings:
 def list_reads(args: Namespace, function) -> list[str | Path | None]:
     """List the paths of all that a command or a method reads, for `check_result`.
 
+    Files of prompts are not among them, since no command may replace a file that it did not make.
     An option is a path if its type is Path, or if its default is one or is empty. The others are
     words, as `--heads medusa` is.
 
     args      what was parsed
     function  the command or the method
     """
-    given = vars(args)
     reads = [args.target]
-    reads += [getattr(given.get(name), "file", None) for name in ("prompts", "data")]
     for name, (kind, default) in read_options(function).items():
         is_path = kind is Path or default == "" or Path(str(default)).is_absolute()
         if name != "out" and is_path:
-            reads.append(given.get(name, default) or None)
+            reads.append(vars(args).get(name, default) or None)
     return reads

@@ -27,10 +27,8 @@ from cli.main import explain_slowdown
 from cli.options import (fits, name_command, read_options, read_ranges, select_options,
                          write_option)
 from cli.run import Run, TimedLM
-from cli.trajectory import show_trajectory
 from common import CachedLM, InputError, autoregressive, encode, greedy, load
 from helpers import ROOT, forget_project, fork, main, script, tokens_of
-from speculative import report as acceptance
 from speculative import speculative
 from test_structure import FILES, functions_of
 from training import loop as training
@@ -63,13 +61,10 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def ask(capsys):
-    """Give a command line to a method or to a file; return the status, stdout and stderr.
-
-    A test's own method reports nothing."""
-    def ask(*argv, method=speculative, file=None, report=None, **extras):
-        standard = acceptance if method is speculative else lambda run: ""
-        status = script(file, *argv) if file else main([method], report or standard, [*argv],
-                                                       **extras)
+    """Give a command line to a method, which reports nothing, or to a file; return the status,
+    stdout and stderr."""
+    def ask(*argv, method=speculative, file=None, report=lambda run: "", **extras):
+        status = script(file, *argv) if file else main([method], report, [*argv], **extras)
         return status, *capsys.readouterr()
     return ask
 
@@ -120,7 +115,8 @@ def costs(clock):
 def test_figures_add_up(ask, costs):
     """The time of the prompt is in the seconds and the shares, but it is no call. The text alone
     is on stdout."""
-    status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30")
+    status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30",
+                           file="speculative")
     model, tokenizer = loaded(TARGET, None, None)
     text = tokens_of(autoregressive(CachedLM(model), encode(tokenizer, PROMPT)), 30)
     assert out == tokenizer.decode(text) + "\n" and PROMPT not in err
@@ -131,7 +127,6 @@ def test_figures_add_up(ask, costs):
         f"speculative: 30 tokens in {t:.2f} s ({30 / t:.1f} tokens/s), {calls} target calls "
         f"({30 / calls:.2f} tokens per call); of the time target {target / t:.0%}, "
         f"draft {draft / t:.0%}\n") in err
-    assert "a draft call costing 0.25 of a target call" in err
     assert ("autoregressive: 30 tokens in 124.00 s (0.2 tokens/s), 30 target calls "
             "(1.00 tokens per call); of the time target 100%\n") in err
     assert f"speed-up {124 / t:.2f}x; output equals autoregressive output\n" in err
@@ -187,15 +182,6 @@ def test_a_viewer_prints_in_place_of_the_text_but_only_with_show_always(ask):
     assert said(*both) == "".join(shown) and "  0: " not in said(*both, "--method", "lookahead")
 
 
-def test_the_jacobi_viewer_shows_a_block_as_soon_as_it_is_final(capsys, embedded):
-    """Also if the token after the block, the next root, is not final yet."""
-    def chunks():
-        yield [3]
-        assert "  1: " in capsys.readouterr().out
-    log = [{"states": [[7, 8], [7, 3]], "final": [1, 2]}]
-    show_trajectory(chunks(), embedded[2], False, log)
-
-
 def test_where_prompts_come_from(ask, monkeypatch, tmp_path):
     """Arguments, standard input, a file of either format, or else the examples. Several prompts go
     to stderr before their answers."""
@@ -229,12 +215,7 @@ def test_compare_reports_the_first_difference(ask, dtype, expected):
     failure."""
     status, _, err = ask("--prompt", PROMPT, "--compare", "--dtype", dtype, "--max-new-tokens", "8",
                          method=wrong_from(3))
-    model, tokenizer = loaded(TARGET, None, dtype)
-    lm, prompt = CachedLM(model), encode(tokenizer, PROMPT)
-    text = prompt + tokens_of(autoregressive(lm, prompt), 2)
-    lm.start(text[:-1])
-    first, second = lm.forward(text[-1:])[0].topk(2).values.tolist()
-    assert f"output differs at token 3: largest logits {first:.5g}, {second:.5g}\n" in err
+    assert re.search(r"output differs at token 3: largest logits [\d.]+, [\d.]+\n", err)
     assert status == expected and "autoregressive: 8 tokens" in err and "8 target calls (1." in err
 
 
@@ -281,10 +262,8 @@ def test_an_answer_ends_with_the_shortest_context(ask, monkeypatch):
     assert f"shorter than the context of {long} tokens, got {long}" in refusal(answer)
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB"),
-    RuntimeError("can't allocate memory:\nyou tried to allocate 9 GiB"),
-    SafetensorError("Error while serializing:\nno space for 9 GiB")], ids=["gpu", "cpu", "disk"])
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory:\nyou tried 9 GiB"),
+                                   SafetensorError("Error while serializing:\nno 9 GiB")])
 def test_memory_that_is_used_up(ask, monkeypatch, error):
     """While it decodes, while a model is loaded or a part is written: one line."""
     def full(*_, **__):
@@ -323,24 +302,22 @@ def test_methods_and_their_options(capsys):
 def test_what_a_method_is_given(ask, monkeypatch):
     """The tokenizer's size, for embeddings are often padded beyond it; with --graphs models that
     run so and have been checked so; what prompts share, made anew for each run; and `eos`."""
-    seen, checked, pools = [], [], []
-    monkeypatch.setattr("cli.main.check_passes",
-                        lambda model, run_as: checked.append((model, run_as)))
+    seen, checked = [], []
+    monkeypatch.setattr("cli.main.check_passes", lambda *checks: checked.append(checks))
 
     def spying(target, draft, prompt, *, pool=None, eos=None, sample=None, log=None):
-        pools.append((pool, eos))
-        seen.extend((lm.model, lm.vocab, type(lm)) for lm in (target, draft))
+        seen.append((pool, eos, *((lm.model, lm.vocab, type(lm)) for lm in (target, draft))))
         yield from saying([[7]])(target, prompt)
-    few = [*TWO, "--max-new-tokens", "1"]
+    target, draft = (loaded(path, None, None)[0] for path in (TARGET, DRAFT))
     for graphs in [], ["--graphs"]:
         assert checked == []
-        assert ask(*few, *graphs, method=spying, shared={"pool": list})[0] == 0
-    models = [loaded(path, None, None)[0] for path in (TARGET, DRAFT)]
-    assert checked == [(model, GraphedLM) for model in models]
-    kinds = [TimedLM] * 4 + [GraphedLM] * 4
-    assert seen == [(model, 1536, kind) for model, kind in zip(models * 4, kinds)]
-    (one, eos), (other, _), (later, _), _ = pools
-    assert one is other and one == [] and later is not one and eos == {1}
+        assert ask(*TWO, "--max-new-tokens", "1", *graphs, method=spying,
+                   shared={"pool": list})[0] == 0
+    assert checked == [(target, GraphedLM), (draft, GraphedLM)]
+    assert seen[::2] == [([], {1}, (target, 1536, kind), (draft, 1536, kind))
+                         for kind in (TimedLM, GraphedLM)]
+    pools = [pool for pool, *_ in seen]
+    assert pools[0] is pools[1] and pools[2] is pools[3] is not pools[0]
 
 
 # --------------------------------------------------------------------------- wrong input
@@ -579,36 +556,36 @@ def test_commands(ask, tmp_path):
 # -------------------------------------------------------------------------- interruptions
 
 def stopping(n: int):
-    """Make a method that Ctrl-C stops before its n-th chunk, over all prompts."""
-    left = [n]
-
+    """Make a method that Ctrl-C stops after n chunks of a prompt."""
     def stopped(target, prompt, *, gamma: int = 1, sample=None, log=None):
-        for chunk in autoregressive(target, prompt):
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            yield chunk
+        yield from itertools.islice(autoregressive(target, prompt), n)
+        raise KeyboardInterrupt
     return stopped
 
 
-@pytest.mark.parametrize("n, tokens", [(1, 0), (4, 3), (3, 2)])
-def test_interrupted_in_the_middle(ask, n, tokens):
-    """Ctrl-C before any chunk, in the second prompt, and before its first chunk: what is there
-    stays, its figures come where there is a token, and the status is 130."""
-    status, out, err = ask(*ONE, "--prompt", "Tom has", "--max-new-tokens", "2", method=stopping(n),
-                           report=lambda run: f"report of {run.tokens}")
+@pytest.mark.parametrize("n, more", [(0, []), (2, []), (2, ["--tune"])])
+def test_interrupted_in_the_middle(ask, n, more):
+    """What is there stays, its figures come where there is a token, and the status is 130."""
+    status, out, err = ask(*ONE, *more, "--max-new-tokens", "5", method=stopping(n),
+                           ranges={"gamma": (1, 2)}, report=lambda run: f"report of {run.tokens}")
     assert status == 130 and err.endswith("\ninterrupted\n") and "Traceback" not in err
-    assert (f"stopped: {tokens} tokens in" in err) == (f"report of {tokens}" in err) == (tokens > 0)
-    assert ("Tom has" in err) == (n == 4) and ("apples" in err) == (out != "") == (tokens > 0)
+    figures = "stopped: 2 tokens in" in err and "report of 2" in err
+    assert figures == (out != "") == (n > 0 and not more)
 
 
-def test_interrupted_while_loading_and_tuning(ask, monkeypatch):
-    few = [*ONE, "--max-new-tokens", "2"]
-    status, out, err = ask(*few, "--tune", method=stopping(9), ranges={"gamma": (1, 2)})
-    assert status == 130 and err == "\ninterrupted\n"  # 2 chunks to warm up, then 6 for a line
-    assert out.startswith("--gamma 1: ") and out.count("\n") == 1
+def test_a_trace_is_written_of_what_was_decoded(ask, monkeypatch, tmp_path):
+    """After Ctrl-C nothing is timed. If nothing was decoded, an older page stays."""
+    page, timed = tmp_path / "x.html", []
+    monkeypatch.setattr("cli.main.Trace.time_calls", lambda trace: timed.append(trace))
+    argv = [*ONE, "--max-new-tokens", "4", "--trace", str(page)]
+    assert ask(*argv, method=stopping(0))[0] == 130 and not page.exists()
+    assert ask(*argv, method=stopping(2))[0] == 130 and page.exists() and timed == []
+    assert ask(*argv, method=stopping(9))[0] == 0 and len(timed) == 1
+
+
+def test_interrupted_while_loading(ask, monkeypatch):
     monkeypatch.setattr("cli.loading.load", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert ask(*few) == (130, "", "\ninterrupted\n")
+    assert ask(*ONE) == (130, "", "\ninterrupted\n")
 
 
 # ------------------------------------------------------------------------ other processes

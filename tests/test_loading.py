@@ -245,7 +245,8 @@ def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embe
 
 
 @pytest.mark.parametrize("row, said", [
-    ({"prompt": [5], "answer": [10 ** 6]}, "it has no tokens, or others than those from 0 to 1535"),
+    ({"prompt": [5], "answer": [1536]}, "it has no tokens, or others than those from 0 to 1535"),
+    ({"prompt": [5], "answer": [-1]}, "it has no tokens"),
     ({"messages": TALK, "template": None}, "chat_template is not set"),
     ({"messages": [ASKED, SAID | {"thoughts": "2"}]}, "the chat template leaves out 'thoughts'"),
     ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS},
