@@ -7,7 +7,7 @@ import itertools
 import signal
 import sys
 from argparse import Namespace
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -23,6 +23,7 @@ from cli.options import (MODELS, list_reads, name_command, parse_command, parse_
                          read_options, select_options, select_settings)
 from cli.run import Run, TimedLM, count_guesses
 from cli.text import MOST, read_texts, set_encodings, stream
+from cli.trace import Trace, make_page
 from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
 from training.files import check_result, shorten, sign_folder, write_text
 from training.layers import context_length
@@ -69,17 +70,16 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
     returns  a model and its tokenizer for each of the names "target", "draft", "draft 2", ….
              InputError for drafts that the method or the target cannot use
     """
-    takes = signature(method).parameters
-    if args.draft and "draft" not in takes:
-        raise InputError(f"--draft is no option of {method.__name__}, got {args.draft[0]!r}")
-    drafts = args.draft or [f"{MODELS}/draft"]
-    if len(drafts) > 1 and "more_drafts" not in takes:
-        raise InputError(f"--draft must be given once for {method.__name__}, got {len(drafts)}")
-    models = {"target": load_model(args.target, args)}
+    takes, given = signature(method).parameters, args.draft or []
+    if given and "draft" not in takes:
+        raise InputError(f"--draft is no option of {method.__name__}, got {given[0]!r}")
+    if len(given) > 1 and "more_drafts" not in takes:
+        raise InputError(f"--draft must be given once for {method.__name__}, got {len(given)}")
+    paths = [args.target]
     if "draft" in takes:
-        for number, path in enumerate(drafts, 1):
-            name = "draft" if number == 1 else f"draft {number}"
-            models[name] = load_model(path, args)
+        paths += given or [f"{MODELS}/draft"]
+    names = ["target", "draft", *(f"draft {n}" for n in range(2, len(paths)))]
+    models = {name: load_model(path, args) for name, path in zip(names, paths)}
     if "tokenizers" in takes:  # each model then reads its own tokens
         return models
     vocabulary = models["target"][1].get_vocab()
@@ -110,41 +110,31 @@ class Session:
         self.tokenizers = {name: tokenizer for name, (_, tokenizer) in models.items()}
         self.models = {name: model for name, (model, _) in models.items()}
         self.on_gpu = self.models["target"].device.type == "cuda"
-        graphs = self.on_gpu if args.graphs is None else args.graphs
-        self.run_as = self.check_graphs() if graphs else TimedLM
+        self.run_as = TimedLM
+        if self.on_gpu if args.graphs is None else args.graphs:
+            from cli.graphs import GraphedLM
+            self.run_as = GraphedLM
+            for model in self.models.values():
+                check_passes(model, GraphedLM)  # once more, by what a replay gives
         self.texts = read_texts(args.prompt) if args.prompt else args.prompts
-        readers = [*self.models.values()]
-        if "tokenizers" in signature(method).parameters:  # then drafts read tokens of their own
-            readers = readers[:1]
-        self.prompts = encode_prompts(readers, self.tokenizer, self.texts, args.chat)
+        self.prompts = encode_prompts(self.models["target"], self.tokenizer, self.texts, args.chat)
         self.eos = eos_ids(self.models["target"], self.tokenizer)
         self.context = min(map(context_length, self.models.values()))
         longest = max(map(len, self.prompts))
         if longest >= self.context:
-            name = "--prompt" if args.prompt else "--prompts"
-            raise InputError(f"{name} must be shorter than the context of {self.context} tokens, "
-                             f"got {longest}")
+            raise InputError("expected prompts that are shorter than the context of "
+                             f"{self.context} tokens, got {longest}")
         if args.max_new_tokens < 1:
             raise InputError(f"--max-new-tokens must be 1 or more, got {args.max_new_tokens}")
-
-    def check_graphs(self) -> type[TimedLM]:
-        """Check the models once more, by what a replay gives; return the class that replays."""
-        from cli.graphs import GraphedLM
-        for model in self.models.values():
-            check_passes(model, GraphedLM)
-        return GraphedLM
 
     def start_run(self, method, options: dict) -> Run:
         """Make a run of a method, with fresh caches of the models that the method takes."""
         takes = signature(method).parameters
-        lms = {}
-        for name, model in self.models.items():
-            if name == "target" or "draft" in takes:
-                lms[name] = self.run_as(model, vocab_size(model, self.tokenizers[name]))
+        lms = {name: self.run_as(model, vocab_size(model, self.tokenizers[name]))
+               for name, model in self.models.items() if name == "target" or "draft" in takes}
         filled = {name: make() for name, make in self.shared.items()}
-        filled["eos"] = self.eos
-        filled["tokenizers"] = [*self.tokenizers.values()]
-        filled["more_drafts"] = [lm for name, lm in lms.items() if name not in ("target", "draft")]
+        filled |= {"eos": self.eos, "tokenizers": [*self.tokenizers.values()],
+                   "more_drafts": [*lms.values()][2:]}
         filled = {name: value for name, value in filled.items() if name in takes}
         return Run(method, lms, filled | options, self.eos)
 
@@ -227,11 +217,8 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
     options  the options to begin with, which get the values that are found
     ranges   for an option, the values to try
     """
-    names = [name for name in ranges if name in read_options(method)]
-    if not names:
-        raise InputError(f"--tune must have an option to search, {method.__name__} has none")
     session.decode(method, options)  # refuses wrong options, and warms up
-    for name in names:
+    for name in [name for name in ranges if name in read_options(method)]:
         speeds = {}
         for value in ranges[name]:
             with suppress(InputError):  # a value that does not go with the other options
@@ -244,24 +231,18 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
 
 
 @contextmanager
-def record_trace(session: Session) -> Iterator[None]:
+def record_trace(session: Session, path: Path) -> Iterator[None]:
     """Keep what is decoded inside a `with`, and write its page, also after Ctrl-C.
 
-    Without --trace nothing is kept. Where nothing was decoded, an older page stays as it is.
+    If nothing was decoded, an older page stays as it is.
     """
-    path = session.args.trace
-    if path is None:
-        yield
-        return
-    from cli.trace import Trace, make_page
-    session.trace = trace = Trace()
+    trace = session.trace = Trace()
     try:
         yield
         trace.time_calls()  # not after Ctrl-C, when nobody wants to wait
     finally:
         if any(run["rounds"] for run in trace.runs):
-            shown = make_page(trace.runs, session.tokenizers, trace.describe_costs())
-            write_text(path, shown)
+            write_text(path, make_page(trace.runs, session.tokenizers, trace.describe_costs()))
             print(f"trace: {path.resolve()}", file=sys.stderr)
 
 
@@ -306,7 +287,7 @@ def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> 
     show = stream
     if args.show == "always" and method in extras.viewers:
         show = extras.viewers[method]
-    with record_trace(session):
+    with record_trace(session, args.trace) if args.trace else nullcontext():
         run = session.decode(method, options, show)
         return compare(session, run, extras.lossy) if args.compare else 0
 

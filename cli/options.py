@@ -18,7 +18,7 @@ from argparse import (SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
                       RawDescriptionHelpFormatter)
 from inspect import Parameter, getdoc, getfile, signature
 from pathlib import Path
-from typing import Callable, Iterable
+from typing import Iterable
 
 from cli.files import read_pairs, read_prompts
 from cli.text import Parser
@@ -29,18 +29,6 @@ from training.parts import MODELS
 # annotations of keyword arguments that are options
 KINDS = (bool, int, float, str, Path, list[int])
 METAVARS = {int: "N", float: "X", Path: "FILE"}  # what --help writes for a value; else the name
-
-
-class FileRows(list):
-    """Holds what was read from a file, and the name of the file.
-
-    file   the file
-    read   a function that reads the file
-    """
-
-    def __init__(self, file: str, read: Callable):
-        super().__init__(read(file))
-        self.file = file
 
 
 def read_options(function) -> dict[str, tuple[type, object]]:
@@ -95,47 +83,44 @@ def write_usage(functions: list, commands: Iterable) -> str:
     return "\n".join(lines)
 
 
-def make_parser(functions: list, usage: str) -> ArgumentParser:
-    """Make a parser without options.
+def make_parser(functions: list, usage: str, target: str) -> ArgumentParser:
+    """Make a parser that has the options of loading a model.
 
     Its help begins with the usage and the first paragraph of the functions' file. The rest of the
     file's docstring comes after the options.
 
     Methods of a file may share an option, so a later one takes the place of an earlier one. The
     usage line of argparse is left out, since it would repeat a hundred lines of options.
+
+    target   the default model, a folder of models/
     """
     doc = sys.modules[functions[0].__module__].__doc__ or ""  # none under `python -OO`
     first, _, rest = doc.partition("\n\n")
-    return Parser(description=f"{usage}\n\n{first}", epilog=rest, usage=SUPPRESS,
-                  formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
-                  conflict_handler="resolve")
-
-
-def add_model_options(parser: ArgumentParser, target: str) -> None:
-    """Add the options of loading a model; target is the default one."""
+    parser = Parser(description=f"{usage}\n\n{first}", epilog=rest, usage=SUPPRESS,
+                    formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
+                    conflict_handler="resolve")
     add = parser.add_argument
     add("--target", default=str(MODELS / target), metavar="MODEL",
         help=f"the model: a directory or hub id (default: models/{target})")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, else the model's "
                         "own)")
+    return parser
 
 
-def add_prompt_options(parser: ArgumentParser, trains: bool = False,
-                       default: str | None = f"{MODELS}/examples.jsonl") -> None:
+def add_prompt_options(parser: ArgumentParser, trains: bool = False) -> None:
     """Add the options of prompts in a file.
 
     trains    whether a file of prompts with answers can take the place of the prompts
-    default   the file of prompts where none is given. None: one must be given
     """
-    files = parser.add_mutually_exclusive_group(required=default is None)
-    usual = " (default: three examples)" if default else ""
-    files.add_argument("--prompts", type=lambda file: FileRows(file, read_prompts),
-                       default=default, metavar="FILE",
-                       help=f'prompts, a line each, plain or {{"prompt": "..."}}{usual}')
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
+        "--prompts", type=read_prompts, metavar="FILE",
+        default=f"{MODELS}/examples.jsonl",
+        help='prompts, a line each, plain or {"prompt": "..."} (default: three examples)')
     if trains:
         files.add_argument(
-            "--data", type=lambda file: FileRows(file, read_pairs), metavar="FILE",
+            "--data", type=read_pairs, metavar="FILE",
             help='learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", '
                  '"answer": "..."} on a line, both texts or both lists of token ids, or '
                  '{"messages": [...]}, of which the assistant\'s last one is the answer')
@@ -205,8 +190,7 @@ def is_training(command) -> bool:
 def parse_command(command, argv: list[str]) -> Namespace:
     """Parse the command line of a command, such as `train`, which may take prompts or not."""
     usage = write_usage([command], []).replace(" [", f" {command.__name__} [")
-    parser = make_parser([command], usage)
-    add_model_options(parser, "target")
+    parser = make_parser([command], usage, "target")
     if "prompts" in signature(command).parameters:
         add_prompt_options(parser, is_training(command))
     add_own_options(parser, command)
@@ -221,8 +205,7 @@ def parse_decoding(methods: list, commands: Iterable, target: str, argv: list[st
     commands  functions that --help names
     target    the default target, a folder of models/
     """
-    parser = make_parser(methods, write_usage(methods, commands))
-    add_model_options(parser, target)
+    parser = make_parser(methods, write_usage(methods, commands), target)
     add_prompt_options(parser)
     add_decoding_options(parser, methods)
     for method in methods:
@@ -259,21 +242,16 @@ def select_settings(args: Namespace) -> Settings:
 def list_reads(args: Namespace, function) -> list[str | Path | None]:
     """List the paths of all that a command or a method reads, for `check_result`.
 
+    Files of prompts are not among them, since no command may replace a file that it did not make.
     An option is a path if its type is Path, or if its default is one or is empty. The others are
     words, as `--heads medusa` is.
 
     args      what was parsed
     function  the command or the method
     """
-    given = vars(args)
     reads = [args.target]
-    reads += [getattr(given.get(name), "file", None) for name in ("prompts", "data")]
     for name, (kind, default) in read_options(function).items():
-        value = given.get(name, default)
         is_path = kind is Path or default == "" or Path(str(default)).is_absolute()
-        if name == "out" or not is_path or not value:
-            continue
-        reads.append(value)
-        if name != "work":  # a folder of parts is read part by part
-            reads += Path(value).glob("*.safetensors")
+        if name != "out" and is_path:
+            reads.append(vars(args).get(name, default) or None)
     return reads

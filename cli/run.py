@@ -1,5 +1,6 @@
 """Runs one method on one prompt after another, and keeps what it wrote and what that took."""
 import time
+from os.path import commonprefix
 from typing import Callable, Iterator
 
 from common import Sampler, until
@@ -47,18 +48,21 @@ def guesses_of(record: dict) -> int:
 
 
 def count_guesses(run) -> str:
-    """Say in a line what the rounds of a run were like, on average.
+    """Say in a line what the rounds of a run were like on average, and count the draft calls.
 
     run   the run. A record of its log has "accepted", "guessed" or "drafted", and "layers" where a
           model drafts with some of its own: how many of them ran one after the other
     """
-    def mean(name: str) -> float:
-        return sum(record[name] for record in run.log) / len(run.log)
-    guesses = sum(map(guesses_of, run.log)) / len(run.log)
-    said = f"a round: {guesses:.1f} guesses, {mean('accepted'):.2f} accepted"
+    rounds = len(run.log)
+    guesses = sum(map(guesses_of, run.log)) / rounds
+    accepted = sum(record["accepted"] for record in run.log) / rounds
+    said = f"a round: {guesses:.1f} guesses, {accepted:.2f} accepted"
     if "layers" in run.log[0]:
-        layers = mean("layers") * len(run.log) / run.tokens
+        layers = sum(record["layers"] for record in run.log) / run.tokens
         said += f"; {layers:.1f} layers run a token"
+    drafts = [*run.models.values()][1:]
+    if drafts:
+        said += f"; {sum(draft.calls for draft in drafts)} draft calls"
     return said
 
 
@@ -76,8 +80,7 @@ class Run:
     outputs  token ids of each answer
     tokens   the number of tokens of all answers
     log      the method's records, one of each round
-    seconds  the time of decoding
-    setup    the seconds of what is prepared once for all prompts, which is no part of `seconds`
+    seconds  the time of decoding, without that of what is prepared once for all prompts
     """
 
     def __init__(self, method, models: dict[str, TimedLM], options: dict, eos: set[int]):
@@ -87,7 +90,7 @@ class Run:
         self.eos = eos
         self.prompts, self.outputs, self.log = [], [], []
         self.tokens = 0
-        self.seconds, self.setup = 0.0, 0.0
+        self.seconds = 0.0
 
     def decode(self, prompt: list[int], limit: int, sample: Sampler) -> Iterator[list[int]]:
         """Yield the chunks of an answer to one more prompt, up to its end or to `limit` tokens.
@@ -98,22 +101,25 @@ class Run:
         self.outputs.append([])
         models = [self.models[name] for name in ("target", "draft") if name in self.models]
         chunks = self.method(*models, prompt=prompt, sample=sample, log=self.log, **self.options)
-        began, prepared = time.perf_counter(), self.sum_setup()
+        began = self.read_clock()
         for chunk in until(chunks, limit, self.eos):
             # A guess that was cut off is not accepted.
             if self.log and self.log[-1].get("accepted", -1) >= len(chunk):
                 self.log[-1] |= {"accepted": len(chunk), "cut": True}
-            setup = self.sum_setup() - prepared
-            self.setup += setup
-            self.seconds += time.perf_counter() - began - setup
+            self.seconds += self.read_clock() - began
             self.outputs[-1] += chunk
             self.tokens += len(chunk)
             yield chunk
-            began, prepared = time.perf_counter(), self.sum_setup()
+            began = self.read_clock()
 
-    def sum_setup(self) -> float:
+    @property
+    def setup(self) -> float:
         """Return the seconds that all models have spent on what is prepared once."""
         return sum(lm.setup_seconds for lm in self.models.values())
+
+    def read_clock(self) -> float:
+        """Return the time in seconds of a clock that stands still while something is prepared."""
+        return time.perf_counter() - self.setup
 
     def __str__(self) -> str:
         """Say in one line how fast the run was, and which model took how much of the time."""
@@ -138,25 +144,10 @@ class Run:
         for prompt, ours, theirs in zip(self.prompts, self.outputs, ar.outputs):
             if ours == theirs:
                 continue
-            n = 0  # tokens that are the same
-            while ours[n:n + 1] == theirs[n:n + 1]:
-                n += 1
+            n = len(commonprefix([ours, theirs]))
             *context, root = prompt + theirs[:n]
             target = ar.models["target"]
             target.start(context)
             first, second = target.forward([root]).topk(2).values[0].tolist()
             return f"output differs at token {n + 1}: largest logits {first:.5g}, {second:.5g}"
         return ""
-
-
-def report_acceptance(run: Run) -> str:
-    """Return a line that counts the drafted tokens, the accepted tokens and the draft calls.
-
-    run   a run of a method with any number of draft models, which logs "drafted" and "accepted"
-    """
-    _, *drafts = run.models.values()
-    drafted = sum(r["drafted"] for r in run.log)
-    accepted = sum(r["accepted"] for r in run.log)
-    calls = sum(draft.calls for draft in drafts)
-    return (f"accepted {accepted} of {drafted} drafted tokens, {accepted / len(run.log):.2f} a "
-            f"round; {calls} draft calls")

@@ -231,7 +231,7 @@ class Bench:
             texts = {task: [example.prompt for example in some] for task, some in taken.items()}
         models = [model for model in (self.target, self.draft) if model]
         pairs = [(name, prompt) for name, some in texts.items() for prompt in
-                 encode_prompts(models, self.tokenizer, some[:args.n], args.chat)]
+                 encode_prompts(self.target, self.tokenizer, some[:args.n], args.chat)]
         every = [prompt for _, prompt in pairs]
         context = min(map(context_length, models))
         room = context - max(map(len, every))

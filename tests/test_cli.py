@@ -2,7 +2,6 @@
 import contextlib
 import functools
 import importlib
-import inspect
 import io
 import itertools
 import json
@@ -14,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,22 +21,19 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from cli.files import read_prompts
 from cli.graphs import GraphedLM
 from cli.main import explain_slowdown
-from cli.options import (fits, is_training, name_command, read_options, read_ranges,
+from cli.options import (fits, name_command, read_options, read_ranges, select_options,
                          write_option)
 from cli.run import Run, TimedLM
-from cli.trajectory import show_trajectory
 from common import CachedLM, InputError, autoregressive, encode, greedy, load
-from helpers import (ROOT, forget_project, fork, main, said_in_one_line, script,
-                     tokens_of)
-from cli.files import read_prompts
-from speculative import report as acceptance
+from helpers import ROOT, forget_project, fork, main, script, tokens_of
 from speculative import speculative
+from test_structure import FILES, functions_of
 from training import loop as training
-from training.loop import Settings
 from training.files import BEGINS, check_replaceable
-from test_structure import FILES, METHODS, functions_of, path_of
+from training.loop import Settings
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -64,13 +61,10 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def ask(capsys):
-    """Give a command line to a method or to a file; return the status, stdout and stderr.
-
-    A test's own method reports nothing."""
-    def ask(*argv, method=speculative, file=None, report=None, **extras):
-        standard = acceptance if method is speculative else lambda run: ""
-        status = script(file, *argv) if file else main([method], report or standard, [*argv],
-                                                       **extras)
+    """Give a command line to a method, which reports nothing, or to a file; return the status,
+    stdout and stderr."""
+    def ask(*argv, method=speculative, file=None, report=lambda run: "", **extras):
+        status = script(file, *argv) if file else main([method], report, [*argv], **extras)
         return status, *capsys.readouterr()
     return ask
 
@@ -121,7 +115,8 @@ def costs(clock):
 def test_figures_add_up(ask, costs):
     """The time of the prompt is in the seconds and the shares, but it is no call. The text alone
     is on stdout."""
-    status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30")
+    status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30",
+                           file="speculative")
     model, tokenizer = loaded(TARGET, None, None)
     text = tokens_of(autoregressive(CachedLM(model), encode(tokenizer, PROMPT)), 30)
     assert out == tokenizer.decode(text) + "\n" and PROMPT not in err
@@ -132,26 +127,24 @@ def test_figures_add_up(ask, costs):
         f"speculative: 30 tokens in {t:.2f} s ({30 / t:.1f} tokens/s), {calls} target calls "
         f"({30 / calls:.2f} tokens per call); of the time target {target / t:.0%}, "
         f"draft {draft / t:.0%}\n") in err
-    assert "a draft call costing 0.25 of a target call" in err
     assert ("autoregressive: 30 tokens in 124.00 s (0.2 tokens/s), 30 target calls "
             "(1.00 tokens per call); of the time target 100%\n") in err
     assert f"speed-up {124 / t:.2f}x; output equals autoregressive output\n" in err
 
 
 def test_only_the_method_is_timed_and_no_further_than_needed(clock):
-    """Its set-up is told apart, and is not what others prepare between its chunks."""
+    """Its set-up is told apart."""
     def slow(target, draft, prompt, *, sample=None, log=None):
         for i in range(9):
             clock[0] += 2
             target.setup_seconds += 0.25
             draft.setup_seconds += 0.5
             yield [i, i]
-    models = {name: SimpleNamespace(setup_seconds=7.0) for name in ("target", "draft")}
+    models = {name: SimpleNamespace(setup_seconds=0.0) for name in ("target", "draft")}
     run = Run(slow, models, {}, {3})
     for prompt, limit in ([5] * 10, 5), ([5] * 46, 4), ([5] * 5, 100):
         for _ in run.decode(prompt, limit, greedy):
             clock[0] += 1000
-            models["target"].setup_seconds += 1000
     assert run.outputs == [[0, 0, 1, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1, 2, 2, 3]]  # the last: EOS
     assert run.tokens == 16 and run.seconds == 9 * 1.25 and run.setup == 9 * 0.75
 
@@ -189,15 +182,6 @@ def test_a_viewer_prints_in_place_of_the_text_but_only_with_show_always(ask):
     assert said(*both) == "".join(shown) and "  0: " not in said(*both, "--method", "lookahead")
 
 
-def test_the_jacobi_viewer_shows_a_block_as_soon_as_it_is_final(capsys, embedded):
-    """Also if the token after the block, the next root, is not final yet."""
-    def chunks():
-        yield [3]
-        assert "  1: " in capsys.readouterr().out
-    log = [{"states": [[7, 8], [7, 3]], "final": [1, 2]}]
-    show_trajectory(chunks(), embedded[2], False, log)
-
-
 def test_where_prompts_come_from(ask, monkeypatch, tmp_path):
     """Arguments, standard input, a file of either format, or else the examples. Several prompts go
     to stderr before their answers."""
@@ -231,12 +215,7 @@ def test_compare_reports_the_first_difference(ask, dtype, expected):
     failure."""
     status, _, err = ask("--prompt", PROMPT, "--compare", "--dtype", dtype, "--max-new-tokens", "8",
                          method=wrong_from(3))
-    model, tokenizer = loaded(TARGET, None, dtype)
-    lm, prompt = CachedLM(model), encode(tokenizer, PROMPT)
-    text = prompt + tokens_of(autoregressive(lm, prompt), 2)
-    lm.start(text[:-1])
-    first, second = lm.forward(text[-1:])[0].topk(2).values.tolist()
-    assert f"output differs at token 3: largest logits {first:.5g}, {second:.5g}\n" in err
+    assert re.search(r"output differs at token 3: largest logits [\d.]+, [\d.]+\n", err)
     assert status == expected and "autoregressive: 8 tokens" in err and "8 target calls (1." in err
 
 
@@ -273,22 +252,18 @@ def test_an_answer_ends_with_the_shortest_context(ask, monkeypatch):
     """Each prompt has its own room in it, and a prompt that fills it is refused."""
     _, tokenizer = loaded(TARGET, None, None)
     short, long = (len(encode(tokenizer, text)) for text in (SHORT, PROMPT))
-    for room in 20, 1, 0:
+    for room in 5, 0:
         lengths = {loaded(TARGET, None, None)[0]: 2048, loaded(DRAFT, None, None)[0]: long + room}
         monkeypatch.setattr("cli.main.context_length", lengths.get)
         answer = ask(*TWO, "--max-new-tokens", "9" * 20, "--compare")
-        if room == 0:
-            assert f"--prompt must be shorter than the context of {long} tokens, got {long}" in (
-                refusal(answer))
-            return
-        assert f"speculative: {long - short + 2 * room} tokens" in answer[2]
-        assert answer[0] == 0 and "equals autoregressive output" in answer[2]
+        if room:
+            assert f"speculative: {long - short + 2 * room} tokens" in answer[2]
+            assert answer[0] == 0 and "equals autoregressive output" in answer[2]
+    assert f"shorter than the context of {long} tokens, got {long}" in refusal(answer)
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB"),
-    RuntimeError("can't allocate memory:\nyou tried to allocate 9 GiB"),
-    SafetensorError("Error while serializing:\nno space for 9 GiB")], ids=["gpu", "cpu", "disk"])
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory:\nyou tried 9 GiB"),
+                                   SafetensorError("Error while serializing:\nno 9 GiB")])
 def test_memory_that_is_used_up(ask, monkeypatch, error):
     """While it decodes, while a model is loaded or a part is written: one line."""
     def full(*_, **__):
@@ -327,102 +302,92 @@ def test_methods_and_their_options(capsys):
 def test_what_a_method_is_given(ask, monkeypatch):
     """The tokenizer's size, for embeddings are often padded beyond it; with --graphs models that
     run so and have been checked so; what prompts share, made anew for each run; and `eos`."""
-    seen, checked, pools = [], [], []
-    monkeypatch.setattr("cli.main.check_passes",
-                        lambda model, run_as: checked.append((model, run_as)))
+    seen, checked = [], []
+    monkeypatch.setattr("cli.main.check_passes", lambda *checks: checked.append(checks))
 
     def spying(target, draft, prompt, *, pool=None, eos=None, sample=None, log=None):
-        pools.append((pool, eos))
-        seen.extend((lm.model, lm.vocab, type(lm)) for lm in (target, draft))
+        seen.append((pool, eos, *((lm.model, lm.vocab, type(lm)) for lm in (target, draft))))
         yield from saying([[7]])(target, prompt)
-    few = [*TWO, "--max-new-tokens", "1"]
+    target, draft = (loaded(path, None, None)[0] for path in (TARGET, DRAFT))
     for graphs in [], ["--graphs"]:
         assert checked == []
-        assert ask(*few, *graphs, method=spying, shared={"pool": list})[0] == 0
-    models = [loaded(path, None, None)[0] for path in (TARGET, DRAFT)]
-    assert checked == [(model, GraphedLM) for model in models]
-    kinds = [TimedLM] * 4 + [GraphedLM] * 4
-    assert seen == [(model, 1536, kind) for model, kind in zip(models * 4, kinds)]
-    (one, eos), (other, _), (later, _), _ = pools
-    assert one is other and one == [] and later is not one and eos == {1}
+        assert ask(*TWO, "--max-new-tokens", "1", *graphs, method=spying,
+                   shared={"pool": list})[0] == 0
+    assert checked == [(target, GraphedLM), (draft, GraphedLM)]
+    assert seen[::2] == [([], {1}, (target, 1536, kind), (draft, 1536, kind))
+                         for kind in (TimedLM, GraphedLM)]
+    pools = [pool for pool, *_ in seen]
+    assert pools[0] is pools[1] and pools[2] is pools[3] is not pools[0]
 
 
 # --------------------------------------------------------------------------- wrong input
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Directories that are no usable models: empty, a broken file, another tokenizer, no model."""
+    """Make files and folders that are no usable models, or that must not be lost."""
     top = tmp_path_factory.mktemp("odd")
-    (top / "empty").mkdir()
-    for name in "broken", "tokenizer", "unknown":
+    for name in "broken", "tokenizer":
         shutil.copytree(DRAFT, top / name)
     (top / "broken/model.safetensors").write_bytes(b"nonsense")
     file = top / "tokenizer/tokenizer.json"
     entries = json.loads(file.read_text())
-    vocab = entries["model"]["vocab"]
-    last, other = list(vocab)[-1], list(vocab)[-2]
-    vocab[last], vocab[other] = vocab[other], vocab[last]
+    entries["model"]["vocab"]["<another>"] = 9999
     file.write_text(json.dumps(entries))
-    (top / "unknown/config.json").write_text('{"model_type": "perceptron"}')
     (top / "file").write_text("no directory")
     (top / "latin").write_bytes(b"caf\xe9")
-    (top / "link").symlink_to(top / "unknown")
+    (top / "link").symlink_to(top / "broken")
     (top / "has/draft").mkdir(parents=True)
     (top / "p.jsonl").write_text('{"prompt": "Tom has 3 apples."}\n')
+    (top / "pairs").write_text('{"prompt": "a", "answer": "b"}\n')
     return top
 
 
 FREE = {"seed", "temperature", "confidence"}  # numbers without a range of this kind
 
 
-def outside(words: str, kind: type) -> list[str]:
+def outside(words: str, kind: type) -> list[float]:
     """Return values of a kind outside a range that a docstring says in words."""
     least, *most = (float(x) for x in re.findall(r"[\d.]+", words))
     below = least if words.startswith("above") else least - 1
     found = [below, *(x + 1 for x in most), *([float("nan")] if kind is float else [])]
-    return [str(value if kind is float else int(value)) for value in found]
-
-
-@pytest.mark.parametrize("words, values", [
-    ("1 or more", (1, 9)), ("0 to 64", (0, 64)), ("above 0.5", (0.6,))])
-def test_the_ends_of_a_range_are_in_it(words, values):
-    assert all(fits(value, words) for value in values)
+    return [kind(value) for value in found]
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_number_outside_its_range_is_named_with_the_value(file, ask, tmp_path):
-    """Each number that a method, a command or any training takes has a range in a docstring."""
+def test_a_number_outside_its_range_is_named_with_the_value(file):
+    """Each number that a method, a command or any training takes has a range in a docstring. The
+    ends of the range are in it."""
     methods, commands = functions_of(file)
-    for function in [*methods, *commands]:
-        argv = [function.__name__] if function in commands else ["--method", function.__name__]
-        options, ranges = read_options(function), read_ranges(Settings) | read_ranges(function)
-        for name, (kind, default) in options.items():
-            if default is inspect.Parameter.empty:
-                argv += [write_option(name), "1" if kind is float else f"{tmp_path}/x"]
-        if is_training(function):
-            options |= read_options(Settings)
-        for name, (kind, _) in options.items():
+    for function in [*methods, *commands, Settings]:
+        ranges = read_ranges(Settings) | read_ranges(function)
+        for name, (kind, _) in read_options(function).items():
             if kind not in (int, float) or name in FREE:
                 continue
+            ends = [float(x) for x in re.findall(r"[\d.]+", ranges[name])]
+            assert all(fits(x, ranges[name]) for x in ends) != ranges[name].startswith("above")
             for value in outside(ranges[name], kind):
-                err = refusal(ask(*argv, write_option(name), value, file=file))
-                assert f"{write_option(name)} must be {ranges[name]}, got {value}\n" in err
+                with pytest.raises(InputError) as refused:
+                    select_options(Namespace(**{name: value}), function, [])
+                expected = f"{write_option(name)} must be {ranges[name]}, got {value}"
+                assert str(refused.value) == expected
 
 
-# The five refusals that a user meets first: a command line, and what its line on stderr says.
-# {odd} is the folder above, {long} a prompt that is longer than the context.
+# The refusals that a user meets first: a command line, and what its line on stderr says.
+# {odd} is the folder above, {long} a prompt that is longer than the context, {d} a draft.
 FIRST = [
     ("speculative tune", "unrecognized arguments: tune (--help lists all options)"),
     ("speculative --target no/such", "directory or hub id that can be reached, got 'no/such'"),
     ("speculative --prompt ''", "expected a prompt with some text, got ''"),
-    ("speculative --prompt '{long}'", "--prompt must be shorter than the context of 2048 tokens"),
+    ("speculative --prompt '{long}'", "prompts that are shorter than the context of 2048 tokens"),
     ("speculative --draft {odd}/tokenizer", "a draft with the target's tokenizer, got another"),
+    ("speculative --gamma 0", "--gamma must be 1 or more, got 0"),
+    ("jacobi --draft x", "--draft is no option of jacobi, got 'x'"),
+    ("survey.several_drafts --draft {d} --draft {d} --draft {d}", "--K must be 3 or more with 3"),
 ]
 
 # What else is refused. The line on stderr names the last option or the last value.
 REFUSED = """
 speculative --gam 3
-speculative --confidence nan
 speculative --max-new-tokens 0
 speculative --temperature nan
 speculative --method spectr
@@ -431,12 +396,13 @@ speculative --device cuda:99
 speculative --draft {odd}/broken
 speculative --draft a --draft b
 speculative --chat
-speculative --prompt Tom --prompt '<s></s>'
 speculative --prompts {odd}/latin
-speculative --prompts {odd}/empty
 jacobi --method lookahead --W 0 --no-prompt-ngrams
 mjsd --method mjgd --temperature 1
 bita --tree oak
+bita train --out {odd}/new --batch 0
+bita train --data {odd}/pairs --prompts models/examples.jsonl
+bita train --out {odd}/new --data {odd}/p.jsonl
 survey.sequoia --nodes 1
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
@@ -451,17 +417,14 @@ survey.early_exit train --out {odd}/new --E 12
 survey.triforce --budget 7
 survey.triforce --graphs
 survey.online --divergence tvd
-survey.several_drafts --method spectr --draft a --draft b
 speculative --trace {odd}
-speculative --trace {odd}/file/x
 speculative --trace models/medusa.safetensors
 bita train --out {odd}/file/x
-survey.medusa train --prompts {odd}/p.jsonl --out {odd}/empty/../p.jsonl
-survey.medusa train --work {odd}/x --out {odd}/empty/../x
-survey.medusa train --out {odd}/unknown/config.json
+survey.medusa train --prompts {odd}/p.jsonl --out {odd}/has/../p.jsonl
+survey.medusa train --work {odd}/x --out {odd}/has/../x
+survey.medusa train --out {odd}/broken/config.json
 survey.medusa export --adapter x --out {odd}/broken
-survey.hybrid fit --adapters {odd}/broken --out {odd}/broken/model.safetensors
-survey.online boost --draft {odd}/unknown --out {odd}/link
+survey.online boost --draft {odd}/broken --out {odd}/link
 survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft
 survey.layerskip export --tuning x --out {odd}/file
 """.strip().splitlines()
@@ -470,7 +433,7 @@ survey.layerskip export --tuning x --out {odd}/file
 @pytest.mark.parametrize("line, said", [*FIRST, *((line, "") for line in REFUSED)])
 def test_wrong_input_is_one_line_and_status_2(line, said, odd, ask):
     """Before anything is printed, the three example prompts included."""
-    names = {"odd": odd, "long": LONG}
+    names = {"odd": odd, "long": LONG, "d": DRAFT}
     file, *argv = [word.format(**names) for word in shlex.split(line)]
     err = refusal(ask(*argv, file=file))
     option = next((word for word in argv[::-1] if word.startswith("--")), "")
@@ -498,40 +461,24 @@ def test_only_the_command_that_made_a_file_may_make_it_again():
     assert {*BEGINS} - {"", "train prompts"} < making
 
 
-def test_a_draft_for_a_method_that_takes_none(ask, monkeypatch):
-    """Also one that there is; before any model is loaded."""
-    monkeypatch.setattr("cli.loading.load", None)
-    for file, method in METHODS:
-        function = getattr(importlib.import_module(file), method)
-        if "draft" not in inspect.signature(function).parameters:
-            err = refusal(ask("--method", method, "--draft", DRAFT, file=file))
-            assert err == f"{file}.py: --draft is no option of {method}, got {DRAFT!r}\n"
-
-
 def test_stdin_that_is_no_text(ask, monkeypatch):
     put_on_stdin(monkeypatch, b"caf\xe9")
     assert "--prompt must be UTF-8 text: 'utf-8' codec can't decode byte 0xe9" in refusal(
         ask("--prompt", "-"))
-    put_on_stdin(monkeypatch, SHORT.encode())  # it can be read once
-    assert "a prompt with some text" in refusal(ask("--prompt", "-", "--prompt", "-"))
 
 
 # ------------------------------------------------------------------------- several drafts, tuning
 
-def test_several_drafts(ask, odd):
+def test_several_drafts(ask):
     """A share of the time and a cache for each, on all prompts. Text as AR's. --tune leaves out a K
     that leaves a model without a draft."""
-    own = ["--draft", DRAFT]
-    ask = functools.partial(ask, *ONE, *own, file="survey.several_drafts")
+    ask = functools.partial(ask, *ONE, "--draft", DRAFT, file="survey.several_drafts")
     status, _, err = ask("--draft", TARGET, "--prompt", "cakes", "--max-new-tokens", "12",
                          "--gamma", "3", "--compare")
     assert re.search(r"24 tokens .* 6 target calls .* target \d+%, draft \d+%, draft 2 \d+%\n", err)
     assert "; 36 draft calls\n" in err  # 3 of each model a round: the second is the target
     assert status == 0 and err.endswith("; output equals autoregressive output\n")
-    assert "--K must be 3 or more with 3 drafts, got 2" in refusal(ask(*own, *own))
-    assert "a draft with the target's tokenizer, got another" in refusal(
-        ask("--draft", str(odd / "tokenizer")))
-    _, out, _ = ask(*own, "--tune", "--max-new-tokens", "1")
+    _, out, _ = ask("--draft", DRAFT, "--tune", "--max-new-tokens", "1")
     assert re.findall(r"^--K (\d)", out, re.M) == ["2", "3", "4"]
 
 
@@ -554,31 +501,32 @@ def test_tune_finds_the_fastest(ask, clock):
         "fastest: --gamma 2 --K 2"]
     tried = [(3, 4), (2, 4), (5, 4), (2, 1), (2, 2), (2, 4)]
     assert seen == [(5, 4, 7), *((gamma, K, 7) for gamma, K in tried for _ in range(3))]
-    none = ask(*argv, method=tunable, ranges={"beta": (1, 2)})
-    assert "--tune must have an option to search" in refusal(none)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_what_is_tuned_is_in_the_range_of_its_option(file, monkeypatch):
+    """Every method has an option to tune, and every option to tune is one of a method."""
     given = {}
     monkeypatch.setattr("cli.main.main", lambda methods, *_, **extras: given.update(extras))
     script(file)
-    for name, values in given.get("ranges", {}).items():
-        takes = [method for method in functions_of(file)[0] if name in read_options(method)]
-        ranges = [read_ranges(method)[name] for method in takes if name in read_ranges(method)]
-        assert takes and all(fits(value, words) for value in values for words in ranges)
+    methods, searched = functions_of(file)[0], given["ranges"]
+    assert all({*searched} & {*read_options(method)} for method in methods)
+    assert {*searched} <= {name for method in methods for name in read_options(method)}
+    for method in methods:
+        for name, words in read_ranges(method).items():
+            assert all(fits(value, words) for value in searched.get(name, ()))
 
 
 # ----------------------------------------------------------------------------- commands
 
 def test_commands(ask, tmp_path):
     """Functions (model, tokenizer, **options): their options alone are theirs, and the prompts
-    where they take them."""
+    where they take them. One that trains takes pairs too, and what all trainings can be told."""
     given = []
 
-    def learn(model, tokenizer, *, out: Path, gamma: int = 3, other=None, prompts):
+    def learn(model, tokenizer, *, out: Path, steps: int = 3, lr: float = 0.1, other=None, prompts):
         """out: what to make"""
-        given.append((model.dtype, prompts, out, gamma))
+        given.append((model.dtype, prompts, out, steps, training.SETTINGS.get()))
 
     def count(model, tokenizer, *, size: int, max_new_tokens: int = 9):
         given.append((size, max_new_tokens))
@@ -586,67 +534,58 @@ def test_commands(ask, tmp_path):
 
     def command(line: str):
         return ask(*line.split(), commands=[learn, count])
-    file = tmp_path / "prompts.txt"
+    file, pairs = tmp_path / "prompts.txt", tmp_path / "pairs.jsonl"
     file.write_text(f"{SHORT}\n{PROMPT}\n")
+    pairs.write_text('{"prompt": [5, 6], "answer": [8, 9]}')
     assert command(f"learn --out a/b --prompts {file}")[0] == 0
-    assert command("learn --out c --gamma -4 --dtype bfloat16")[0] == 0
-    _, tokenizer = loaded(TARGET, None, None)
-    prompts = [[encode(tokenizer, text) for text in texts] for texts in ([SHORT, PROMPT], PROMPTS)]
-    assert given == [(torch.float32, prompts[0], Path("a/b"), 3),
-                     (torch.bfloat16, prompts[1], Path("c"), -4)]
+    given_more = f"--out c --steps 4 --dtype bfloat16 --data {pairs} --max-length 9"
+    assert command(f"learn {given_more}")[0] == 0
+    prompts = [encode(loaded(TARGET, None, None)[1], text) for text in (SHORT, PROMPT)]
+    told = Settings(max_length=9, pairs=[([5, 6], [8, 9])])
+    assert given == [(torch.float32, prompts, Path("a/b"), 3, Settings()),
+                     (torch.bfloat16, [[5, 6]], Path("c"), 4, told)]
     assert command("count --size 5 --max-new-tokens 2")[0] == 1 and given[2:] == [(5, 2)]
-    for line in ("learn", "count --size 5 --prompts x", "count --size 5.5",
-                 "learn --out x --other y", "learn --out x --draft y", "--gamma 3 learn", "teach"):
+    for line in "learn", "count --size 5 --prompts x", "learn --out x --other y", "--gamma 3 learn":
         refusal(command(line))
     _, out, _ = command("learn --help")
     assert "out: what to make" in out and "--compare" not in out
     assert out.startswith("usage: python tests/test_cli.py learn [options]\n")
     assert "python speculative.py count --help\n" in command("--help")[1]
-    assert command("--prompt Tom --gamma 2 --max-new-tokens 2")[0] == 0
 
 
 # -------------------------------------------------------------------------- interruptions
 
 def stopping(n: int):
-    """Make a method that Ctrl-C stops before its n-th chunk, over all prompts."""
-    left = [n]
-
+    """Make a method that Ctrl-C stops after n chunks of a prompt."""
     def stopped(target, prompt, *, gamma: int = 1, sample=None, log=None):
-        for chunk in autoregressive(target, prompt):
-            left[0] -= 1
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            yield chunk
+        yield from itertools.islice(autoregressive(target, prompt), n)
+        raise KeyboardInterrupt
     return stopped
 
 
-@pytest.mark.parametrize("n, texts, tokens", [(1, 1, 0), (1, 2, 0), (4, 2, 3), (3, 2, 2),
-                                              (2, 1, 1)])
-def test_interrupted_in_the_middle(ask, n, texts, tokens):
-    """Ctrl-C before any chunk, before the first of the second prompt, and later: what is there
-    stays, its figures come where there is a token, and the status is 130."""
-    argv = [*ONE, "--prompt", "Tom has"][:2 * texts]
-    status, out, err = ask(*argv, "--max-new-tokens", "2", method=stopping(n),
-                           report=lambda run: f"report of {run.tokens}")
+@pytest.mark.parametrize("n, more", [(0, []), (2, []), (2, ["--tune"])])
+def test_interrupted_in_the_middle(ask, n, more):
+    """What is there stays, its figures come where there is a token, and the status is 130."""
+    status, out, err = ask(*ONE, *more, "--max-new-tokens", "5", method=stopping(n),
+                           ranges={"gamma": (1, 2)}, report=lambda run: f"report of {run.tokens}")
     assert status == 130 and err.endswith("\ninterrupted\n") and "Traceback" not in err
-    assert (f"stopped: {tokens} tokens in" in err) == (f"report of {tokens}" in err) == (tokens > 0)
-    assert ("Tom has" in err) == (n == 4) and ("apples" in err) == (texts > 1 and n > 1)
-    assert (out == "") == (tokens == 0)
+    figures = "stopped: 2 tokens in" in err and "report of 2" in err
+    assert figures == (out != "") == (n > 0 and not more)
 
 
-def test_interrupted_while_loading_comparing_and_tuning(ask, monkeypatch):
-    few = [*ONE, "--max-new-tokens", "2"]
-    status, out, err = ask(*few, "--tune", method=stopping(9), ranges={"gamma": (1, 2)})
-    assert status == 130 and err == "\ninterrupted\n"  # 2 chunks to warm up, then 6 for a line
-    assert out.startswith("--gamma 1: ") and out.count("\n") == 1
+def test_a_trace_is_written_of_what_was_decoded(ask, monkeypatch, tmp_path):
+    """After Ctrl-C nothing is timed. If nothing was decoded, an older page stays."""
+    page, timed = tmp_path / "x.html", []
+    monkeypatch.setattr("cli.main.Trace.time_calls", lambda trace: timed.append(trace))
+    argv = [*ONE, "--max-new-tokens", "4", "--trace", str(page)]
+    assert ask(*argv, method=stopping(0))[0] == 130 and not page.exists()
+    assert ask(*argv, method=stopping(2))[0] == 130 and page.exists() and timed == []
+    assert ask(*argv, method=stopping(9))[0] == 0 and len(timed) == 1
 
-    def stop(*_):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(Run, "find_difference", stop)
-    status, _, err = ask(*few, "--compare")
-    assert status == 130 and "speculative: 2 tokens" in err
-    monkeypatch.setattr("cli.loading.load", stop)
-    assert ask(*few) == (130, "", "\ninterrupted\n")
+
+def test_interrupted_while_loading(ask, monkeypatch):
+    monkeypatch.setattr("cli.loading.load", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert ask(*ONE) == (130, "", "\ninterrupted\n")
 
 
 # ------------------------------------------------------------------------ other processes
@@ -656,16 +595,13 @@ def run_files(top: Path, lines: list[list[str]]) -> int:
     files of a copy of the project: each finds the modules of its own folder, and no others."""
     for stream in sys.stdout, sys.stderr:
         stream.reconfigure(encoding="ascii")
-    forget_project()
-    for file, *sys.argv[1:] in lines:
+    for file, *argv in lines:
+        forget_project()
         forget_project(top)
-        sys.path[:0] = [os.path.dirname(top / file)]
-        sys.argv[0] = file
-        try:
+        sys.path.insert(0, os.path.dirname(top / file))
+        sys.argv = [file, *argv]
+        with contextlib.suppress(SystemExit):
             runpy.run_path(str(top / file), run_name="__main__")
-        except SystemExit as end:
-            assert end.code == 0
-        print("THE NEXT", flush=True)
     return 0
 
 
@@ -675,26 +611,15 @@ def test_files_of_a_folder_with_an_odd_name_run_in_a_locale_of_ascii(tmp_path):
     shutil.copytree(ROOT, top, ignore=shutil.ignore_patterns(".*", "work", "results", "tests",
                                                              "models", "__pycache__"))
     (top / "models").symlink_to(ROOT / "models")
-    survey = [str(path_of(name).relative_to(ROOT)) for name in FILES if "survey" in name]
+    text = os.fsencode("Zoë 漢 🙂").decode("ascii", "surrogateescape")
+    survey = [f"survey/{name.removeprefix('survey.')}.py" for name in FILES if "survey" in name]
     process, _, out, err = fork(run_files, top, [
-        ["bita.py", "--help"], ["speculative.py", "--show", "--max-new-tokens", "8", "--prompt",
-                                os.fsencode("Zoë 漢 🙂").decode("ascii", "surrogateescape")],
-        *([file, "--help"] for file in survey)])
+        ["speculative.py", "--show", "--max-new-tokens", "8", "--prompt", text],
+        *([file, "--help"] for file in ("bita.py", *survey))])
     said, errors = out.read(), err.read()
     process.join()
-    assert process.exitcode == 0, errors
-    first, text, *helps, _ = said.split("THE NEXT\n")
-    assert "prompt and mask tokens" in first and str(top) in first and "\033[32m" in text
-    assert [text.split()[3] for text in helps] == [f"survey.{Path(x).stem}" for x in survey]
-
-
-def test_help_without_docstrings(capsys, monkeypatch):
-    """As under `python -OO`."""
-    monkeypatch.setattr(sys.modules["speculative"], "__doc__", None)
-    monkeypatch.setattr(speculative, "__doc__", None)
-    assert script("speculative", "--help") == 0
-    out = capsys.readouterr().out
-    assert "--gamma" in out and "\nNone\n" not in out
+    assert "\033[32m" in said and said.count("usage: python -m survey.") == len(survey), errors
+    assert "Traceback" not in errors and str(top) in said
 
 
 def test_ctrl_c_leaves_what_was_decoded_the_figures_and_status_130():
@@ -718,90 +643,13 @@ def test_a_closed_pipe_ends_quietly():
     assert process.exitcode == -signal.SIGPIPE and errors.replace(PROMPT, "").isspace()
 
 
-# ------------------------------------------------------------------- answers made elsewhere
-
-TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tom has 3"},
-        {"role": "assistant", "content": " apples"}]
-TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-            "{% if add_generation_prompt %}<assistant>{% endif %}")
-# This one writes thoughts and tools as well, and ends a turn with a special token that is no EOS.
-WHOLE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>{% if m.thinking %}"
-         "({{ m.thinking }}){% endif %}{{ m.content }}{{ m.tool_calls }}<s>\n{% endfor %}"
-         "{% if add_generation_prompt %}<assistant>{% else %}</s>{% endif %}")
-# This one opens a thought, and leaves the thoughts of answers out.
-OPENS = TEMPLATE.replace("{% endif", "<think>{% endif").replace(
-    "m.content", "m.content.split('</think>')[-1]")
-ASKED, SAID = TALK[1:]
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"f": "x"}]}
-
-
-def learn(model, tokenizer, prompts, *, steps: int = 1, lr: float = 0.1):
-    """Stand in for a training: keep what it is given."""
-    learn.given = prompts, training.SETTINGS.get()
-
-
-@pytest.fixture
-def learn_from(small_llama, tmp_path):
-    """Train on a file of one row by a model with the row's chat template; return the status."""
-    def learn_from(row: dict, *options) -> int:
-        folder, file = tmp_path / "model", tmp_path / "pairs.jsonl"
-        shutil.copytree(small_llama, folder)
-        file.write_text(json.dumps(row))
-        if template := row.get("template", TEMPLATE):
-            (folder / "chat_template.jinja").write_text(template)
-        argv = ["learn", "--target", str(folder), "--data", str(file), *options]
-        return main([speculative], None, argv, commands=[learn])
-    return learn_from
-
-
-@pytest.mark.parametrize("row, chat, prompt, answer", [
-    ({"prompt": "Tom has 3", "answer": " apples"}, [], "<s>Tom has 3", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": " apples</s> and"}, [], "<s>Tom has 3", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": " apples"}, ["--chat"], "<user>Tom has 3<assistant>",
-     " apples</s>"),
-    ({"messages": TALK}, [], "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": "4", "template": OPENS}, ["--chat"],
-     "<user>Tom has 3<assistant>", "4</s>"),
-    ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, ["--chat"], [5, 6], [8, 9]),
-    ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "template": WHOLE}, [],
-     "<user>Tom has 3<s>\n<assistant>", "(2 + 1) apples<s>"),
-    ({"messages": [ASKED, CALL], "tools": [{"f": {}}], "template": WHOLE}, [],
-     "[{'f': {}}]<user>Tom has 3<s>\n<assistant>", "[{'f': 'x'}]<s>"),
-    ({"prompt": "Tom has 3", "answer": " apples", "template": WHOLE}, ["--chat"],
-     "<user>Tom has 3<s>\n<assistant>", " apples<s>")])
-def test_answers_made_elsewhere_become_tokens(row, chat, prompt, answer, learn_from, embedded):
-    assert learn_from(row, "--max-length", "99", *chat) == 0
-    prompts, settings = learn.given
-    expected = tuple(x if isinstance(x, list) else embedded[2].encode(x, add_special_tokens=False)
-                     for x in (prompt, answer))
-    assert settings.pairs == [expected] and prompts == [expected[0]] and settings.max_length == 99
-    assert training.SETTINGS.get() == training.Settings()
-
-
-@pytest.mark.parametrize("row, options, said", [
-    ({"prompt": [5], "answer": [10 ** 6]}, [], "line 1: 1000000"),
-    ({"messages": TALK, "template": None}, [], "line 1: expected a model with a chat template"),
-    ({"messages": [ASKED, SAID | {"thoughts": "2"}], "template": WHOLE}, [],
-     "line 1: the chat template leaves out 'thoughts' of message 2"),
-    ({"messages": [ASKED, CALL, *TALK[1:]]}, [], "leaves out 'tool_calls' of message 2"),
-    ({"messages": TALK, "tools": [{"f": {}}]}, [], "leaves out 'tools'"),
-    ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS}, [],
-     "line 1: the chat template begins answers with '<think>', but not this one"),
-    ({"prompt": "a"}, [], "line 1: it has no answer"),
-    ({"prompt": "a", "answer": "b"}, ["--prompts", f"{ROOT}/models/examples.jsonl"],
-     "not allowed with argument")])
-def test_answers_that_cannot_be_learnt_from_are_refused(row, options, said, learn_from, capfd):
-    assert learn_from(row, *options) == 2
-    said_in_one_line(said, capfd)
-
-
 def test_a_template_writes_the_date_of_the_first_run(small_llama, tmp_path):
     """The date is kept in the work folder, so a run that was stopped has the same prompts later."""
     def ask(model, tokenizer, prompts, *, out: Path):
         given.append(prompts)
     given, folder = [], tmp_path / "model"
     shutil.copytree(small_llama, folder)
-    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %H %S.%f') }}" + TEMPLATE)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %H %S.%f'), messages }}")
     argv = ["ask", "--target", str(folder), "--chat", "--out"]
     for name in "one", "one", "two":
         assert main([speculative], None, [*argv, str(tmp_path / name)], commands=[ask]) == 0

@@ -148,10 +148,11 @@ def test_a_tuning_decodes_as_its_tuned_model_and_leaves_the_target_alone(tmp_pat
 
 def test_the_report():
     log = [{"drafted": 4, "accepted": 3, "layers": 20}, {"drafted": 4, "accepted": 1, "layers": 20}]
-    text = count_guesses(SimpleNamespace(log=log, tokens=6))
+    text = count_guesses(SimpleNamespace(log=log, tokens=6, models={}))
     assert text == "a round: 4.0 guesses, 2.00 accepted; 6.7 layers run a token"
     log = [{"guessed": 7, "accepted": 3}, {"guessed": 3, "accepted": 0}]
-    assert count_guesses(SimpleNamespace(log=log)) == "a round: 5.0 guesses, 1.50 accepted"
+    text = count_guesses(SimpleNamespace(log=log, models={}))
+    assert text == "a round: 5.0 guesses, 1.50 accepted"
 
 
 def test_the_embedded_tuning_decodes_without_options(capfd):

@@ -1,6 +1,5 @@
 """What a checkpoint may look like, and what is said of one that cannot be used: no code of its own
 runs, no weight stays random, no key of a config counts that the model ignores."""
-import inspect
 import json
 
 import pytest
@@ -9,12 +8,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig,
                           PreTrainedTokenizerFast)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cli.loading import check_passes, encode_chat, encode_prompts, load_checked
-from common import CachedLM, InputError, encode, load, vocab_size
-from families import SHAPE, tiny
+from cli.loading import check_passes, encode_pair, encode_prompts, load_checked
+from common import CachedLM, InputError, load, vocab_size
+from families import FAMILIES, MORE_FAMILIES, SHAPE, tiny
 from helpers import ROOT, fork, script
 from training.layers import context_length
 
@@ -62,40 +59,22 @@ def marks_of(folder) -> list:
 
 
 @pytest.mark.parametrize("which", ["model", "tokenizer"])
-def test_code_of_a_checkpoint_never_runs(folder, monkeypatch, which):
-    bring_code(folder, which)
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(InputError, match="brings code of its own, which is never run"):
-        load_checked(str(folder), "cpu", "float32")
-    with pytest.raises(InputError):
-        load(str(folder), "cpu", "float32")
-    assert marks_of(folder) == []
-
-
 @pytest.mark.parametrize("said", ["y\nmore text", None], ids=["yes", "silence"])
-def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder, said):
+def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder, which, said):
     """A terminal that says nothing stays open. The answer is one line, and there is no mark."""
-    bring_code(folder, "model")
+    bring_code(folder, which)
     process, stdin, out, err = fork(script, "jacobi", "--target", str(folder), "--prompt", "-")
     if said is not None:
         stdin.write(said)
         stdin.close()
-    assert out.read() == "" and err.read().count("\n") == 1
+    line = err.read()
+    assert out.read() == "" and line.count("\n") == 1 and "code of its own, which is never" in line
     process.join()
     stdin.close()
     assert process.exitcode == 2 and marks_of(folder) == []
 
 
 # ------------------------------------------------------------------------------ its weights
-
-FIRST = "model.layers.0.self_attn.q_proj"  # the name of a weight in the middle of a model
-
-
-def split_lora(tensors: dict) -> dict:
-    """Give weights the names of a LoRA that was saved without being merged."""
-    x = tensors.pop(f"{FIRST}.weight")
-    return tensors | {f"{FIRST}.base_layer.weight": x, f"{FIRST}.lora_A.default.weight": x[:2] + 1}
-
 
 def drop(part: str):
     return lambda tensors: {name: x for name, x in tensors.items() if part not in name}
@@ -125,20 +104,6 @@ def cut_off(folder) -> None:
     weights.write_bytes(weights.read_bytes()[:-9])
 
 
-def lose_shard(folder) -> None:
-    names = {"model.norm.weight": "model-1.safetensors", "lm_head.weight": "model-2.safetensors"}
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-
-
-def quantise(folder) -> None:
-    """Store a weight as MLX does."""
-    change_weights(folder, lambda tensors: tensors | {
-        f"{FIRST}.weight": torch.ones(32, 4, dtype=torch.int32),
-        f"{FIRST}.scales": torch.ones(32, 1), f"{FIRST}.biases": torch.ones(32, 1)})
-    change_json(folder / "config.json", quantization={"group_size": 32, "bits": 4})
-
-
 def write_pointer(name: str):
     return lambda folder: (folder / name).write_text("version https://git-lfs.github.com/spec/v1")
 
@@ -148,18 +113,15 @@ def of(change):
 
 
 WRONG = [  # as trainings, clones, broken downloads and other programs leave a directory
-    (of(split_lora), "LoRA adapter, which must be merged into its base model first"),
     (of(drop("layers.1.")), "9 are missing or of another size: model.layers.1.input_lay"),
     (of(drop("model.norm")), "1 are missing or of another size: model.norm.weight"),
     (of(cut_embeddings), "1 are missing or of another size: model.embed_tokens.weight"),
     (write_pointer("model.safetensors"), "model.safetensors is a pointer of git-lfs"),
     (cut_off, "model.safetensors is cut off or damaged"),
-    (lose_shard, "1 of its 2 files are missing, as model-2.safetensors"),
-    (quantise, "its weights are quantised"),
     (lambda x: change_json(x / "config.json", quantization_config={"quant_method": "gptq"}),
      "its weights are quantised"),
     (lambda x: (x / "adapter_config.json").write_text("{}"),
-     "adapter_config.json: it holds a LoRA adapter")]
+     "adapter_config.json: a LoRA adapter must be merged")]
 
 
 @pytest.mark.parametrize("damage, said", WRONG, ids=[said[:24] for _, said in WRONG])
@@ -176,59 +138,19 @@ def test_what_is_wrong_with_a_directory_is_said(folder, damage, said):
 
 # ------------------------------------------------------------------------------- its config
 
-SIZES = SHAPE | dict(head_dim=8, moe_intermediate_size=16, num_experts_per_tok=2, num_experts=4,
-                     num_local_experts=4, n_routed_experts=4, n_group=1, topk_group=1,
-                     q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-                     v_head_dim=8, n_embd=32, n_layer=2, n_head=4, n_positions=160, ffn_dim=48,
-                     word_embed_proj_dim=32, first_k_dense_replace=1)
-
-
-def make_tiny(model_type: str, **keys):
-    """Make a random model of a family that these sizes make small; None for other families."""
-    try:
-        config = CONFIG_MAPPING[model_type](**SIZES, **keys)
-        with torch.device("meta"):
-            sizes = [p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()]
-        if sum(sizes) > 1e6:
-            return None
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-    except Exception:  # sizes of its own: not for this test
-        return None
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim == 2:
-                p.normal_(0, 0.1 if "gemma" in model_type and "embed" in name else 0.3)
-    return model.eval()
-
-
 @torch.inference_mode()
-def agrees(model) -> bool | None:
-    """Say whether a prepared model computes what its own pass does, beyond a window of 9. None: it
-    is refused."""
-    try:
-        lm = CachedLM(check_passes(model))
-    except InputError:
-        return None
+@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
+def test_a_window_counts_where_the_family_uses_it(family):
+    """A key of the file may be a stray one. Beyond its window a prepared model computes what its
+    own pass does."""
+    model = check_passes(tiny(family, sliding_window=9))
+    lm = CachedLM(model)
     text = torch.randint(5, 60, (28,), generator=torch.Generator().manual_seed(1)).tolist()
     lm.start(text[:20])
     expected = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, 20:]
-    return torch.allclose(lm.forward(text[20:]), expected, atol=1e-3 * expected.abs().max())
-
-
-def test_a_window_counts_where_the_family_uses_it():
-    """For all families of transformers that can be made tiny and whose config has a window, used or
-    switched off; and for every fourth of the others, where the key is a stray one."""
-    used, known = 0, 0
-    for i, model_type in enumerate(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
-        if i % 4 and "sliding_window" not in inspect.getsource(CONFIG_MAPPING[model_type]):
-            continue
-        model = make_tiny(model_type, sliding_window=9)
-        said = agrees(model) if model is not None else None
-        assert said is not False, model_type
-        known += said is True
-        used += said is True and 9 in CachedLM(model).windows.values()
-    assert known >= 35 and used >= 15
+    assert torch.allclose(lm.forward(text[20:]), expected, atol=1e-3 * expected.abs().max())
+    uses = family in ("qwen2-window", "mistral", "phi3", "gemma2", "gemma3", "gpt-oss", "cohere2")
+    assert (9 in lm.windows.values()) == uses
 
 
 def test_a_stray_window_is_forgotten_where_a_directory_is_loaded(folder):
@@ -248,14 +170,6 @@ def test_longrope_nested_by_kind_of_layer():
     assert context_length(model) == 40
 
 
-@pytest.mark.parametrize("keys", [{"output_router_logits": True}, {"return_dict": False},
-                                  {"output_hidden_states": True}])
-def test_settings_of_outputs_do_not_count(keys, folder):
-    make_tiny("mixtral").save_pretrained(folder)
-    change_json(folder / "config.json", **keys)
-    assert agrees(load_checked(str(folder), "cpu", "float32")[0]) is True
-
-
 # ----------------------------------------------------------------------------- its tokenizer
 
 def test_ids_with_gaps_lose_no_token():
@@ -267,43 +181,79 @@ def test_ids_with_gaps_lose_no_token():
     assert vocab_size(tiny("llama", vocab_size=45), tokenizer) == 45
 
 
-def test_tokens_without_embeddings_are_refused(embedded):
-    model, draft, tokenizer = embedded
-    added = AutoTokenizer.from_pretrained(EMBEDDED)
-    added.add_tokens(["<new>"])
+@pytest.fixture
+def chat():
+    """Make the embedded tokenizer, to which a test gives a chat template."""
+    return AutoTokenizer.from_pretrained(EMBEDDED)
+
+
+def test_tokens_without_embeddings_are_refused(embedded, chat):
+    chat.add_tokens(["<new>"])
     with pytest.raises(InputError, match="1536 of them, got '<new>' with id 1536"):
-        encode_prompts([model, draft], added, ["Mia has 3 <new> apples."], False)
-    few = tiny("llama", vocab_size=50)
-    with pytest.raises(InputError, match="50 of them"):  # of all models that read the prompt
-        encode_prompts([model, few], tokenizer, ["Mia has 3 apples."], False)
-    [ids] = encode_prompts([model, draft], tokenizer, ["Mia has 3 apples."], False)
-    assert ids == tokenizer.encode("Mia has 3 apples.")
-    with pytest.raises(InputError, match="some text, got ''$"):
-        encode(tokenizer, "")
+        encode_prompts(embedded[0], chat, ["Mia has 3 <new> apples."], False)
+    [ids] = encode_prompts(embedded[0], chat, ["Mia has 3 apples."], False)
+    assert ids == chat.encode("Mia has 3 apples.")
 
 
-TEMPLATES = [
-    ("{{ raise_exception('only with tools') }}", "says: only with tools"),
-    ("{% for m in messages %}{{ m.content", "says: "),
-    ("{{ messages[0].nothing.more }}", "says: .*nothing"),
-    ({"one": "{{ messages }}", "two": "{{ messages }}"}, "says: "),
-    ("{{ strftime_later('%d') }}", "says: 'strftime_later' is undefined"),
-    ("Hello!", "leaves it out")]
-
-
-@pytest.mark.parametrize("template, said", TEMPLATES)
-def test_templates_that_do_not_take_a_prompt(template, said):
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    tokenizer.chat_template = template
+@pytest.mark.parametrize("template, said", [
+    (None, "chat_template is not set"), ("{{ raise_exception('only\nwith tools') }}", "only with"),
+    ("{% for m in messages %}{{ m.content", "says: "), ("Hello!", "leaves it out")])
+def test_templates_that_do_not_take_a_prompt(template, said, embedded, chat):
+    chat.chat_template = template
     with pytest.raises(InputError, match=said) as refused:
-        encode_chat(tokenizer, "Mia has 3 apples.")
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+        encode_prompts(embedded[0], chat, ["Mia has 3 apples."], True)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 450
     with pytest.raises(InputError, match="some text, got ''$"):
-        encode_chat(tokenizer, "")
+        encode_prompts(embedded[0], chat, [""], True)
 
 
-def test_a_template_that_takes_a_prompt():
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    tokenizer.chat_template = "{% for m in messages %}Q: {{ m.content | trim }}{% endfor %}"
-    expected = tokenizer.encode("Q: Mia", add_special_tokens=False)
-    assert encode_chat(tokenizer, "Mia") == expected
+def test_a_template_that_takes_a_prompt(embedded, chat):
+    chat.chat_template = "{% for m in messages %}Q: {{ m.content | trim }}{% endfor %}"
+    expected = chat.encode("Q: Mia", add_special_tokens=False)
+    assert encode_prompts(embedded[0], chat, ["Mia"], True) == [expected]
+
+
+# ------------------------------------------------------------------- answers made elsewhere
+
+TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tom has 3"},
+        {"role": "assistant", "content": " apples"}]
+ASKED, SAID = TALK[1:]
+TEMPLATE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>{% if m.thinking %}"
+            "({{ m.thinking }}){% endif %}{{ m.content | replace('\n\n', '\n') }}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}")
+# This one opens a thought, and leaves the thoughts of answers out.
+OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>").replace(
+    "m.content", "m.content.split('</think>')[-1]")
+
+
+@pytest.mark.parametrize("row, in_chat, prompt, answer", [
+    ({"prompt": "Tom has 3", "answer": " apples"}, False, "<s>Tom has 3", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": " apples</s> and"}, False, "<s>Tom has 3", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": " apples"}, True, "<user>Tom has 3<assistant>",
+     " apples</s>"),
+    ({"messages": TALK}, False, "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": "4\n\n5", "template": OPENS}, True,
+     "<user>Tom has 3<assistant>", "4\n5</s>"),
+    ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, True, [5, 6], [8, 9]),
+    ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "tools": [{"f": {}}]}, False,
+     "[{'f': {}}]<user>Tom has 3<assistant>", "(2 + 1) apples</s>")])
+def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embedded, chat):
+    chat.chat_template = row.get("template", TEMPLATE)
+    expected = tuple(x if isinstance(x, list) else chat.encode(x, add_special_tokens=False)
+                     for x in (prompt, answer))
+    assert encode_pair(embedded[0], chat, row | {"where": "line 1"}, in_chat) == expected
+
+
+@pytest.mark.parametrize("row, said", [
+    ({"prompt": [5], "answer": [1536]}, "it has no tokens, or others than those from 0 to 1535"),
+    ({"prompt": [5], "answer": [-1]}, "it has no tokens"),
+    ({"messages": TALK, "template": None}, "chat_template is not set"),
+    ({"messages": [ASKED, SAID | {"thoughts": "2"}]}, "the chat template leaves out 'thoughts'"),
+    ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS},
+     "the chat template leaves out 'content'"),
+    ({"messages": TALK, "template": TEMPLATE.replace("<assistant>", "<model>")},
+     "the chat template begins answers with 'model>', but not this one")])
+def test_answers_that_cannot_be_learnt_from_are_refused(row, said, embedded, chat):
+    chat.chat_template = row.get("template", TEMPLATE)
+    with pytest.raises(InputError, match=f"^--data must .*, got line 1: .*{said}"):
+        encode_pair(embedded[0], chat, row | {"where": "line 1"}, False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cli.run import report_acceptance
+from cli.run import count_guesses
 from common import Sampler
 from fake_models import Zeros
 from laws import Choosing, outcomes
@@ -122,4 +122,4 @@ def test_the_report():
     cut.log[1]["cut"] = True  # the limit: the guess after the one that was kept is not tried
     assert "83.3% of 6 tried" in report(cut)
     models["draft 2"] = SimpleNamespace(calls=8, seconds=1.0)
-    assert report_acceptance(run_of(4, 1, 0)) == first.replace("12 draft calls", "20 draft calls")
+    assert count_guesses(run_of(4, 1, 0)) == "a round: 4.0 guesses, 1.67 accepted; 20 draft calls"
