@@ -61,14 +61,14 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
 from survey.eagle import decode
-from training.acceptance import evaluate, measure_acceptance, tap_texts
+from training.acceptance import evaluate, tap_texts
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
                              tap_widths)
-from training.loop import (collect_all, count_tokens, find_frequent, fit_part, pad_pairs,
-                           prepare_training, sample_alike, warm_linear)
+from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
+                           sample_alike, warm_linear)
 from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from training.released import (describe_layer, fill_layer, is_released, load_measured, make_config,
-                               read_eagle3, save_accept, write_head)
+from training.released import (describe_layer, fill_layer, is_released, make_config, read_eagle3,
+                               write_head)
 
 import torch
 import torch.nn.functional as F
@@ -271,8 +271,8 @@ def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, l
 # ---------------------------------------------------------------------------------- decoding
 
 def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
-           adapter: str = ADAPTER, accept: str = "", trained: Eagle3Layer | None = None,
-           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+           adapter: str = ADAPTER, trained: Eagle3Layer | None = None, sample: Sampler = greedy,
+           log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
 
     trained   a draft to use in place of a file's
@@ -282,12 +282,11 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
              right most often
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
-             id of a released head
-    accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
-             tree of such a head is the released code's own: dynamic, with 60 nodes if --nodes is 0
+             id of a released head. Its tree is the released code's own: dynamic, with 60 nodes if
+             --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
-    draft = trained or load_measured(target, "eagle3", adapter, accept, load_draft)
+    draft = trained or target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
     with tap_target(target, draft.taps):
         yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
@@ -364,8 +363,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     batch:   how many answers a step learns from
     """
-    require(mlp >= 0, "mlp", "0 or more", mlp)
-    require(vocab >= 0, "vocab", "0 or more", vocab)
     require(head in ("own", "target"), "head", "own or target", head)
     numbers = read_taps(taps or (str(depth_of(model)) if mtp else ""), model)
     require(not norms or len(numbers) > 1, "norms", "off where one layer is read",
@@ -401,20 +398,6 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
         Form(**header["form"]), own_head=header.get("own_head", True)))
 
 
-def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
-            work: Path = None, max_new_tokens: int = 200) -> None:
-    """Measure how often a draft's guesses are right on the model's own answers.
-
-    adapter: file, directory or hub id of a draft
-    out:     the JSON file to make, for `--accept`
-    work:    folder of answers, OUT.work by default
-    """
-    draft = load_draft(adapter, model)
-    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
-    texts = tap_texts(model, draft.taps, data)
-    save_accept(out, model, draft, measure_acceptance(draft, texts))
-
-
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     """Write a draft as a directory that vLLM, SGLang and EAGLE's own code load.
 
@@ -444,5 +427,5 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle3], commands=[train, measure, export],
+    sys.exit(main([eagle3], commands=[train, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

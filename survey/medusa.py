@@ -55,12 +55,12 @@ from typing import Callable, Iterator
 from common import CachedLM, Sampler, greedy, trie, walk
 from survey.clock import Node, best_tree, fastest, row_costs
 from training.layers import FeatureLM
-from training.loop import (collect_all, compute_frozen, compute_in_parts, find_frequent, fit_part,
+from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
 from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                             require, save_trained)
-from training.released import (MEDUSA_TREE, RANKS, is_released, load_measured, read_head,
-                               require_all_tokens, save_accept, write_head)
+from training.released import (MEDUSA_TREE, RANKS, is_released, read_head, require_all_tokens,
+                               write_head)
 
 import torch
 import torch.nn.functional as F
@@ -298,7 +298,7 @@ def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sampl
 
 def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
            typical: bool = False, epsilon: float = 0.09, delta: float = 0.3, adapter: str = "",
-           accept: str = "", trained: Heads | None = None, sample: Sampler = greedy,
+           trained: Heads | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from the feature before the root, verify it in one call, and keep one path.
 
@@ -312,17 +312,13 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     delta:   for typical acceptance, the factor δ, above 0. A probability above δ exp(-entropy) is
              enough, too
     adapter: file of heads, made by `python -m survey.medusa train`, or the directory or hub id of
-             released Medusa heads. Without a name it is models/HEADS.safetensors
-    accept:  file that `python -m survey.medusa measure` made for released heads. Without it their
-             tree is the released code's own, with 64 nodes if --nodes is 0
+             released Medusa heads, whose tree is the released code's own, with 64 nodes if --nodes
+             is 0. Without a name it is models/HEADS.safetensors
     Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
     """
     require(heads in KINDS, "heads", "medusa or hydra", heads)
-    require(epsilon > 0, "epsilon", "above 0", epsilon)
-    require(delta > 0, "delta", "above 0", delta)
     file = adapter or f"{MODELS}/{heads}.safetensors"
-    trained = trained or load_measured(target, heads, file, accept,
-                                       lambda path, model: load_heads(path, heads, model))
+    trained = trained or target.once((heads, file), lambda: load_heads(file, heads, target.model))
     target.start(prompt[:-1])
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root
@@ -464,21 +460,6 @@ def name_released(trained: Heads) -> dict[str, torch.nn.Parameter]:
     return named | {f"{k}.1.weight": head.weight for k, head in enumerate(trained.lm_heads)}
 
 
-def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
-            heads: str = "medusa", work: Path = None, max_new_tokens: int = 200) -> None:
-    """Measure how often the guesses of heads are right on the model's own answers.
-
-    adapter: file, directory or hub id of heads
-    out:     the JSON file to make, for `--accept`
-    heads:   medusa or hydra
-    work:    folder of answers, OUT.work by default
-    """
-    trained = load_heads(adapter, heads, model)
-    data = collect_all(model, tokenizer, prompts, out, work, max_new_tokens)
-    read = map(torch.cat, zip(*collect_features(model, data, trained.K)))
-    save_accept(out, model, trained, accuracy(trained, model, *read))
-
-
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     """Write Medusa heads in the released form, as a directory.
 
@@ -494,5 +475,5 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([medusa], commands=[train, measure, export],
+    sys.exit(main([medusa], commands=[train, export],
                   folders=[export], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
