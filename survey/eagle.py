@@ -338,31 +338,6 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
 
 # ------------------------------------------------------------------------------------ training
 
-def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **how) -> dict:
-    """Train a draft beside its target, and set its `accept`. The arguments are those of `train`.
-
-    Each value of a gradient is cut to ± 0.5, as in the released code.
-    """
-    score = score_with(model, draft.lm.get_output_embeddings())
-    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
-                                 model.get_output_embeddings().weight.shape[1])
-    held_texts = compute_features(model, held_out)
-    # Embeddings and features differ in size. They are scaled to weigh the same at first.
-    [(ids, features, _)] = texts_of([0])
-    e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
-    draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
-        noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
-        return eagle_loss(draft, score, texts_of(numbers), noise)
-
-    form = draft.config.to_dict(), draft.vocab.tolist(), batch
-    return fit_part(draft, model, form, data, held_out, loss_of,
-                    lambda: evaluate(draft, held_texts), name="eagle", rate=warm_cosine,
-                    max_norm=math.inf, max_value=0.5, models=(draft.lm,), texts=batch, **how)
-
-
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200, steps: int = 1000,
           batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
@@ -378,7 +353,25 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                             batch=batch, most=50)
     if vocab:
         draft.keep(find_frequent(data, vocab))
-    fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
+    score = score_with(model, draft.lm.get_output_embeddings())
+    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
+                                 model.get_output_embeddings().weight.shape[1])
+    held_texts = compute_features(model, held_out)
+    # Embeddings and features differ in size. They are scaled to weigh the same at first.
+    [(ids, features, _)] = texts_of([0])
+    e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
+    draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
+        noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
+        return eagle_loss(draft, score, texts_of(numbers), noise)
+
+    form = draft.config.to_dict(), draft.vocab.tolist(), batch
+    # Each value of a gradient is cut to ± 0.5, as in the released code.
+    fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, held_texts),
+             steps=steps, lr=lr, seed=seed, work=work, name="eagle", rate=warm_cosine,
+             max_norm=math.inf, max_value=0.5, models=(draft.lm,), texts=batch)
     save_draft(out, draft, model)
 
 

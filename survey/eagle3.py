@@ -90,16 +90,6 @@ class Form(NamedTuple):
     mtp: bool = False  # the layer is that of multi-token prediction
 
 
-def split_inputs(inputs: torch.Tensor, h: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a layer's inputs [B, n, 2h] into embeddings and features, [B, n, h] each.
-
-    The clock times passes over tokens. Their embeddings [B, n, h] are taken for both.
-    """
-    if inputs.shape[-1] == h:
-        return inputs, inputs
-    return inputs[..., :h], inputs[..., h:]
-
-
 class Layer(LlamaDecoderLayer):
     """Be a Llama layer whose attention reads a token and a feature side by side."""
 
@@ -113,8 +103,11 @@ class Layer(LlamaDecoderLayer):
             setattr(self.self_attn, name, wider)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features."""
-        e, g = split_inputs(hidden_states, self.hidden_size)
+        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features.
+
+        The clock times passes over tokens, whose embeddings [B, n, h] are taken for both.
+        """
+        e, g = hidden_states[..., :self.hidden_size], hidden_states[..., -self.hidden_size:]
         normed = self.hidden_norm(g)
         both = torch.cat([self.input_layernorm(e), normed], -1)
         attended, _ = self.self_attn(hidden_states=both, **kwargs)
@@ -133,8 +126,8 @@ class MTPLayer(LlamaDecoderLayer):
         self.eh_proj = torch.nn.Linear(2 * h, h, bias=False)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features."""
-        e, g = split_inputs(hidden_states, self.hidden_size)
+        """Compute a of embeddings and features, as `Layer` does."""
+        e, g = hidden_states[..., :self.hidden_size], hidden_states[..., -self.hidden_size:]
         both = torch.cat([self.hnorm(g), self.enorm(e)], -1)
         return super().forward(self.eh_proj(both), **kwargs)
 
@@ -324,26 +317,6 @@ def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
     return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
 
 
-def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, batch: int,
-        **how) -> dict:
-    """Train a draft beside its target, and set its `accept`. The arguments are those of `train`."""
-    texts = [*tap_texts(model, draft.taps, held_out)]
-    score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
-        ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
-        features, hidden = read_target(model, draft.taps, ids)
-        learns, probs = choose_lessons(draft, ids, answers, hidden, score)
-        return unroll_loss(draft, ids, features, learns, probs, passes)
-
-    form = (draft.taps, draft.form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head,
-            batch, passes)
-    return fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, texts),
-                    name="eagle3", rate=warm_linear, max_norm=math.inf, max_value=0.5, texts=batch,
-                    **how)
-
-
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           taps: str = "", passes: int = 5, norms: bool = False, mtp: bool = False,
           head: str = "own", mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200,
@@ -374,8 +347,21 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
-    fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
-        work=work)
+    texts = [*tap_texts(model, numbers, held_out)]
+    score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        pairs = sample_alike(data, batch, rng, count_tokens)
+        ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
+        features, hidden = read_target(model, numbers, ids)
+        learns, probs = choose_lessons(draft, ids, answers, hidden, score)
+        return unroll_loss(draft, ids, features, learns, probs, passes)
+
+    facts = (numbers, form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head, batch,
+             passes)
+    fit_part(draft, model, facts, data, held_out, loss_of, lambda: evaluate(draft, texts),
+             steps=steps, lr=lr, seed=seed, work=work, name="eagle3", rate=warm_linear,
+             max_norm=math.inf, max_value=0.5, texts=batch)
     save_draft(out, draft, model)
 
 
