@@ -147,16 +147,3 @@ class Run:
             first, second = target.forward([root]).topk(2).values[0].tolist()
             return f"output differs at token {n + 1}: largest logits {first:.5g}, {second:.5g}"
         return ""
-
-
-def report_acceptance(run: Run) -> str:
-    """Return a line that counts the drafted tokens, the accepted tokens and the draft calls.
-
-    run   a run of a method with any number of draft models, which logs "drafted" and "accepted"
-    """
-    _, *drafts = run.models.values()
-    drafted = sum(r["drafted"] for r in run.log)
-    accepted = sum(r["accepted"] for r in run.log)
-    calls = sum(draft.calls for draft in drafts)
-    return (f"accepted {accepted} of {drafted} drafted tokens, {accepted / len(run.log):.2f} a "
-            f"round; {calls} draft calls")

@@ -268,5 +268,4 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    from cli.run import report_acceptance
-    sys.exit(main([cascade], report_acceptance, ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))
+    sys.exit(main([cascade], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))

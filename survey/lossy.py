@@ -145,6 +145,5 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    from cli.run import report_acceptance
-    sys.exit(main([bild, specdec], report_acceptance, lossy=[bild, specdec], ranges={
+    sys.exit(main([bild, specdec], lossy=[bild, specdec], ranges={
         "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)}))

@@ -289,6 +289,5 @@ def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    from cli.run import report_acceptance
-    sys.exit(main([online], report_acceptance, commands=[serve, boost],
-                  folders=[boost], ranges={"gamma": (2, 4, 6, 8)}))
+    sys.exit(main([online], commands=[serve, boost], folders=[boost],
+                  ranges={"gamma": (2, 4, 6, 8)}))

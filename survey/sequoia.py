@@ -367,7 +367,7 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
     measured = target.once((rates, draft.model),
                            lambda: load_rates(rates, target.model, draft.model))
     nearest = min(measured, key=lambda t: abs(t - sample.temperature))
-    P = measured[nearest][:draft.vocab]  # a node cannot have more children than there are tokens
+    P = measured[nearest]
     for lm in (target, draft):
         lm.start(prompt[:-1])
 
@@ -402,8 +402,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
         raise InputError(f"expected prompts of at most {longest} tokens, got none")
     vocab = vocab_size(model, tokenizer)
     lms = [CachedLM(x, vocab) for x in (model, small)]
-    branches = min(B, vocab)
-    one_level = shape_of([-1] + [0] * branches)
+    one_level = shape_of([-1] + [0] * B)
     P = {}
     for temperature in TEMPERATURES:
         log = []
@@ -414,7 +413,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
             chunks = decode(*lms, prompt[-1], lambda: one_level, sample, log)
             for _ in until(chunks, TOKENS, eos_ids(model, tokenizer)):
                 pass  # only the log is read
-        counts = [sum(record["ranks"] == [b] for record in log) for b in range(branches)]
+        counts = [sum(record["ranks"] == [b] for record in log) for b in range(B)]
         P[temperature] = [round(count / len(log), 4) for count in counts]
     save_facts(out, {"target": model, "draft": small}, rates=P)
 

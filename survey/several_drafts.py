@@ -305,6 +305,5 @@ def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int =
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    from cli.run import report_acceptance
-    sys.exit(main([specinfer, spectr], report_acceptance, ranges={
+    sys.exit(main([specinfer, spectr], ranges={
         "gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)}))

@@ -526,7 +526,6 @@ def test_several_drafts(ask, odd):
     status, _, err = ask("--draft", TARGET, "--prompt", "cakes", "--max-new-tokens", "12",
                          "--gamma", "3", "--compare")
     assert re.search(r"24 tokens .* 6 target calls .* target \d+%, draft \d+%, draft 2 \d+%\n", err)
-    assert "; 36 draft calls\n" in err  # 3 of each model a round: the second is the target
     assert status == 0 and err.endswith("; output equals autoregressive output\n")
     assert "--K must be 3 or more with 3 drafts, got 2" in refusal(ask(*own, *own))
     assert "a draft with the target's tokenizer, got another" in refusal(

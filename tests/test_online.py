@@ -79,6 +79,15 @@ def test_the_draft_changes_between_prompts_only():
     assert changed == [False, False, True, False, False, True]
 
 
+def test_what_the_draft_learns_saves_calls():
+    model, calls = tiny("llama"), [0]
+    target, draft = FeatureLM(model), FeatureLM(near(model, 0.1))
+    for _ in range(12):
+        tokens_of(online(target, draft, PROMPT, every=1, lr=3e-3), 30)
+        calls.append(target.calls)
+    assert calls[-1] - calls[-2] < 0.7 * (calls[1] - calls[0])
+
+
 # ----------------------------------------------------------------------------------- a stream
 
 @pytest.fixture
