@@ -34,7 +34,8 @@ Departures:
 
 Left out:
     batches           one text at a time is what the methods make faster
-    boosted drafts    survey/online.py trains drafts that complement each other
+    boosted drafts    a second draft that is trained where the first one is wrong brought 3% more
+                      tokens a call at temperature 0, and less than a second draw at temperature 1
 """
 import sys
 from typing import Callable, Iterator, NamedTuple, Sequence

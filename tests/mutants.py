@@ -606,7 +606,7 @@ def list_users(file: str, folder_files: list[str]) -> list[str]:
     return sorted(users, key=lambda other: (len(find_modules(other)), other))
 
 
-ROWS = {"survey/medusa.py": ["hydra"], "survey/masks.py": ["pass"], "survey/online.py": ["boost"],
+ROWS = {"survey/medusa.py": ["hydra"], "survey/masks.py": ["pass"],
         "survey/rest.py": ["suffix"], "survey/early_exit.py": ["early"]}  # of tables, besides names
 
 

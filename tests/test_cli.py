@@ -461,7 +461,6 @@ survey.medusa train --work {odd}/x --out {odd}/x
 survey.medusa train --out {odd}/unknown/config.json
 survey.medusa export --adapter x --out {odd}/broken
 survey.hybrid fit --adapters {odd}/broken --out {odd}/broken/model.safetensors
-survey.online boost --draft {odd}/unknown --out {odd}/link
 survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft
 survey.layerskip export --tuning x --out {odd}/file
 """.strip().splitlines()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common import InputError, autoregressive
 from families import FAMILIES, SCALED, tiny
 from helpers import interrupting, script, tokens_of
-from survey import masks, online
+from survey import masks
 from training import loop as training
 from training.files import write_text, write_whole
 from training.layers import FeatureLM
@@ -446,8 +446,6 @@ def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, cap
     if file == "cllm":
         assert script("cllm", "collect", *device, *read, "--n", "4", "--out", data) == 0
         read = ["--data", data]
-    if "boost" in line:
-        read += ["--draft", small_llama]
     assert script(file, *argv, *device, *read, "--steps", "1", "--out", out) == 0
     assert "step 1: " in capfd.readouterr().out
     file, *argv = TRAININGS[line].replace("OUT", out).split()
@@ -607,14 +605,13 @@ def test_scores_of_answers_are_the_models_logits_and_its_head_reads_no_other_row
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("train, few", [(masks.tune, dict(k=1, rank=1)), (online.boost, {})])
-def test_no_training_scores_all_held_out_answers_at_once(train, few, monkeypatch, tmp_path):
+def test_no_training_scores_all_held_out_answers_at_once(monkeypatch, tmp_path):
     """Logits of a hundred answers do not fit in memory where a vocabulary is large."""
     sizes, pad, pairs = [], training.pad_pairs, [([n], [5, 6, 7]) for n in range(30)]
     monkeypatch.setattr(training, "collect_examples", lambda *_, **__: (pairs, pairs))
     monkeypatch.setattr(training, "pad_pairs", lambda pairs: sizes.append(len(pairs)) or pad(pairs))
-    monkeypatch.setattr(online, "draft_for", lambda *_: tiny("llama", seed=1))
-    train(tiny("llama"), WORDLESS, [], out=tmp_path / "out", work=tmp_path, steps=1, batch=4, **few)
+    masks.tune(tiny("llama"), WORDLESS, [], out=tmp_path / "out", work=tmp_path, steps=1, batch=4,
+               k=1, rank=1)
     assert max(sizes) == 8
 
 

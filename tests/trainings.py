@@ -33,7 +33,6 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.layerskip tune --E 1 --rank 2": "survey.layerskip --tuning OUT",
     "survey.masks train --L 2": "survey.masks --tokens OUT",
     "survey.masks tune --k 2 --rank 2": "survey.masks --method space --tuning OUT",
-    "survey.online boost": "speculative --draft OUT",
     "train distil --layers 0": "speculative --draft OUT",
 }
 CHOICES = {"heads": ("medusa", "hydra"), "head": ("own", "target"),
