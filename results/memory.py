@@ -23,10 +23,11 @@ import sys
 import tempfile
 import warnings
 import weakref
-from contextlib import ExitStack, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Iterator
 from unittest.mock import Mock, patch
 
 import torch
@@ -40,7 +41,7 @@ import bita
 from cli.options import parse_command, select_options, select_settings
 from common import InputError, check
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa
-from training import files, loop as training, parts
+from training import acceptance, files, loop as training, parts
 
 aten = torch.ops.aten
 COMPARISONS = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
@@ -162,7 +163,8 @@ COMMANDS = {"answers": collect_answers, "medusa": medusa.train, "bita": bita.tra
 LINES = ["medusa --heads hydra", *COMMANDS]  # the slow ones last
 
 
-def leave_out(data: list) -> ExitStack:
+@contextmanager
+def leave_out(data: list) -> Iterator[None]:
     """Replace what a training of made-up texts does not do, while a `with` lasts.
 
     data   the texts. A training holds a tenth of them out
@@ -172,13 +174,10 @@ def leave_out(data: list) -> ExitStack:
              "write_whole": Mock(), "KEPT": 0}
     # Acceptance is measured text by text. Without numbers a text would have a round a token.
     measured = {"measure_acceptance": Mock(return_value=[[0.5]])}
-    stack = ExitStack()
-    for owner, changes in (
-            (training, given), (files, {"write_whole": Mock()}), (parts, {"write_whole": Mock()}),
-            (eagle, measured), (eagle3, measured),
-            (torch.backends.cpu, {"get_cpu_capability": lambda: "AVX512"})):  # as on a GPU
-        stack.enter_context(patch.multiple(owner, **changes))
-    return stack
+    with (patch.multiple(training, **given), patch.multiple(acceptance, **measured),
+          patch.multiple(files, write_whole=Mock()), patch.multiple(parts, write_whole=Mock()),
+          patch.object(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")):  # as on a GPU
+        yield
 
 
 def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) -> None:
@@ -193,7 +192,7 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) 
     if name not in COMMANDS:
         raise InputError(f"expected a training, one of {', '.join(COMMANDS)}, got {name!r}")
     command, data = COMMANDS[name], make_texts(lengths, 80 if name == "eagle3" else 320)
-    with tempfile.TemporaryDirectory() as folder, leave_out(data) as stack:
+    with tempfile.TemporaryDirectory() as folder, leave_out(data):
         given = ["--steps", "2", "--lr", "1e-4", "--out", f"{folder}/part"]
         args = parse_command(command, [*words, *given])
         if "accumulate" in args:  # gradients are there from the second pass on. More take no more
@@ -201,10 +200,10 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) 
         options = select_options(args, command, [])
         if "prompts" in signature(command).parameters:
             options["prompts"] = data[:64]
-        stack.enter_context(training.use_settings(select_settings(args)))
         tokenizer = SimpleNamespace(eos_token_id=2, bos_token_id=1, pad_token_id=0,
                                     save_pretrained=lambda folder: None)
-        command(make_model(shape, device), tokenizer, **options)
+        with training.use_settings(select_settings(args)):
+            command(make_model(shape, device), tokenizer, **options)
 
 
 def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> int:

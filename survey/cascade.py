@@ -50,7 +50,6 @@ from typing import Iterator, Sequence
 from common import CachedLM, Sampler, greedy
 from speculative import verify_block as verify
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
-from training.parts import require
 
 import torch
 import torch.nn.functional as F
@@ -247,8 +246,6 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     Yields chunks of 1 to gamma + D tail + 1 tokens, with D times --draft; logs {"drafted",
     "accepted"} a round.
     """
-    for name, value in (("gamma", gamma), ("inner", inner), ("tail", tail)):
-        require(value >= 0, name, "0 or more", value)
     followers = target.once(("bigrams", grams), lambda: count_bigrams(grams, target.model))
     lms = [target, draft, *more_drafts]
     for lm in lms:

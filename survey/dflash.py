@@ -2,8 +2,7 @@
 
     dflash      Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding",
                 arXiv 2602.06036
-    --markov    the Markov head and the loss tv of "DSpark", arXiv 2607.05147
-    --causal    the causal block of "JetSpec", arXiv 2606.18394
+    --markov    the Markov head of "DSpark", arXiv 2607.05147
     the tree    the likeliest paths of a block, as in "DDTree", arXiv 2604.12989
 
     python -m survey.dflash train --prompts FILE --out my.safetensors
@@ -47,14 +46,12 @@ sees the H before its anchor and itself. Of two blocks with B = 2, a row on the 
     w_k  = exp(-(k - 1) / 4)                                           Eq. 4 of DFlash, with γ = 4
 
 The sums run over the rows of all blocks. All T_k are 1 here, and g_{k-1} is the token of the text.
-With `--loss tv` each term is 0.1 CrossEntropy + 0.9 ‖target's distribution - p‖₁, with DSpark's
-weights. Half of this distance is the chance that speculative sampling rejects a guess drawn from p.
 
 Departures, besides those of EAGLE's sampling and tree (eagle.py):
 - The network. Paper: the keys and values of all 5 layers come from H, of five taps. Here: H of
   three taps (`--taps`) are rows of 2 layers. A row also reads the H before the root and a vector
   for its place, and the root guesses too, as in DSpark. Why: the draft is an ordinary model with an
-  ordinary cache, and the newest H predicts best. No released draft can be loaded, though.
+  ordinary cache, and the newest H predicts best. But no released draft can be loaded.
 - Training. Paper: random layers, labels are tokens, γ is 7, 5 or 4 by the length of the block, a
   rate of 6e-4. Here: layers begin as the target's last ones, labels are the target's distributions,
   γ is 4, the rate 3e-3. Why: small models learn faster so.
@@ -98,7 +95,6 @@ class BlockDraft(Part):
     layers   how many layers the draft has
     B        how many rows, and how many guesses, a block has
     markov   the rank of the Markov head. 0: there is none
-    causal   whether a row of the block sees only the earlier rows of its block
     vocab    the tokens that the rows of the LM head stand for, V' of them. None: all
     seed     a seed for the random weights
 
@@ -110,18 +106,17 @@ class BlockDraft(Part):
     facts = ("accept", "temperatures", "tokens")
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
-                 causal: bool = False, vocab: list[int] | None = None, seed: int = 0):
+                 vocab: list[int] | None = None, seed: int = 0):
         super().__init__()
-        self.form = dict(layers=layers, B=B, markov=markov, causal=causal)
-        self.taps, self.B, self.causal = taps, B, causal
+        self.form = dict(layers=layers, B=B, markov=markov)
+        self.taps, self.B = taps, B
         self.accept, self.temperatures, self.tokens = [], [1.0] * B, [1.0]
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e = table.weight.shape[1]
-        V = len(head.weight)
-        known = torch.arange(V) if vocab is None else torch.tensor(vocab)
+        known = torch.tensor(range(len(head.weight)) if vocab is None else vocab)
         # The row of each token in the LM head and in W_1. All tokens that cannot be guessed share
         # one more row, which W_1 alone has.
-        row = torch.full((V,), len(known))
+        row = torch.full((len(head.weight),), len(known))
         row[known] = torch.arange(len(known))
         self.register_buffer("vocab", known, persistent=False)
         self.register_buffer("row", row, persistent=False)
@@ -129,7 +124,6 @@ class BlockDraft(Part):
         # the target's embeddings and LM head.
         L, widths = depth_of(model), tap_widths(model, taps)
         lm = take_layers(model, [*range(L - layers, L)], vocab_size=8, pad_token_id=None)
-        lm = check(lm.float())
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.fc = torch.nn.Linear(sum(widths), e, bias=False)
@@ -150,7 +144,7 @@ class BlockDraft(Part):
         if markov:
             torch.nn.init.zeros_(self.W2.weight)
         model.requires_grad_(False)
-        self.lm = lm
+        self.lm = check(lm.float())  # while its embeddings are its own, of 8 tokens
         self.to(model.device)
         lm.set_input_embeddings(table)
         lm.set_output_embeddings(head if vocab is None else head_for(head, self.vocab))
@@ -163,7 +157,7 @@ class BlockDraft(Part):
         """Return what the rows of blocks read, [..., B, e].
 
         roots    the first token of each block, [...]
-        before   H of the token before each root, [..., e], or 0 where there is none
+        before   H of the token before each root, [..., e]
         """
         root = self.lm.get_input_embeddings()(roots).to(self.mask.dtype)
         masks = self.mask.expand(*root.shape[:-1], self.B - 1, -1)
@@ -183,45 +177,37 @@ class BlockDraft(Part):
 # ---------------------------------------------------------------------------------- decoding
 
 @torch.inference_mode()
-def read_context(draft: BlockDraft, features: torch.Tensor) -> torch.Tensor:
-    """Return H [n, e] of what was tapped [n, t], without gradients."""
-    return draft.fuse(features)
+def feed(draft: BlockDraft, lm: BlockLM, features: torch.Tensor) -> None:
+    """Add the H of what was tapped, [n, t], to the draft's context. Long prompts come in parts."""
+    for start in range(0, len(features), lm.PART):
+        lm.forward(draft.fuse(features[start:start + lm.PART]), keep=0)
+        lm.commit(range(len(lm.parents)))
 
 
 @torch.inference_mode()
-def feed(lm: BlockLM, H: torch.Tensor) -> None:
-    """Add H [n, e] to the draft's context. Those of a long prompt come in parts."""
-    for rows in H.split(lm.PART) if len(H) else ():
-        lm.forward(rows, keep=0)
-        lm.commit(range(len(rows)))
-
-
-@torch.inference_mode()
-def run_block(draft: BlockDraft, lm: BlockLM, H: torch.Tensor, root: int) -> torch.Tensor:
+def run_block(draft: BlockDraft, lm: BlockLM, features: torch.Tensor, root: int) -> torch.Tensor:
     """Add H to the draft's context, and run one block after it.
 
-    lm       the draft's layers with their cache
-    H        [n, e], of the tokens that became final since the last block
-    returns  z [B, V'], the logits of the block's rows, without the Markov head
+    lm        the draft's layers with their cache
+    features  [n, t], what was tapped of the tokens that became final since the last block, n > 0
+    returns   z [B, V'], the logits of the block's rows, without the Markov head
     """
-    before = H[-1] if len(H) else torch.zeros_like(draft.mask)
-    late = H[-lm.PART:]
-    feed(lm, H[:-lm.PART])
-    block = draft.embed_blocks(torch.tensor(root, device=H.device), before)
-    lm.block = 0 if draft.causal else draft.B
-    z = lm.forward(torch.cat([late, block]), keep=draft.B)
+    feed(draft, lm, features[:-lm.PART])
+    H = draft.fuse(features[-lm.PART:])
+    block = draft.embed_blocks(torch.tensor(root, device=H.device), H[-1])
+    lm.block = draft.B
+    z = lm.forward(torch.cat([H, block]), keep=draft.B)
     lm.block = 0
-    lm.commit(range(len(late)))  # rows of a block never join the context
+    lm.commit(range(len(H)))  # rows of a block never join the context
     return z
 
 
 @torch.inference_mode()
-def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[list, list, list]:
+def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[list, list]:
     """Grow the tree of the n likeliest nodes below a root. A node has at most RANKS children.
 
     z        [B, V'], the logits of a block, without the Markov head
-    returns  ids, parents and chances of the nodes, the likeliest first. The first m nodes are the
-             tree of the m likeliest nodes
+    returns  ids and parents of the nodes, the likeliest first. So the first m are the tree of m
     """
     ids, parents, chances = [root], [-1], [1.0]
     leaves = [0]
@@ -243,15 +229,14 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
         if not leaves:
             break
     new_number = {old: new for new, old in enumerate(kept)}
-    return ([ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])],
-            [chances[x] for x in kept])
+    return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
 def plan_block(draft: BlockDraft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
     """Yield trees of all sizes, for `fastest` to choose from.
 
     yields   a number of nodes, the tokens that a call with so many gave on held-out answers, and
-             the seconds of the draft's pass, of growing the tree and of the call together
+             the seconds of the draft's pass, of growing the tree and of the target's call
     """
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
     # Each guess is e times as likely as the next one, so that a tree has nodes at all depths.
@@ -277,30 +262,29 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     adapter: file of a draft, made by `python -m survey.dflash train`
     Yields chunks of 1 to B + 1 tokens. Logs {"guessed", "accepted"} a call.
     """
-    require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
     draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
     lm = target.once((draft, "cached"), lambda: BlockLM(draft.lm, target.vocab))
     lm.start([])
     with tap_target(target, draft.taps):
         target.start(prompt[:-1])
         root = prompt[-1]
-        # H of final tokens that the draft has not read yet. A prompt of one token has none.
-        H = draft.place.new_zeros(0, draft.place.shape[1])
+        unread = []  # what was tapped of final tokens that the draft has not read yet
         if len(prompt) > 1:
-            H = read_context(draft, target.features)
-        # The clock times passes after the prompt. The last H waits for the first block.
-        feed(lm, H[:-1])
-        H = H[-1:]
+            # The clock times passes after the prompt, whose last token waits for the first block.
+            feed(draft, lm, target.features[:-1])
+            unread = [target.features[-1:]]
         n = nodes
         while True:
             if nodes == 0:
                 n = fastest(target, draft, lambda: plan_block(draft, lm, target))
+            # A tree of one node needs no block. The first call after one token has none either.
             ids, parents = [root], [-1]
-            if n > 1:
-                ids, parents, _ = grow_block(draft, run_block(draft, lm, H, root), root, n)
-                H = H[:0]
+            if n > 1 and unread:
+                z = run_block(draft, lm, torch.cat(unread), root)
+                ids, parents = grow_block(draft, z, root, n)
+                unread = []
             path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-            H = torch.cat([H, read_context(draft, target.features[path])])
+            unread.append(target.features[path])
             root = chunk[-1]
             target.commit(path)
             if log is not None:
@@ -313,91 +297,67 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
 class Blocks(NamedTuple):
     """Hold G blocks of each of N texts, and what their B rows should guess, [N, G, B]."""
     hidden: torch.Tensor  # [N, G, B, f], what the LM head reads
-    at: torch.Tensor  # the place of the token before each guess
-    previous: torch.Tensor  # that token
+    target: torch.Tensor  # [N, G, B, f], what it reads of the target, which chose the right token
+    previous: torch.Tensor  # the token before each guess
     labels: torch.Tensor  # the row of the LM head that stands for the right token, or V'
     inside: torch.Tensor  # whether there is a right token, since texts end
 
 
-def run_blocks(draft: BlockDraft, ids: torch.Tensor, features: torch.Tensor,
-               anchors: torch.Tensor) -> torch.Tensor:
+def make_blocks(draft: BlockDraft, texts: list[TargetText], anchors: list[list[int]]) -> Blocks:
     """Run the draft over texts and their blocks in one pass, as the header's table shows it.
 
-    ids       [N, T], the tokens of N texts
-    features  [N, T, t], what was tapped at them
-    anchors   [N, G], the places of the roots of each text's blocks
-    returns   what the LM head reads of each block, [N, G, B, f]
+    anchors   for each text the places of the roots of G blocks
     """
+    device = draft.place.device
+    ids, features, last = (
+        torch.nn.utils.rnn.pad_sequence(some, batch_first=True).to(device)
+        for some in ([x.ids for x in texts], [x.features for x in texts], [x.last for x in texts]))
     N, T = ids.shape
-    rows = anchors.shape[1] * draft.B
+    text = torch.arange(N, device=device)[:, None]
+    roots = torch.tensor(anchors, device=device)  # [N, G]
     H = draft.fuse(features)  # [N, T, e]
-    shifted = F.pad(H, (0, 0, 1, 0))  # the H before each place, and 0 before the first
-    before = shifted.gather(1, anchors[..., None].expand(-1, -1, H.shape[-1]))
-    blocks = draft.embed_blocks(ids.gather(1, anchors), before).flatten(1, 2)  # [N, G B, e]
+    before = F.pad(H, (0, 0, 1, 0))[text, roots]  # 0 where a root is the first token
+    blocks = draft.embed_blocks(ids[text, roots], before).flatten(1, 2)  # [N, G B, e]
     # A row of a block stands where the token stands that it reads or hides.
-    places = torch.arange(T, device=ids.device).expand(N, -1)
-    row = torch.arange(rows, device=ids.device)
-    own = (anchors[..., None] + row[:draft.B]).flatten(1)
-    positions = torch.cat([places, own.clamp(max=context_length(draft.lm) - 1)], 1)
+    at = roots[..., None] + torch.arange(draft.B, device=device)  # [N, G, B]
+    places = torch.arange(T, device=device).expand(N, -1)
+    positions = torch.cat([places, at.flatten(1).clamp(max=context_length(draft.lm) - 1)], 1)
     # H sees the H up to itself. A row of a block sees the H before its anchor, and its block.
-    sees_block = row[:, None] // draft.B == row // draft.B
-    if draft.causal:
-        sees_block = sees_block.tril()
-    sees_context = places[:, None] < anchors.repeat_interleave(draft.B, 1)[..., None]
-    of_context = F.pad(places[:, None] <= places[..., None], (0, rows))
-    of_blocks = torch.cat([sees_context, sees_block.expand(N, -1, -1)], 2)
+    block = torch.arange(blocks.shape[1], device=device) // draft.B
+    sees_block = (block[:, None] == block).expand(N, -1, -1)
+    sees_context = places[:, None] < roots.repeat_interleave(draft.B, 1)[..., None]
+    of_context = F.pad(places[:, None] <= places[..., None], (0, len(block)))
+    of_blocks = torch.cat([sees_context, sees_block], 2)
     mask = attention_mask(windows_of(draft.lm), torch.cat([of_context, of_blocks], 1), positions,
                           positions, H)
     hidden = draft.lm.get_decoder()(
         inputs_embeds=torch.cat([H, blocks.to(H.dtype)], 1), position_ids=positions,
         attention_mask=mask, use_cache=False)[0]
-    return hidden[:, T:].unflatten(1, (-1, draft.B))
-
-
-def make_blocks(draft: BlockDraft, texts: list[TargetText], anchors: list[list[int]]) -> Blocks:
-    """Run blocks of texts, and find what they should guess.
-
-    anchors   for each text the places of the roots of G blocks
-    """
-    device = draft.place.device
-    ids, features = (torch.nn.utils.rnn.pad_sequence(some, batch_first=True).to(device)
-                     for some in ([x.ids for x in texts], [x.features for x in texts]))
-    anchors = torch.tensor(anchors, device=device)
-    hidden = run_blocks(draft, ids, features, anchors)
-    at = anchors[..., None] + torch.arange(draft.B, device=device)  # guess k has place at + 1
+    # The row at a place guesses the token of the next place.
     lengths = torch.tensor([len(x.ids) for x in texts], device=device)
     inside = at + 1 < lengths[:, None, None]
-    at = at.clamp(max=ids.shape[1] - 2)
-    previous, labels = (ids.gather(1, some.flatten(1)).view_as(at) for some in (at, at + 1))
-    return Blocks(hidden, at, previous, draft.row[labels], inside)
+    text, at = text[..., None], at.clamp(max=T - 2)
+    return Blocks(hidden[:, T:].unflatten(1, (-1, draft.B)), last[text, at], ids[text, at],
+                  draft.row[ids[text, at + 1]], inside)
 
 
 def block_loss(draft: BlockDraft, score: Callable, texts: list[TargetText],
-               anchors: list[list[int]], loss: str) -> torch.Tensor:
+               anchors: list[list[int]]) -> torch.Tensor:
     """Compute the loss of the header, the weighted mean over all guesses of all blocks.
 
     score     turns what the LM head reads into logits [..., V'] (parts.score_with)
     texts     the texts of a step
     anchors   for each text equally many places of roots
-    loss      ce or tv
     """
     blocks = make_blocks(draft, texts, anchors)
     # Places whose right token the draft cannot guess do not count. The target's distribution is
     # that over the tokens that it can guess.
     known = blocks.inside & (blocks.labels < len(draft.vocab))
     logits = draft.add_markov(score(blocks.hidden[known]), blocks.previous[known])
-    # The target's LM head read `last` [N, T, f] when the target chose the tokens that are guessed.
-    last = torch.nn.utils.rnn.pad_sequence([x.last for x in texts], batch_first=True)
-    text = torch.arange(len(texts))[:, None, None].expand(known.shape)[known.cpu()]
-    read = last[text, blocks.at[known].cpu()].to(logits.device)
     with torch.no_grad():
-        target_probs = score(read).softmax(-1)  # [guesses, V']
+        target_probs = score(blocks.target[known]).softmax(-1)  # [guesses, V']
     each = F.cross_entropy(logits, target_probs, reduction="none")
-    if loss == "tv":
-        # The distance alone teaches little where p is sure of a wrong token: its gradient at each
-        # logit is at most twice p of that token.
-        each = 0.1 * each + 0.9 * (target_probs - logits.softmax(-1)).abs().sum(-1)
-    k = torch.arange(draft.B, device=known.device).expand(known.shape)[known]
+    k = known.nonzero()[:, 2]  # from 0 on, the number of the guess in its block
     weights = torch.exp(-k / GAMMA)
     return (weights * each).sum() / weights.sum().clamp(min=1e-9)
 
@@ -417,71 +377,56 @@ def count_tree_tokens(draft: BlockDraft, score: Callable, texts: list[TargetText
     for text in texts:
         ids, anchors = text.ids.tolist(), text.anchors()[::EVERY]
         for anchor, hidden in zip(anchors, make_blocks(draft, [text], [[*anchors]]).hidden[0]):
-            tree, parents, _ = grow_block(draft, score(hidden), ids[anchor], MOST)
+            tree, parents = grow_block(draft, score(hidden), ids[anchor], MOST)
             counts[follow(tree, parents, ids[anchor + 1:])] += 1
             trees += 1
     # The first n nodes are the tree of n nodes, which keeps those nodes of the path that it has.
     return (counts.cumsum(0) / max(1, trees)).tolist()
 
 
-def fit(model, draft: BlockDraft, data: list, held_out: list, *, loss: str, anchors: int,
-        batch: int, **how) -> None:
-    """Train a draft, and set its `accept`, `temperatures` and `tokens`, by arguments of `train`."""
-    score = score_with(model, draft.lm.get_output_embeddings())
-    texts_of, _ = compute_frozen(lambda pairs: read_target_texts(model, draft.taps, pairs), data,
-                                 sum(tap_widths(model, [*draft.taps, depth_of(model)])))
-    held_texts = read_target_texts(model, draft.taps, held_out)
-    # H begins as large as what the target's last layers read. The first token of a text may have a
-    # far larger input than all others.
-    rows = texts_of([0])[0].features[1:, -draft.place.shape[1]:].float()
-    torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
-        some = texts_of(numbers)
-        places = [sample_roots(text, anchors, rng) for text in some]
-        return block_loss(draft, score, some, places, loss)
-
-    def evaluate() -> tuple[dict, str]:
-        with low_precision(model.device, model):
-            accept = measure_places(guess_blocks(draft, score, held_texts), draft.B)
-        return {"accept": accept}, f"held-out acceptance {[round(x, 3) for x in accept]}"
-    form = draft.taps, draft.form, draft.vocab.tolist(), batch, anchors, loss
-    fit_part(draft, model, form, data, held_out, loss_of, evaluate, name="dflash",
-             rate=warm_cosine, **how)
-    draft.temperatures = fit_temperatures(guess_blocks(draft, score, held_texts), draft.B)
-    draft.tokens = count_tree_tokens(draft, score, held_texts)
-
-
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          layers: int = 2, B: int = 8, markov: int = 64, causal: bool = False, loss: str = "ce",
-          taps: str = "", vocab: int = 0, anchors: int = 24, max_new_tokens: int = 200,
-          steps: int = 1500, batch: int = 16, lr: float = 3e-3, seed: int = 0) -> None:
+          layers: int = 2, B: int = 8, markov: int = 64, taps: str = "", vocab: int = 0,
+          anchors: int = 24, max_new_tokens: int = 200, steps: int = 1500, batch: int = 16,
+          lr: float = 3e-3, seed: int = 0) -> None:
     """Train a block draft for a frozen model on its own answers. A stopped run goes on.
 
     layers:  how many layers the draft has, 1 or more
     B:       how many rows a block has, and how many guesses, 1 or more
-    markov:  the rank of the Markov head, 0 or more. With 0 there is none, and guesses ignore each
-             other
-    causal:  let a row of the block see only the earlier rows of its block
-    loss:    ce (cross-entropy with the target's distribution), or tv (mostly the distance of the
-             two distributions, which is twice the chance of a rejection)
+    markov:  the rank of the Markov head, 0 or more. With 0, guesses ignore each other
     taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 1
     anchors: how many blocks each answer of a step has, 1 or more
     batch:   how many answers a step learns from
     """
-    require(loss in ("ce", "tv"), "loss", "ce or tv", loss)
     L = depth_of(model)
     require(layers <= L, "layers", f"at most {L}", layers)
     numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens, most=50)
     known = sorted(find_frequent(data, vocab)) if vocab else None
-    draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, causal=causal,
-                       vocab=known, seed=seed)
-    fit(model, draft, data, held_out, loss=loss, anchors=anchors, steps=steps, batch=batch, lr=lr,
-        work=work, seed=seed)
+    draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, vocab=known, seed=seed)
+    score = score_with(model, draft.lm.get_output_embeddings())
+    texts_of, _ = compute_frozen(lambda pairs: read_target_texts(model, numbers, pairs), data,
+                                 sum(tap_widths(model, [*numbers, L])))
+    held_texts = read_target_texts(model, numbers, held_out)
+    # H begins as large as what the target's last layers read. The first token of a text may have a
+    # far larger input than all others.
+    rows = texts_of([0])[0].features[1:, -draft.place.shape[1]:].float()
+    torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        some = texts_of(sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i])))
+        return block_loss(draft, score, some, [sample_roots(text, anchors, rng) for text in some])
+
+    def evaluate() -> tuple[dict, str]:
+        with low_precision(model.device, model):
+            accept = measure_places(guess_blocks(draft, score, held_texts), B)
+        return {"accept": accept}, f"held-out acceptance {[round(x, 3) for x in accept]}"
+    form = numbers, draft.form, draft.vocab.tolist(), batch, anchors
+    fit_part(draft, model, form, data, held_out, loss_of, evaluate, steps=steps, lr=lr, seed=seed,
+             work=work, name="dflash", rate=warm_cosine)
+    draft.temperatures = fit_temperatures(guess_blocks(draft, score, held_texts), B)
+    draft.tokens = count_tree_tokens(draft, score, held_texts)
     save_draft(out, draft, model)
 
 
@@ -494,13 +439,9 @@ def save_draft(path: Path, draft: BlockDraft, model) -> None:
 
 def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file. InputError if it is damaged, or for another model."""
-    def make(header: dict) -> BlockDraft:
-        form = {name: x for name, x in header["form"].items() if name != "mlp"}  # of older files
-        draft = BlockDraft(model, header["taps"], **form, vocab=header.get("vocab"))
-        if len(header["temperatures"]) != draft.B or not 0 < len(header["tokens"]) <= MOST:
-            raise ValueError(f"too few or too many temperatures or tokens for B = {draft.B}")
-        return draft
-    return load_trained(path, BlockDraft.title, model, make)
+    return load_trained(path, BlockDraft.title, model, lambda header: BlockDraft(
+        model, header["taps"], vocab=header.get("vocab"),
+        **{name: header["form"][name] for name in ("layers", "B", "markov")}))
 
 
 if __name__ == "__main__":

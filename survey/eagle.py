@@ -38,7 +38,8 @@ Departures:
   the target draws once at each node. Why: one rule serves greedy and sampled output.
 - The tree. Paper: static and made by hand, or dynamic with 60 nodes, where the 10 likeliest of a
   level are expanded. Here: of as many nodes as pay in greedy decoding, and n / 6 are expanded in a
-  level. Why: costs differ. A released head gets the paper's tree until `measure` has run.
+  level. Why: costs differ. A released head gets the paper's tree, since no file says how often its
+  guesses are right.
 - Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy. Here:
   the target's own greedy answers, 1e-3 with a cosine, betas .9 and .999, 512 rows of a step. Why:
   the draft guesses these answers, and small models need a higher rate.
@@ -54,13 +55,13 @@ from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, check, greedy, walk
 from survey.clock import Node, best_tree, fastest, row_costs
-from training.acceptance import LEVELS, Text, compute_features, evaluate, measure_acceptance
+from training.acceptance import LEVELS, Text, compute_features, evaluate
 from training.layers import FeatureLM
-from training.loop import (collect_pairs, compute_frozen, count_tokens, divergence_in_parts,
-                           find_frequent, fit_part, prepare_training, sample_alike, warm_cosine)
+from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
+                           fit_part, prepare_training, sample_alike, warm_cosine)
 from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from training.released import (RANKS, describe_layer, fill_layer, is_released, load_measured,
-                               make_config, read_eagle, require_all_tokens, save_accept, write_head)
+from training.released import (RANKS, describe_layer, fill_layer, is_released, make_config,
+                               read_eagle, require_all_tokens, write_head)
 
 import torch
 import torch.nn.functional as F
@@ -279,8 +280,8 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
 
 
 def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
-          adapter: str = ADAPTER, accept: str = "", trained: EagleLayer | None = None,
-          sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+          adapter: str = ADAPTER, trained: EagleLayer | None = None, sample: Sampler = greedy,
+          log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
 
     trained   a draft to use in place of a file's
@@ -290,19 +291,17 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
              right most often
     adapter: file of a draft layer, made by `python -m survey.eagle train`, or the directory or hub
-             id of a released head
-    accept:  file that `python -m survey.eagle measure` made for a released head. Without it the
-             tree of such a head is the released code's own: dynamic, with 60 nodes if --nodes is 0
+             id of a released head. Its tree is the released code's own: dynamic, with 60 nodes if
+             --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
-    draft = trained or load_measured(target, "eagle", adapter, accept, load_draft)
+    draft = trained or target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
     yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
 
 def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, dynamic: bool,
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 has this loop, too."""
-    require(0 <= nodes <= MOST, "nodes", f"0 to {MOST}", nodes)
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     target.start(prompt[:-1])
     lm.start([])
@@ -340,11 +339,20 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
 
 # ------------------------------------------------------------------------------------ training
 
-def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **how) -> None:
-    """Train a draft beside its target, and set its `accept`. The arguments are those of `train`.
+def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
+          mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200, steps: int = 1000,
+          batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
+    """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
-    Each value of a gradient is cut to ± 0.5, as in the released code.
+    mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
+    batch:   how many answers a step learns from
+    lr:      the highest learning rate. 1e-3 suited 10M to 135M parameters, and 3e-5 is for 7B
     """
+    draft = EagleLayer(model, make_config(model, mlp), seed=seed)
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens, most=50)
+    if vocab:
+        draft.keep(find_frequent(data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
                                  model.get_output_embeddings().weight.shape[1])
@@ -360,26 +368,10 @@ def fit(model, draft: EagleLayer, data: list, held_out: list, *, batch: int, **h
         return eagle_loss(draft, score, texts_of(numbers), noise)
 
     form = draft.config.to_dict(), draft.vocab.tolist(), batch
+    # Each value of a gradient is cut to ± 0.5, as in the released code.
     fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, held_texts),
-             name="eagle", rate=warm_cosine, max_norm=math.inf, max_value=0.5, models=(draft.lm,),
-             **how)
-
-
-def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200, steps: int = 1000,
-          batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
-    """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
-
-    mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
-    batch:   how many answers a step learns from
-    lr:      the highest learning rate. 1e-3 suited 10M to 135M parameters, and 3e-5 is for 7B
-    """
-    draft = EagleLayer(model, make_config(model, mlp), seed=seed)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
-    if vocab:
-        draft.keep(find_frequent(data, vocab))
-    fit(model, draft, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
+             steps=steps, lr=lr, seed=seed, work=work, name="eagle", rate=warm_cosine,
+             max_norm=math.inf, max_value=0.5, models=(draft.lm,))
     save_draft(out, draft, model)
 
 
@@ -404,19 +396,6 @@ def load_draft(path: str | Path, model) -> EagleLayer:
         return fill_layer(draft, name_released(draft), tensors, str(path), model)
     return load_trained(path, EagleLayer.title, model,
                         lambda header: EagleLayer(model, LlamaConfig(**header["config"])))
-
-
-def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
-            work: Path = None, max_new_tokens: int = 200) -> None:
-    """Measure how often a draft's guesses are right on the model's own answers.
-
-    adapter: file, directory or hub id of a draft
-    out:     the JSON file to make, for `--accept`
-    work:    folder of answers, OUT.work by default
-    """
-    draft = load_draft(adapter, model)
-    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work)
-    save_accept(out, model, draft, measure_acceptance(draft, compute_features(model, data)))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:
@@ -444,5 +423,5 @@ def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") 
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle], commands=[train, measure, export],
+    sys.exit(main([eagle], commands=[train, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

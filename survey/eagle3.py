@@ -61,14 +61,14 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
 from survey.eagle import decode
-from training.acceptance import evaluate, measure_acceptance, tap_texts
+from training.acceptance import evaluate, tap_texts
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
                              tap_widths)
-from training.loop import (collect_pairs, count_tokens, find_frequent, fit_part, pad_pairs,
-                           prepare_training, sample_alike, warm_linear)
+from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
+                           sample_alike, warm_linear)
 from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from training.released import (describe_layer, fill_layer, is_released, load_measured, make_config,
-                               read_eagle3, save_accept, write_head)
+from training.released import (describe_layer, fill_layer, is_released, make_config, read_eagle3,
+                               write_head)
 
 import torch
 import torch.nn.functional as F
@@ -90,16 +90,6 @@ class Form(NamedTuple):
     mtp: bool = False  # the layer is that of multi-token prediction
 
 
-def split_inputs(inputs: torch.Tensor, h: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a layer's inputs [B, n, 2h] into embeddings and features, [B, n, h] each.
-
-    The clock times passes over tokens. Their embeddings [B, n, h] are taken for both.
-    """
-    if inputs.shape[-1] == h:
-        return inputs, inputs
-    return inputs[..., :h], inputs[..., h:]
-
-
 class Layer(LlamaDecoderLayer):
     """Be a Llama layer whose attention reads a token and a feature side by side."""
 
@@ -113,8 +103,11 @@ class Layer(LlamaDecoderLayer):
             setattr(self.self_attn, name, wider)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features."""
-        e, g = split_inputs(hidden_states, self.hidden_size)
+        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features.
+
+        The clock times passes over tokens, whose embeddings [B, n, h] are taken for both.
+        """
+        e, g = hidden_states[..., :self.hidden_size], hidden_states[..., -self.hidden_size:]
         normed = self.hidden_norm(g)
         both = torch.cat([self.input_layernorm(e), normed], -1)
         attended, _ = self.self_attn(hidden_states=both, **kwargs)
@@ -133,8 +126,8 @@ class MTPLayer(LlamaDecoderLayer):
         self.eh_proj = torch.nn.Linear(2 * h, h, bias=False)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features."""
-        e, g = split_inputs(hidden_states, self.hidden_size)
+        """Compute a of embeddings and features, as `Layer` does."""
+        e, g = hidden_states[..., :self.hidden_size], hidden_states[..., -self.hidden_size:]
         both = torch.cat([self.hnorm(g), self.enorm(e)], -1)
         return super().forward(self.eh_proj(both), **kwargs)
 
@@ -271,8 +264,8 @@ def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, l
 # ---------------------------------------------------------------------------------- decoding
 
 def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
-           adapter: str = ADAPTER, accept: str = "", trained: Eagle3Layer | None = None,
-           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+           adapter: str = ADAPTER, trained: Eagle3Layer | None = None, sample: Sampler = greedy,
+           log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
 
     trained   a draft to use in place of a file's
@@ -282,12 +275,11 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
     dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
              right most often
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
-             id of a released head
-    accept:  file that `python -m survey.eagle3 measure` made for a released head. Without it the
-             tree of such a head is the released code's own: dynamic, with 60 nodes if --nodes is 0
+             id of a released head. Its tree is the released code's own: dynamic, with 60 nodes if
+             --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
-    draft = trained or load_measured(target, "eagle3", adapter, accept, load_draft)
+    draft = trained or target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
     with tap_target(target, draft.taps):
         yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
@@ -325,25 +317,6 @@ def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
     return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
 
 
-def fit(model, draft: Eagle3Layer, data: list, held_out: list, *, passes: int, batch: int,
-        **how) -> None:
-    """Train a draft beside its target, and set its `accept`. The arguments are those of `train`."""
-    texts = [*tap_texts(model, draft.taps, held_out)]
-    score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
-        ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
-        features, hidden = read_target(model, draft.taps, ids)
-        learns, probs = choose_lessons(draft, ids, answers, hidden, score)
-        return unroll_loss(draft, ids, features, learns, probs, passes)
-
-    form = (draft.taps, draft.form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head,
-            batch, passes)
-    fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, texts),
-             name="eagle3", rate=warm_linear, max_norm=math.inf, max_value=0.5, **how)
-
-
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           taps: str = "", passes: int = 5, norms: bool = False, mtp: bool = False,
           head: str = "own", mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200,
@@ -373,8 +346,21 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
-    fit(model, draft, data, held_out, passes=passes, steps=steps, batch=batch, lr=lr, seed=seed,
-        work=work)
+    texts = [*tap_texts(model, numbers, held_out)]
+    score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
+
+    def loss_of(rng: random.Random) -> torch.Tensor:
+        pairs = sample_alike(data, batch, rng, count_tokens)
+        ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
+        features, hidden = read_target(model, numbers, ids)
+        learns, probs = choose_lessons(draft, ids, answers, hidden, score)
+        return unroll_loss(draft, ids, features, learns, probs, passes)
+
+    facts = (numbers, form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head, batch,
+             passes)
+    fit_part(draft, model, facts, data, held_out, loss_of, lambda: evaluate(draft, texts),
+             steps=steps, lr=lr, seed=seed, work=work, name="eagle3", rate=warm_linear,
+             max_norm=math.inf, max_value=0.5)
     save_draft(out, draft, model)
 
 
@@ -395,20 +381,6 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
     return load_trained(path, Eagle3Layer.title, model, lambda header: Eagle3Layer(
         model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
         Form(**header["form"]), own_head=header.get("own_head", True)))
-
-
-def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
-            work: Path = None, max_new_tokens: int = 200) -> None:
-    """Measure how often a draft's guesses are right on the model's own answers.
-
-    adapter: file, directory or hub id of a draft
-    out:     the JSON file to make, for `--accept`
-    work:    folder of answers, OUT.work by default
-    """
-    draft = load_draft(adapter, model)
-    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work)
-    texts = tap_texts(model, draft.taps, data)
-    save_accept(out, model, draft, measure_acceptance(draft, texts))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
@@ -440,5 +412,5 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle3], commands=[train, measure, export],
+    sys.exit(main([eagle3], commands=[train, export],
                   folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -145,8 +145,8 @@ class Trained:
     def compute_block(self, path: str) -> torch.Tensor:
         """Compute the logits [V'] after a path. The first path of a round runs the block."""
         if not self.rows:
-            H = self.part.fuse(self.join_waiting().features)
-            self.rows[""] = run_block(self.part, self.layer, H, self.root)
+            features = self.join_waiting().features
+            self.rows[""] = run_block(self.part, self.layer, features, self.root)
         z, k = self.rows[""], len(path)
         before = torch.tensor([self.root, *as_tokens(path)][-1], device=z.device)
         return self.part.add_markov(z[k], before) / self.part.temperatures[k]

@@ -3,9 +3,8 @@
     medusa    Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple
               Decoding Heads", arXiv 2401.10774
     hydra     Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
-              arXiv 2402.05109. Released code: zankner/Hydra, hydra_heads/mlp_head.py and train.py
-    --vocab   Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
-              Frequency-Ranked Speculative Sampling", arXiv 2502.14856
+              arXiv 2402.05109, and its released code, zankner/Hydra
+    --vocab   Zhao et al., "FR-Spec", arXiv 2502.14856: only frequent tokens are guessed
 
     python -m survey.medusa train --prompts FILE --heads hydra --out my.safetensors
     python -m survey.medusa --heads hydra --adapter my.safetensors --prompt "..."
@@ -21,10 +20,9 @@ token t + k + 1, through the same LM head:
              p_k = softmax(LM(R_k z + c_k + SiLU(W_k z + b_k)))          as released
              loss = Σ_k (- log p_k(x_{t+k+1}))                           as released
 
-The target has chosen x_{t+1} already: it is the root. The likeliest guesses of all heads form a
-tree below the root, and one call of the target verifies the tree. Here heads 1 and 2 make two
-guesses each. A Medusa head does not know what the heads before it guessed. A Hydra head reads those
-guesses, or in training the tokens of the text in their place:
+The target has chosen x_{t+1} already, the root. The likeliest guesses of all heads form a tree
+below it, and one call of the target verifies the tree. Here heads 1 and 2 make two guesses each. A
+Medusa head does not know what the heads before it guessed. A Hydra head reads those guesses:
 
     Medusa   root ─┬─ on ─┬─ the          Hydra   root ─┬─ on ─┬─ the
                    │      └─ my                         │      └─ my
@@ -42,25 +40,23 @@ Departures:
 - The tree. Paper: 64 nodes, planned by accuracies of all positions. Here: as many as pay
   (`--nodes`), planned by positions where each earlier head has the right token among its ten
   likeliest. Why: only there a node is reached, and rows cost time on a CPU.
-- Hydra. Paper: R_k begins at random, and Hydra++ learns distributions. Here: R_k z = f at first,
-  and labels are tokens. Why: an untrained head then says what the LM head says.
+- Hydra. Paper: R_k begins at random. Here: R_k z = f. Why: it then says what the LM head says.
 """
 import random
 import sys
 import timeit
-from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import CachedLM, Sampler, greedy, trie, walk
+from common import CachedLM, Sampler, greedy, walk
 from survey.clock import Node, best_tree, fastest, row_costs
 from training.layers import FeatureLM
-from training.loop import (collect_pairs, compute_frozen, compute_in_parts, find_frequent, fit_part,
+from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
 from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                             require, save_trained)
-from training.released import (MEDUSA_TREE, RANKS, is_released, load_measured, read_head,
-                               require_all_tokens, save_accept, write_head)
+from training.released import (MEDUSA_TREE, RANKS, is_released, read_head, require_all_tokens,
+                               write_head)
 
 import torch
 import torch.nn.functional as F
@@ -78,14 +74,12 @@ class Heads(Part):
     model      the target, whose LM head all heads share
     kind       medusa or hydra
     K          how many heads there are
-    own        whether each head has an LM head of its own, which the caller fills
+    own        whether each head has an LM head of its own, in `lm_heads`, which the caller fills
 
-    lm_heads   the LM head of each head, where released heads have their own. Else there are none
-    accept     accept[k - 1][r], how often the guess of rank r of head k is right. Only held-out
-               positions count where each earlier head has the right token among its RANKS guesses.
-               It is empty if nobody has measured that.
-    vocab      [V'], the tokens that heads can guess. Row i of `lm_head` stands for vocab[i].
-    row_of     [V], the inverse: the row of each token in `lm_head`. A token without a row has -100.
+    accept     accept[k - 1][r], how often the guess of rank r of head k is right on held-out
+               answers, as `accuracy` measures it. Released heads have none
+    vocab      [V'], the tokens that heads can guess. Row i of `lm_head` stands for vocab[i]
+    row_of     [V], the row of each token in `lm_head`. A token without a row has -100
     """
 
     def __init__(self, model, kind: str, K: int, own: bool = False):
@@ -103,8 +97,7 @@ class Heads(Part):
         self.W = torch.nn.ModuleList(torch.nn.Linear(width, d) for width in widths)
         self.R = torch.nn.ModuleList(  # for Hydra only
             torch.nn.Linear(width, d) for width in widths if kind == "hydra")
-        # A new head says what the LM head says of f: SiLU(…) is 0, and R_k z + c_k is f, since f
-        # comes first in z.
+        # At first SiLU(…) is 0, and R_k z + c_k is f, since f comes first in z.
         for layer in [*self.W, *self.R]:
             torch.nn.init.zeros_(layer.weight)
             torch.nn.init.zeros_(layer.bias)
@@ -124,13 +117,11 @@ class Heads(Part):
         self.row_of[self.vocab] = torch.arange(len(vocab), device=self.vocab.device)
 
     def forward(self, k: int, f: torch.Tensor, between: torch.Tensor | None) -> torch.Tensor:
-        """Compute what the LM head reads for head k.
+        """Compute what the LM head reads for head k, [n, d]. The first head has number 1.
 
-        k         the number of the head, from 1 on
         f         features [n, d]
         between   embeddings [n, k, e] of x_{t+1} … x_{t+k}, the tokens between the feature and the
-                  guess. A Medusa head ignores them, so there None will do.
-        returns   [n, d]
+                  guess. A Medusa head ignores them, so there None will do
         """
         if self.kind == "medusa":
             return f + F.silu(self.W[k - 1](f))
@@ -142,10 +133,9 @@ class Heads(Part):
         return self.lm_heads[k - 1] if self.lm_heads else self.lm_head
 
     def rank_tokens(self, logits: torch.Tensor, vocab: int | None) -> list[list[int]]:
-        """Return for each row of logits [n, V'] its RANKS likeliest tokens, the likeliest first.
+        """Return the RANKS likeliest tokens of each row of logits [n, V'], the likeliest first.
 
-        vocab     how many of the first rows of `lm_head` count, since embeddings are often padded
-                  beyond the tokenizer. None: all
+        vocab     how many logits count, since embeddings are often padded. None: all
         """
         logits = logits[:, :vocab]
         return self.vocab[logits.topk(min(RANKS, logits.shape[1])).indices].tolist()
@@ -154,14 +144,11 @@ class Heads(Part):
 def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
     """Yield for each head what the LM head reads, where all earlier tokens are the text's.
 
-    trained      the heads
-    model        the model that they are for
     f            features [N, d]
     tokens       [N, K + 1], x_{t+1} … x_{t+K+1} after each feature. Beyond the text's end: -100
     yields       k, states [N, d], and labels [N], which are rows of the LM head or -100
     """
     between = model.get_input_embeddings()(tokens.clamp(min=0))
-    # Cross-entropy skips -100, which stands beyond the end and for a token without a row.
     labels = trained.row_of[tokens.clamp(min=0)].masked_fill(tokens < 0, -100)
     for k in range(1, trained.K + 1):  # column 0 is x_{t+1}, so head k has the label in column k
         yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
@@ -174,14 +161,12 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
     A mean is over positions with a label. The arguments are those of `head_states`, and to_logits,
     which scales or caps the LM head's output where the model does so.
     """
-    def losses_of(lm_head, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return -log p_k of each label, in nats, [n]. It is 0 without a label."""
-        logits = to_logits(lm_head(x).float())
+    def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = to_logits(trained.lm_head(x).float())
         return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     loss = 0.0
     for k, x, labels in head_states(trained, model, f, tokens):
-        each = compute_in_parts(partial(losses_of, trained.lm_head_of(k)), len(trained.vocab), x,
-                                labels)
+        each = compute_in_parts(losses_of, len(trained.vocab), x, labels)
         mean = each.sum() / (labels >= 0).sum().clamp(min=1)
         loss = loss + DECAY[trained.kind] ** k * mean
     return loss
@@ -196,8 +181,7 @@ def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int
     tokens_to = {0: [root]}  # for each node the tokens from the root down to the node
     for k in range(1, max(node.depth for node in tree) + 1):
         level = [i for i, node in enumerate(tree) if node.depth == k]
-        # Head k runs once for each node with children at this level, and reads the k tokens from
-        # the root down to the node.
+        # Head k runs once for each parent of this level, and reads the k tokens down to it.
         owners = sorted({tree[i].parent for i in level})
         between = embed(torch.tensor([tokens_to[node] for node in owners], device=f.device))
         x = trained(k, f.expand(len(owners), -1), between)  # [owners, d]
@@ -213,8 +197,6 @@ def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
               tree: list[Node]) -> list[int]:
     """Fill a planned tree with the guesses of heads.
 
-    trained   the heads
-    target    the model whose features they read
     f         the feature [1, d] of the token before the root
     root      the token of node 0
     tree      the nodes, as `best_tree` plans them: parents, depths and ranks without tokens
@@ -225,8 +207,7 @@ def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
         return [root]
     if trained.kind == "hydra":
         return fill_hydra_tree(trained, target, f, root, tree)
-    # A Medusa head ignores the guesses before its own. So one pass of the LM head serves all
-    # levels, unless released heads have LM heads of their own.
+    # Medusa heads ignore each other's guesses, so one pass of the LM head serves all levels.
     x = [trained(k, f, None) for k in range(1, depth + 1)]  # each [1, d]
     if trained.lm_heads:
         logits = torch.cat([head(row) for head, row in zip(trained.lm_heads, x)])
@@ -238,25 +219,23 @@ def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
 
 
 def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
-    """Plan a tree of a given size. Heads that are not measured get the released tree.
+    """Plan a tree of a given size. Released heads get the released tree.
 
-    nodes     how many nodes the tree has, the root among them. 0: only the root, or all nodes of
-              the released tree, whose chances are 0 since they are not known
+    nodes     how many nodes the tree has, the root among them. 0: all nodes of the released tree,
+              whose chances are 0 since they are not known
     """
     if trained.accept:
-        return best_tree(trained.accept, max(nodes, 1))
-    paths = [[int(rank) for rank in word] for word in MEDUSA_TREE if len(word) <= trained.K]
-    ranks, parents, ends = trie(0, paths[:(nodes or MOST) - 1])
-    depths = {path[-1]: len(path) - 1 for path in ends} | {0: 0}
-    return [Node(0.0, parents[i], depths[i], ranks[i]) for i in range(len(ranks))]
+        return best_tree(trained.accept, nodes)
+    words = ["", *(word for word in MEDUSA_TREE if len(word) <= trained.K)][:nodes or MOST]
+    return [Node(0.0, -1, 0, 0)] + [
+        Node(0.0, words.index(word[:-1]), len(word), int(word[-1])) for word in words[1:]]
 
 
 def plan_medusa(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
     """Yield trees of all depths and sizes, planned as in Medusa's Section 2.3.3, for `fastest`.
 
     f         a feature [1, d], from which trees are grown while the clock runs
-    yields    a tree, the tokens to be expected of a call, and the seconds of a round, to grow the
-              tree and to verify it, as measured on this machine
+    yields    a tree, the tokens to be expected of a call, and the seconds of a round here
     """
     costs = row_costs(target, MOST)
     for depth in range(trained.K + 1):
@@ -274,9 +253,8 @@ def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sampl
 
     A token x is typical where p(x) > min(ε, δ exp(-H(p))), with H the entropy in nats.
 
-    ids, parents   the tree
     logits         the target's logits [n, V] after each node
-    sample         turns logits into the probabilities p, by its temperature, top k and top p
+    sample         turns logits into the probabilities p
     returns        path and chunk, as `walk` returns them
     """
     p = sample.probs(logits)  # [n, V]
@@ -298,7 +276,7 @@ def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sampl
 
 def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
            typical: bool = False, epsilon: float = 0.09, delta: float = 0.3, adapter: str = "",
-           accept: str = "", trained: Heads | None = None, sample: Sampler = greedy,
+           trained: Heads | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from the feature before the root, verify it in one call, and keep one path.
 
@@ -308,21 +286,16 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     nodes:   how many nodes a tree has with its root, 0 to 128. With 0, as many as pay on this
              machine
     typical: accept what is typical of the target (lossy), not only what it chooses
-    epsilon: for typical acceptance, a probability that is always enough (ε), above 0
-    delta:   for typical acceptance, the factor δ, above 0. A probability above δ exp(-entropy) is
-             enough, too
+    epsilon: a probability that is always typical (ε), above 0
+    delta:   the factor δ, above 0. A probability above δ exp(-entropy) is typical, too
     adapter: file of heads, made by `python -m survey.medusa train`, or the directory or hub id of
-             released Medusa heads. Without a name it is models/HEADS.safetensors
-    accept:  file that `python -m survey.medusa measure` made for released heads. Without it their
-             tree is the released code's own, with 64 nodes if --nodes is 0
-    Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
+             released Medusa heads, whose tree is the released code's own, with 64 nodes if --nodes
+             is 0. Without a name it is models/HEADS.safetensors
+    Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted"} a call.
     """
     require(heads in KINDS, "heads", "medusa or hydra", heads)
-    require(epsilon > 0, "epsilon", "above 0", epsilon)
-    require(delta > 0, "delta", "above 0", delta)
     file = adapter or f"{MODELS}/{heads}.safetensors"
-    trained = trained or load_measured(target, heads, file, accept,
-                                       lambda path, model: load_heads(path, heads, model))
+    trained = trained or target.once((heads, file), lambda: load_heads(file, heads, target.model))
     target.start(prompt[:-1])
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root
@@ -346,7 +319,7 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
         root = chunk[-1]
         f = target.features[path[-1:]]  # [1, d]
         if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "rows": len(ids)})
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
 
 
@@ -371,19 +344,18 @@ def collect_features(model, data: list[tuple[list[int], list[int]]],
 
 @torch.inference_mode()
 def accuracy(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor) -> list[list[float]]:
-    """Measure on held-out positions how often guesses are right, as `accept` of `Heads` has it.
+    """Measure how often the guess of rank r of head k is right: accept[k - 1][r].
 
-    The arguments are those of `head_states`.
+    Only positions count where each earlier head has the right token among its RANKS guesses. The
+    arguments are those of `head_states`.
     """
     ranks = min(RANKS, len(trained.vocab))
     hits, reached = torch.zeros(trained.K, ranks), torch.zeros(trained.K, 1)
     for features, after in zip(f.split(512), tokens.to(trained.vocab.device).split(512)):
-        # Only where all earlier heads have the right token can the tree ask this head.
         above = torch.ones(len(features), dtype=torch.bool, device=after.device)
         states = head_states(trained, model, features.to(trained.W[0].weight), after)
         for k, x, labels in states:
-            best = trained.lm_head_of(k)(x).topk(ranks).indices
-            right = best == labels[:, None]  # [n, ranks]
+            right = trained.lm_head(x).topk(ranks).indices == labels[:, None]  # [n, ranks]
             # A token that no head can guess counts as missed. Beyond the end nothing counts.
             counted = above & (after[:, k] >= 0)
             hits[k - 1] += right[counted].sum(0).cpu()
@@ -400,8 +372,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     heads:  medusa or hydra
     K:      how many heads are trained, 1 or more
     batch:  how many positions a step learns from
-    lr:     the highest learning rate, after a warm-up. 1e-3 suited models of 10M to 135M
-            parameters, and is that of Medusa's released command for 7B
+    lr:     the highest learning rate. 1e-3 suited 10M to 135M parameters, and is Medusa's for 7B
     """
     trained = Heads(model, heads, K)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
@@ -435,21 +406,17 @@ def save_heads(path: Path, trained: Heads, model) -> None:
 
 
 def load_heads(path: str | Path, kind: str, model) -> Heads:
-    """Read heads from a file, or released Medusa heads from a directory or a hub id.
-
-    Medusa-2 has its heads in the files of a whole model, which is their target.
-    """
+    """Read heads from a file, or released Medusa heads from a directory or a hub id."""
     if not is_released(path):
         return load_trained(path, f"{kind} heads", model,
                             lambda header: Heads(model, kind, header["K"]))
     require(kind == "medusa", "heads", "medusa for released heads", kind)
     _, found = read_head(str(path), "Medusa heads")
     tensors = {name.removeprefix("medusa_head."): x for name, x in found.items()}
-    if any(name.startswith("medusa_head.") for name in found):  # the others are the target's
+    if any(name.startswith("medusa_head.") for name in found):  # Medusa-2 has its target beside
         known = {name.removeprefix("model.") for name in model.state_dict()}
         tensors = {name: x for name, x in tensors.items() if name not in known}
-    numbers = {name.partition(".")[0] for name in tensors}
-    K = sum(number.isdigit() for number in numbers)
+    K = sum(name.endswith(".linear.weight") for name in tensors)
     trained = Heads(model, "medusa", K, own="0.1.weight" in tensors)
     fill(name_released(trained), tensors, path)
     return match_type(trained, model)
@@ -461,21 +428,6 @@ def name_released(trained: Heads) -> dict[str, torch.nn.Parameter]:
     for k, layer in enumerate(trained.W):
         named |= {f"{k}.0.linear.{name}": p for name, p in layer.named_parameters()}
     return named | {f"{k}.1.weight": head.weight for k, head in enumerate(trained.lm_heads)}
-
-
-def measure(model, tokenizer, prompts: list[list[int]], *, adapter: Path, out: Path,
-            heads: str = "medusa", work: Path = None, max_new_tokens: int = 200) -> None:
-    """Measure how often the guesses of heads are right on the model's own answers.
-
-    adapter: file, directory or hub id of heads
-    out:     the JSON file to make, for `--accept`
-    heads:   medusa or hydra
-    work:    folder of answers, OUT.work by default
-    """
-    trained = load_heads(adapter, heads, model)
-    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work)
-    read = map(torch.cat, zip(*collect_features(model, data, trained.K)))
-    save_accept(out, model, trained, accuracy(trained, model, *read))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
@@ -493,5 +445,5 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([medusa], commands=[train, measure, export],
+    sys.exit(main([medusa], commands=[train, export],
                   folders=[export], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

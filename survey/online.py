@@ -1,11 +1,8 @@
 """A draft that learns from the traffic that it serves: it is trained where the target corrects it.
 
-online   Liu et al., "Online Speculative Decoding", arXiv 2310.07177
-boost    Miao et al., "SpecInfer", arXiv 2305.09781: a second draft, for what the first gets wrong
+Liu et al., "Online Speculative Decoding", arXiv 2310.07177
 
     python -m survey.online serve --prompts FILE --out answers.jsonl     # a stream, in its order
-    python -m survey.online boost --prompts FILE --out DRAFT2            # then:
-    python -m survey.several_drafts --draft DRAFT --draft DRAFT2 --prompt "..."
 
 Every rejection of a request is a failure of the draft, and one row is kept for it. With γ = 3:
 
@@ -27,10 +24,8 @@ Departures:
 - The type of the draft. Paper: any. Here: the copy that learns and serves is float32, whatever
   --dtype says. Why: half precision would lose the small steps of its weights. The price: on a GPU a
   draft call reads twice the bytes.
-- Boosting. Paper: SpecInfer leaves out whole prompts that the first draft gets right. Here: single
-  tokens. Why: a prompt is seldom all right.
 
-Left out: a draft for each topic (Liu et al.), and a third draft by boosting (SpecInfer).
+Left out: a draft for each topic.
 """
 import copy
 import json
@@ -43,9 +38,7 @@ from common import CachedLM, Sampler, eos_ids, greedy, until, vocab_size
 from speculative import speculative
 from training.files import check_result, cut_stream, save_model, sign_folder
 from training.layers import FeatureLM, context_length, move_counts
-from training.loop import (Training, compute_in_parts, count_tokens, digest, divergence_in_parts,
-                           guess_answers, prepare_training, read_answers, sample_alike,
-                           warm_linear)
+from training.loop import Training, digest, divergence_in_parts
 from training.parts import MODELS, draft_for, require, score_with
 
 import torch
@@ -233,60 +226,6 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     sign_folder(work / "draft", "online serve")
 
 
-# --------------------------------------------------------------------- SpecInfer's second draft
-
-def boost(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          draft: str = f"{MODELS}/draft", max_new_tokens: int = 200, steps: int = 500,
-          batch: int = 8, lr: float = 1e-3, seed: int = 0) -> None:
-    """Train a second draft, which begins as a copy of the first, where the first one is wrong.
-
-    It learns from the target's own answers, at the tokens that the first draft does not guess. A
-    stopped run goes on.
-
-    out:   directory of the second draft
-    work:  folder of the target's answers and of checkpoints (default: OUT.work)
-    draft: the first draft, which does not change
-    batch: how many answers a step learns from
-    lr:    the highest learning rate, after a warm-up. 1e-3 suited a draft of 0.6M parameters
-    """
-    first = draft_for(model, tokenizer, draft).float()
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
-    second = copy.deepcopy(first).requires_grad_(True)
-    score, score_first, score_second = map(score_with, (model, first, second))
-    V = len(first.get_output_embeddings().weight)
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
-        with torch.no_grad():
-            teacher, labels = read_answers(model, pairs)
-            before, _ = read_answers(first, pairs)
-            guessed = compute_in_parts(lambda x: score_first(x).argmax(-1), V, before)
-            # The places where the first draft does not guess the answer's next token
-            wrong = guessed != labels
-        student, _ = read_answers(second, pairs)
-        if not wrong.any():  # a loss needs one place, since the mean of none is not a number
-            wrong[0] = True
-        return divergence_in_parts("forward-kl", score, score_second, V, teacher[wrong],
-                                   student[wrong]).mean()
-
-    @torch.inference_mode()
-    def evaluate() -> tuple[dict, str]:
-        hits = []
-        for draft_model in (first, second):
-            guesses, labels = guess_answers(draft_model, held_out)
-            hits.append(guesses == labels)
-        hits = torch.stack(hits)  # [2, N]
-        shares = [*hits.float().mean(1).tolist(), hits.any(0).float().mean().item()]
-        return {"right": shares}, "held-out right: {:.3f}, {:.3f}, either {:.3f}".format(*shares)
-    form = digest(first.state_dict()), batch
-    Training(dict(second.named_parameters()), (digest(model.state_dict()), form, data, held_out),
-             name="boost", steps=steps, lr=lr, rate=warm_linear, seed=seed, folder=work,
-             models=(model, first, second)).train(loss_of, evaluate)
-    save_model(out, second.to(model.dtype), tokenizer)
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([online], commands=[serve, boost],
-                  folders=[boost], ranges={"gamma": (2, 4, 6, 8)}))
+    sys.exit(main([online], commands=[serve], ranges={"gamma": (2, 4, 6, 8)}))

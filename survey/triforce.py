@@ -306,5 +306,4 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([triforce],
-                  ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}, graphs=False))
+    sys.exit(main([triforce], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}, graphs=False))

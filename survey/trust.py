@@ -93,13 +93,6 @@ def load_trust(path: str, model) -> dict:
              and "parts", {guess: the part's fingerprint}. InputError if the file is damaged, or for
              another model
     """
-    def parse(facts: dict) -> dict:
-        numbers = torch.tensor(facts["trust"])
-        pools = torch.tensor([pool for pool in facts["pools"].values() if pool])
-        if numbers.shape != CLASSES or pools.shape[1:] not in ((), (4,)):
-            raise ValueError("not 3 x 5 x 3 numbers, and 4 numbers a part")
-        if facts["parts"].keys() | {"none"} != facts["pools"].keys():
-            raise ValueError("not a fingerprint for each part")
-        return facts
     expected = "a file that `python -m survey.hybrid fit` made for this model"
-    return load_facts(path, {"model": model}, expected, parse)
+    return load_facts(path, {"model": model}, expected, lambda facts: {
+        name: facts[name] for name in ("trust", "pools", "parts")})

@@ -179,12 +179,12 @@ MUTANTS = {
         ("learned = learns[:, 2 + n:]", "learned = learns[:, 1 + n:-1]",
          "a row learns one token too late")],
     "survey/dflash.py": [
-        ("places[:, None] < anchors.repeat_interleave",
-         "places[:, None] <= anchors.repeat_interleave",
+        ("places[:, None] < roots.repeat_interleave",
+         "places[:, None] <= roots.repeat_interleave",
          "a block of training sees the H of its root"),
-        ("row[:, None] // draft.B == row // draft.B", "row[:, None] // draft.B >= row // draft.B",
+        ("(block[:, None] == block)", "(block[:, None] >= block)",
          "a block of training sees the blocks before it"),
-        ("lm.block = 0 if draft.causal else draft.B", "lm.block = 0",
+        ("lm.block = draft.B", "lm.block = 0",
          "a block is always causal in decoding"),
         ("torch.tensor([ids[x] for x in leaves], device=z.device)",
          "torch.tensor([root for x in leaves], device=z.device)",
@@ -600,7 +600,7 @@ def list_users(file: str, folder_files: list[str]) -> list[str]:
     return sorted(users, key=lambda other: (len(find_modules(other)), other))
 
 
-ROWS = {"survey/medusa.py": ["hydra"], "survey/masks.py": ["pass"], "survey/online.py": ["boost"],
+ROWS = {"survey/medusa.py": ["hydra"], "survey/masks.py": ["pass"],
         "survey/rest.py": ["suffix"], "survey/early_exit.py": ["early"]}  # of tables, besides names
 
 

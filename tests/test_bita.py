@@ -55,7 +55,7 @@ class Position(torch.nn.Module):
         super().__init__()
         self.table, self.decoder = torch.nn.Embedding(61, 8), Looker()
         self.decoder.shift = shift
-        text = SimpleNamespace(max_position_embeddings=CONTEXT, vocab_size=61)
+        text = SimpleNamespace(max_position_embeddings=CONTEXT, vocab_size=61, num_hidden_layers=1)
         self.config = SimpleNamespace(get_text_config=lambda: text)
         self.head = torch.nn.Linear(61, 61, bias=False)
         self.head.weight.data = torch.eye(61)

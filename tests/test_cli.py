@@ -424,7 +424,6 @@ survey.medusa train --prompts {odd}/p.jsonl --out {odd}/has/../p.jsonl
 survey.medusa train --work {odd}/x --out {odd}/has/../x
 survey.medusa train --out {odd}/broken/config.json
 survey.medusa export --adapter x --out {odd}/broken
-survey.online boost --draft {odd}/broken --out {odd}/link
 survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft
 survey.layerskip export --tuning x --out {odd}/file
 """.strip().splitlines()
@@ -476,7 +475,6 @@ def test_several_drafts(ask):
     status, _, err = ask("--draft", TARGET, "--prompt", "cakes", "--max-new-tokens", "12",
                          "--gamma", "3", "--compare")
     assert re.search(r"24 tokens .* 6 target calls .* target \d+%, draft \d+%, draft 2 \d+%\n", err)
-    assert "; 36 draft calls\n" in err  # 3 of each model a round: the second is the target
     assert status == 0 and err.endswith("; output equals autoregressive output\n")
     _, out, _ = ask("--draft", DRAFT, "--tune", "--max-new-tokens", "1")
     assert re.findall(r"^--K (\d)", out, re.M) == ["2", "3", "4"]

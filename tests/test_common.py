@@ -1,5 +1,4 @@
 """These tests take common.py function by function: trees, passes, sampling, loading."""
-import itertools
 import math
 import random
 from types import SimpleNamespace

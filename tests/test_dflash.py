@@ -5,14 +5,14 @@ import random
 import pytest
 import torch
 
-from common import InputError
+from fake_models import path_to
 from families import tiny
 from survey import dflash as module
 from survey.dflash import (EVERY, BlockDraft, BlockLM, block_loss, count_tree_tokens, grow_block,
                            guess_blocks, load_draft, make_blocks, plan_block, run_block)
 from training.acceptance import (TEMPERATURES, TargetText, fit_temperatures, measure_places,
                                  read_target_texts, sample_roots)
-from training.parts import save_part, score_with
+from training.parts import score_with
 from trainings import run
 
 MODEL = tiny("llama", num_hidden_layers=3)
@@ -39,23 +39,19 @@ def z_by_decoding(draft: BlockDraft, text: TargetText, anchor: int, model=MODEL)
     lm.start([])
     hidden = model(ids[None], output_hidden_states=True).hidden_states
     tapped = torch.cat([hidden[i][0, :anchor] for i in draft.taps], -1)
-    return run_block(draft, lm, draft.fuse(tapped.bfloat16().float()), ids[anchor].item())
+    return run_block(draft, lm, tapped.bfloat16(), ids[anchor].item())
 
 
 # ---------------------------------------------------------------------------------- the network
 
-KINDS = {"both ways": {}, "causal": dict(causal=True), "no Markov head": dict(markov=0),
-         "one layer": dict(layers=1)}
-
-
-@pytest.mark.parametrize("form", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
-def test_packed_blocks_are_what_decoding_computes(family, form):
-    """Each of many anchors of two texts of different lengths, the first place among them."""
+def test_packed_blocks_are_what_decoding_computes(family, layers):
+    """Each of many anchors of two texts of different lengths."""
     model = tiny(family)
-    draft = make_draft(model, (0, 2), **form)
+    draft = make_draft(model, (0, 2), layers=layers)
     texts = texts_of(draft, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
-    anchors = [[0, 4, 7, 14], [0, 1, 6, 3]]
+    anchors = [[2, 4, 7, 14], [5, 1, 6, 3]]
     hidden = make_blocks(draft, texts, anchors).hidden
     found = draft.lm.get_output_embeddings()(hidden)
     for text, places, blocks in zip(texts, anchors, found):
@@ -103,14 +99,12 @@ def test_the_markov_head_by_hand():
 
 # ------------------------------------------------------------------------------------- the loss
 
-@pytest.mark.parametrize("loss", ["ce", "tv"])
-@pytest.mark.parametrize("vocab", [None, [*range(0, 61, 2)]], ids=["all tokens", "some tokens"])
-def test_the_loss_by_hand(loss, vocab):
+def test_the_loss_by_hand():
     """Guess by guess, as decoding computes them, with the target's distribution after each token
     and without tokens that the draft cannot guess."""
-    draft, answer = make_draft(vocab=vocab, scale=1.0), TEXT[5:]
+    every = [*range(0, 61, 2)]
+    draft = make_draft(vocab=every, scale=1.0)
     [text] = texts_of(draft)
-    every = vocab or [*range(61)]
     total = weights = 0.0
     for anchor in (4, 8, 13):
         z = z_by_decoding(draft, text, anchor)
@@ -119,14 +113,11 @@ def test_the_loss_by_hand(loss, vocab):
             if place < len(TEXT) and TEXT[place] in every:
                 q = draft.add_markov(z[k], torch.tensor(TEXT[place - 1])).softmax(-1)
                 p = MODEL(torch.tensor([TEXT[:place]])).logits[0, -1, every].softmax(-1)
-                term = -(p * q.log()).sum()
-                if loss == "tv":
-                    term = 0.1 * term + 0.9 * (p - q).abs().sum()
                 weight = 2.718281828 ** (-k / 4)
-                total, weights = total + weight * term, weights + weight
+                total, weights = total - weight * (p * q.log()).sum(), weights + weight
     score = score_with(MODEL, draft.lm.get_output_embeddings())
-    found = block_loss(draft, score, [text], [[4, 8, 13]], loss)
-    assert len(answer) == 11 and found.item() == pytest.approx((total / weights).item(), rel=2e-3)
+    found = block_loss(draft, score, [text], [[4, 8, 13]])
+    assert found.item() == pytest.approx((total / weights).item(), rel=2e-3)
 
 
 def test_anchors_are_those_of_the_answer():
@@ -139,14 +130,12 @@ def test_anchors_are_those_of_the_answer():
 
 # ------------------------------------------------------------------------------------- the tree
 
-@pytest.mark.parametrize("form", [{}, dict(markov=0), dict(vocab=[*range(0, 61, 2)])],
-                         ids=["all tokens", "no Markov head", "some tokens"])
-def test_a_tree_has_the_likeliest_of_all_paths(form):
-    """Every path's chance is the product of what the block says along it; and the tree's nodes are
-    the likeliest n of all."""
-    draft = make_draft(**form)
+def test_a_tree_has_the_likeliest_of_all_paths():
+    """Every path's chance is the product of what the block says along it. The tree's nodes are the
+    likeliest n of all, in their order. Here no node has a likelier eleventh child."""
+    draft = make_draft(vocab=[*range(0, 61, 2)])
     z = 2 * torch.randn(4, len(draft.vocab), generator=torch.Generator().manual_seed(3))
-    ids, parents, chances = grow_block(draft, z, 7, 40)
+    ids, parents = grow_block(draft, z, 7, 40)
     known = {(): 1.0}
     for k in range(4):
         for path in [path for path in known if len(path) == k and known[path] > 1e-4]:
@@ -154,28 +143,22 @@ def test_a_tree_has_the_likeliest_of_all_paths(form):
             logits = draft.add_markov(z[k], before) / draft.temperatures[k]
             for row, p in enumerate(logits.softmax(-1).tolist()):
                 known[(*path, draft.vocab[row].item())] = known[path] * p
-    paths = [()]
-    for token, parent in zip(ids[1:], parents[1:]):
-        paths.append((*paths[parent], token))
-    assert ids[0] == 7 and len({*paths}) == 40 and chances == sorted(chances, reverse=True)
-    for path, chance in zip(paths, chances):
-        assert chance == pytest.approx(known[path], rel=1e-4)
-    # ten guesses a node are kept, and here no node has a likelier eleventh
-    assert chances == pytest.approx(sorted(known.values(), reverse=True)[:40], rel=1e-4)
+    paths = [tuple(ids[x] for x in path_to(node, parents)[1:]) for node in range(40)]
+    assert ids[0] == 7 and paths == sorted(known, key=lambda path: -known[path])[:40]
     for n in (2, 5, 17):
-        assert grow_block(draft, z, 7, n) == (ids[:n], parents[:n], pytest.approx(chances[:n]))
+        assert grow_block(draft, z, 7, n) == (ids[:n], parents[:n])
 
 
 def test_many_rows_come_in_parts():
-    draft, H = make_draft(), torch.randn(140, 32, generator=torch.Generator().manual_seed(0))
-    parts, whole = BlockLM(draft.lm), BlockLM(draft.lm)
+    draft, tapped = make_draft(), torch.randn(140, 64, generator=torch.Generator().manual_seed(0))
+    parts, whole, H = BlockLM(draft.lm), BlockLM(draft.lm), draft.fuse(tapped)
     for lm in (parts, whole):
         lm.start([])
     whole.forward(H)
     whole.commit(range(140))
     whole.block = 4
     expected = whole.forward(draft.embed_blocks(torch.tensor(7), H[-1]))
-    assert torch.allclose(run_block(draft, parts, H, 7), expected, atol=1e-4)
+    assert torch.allclose(run_block(draft, parts, tapped, 7), expected, atol=1e-4)
     assert parts.length == 140 and parts.parents == []
 
 
@@ -211,8 +194,7 @@ def test_temperatures_and_tokens_by_hand(monkeypatch):
 
     def chain(draft, z, root, n):
         asked.append((root, n))
-        wrong = [root, root + 1, root + 9, root + 2, root + 7]
-        return wrong, [-1, 0, 0, 1, 3], [1.0] * 5
+        return [root, root + 1, root + 9, root + 2, root + 7], [-1, 0, 0, 1, 3]
     monkeypatch.setattr(module, "grow_block", chain)
     found = fit_temperatures(guess_blocks(draft, score_with(MODEL), texts), 4)
     assert found[:3] == [TEMPERATURES[0], TEMPERATURES[0], TEMPERATURES[-1]]
@@ -245,16 +227,3 @@ def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
     assert [*plan_block(draft, "draft", "target")] == [
         (1, 1.0, pytest.approx(10.1)), (2, 1.8, pytest.approx(10.2 + 1.6 + 2)),
         (3, 2.2, pytest.approx(10.3 + 1.7 + 4))]
-
-
-# ------------------------------------------------------------------------------------- the file
-
-@pytest.mark.parametrize("wrong", [dict(temperatures=[]), dict(tokens=[]),
-                                   dict(tokens=[1.0] * 65)], ids=str)
-def test_a_file_with_a_wrong_header_is_refused(wrong, tmp_path):
-    draft = BlockDraft(MODEL, [1, 3], B=4, markov=8)
-    header = dict(form=draft.form, taps=draft.taps, accept=[], tokens=[1.0],
-                  temperatures=draft.temperatures)
-    save_part(tmp_path / "x", "a DFlash draft", MODEL, draft.trainable(), **header | wrong)
-    with pytest.raises(InputError, match="expected a file of a DFlash draft for this model, got"):
-        load_draft(tmp_path / "x", MODEL)

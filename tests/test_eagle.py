@@ -13,6 +13,7 @@ from survey.eagle import EagleLayer, compute_features, eagle, eagle_loss
 from training.acceptance import LEVELS, measure_acceptance
 from training.layers import FeatureLM
 from training.parts import score_with
+from trainings import run
 
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
 
@@ -136,12 +137,13 @@ def test_acceptance_by_hand():
     assert total[2] > 0 and torch.allclose(torch.tensor(found), right / total.clamp(min=1))
 
 
-def test_tokens_and_features_are_as_large_at_first(monkeypatch):
+def test_tokens_and_features_are_as_large_at_first(tmp_path, monkeypatch):
     """Gemma's embedding is √d times its weights. Values of a gradient are cut as in the paper."""
-    model, data, how = tiny("gemma3"), [([3, 4], [5, 6, 7, 8])], {}
-    draft, [(ids, f, _)] = EagleLayer(model), compute_features(model, data)
-    expected = draft.fc.weight.detach().clone()
+    model, seen = tiny("gemma3"), []
+    monkeypatch.setattr(module, "fit_part", lambda *given, **how: seen.append((given, how)))
+    run("survey.eagle train", tmp_path, model)
+    [((draft, _, _, data, *_), how)] = seen
+    [(ids, f, _)] = compute_features(model, data[:1])
+    expected = EagleLayer(model).fc.weight.detach()
     expected[:, :32] *= f.float().std() / model.get_input_embeddings()(ids).std()
-    monkeypatch.setattr(module, "fit_part", lambda *_, **given: how.update(given))
-    module.fit(model, draft, data, data, batch=1)
     assert torch.allclose(draft.fc.weight, expected, rtol=1e-3) and how["max_value"] == 0.5

@@ -14,8 +14,7 @@ from survey.eagle import Pairs
 from survey.eagle3 import (Eagle3Layer, Form, choose_lessons, load_draft, make_config, read_target,
                            save_draft, unroll_loss)
 from test_lossless import METHODS, play_rounds
-from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
-                             tap_widths)
+from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths)
 from training.loop import pad_pairs
 from training.parts import head_for, score_with
 
@@ -34,17 +33,6 @@ def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), own_head=True) -> E
 
 
 # ----------------------------------------------------------------------------------------- taps
-
-def test_taps_are_what_enters_the_layers():
-    """As transformers' own `output_hidden_states` has it, whose number i enters layer i."""
-    ids = torch.tensor([TEXT])
-    hidden = MODEL(ids, output_hidden_states=True, use_cache=False).hidden_states
-    for taps in ([2, 3, 4], [0, 6], [7]):  # 7, all layers: what the LM head reads
-        lm = FeatureLM(MODEL)
-        with tap_target(lm, taps):
-            lm.start(TEXT)
-        assert torch.allclose(lm.features, torch.cat([hidden[i] for i in taps], -1)[0], atol=1e-5)
-
 
 def test_widths_of_taps_are_those_of_what_is_tapped():
     """In OPT-350m, for one, layers are wider than what the LM head reads."""

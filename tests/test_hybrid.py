@@ -20,7 +20,6 @@ from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 from survey.trust import CLASSES, load_trust, replay_answers, replay_part
 from test_lossless import FILES, METHODS
 from training.layers import FeatureLM, tap_target
-from training.parts import save_facts
 from training.trust import fit_pool, fit_trust, pool_chances
 
 HALF = [[[0.5] * 3] * 5] * 3
@@ -126,7 +125,7 @@ def test_a_pool_by_hand():
 def test_prices(recent, row, rate):
     """As measured at first, then as late calls took, without the passes of the part."""
     costs = [0.0] + [2 + 0.1 * r for r in range(1, 17)]  # of r rows
-    assert estimate_prices(costs, recent) == pytest.approx((row, rate), abs=0.01)
+    assert estimate_prices(costs, recent) == pytest.approx((row, rate))
 
 
 # ------------------------------------------------------------------------------ a trained part
@@ -243,8 +242,6 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
         fit(model, SimpleNamespace(eos_token_id=None), [[x, 9, 7] for x in range(4, 24)], out=file,
             work=tmp_path, max_new_tokens=12, adapters=tmp_path)
     assert stores == ["", "kept"] and [*load_trust(file, model)["pools"]] == ["none", "hydra"]
-    with pytest.raises(InputError, match="another model"):
-        load_trust(file, tiny("llama", seed=1))
     for guess, said in (("eagle", "--guess must be one that .* was fitted for, got eagle"),
                         ("hydra", "--trust must be a .* fitted for this part of hydra, got")):
         with pytest.raises(InputError, match=said):
@@ -285,14 +282,3 @@ def test_answers_are_replayed_as_in_decoding(monkeypatch):
     states = model.model(torch.tensor([[3, 9]]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(told["hydra"], states[2][0])
     torch.testing.assert_close(told["dflash"], torch.cat(states[:2], -1)[0])
-
-
-@pytest.mark.parametrize("wrong", [
-    dict(trust=[[1]], pools={"none": []}, parts={}), dict(trust=HALF, pools=[1]),
-    dict(trust=HALF, pools={"none": [], "hydra": [2.0]}, parts={"hydra": []}),
-    dict(trust=HALF, pools={"none": []}, parts={"eagle": []})])
-def test_damaged_files_are_refused(tmp_path, wrong):
-    model = tiny("llama")
-    save_facts(tmp_path / "t.json", {"model": model}, **wrong)
-    with pytest.raises(InputError, match="expected a file that `python -m survey.hybrid fit` made"):
-        load_trust(str(tmp_path / "t.json"), model)

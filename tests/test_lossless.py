@@ -31,7 +31,6 @@ A new method joins by one line. MJSD, MJGD and Medusa's typical acceptance are l
 rounds are compared (LOSSY). BiLD and SpecDec are here with the options that make them exact."""
 import copy
 import functools
-import sys
 from contextlib import nullcontext
 from typing import Callable, NamedTuple
 

@@ -1,21 +1,18 @@
 """PaSS and SPACE: guesses are what training sees, and as many are accepted as the measured chances
 say."""
-import copy
 import random
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from bita import Tuning, load_tuning
-from common import CachedLM, Sampler, autoregressive, greedy
+from bita import Tuning
+from common import CachedLM, Sampler
 from families import tiny
-from helpers import mask_logits, per_call, tokens_of
+from helpers import mask_logits
 from survey import masks as module
-from survey.masks import plan_space, load_space, measure_all_right, pass_sampling, space, tune
+from survey.masks import measure_all_right, pass_sampling, plan_space, tune
 from training import loop as training
-from training.low_rank import add_low_rank
-from training.parts import save_part
 from trainings import PROMPTS, WORDLESS
 
 def random_tokens(model, L=3) -> Tuning:
@@ -24,17 +21,6 @@ def random_tokens(model, L=3) -> Tuning:
     for p in tokens.parameters():
         p.data = 0.5 * torch.randn(p.shape, generator=rng)
     return tokens.requires_grad_(False)
-
-
-def random_space(path, model, size=0.1, right=(0.5, 0.5, 0.5), mask=None) -> str:
-    """Make a file of random changes of a model, and of a mask, which is random too."""
-    rng, own = torch.Generator().manual_seed(7), add_low_rank(copy.deepcopy(model), 2)
-    for p in own.values():
-        p.data = size * torch.randn(p.shape, generator=rng)
-    width = model.get_input_embeddings().weight.shape[1]
-    own["mask"] = 0.5 * torch.randn(1, width, generator=rng) if mask is None else mask
-    save_part(path, "a SPACE tuning", model, own, rank=2, right=[*right])
-    return str(path)
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -55,28 +41,6 @@ def test_pass_guesses_from_what_training_sees(name, monkeypatch):
             expected = mask_logits(model, tokens.masks[:2], [], ids, at)[0, 0].softmax(-1)
         torch.testing.assert_close(drawn[-1], expected, atol=1e-4, rtol=1e-4)
         text = text + chunk
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "opt"])
-def test_spaces_candidates_are_those_behind_the_last_accepted_token(name, tmp_path, monkeypatch):
-    """Call by call, against the logits of training."""
-    model, fed = tiny(name), []
-    file, target = random_space(tmp_path / "t", model, size=0.3), CachedLM(model, 6)
-    lm, mask, _ = target.once(("space", file), lambda: load_space(file, target))
-    walk = module.walk
-    monkeypatch.setattr(module, "walk", lambda ids, *more: fed.append(ids) or walk(ids, *more))
-    text = [5, 3, 1, 4, 2]
-    chunks = space(target, text, k=2, tuning=file, sample=Sampler(1.0, seed=2))
-    lengths = set()
-    for _ in range(20):
-        expected = None if not lengths else [text[-1], *greedy(logits[:, :6])]
-        chunk = next(chunks)
-        assert expected in (None, fed[-1])
-        text, lengths = text + chunk, lengths | {len(chunk)}
-        ids, at = torch.tensor([text[:-1]]), torch.tensor([[len(text) - 2]])
-        with torch.inference_mode():
-            logits = mask_logits(lm.model, mask.expand(2, -1), [], ids, at)[0, 0]
-    assert len(lengths) > 1
 
 
 def test_as_many_masks_as_pay(monkeypatch):
@@ -124,27 +88,3 @@ def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
     assert given[0][0] == "forward-kl" and given[0][1] == pytest.approx(0, abs=1e-5)
     assert all(x[2] for x in given) and len(given) == 12 and given[5][1] > 0
     assert not torch.equal(*masks)
-
-
-# ------------------------------------------------------------------------- the committed parts
-
-@pytest.mark.parametrize("L", [1, 4])
-def test_the_embedded_tokens_and_the_formula(embedded, held_out, L):
-    """PaSS's tokens per call on held-out prompts: (2 + Σ chances) / 2, where the chances are those
-    of all places of these answers, within 0.1 (rounds begin at other places than others)."""
-    model, _, _ = embedded
-    tokens = load_tuning(module.TOKENS, model)
-    right = measure_all_right(model, tokens.masks[:L], held_out[::2], anchors=200)
-    found = per_call(pass_sampling, model, held_out[::2], L=L, trained=tokens)
-    assert found == pytest.approx((2 + sum(right)) / 2, abs=0.1)
-
-
-def test_the_embedded_tuning(embedded, held_out):
-    """Output is the tuned model's; it guesses better than BiTA's efficient tree, 1.84."""
-    target = CachedLM(embedded[0])
-    lm, *_ = target.once(("space", module.TUNED), lambda: load_space(module.TUNED, target))
-    tuned = CachedLM(lm.model)
-    answers = [(p, tokens_of(autoregressive(tuned, p), 50)) for p, _ in held_out[::2]]
-    for prompt, expected in answers:
-        assert tokens_of(space(target, prompt, k=4), 50) == expected
-    assert 50 * len(answers) / target.calls > 1.84

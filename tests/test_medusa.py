@@ -8,7 +8,6 @@ import torch
 from common import Sampler
 from fake_models import path_to
 from families import tiny
-from helpers import per_call
 from survey import medusa as module
 from survey.clock import best_tree
 from survey.medusa import (KINDS, Heads, accuracy, collect_features, fill_tree, medusa,
@@ -145,9 +144,3 @@ def test_the_loss_by_hand(kind, weights):
     assert module.heads_loss(*given, tokens).item() == pytest.approx(expected, rel=1e-4)
     assert module.heads_loss(*given, tokens * 0 + 60).item() == 0  # no head can guess 60
     assert accuracy(heads, model, f, tokens * 0 + 60) == [[0] * 5] * 2  # and head 2 is not reached
-
-
-@pytest.mark.parametrize("kind, least", [("medusa", 2.5), ("hydra", 2.8)])
-def test_the_embedded_heads(embedded, held_out, kind, least):
-    """Held-out prompts: autoregressive text, and well over two tokens a call."""
-    assert per_call(medusa, embedded[0], held_out[::3], heads=kind, nodes=32) > least

@@ -7,8 +7,8 @@ import torch
 
 from common import Sampler, greedy
 from fake_models import ScriptedLM, Zeros
-from survey.several_drafts import (DrawnDraft, decode_by_rule, draw_drafts, find_rho, k_seq,
-                                   multi_step, specinfer, verify_tree)
+from survey.several_drafts import (DrawnDraft, decode_by_rule, find_rho, k_seq, multi_step,
+                                   specinfer, verify_tree)
 
 RULES = {"multi_step": multi_step, "k_seq": k_seq}
 
@@ -133,29 +133,6 @@ def test_two_drafts_that_begin_alike():
     accepted, path, _ = verify_tree(lambda p, q, draws: (torch.ones(len(draws)), p), target_probs,
                                     drafts, Sampler())
     assert (accepted, path) == ((on, the, mat), [0, 1, 2, 3])
-
-
-def test_drafts_that_begin_alike_are_fed_once():
-    """By hand: two unseen tokens, then a level of the drafts' tree in each call. Each draft's token
-    is drawn from what the model says after that draft: here, the draft's last token again."""
-    draft = ScriptedLM(lambda tokens: torch.eye(9)[tokens[-1]])
-    draft.start([])
-    likeliest = []
-
-    class Dealt(Sampler):
-        """Deals these tokens out in place of draws."""
-        dealt = [[0, 0, 1], [2, 1, 1], [0, 0, 0]]
-
-        def draw(self, probs):
-            likeliest.append(probs.argmax(-1).tolist())
-            return torch.tensor(self.dealt.pop(0))
-    drawn = draw_drafts(draft, [7, 8], 3, 3, Dealt())
-    assert likeliest == [[8, 8, 8], [0, 0, 1], [2, 1, 1]]
-    assert drawn.texts == [(0, 2, 0), (0, 1, 0), (1, 1, 0)]
-    assert drawn.nodes == {(): -1, (0,): 0, (1,): 1, (0, 2): 2, (0, 1): 3, (1, 1): 4}
-    assert draft.tokens == [7, 8]
-    assert draft.ids == [0, 1, 2, 1, 1] and draft.parents == [-1, -1, 0, 0, 1]
-    assert drawn.probs.keys() == drawn.nodes.keys() and draft.calls == 3
 
 
 # ----------------------------------------------------------------------------------- SpecTr's ρ

@@ -112,9 +112,9 @@ def test_the_report():
     def run_of(*accepted):
         log = [{"drafted": 4, "accepted": n} for n in accepted]
         return SimpleNamespace(models=models, log=log)
-    first = "accepted 5 of 12 drafted tokens, 1.67 a round; 12 draft calls"
     assert report(run_of(4, 1, 0)) == (  # α = 5 / 7: the first rejected guess is tried too
-        f"{first}\nacceptance rate 71.4% of 7 tried; predicted from it, a draft call costing 0.10 "
+        "accepted 5 of 12 drafted tokens, 1.67 a round; 12 draft calls\n"
+        "acceptance rate 71.4% of 7 tried; predicted from it, a draft call costing 0.10 "
         "of a target call: 2.85 tokens per call, speed-up 2.04x")
     assert report(run_of(4, 4, 4)).endswith(": 5.00 tokens per call, speed-up 3.57x")
     assert report(run_of(0, 0, 0)).endswith(": 1.00 tokens per call, speed-up 0.71x")

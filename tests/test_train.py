@@ -166,7 +166,7 @@ def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypat
     """It continues its template from where the user speaks, here at the text's beginning."""
     target, _, tokenizer = embedded
     seen, answer_all = [], recipe.answer_all
-    with pytest.raises(InputError, match="expected a model with a chat template"):
+    with pytest.raises(InputError, match="must find a chat template"):
         recipe.prompts(target, tokenizer, out=tmp_path / "x")
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "<s>def {% for m in messages %}{{ m.content }}</s>{% endfor %}"

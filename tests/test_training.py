@@ -393,8 +393,6 @@ def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, cap
     if file == "cllm":
         assert script("cllm", "collect", *device, *read, "--n", "4", "--out", data) == 0
         read = ["--data", data]
-    if "boost" in line:
-        read += ["--draft", small_llama]
     assert script(file, *argv, *device, *read, "--steps", "1", "--out", out) == 0
     assert "step 1: " in capfd.readouterr().out
     file, *argv = TRAININGS[line].replace("OUT", out).split()

@@ -27,17 +27,16 @@ TRAININGS = {  # a training: the decoding that reads OUT
         "survey.eagle3 --adapter OUT --nodes 5",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3":
         "survey.dflash --adapter OUT",
-    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0 --vocab 9 --loss tv --causal":
+    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0 --vocab 9":
         "survey.dflash --adapter OUT",
     "survey.early_exit train --E 1 --width 8": "survey.early_exit --exit OUT",
     "survey.layerskip tune --E 1 --rank 2": "survey.layerskip --tuning OUT",
     "survey.masks train --L 2": "survey.masks --tokens OUT",
     "survey.masks tune --k 2 --rank 2": "survey.masks --method space --tuning OUT",
-    "survey.online boost": "speculative --draft OUT",
     "train distil --layers 0": "speculative --draft OUT",
 }
 CHOICES = {"heads": ("medusa", "hydra"), "head": ("own", "target"),
-           "taps": ("0,1", "0,2", "2"), "loss": ("ce", "tv"), "divergence": ("forward-kl", "jsd")}
+           "taps": ("0,1", "0,2", "2"), "divergence": ("forward-kl", "jsd")}
 SAME = {  # options that the file keeps and no loss reads, or that do not go with others of the line
     "survey.layerskip tune --E 1 --rank 2": {"E"},
 }

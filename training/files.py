@@ -37,9 +37,7 @@ BEGINS = {
     "hybrid fit": '{"model": [^"]*"trust": ',
     "draft_verify search": '{"model": [^"]*"attention": ',
     "sequoia calibrate": r'{"target": \[', "cllm collect": '{"model": "[^"]*", "n": ',
-    "online serve": '{"prompt": [^"]*"answer": [^"]*"drafted": ',
-    **dict.fromkeys(("medusa measure", "eagle measure", "eagle3 measure"),
-                    '{"model": [^"]*"head": ')}
+    "online serve": '{"prompt": [^"]*"answer": [^"]*"drafted": '}
 
 
 # ------------------------------------------------------------------------ before any work

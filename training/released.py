@@ -9,21 +9,16 @@ tensors tell what kind of head it is, since configurations say it in many ways o
     Medusa      0.0.linear.weight, of head 0                           medusa.py
 
 A head of any other kind is refused, and so is a file with a tensor whose name is not expected. A
-pickled file may hold tensors alone, and no code of it is run. How often the guesses of a head are
-right is in no released file. A command `measure` of the files above measures it on the target's own
-answers, for the option --accept.
+pickled file may hold tensors alone, and no code of it is run.
 """
-import copy
 import json
 import re
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Sequence
 
-from common import CachedLM
 from training.files import check_file, read_json, write_text, write_whole
 from training.layers import choose_taps, context_length
-from training.parts import (belongs, explain_errors, fill, load_facts, match_type, require,
-                            save_facts, some_embeddings)
+from training.parts import (belongs, explain_errors, fill, match_type, require, some_embeddings)
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -44,7 +39,7 @@ SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
          "head_dim", "rms_norm_eps", "hidden_act")  # what a configuration says of a layer, and
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # of its positions, in one way or another
 RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
-# The tree `mc_sim_7b_63` of Medusa's released code, for heads before their acceptance is measured.
+# The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance is not known.
 # A word is a node below the root: its digits are the ranks along its path.
 MEDUSA_TREE = """
     0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40
@@ -261,7 +256,7 @@ def require_all_tokens(adapter: Path, part: torch.nn.Module, model) -> None:
     require(every, "adapter", "trained without --vocab", repr(str(adapter)))
 
 
-# ------------------------------------------------------------------------- measured acceptance
+# ------------------------------------------------------------------------------- which head it is
 
 def some_weights(part: torch.nn.Module) -> list[float]:
     """Take the fingerprint of a head: the first numbers of each tensor that can be trained."""
@@ -273,52 +268,5 @@ def some_weights(part: torch.nn.Module) -> list[float]:
 def is_head(fingerprint: list[float], part: torch.nn.Module) -> bool:
     """Tell whether a fingerprint, which `some_weights` took of a head, is of this head."""
     there, here = torch.tensor(fingerprint), torch.tensor(some_weights(part))
-    # A head may have been measured in another type, whose numbers are rounded.
+    # A head may have been asked in another type, whose numbers are rounded.
     return there.shape == here.shape and torch.allclose(there, here, rtol=0.02, atol=1e-6)
-
-
-def save_accept(path: Path, model, part: torch.nn.Module, accept: list[list[float]]) -> None:
-    """Write how often the guesses of a head are right for a model, and print it for the likeliest.
-
-    part     the head, whose fingerprint the file holds
-    accept   accept[n][r] is how often the guess of rank r is right, at depth n of a tree or, for
-             Medusa, of head n + 1
-    """
-    print(f"right {[round(ranks[0], 3) for ranks in accept]}")
-    save_facts(path, {"model": model}, head=some_weights(part), accept=accept)
-
-
-def load_accept(path: str, model, part: torch.nn.Module) -> torch.nn.Module:
-    """Read what `save_accept` wrote. InputError if it is damaged, or of another model or head.
-
-    path     the JSON file
-    model    the target
-    part     the head, which stays as it is
-    returns  a copy that shares the weights, and has the table of the file
-    """
-    def parse(facts: dict) -> list[list[float]]:
-        if not is_head(facts["head"], part):
-            raise ValueError("they are of another head")
-        return [[float(p) for p in ranks] for ranks in facts["accept"]]
-    measured = copy.copy(part)
-    measured.accept = load_facts(
-        path, {"model": model}, "what `measure` wrote for this model and this head", parse)
-    return measured
-
-
-def load_measured(target: CachedLM, name: str, adapter: str, accept: str,
-                  load: Callable) -> torch.nn.Module:
-    """Load a head once, and give it the measured table of a file where one is named.
-
-    target   the target
-    name     of the head's kind, so that a file is read again for another kind
-    adapter  the head's file, directory or hub id
-    accept   file that `save_accept` wrote. An empty text: the head keeps the table of its own file
-    load     a function of a path and a model, which returns the head
-    returns  the head. With `accept` it is a copy that shares the weights, since the same head may
-             also be used without the file
-    """
-    part = target.once((name, adapter), lambda: load(adapter, target.model))
-    if not accept:
-        return part
-    return target.once((part, "accept", accept), lambda: load_accept(accept, target.model, part))
