@@ -33,23 +33,29 @@ run in one call, and so a round of γ guesses runs γ E + L layers one after the
 The early and the late rows of a column are together one row of the whole model's cache. If x̂_1 is
 accepted and x̂_2 is not, then the first two columns stay, in all layers.
 
-Training teaches an exit after an early layer to guess what the last layer says (Section 4.1).
+Training teaches the exits after early layers to guess the next token (Section 4.1).
 Layers are left out at random, late layers more often than early ones, and several exits share the
-loss. The output is that of the TUNED model, exactly, by the rule of speculative sampling.
+loss. The output is that of the TUNED model, exactly.
 
 Departures:
-- What is trained. Paper: all weights. Here: changes of low rank (low_rank.py), on the model's own
-  answers. Why: a tuning takes minutes, and its file is small.
+- Verification. Paper: guesses are kept up to the first that the whole model would not say (Section
+  4.3.2). Here: `verify_block` of speculative.py judges them. Why: it is exact at every temperature.
+- What is trained. Paper: all weights, on given texts. Here: changes of low rank
+  (training/low_rank.py), on the model's own answers. Why: a tuning takes minutes, and its file is
+  small.
 - Layer dropout. Paper: each sample of a batch draws the layers that it leaves out. Here: a batch
   draws them once. Why: the samples of a batch go through a layer together. A layer that is left out
   runs all the same, and its output is thrown away, so no time is saved.
 - Exits of a step. Paper: every R-th layer, with R of 8 to 39, and steps take turns at which layer
-  is the first. Here: every third layer, and the first is drawn. Why: with R of 8 or more, 12 layers
-  would have one or two early exits in a step, or none. A first layer that is drawn does not depend
-  on the number of the step, so a stopped run goes on as if it had not stopped.
-- Highest rate of dropout, and scale of early losses. Paper: several, by the data. Here: 0.1 and 1.
-  Why: these are the paper's for fine-tuning on code.
-Left out: the curriculum that raises dropout in the course of pretraining.
+  is the first. Here: every third layer, of which the first is drawn, and always the last layer.
+  Why: with R of 8 or more, 12 layers would have one or two early exits in a step, or none. A first
+  layer that is drawn does not depend on the number of the step, so a stopped run goes on as if it
+  had not stopped.
+- Highest rate of dropout, and scale of early losses. Paper: they differ with the data. Here: 0.1
+  and 1. Why: these are the paper's for fine-tuning on code.
+
+Left out: the curriculum that raises dropout in the course of pretraining, and the one that adds
+exits one by one.
 """
 import random
 import sys
@@ -230,7 +236,7 @@ def collect_states(model, data: list[tuple[list[int], list[int]]],
 
 @torch.inference_mode()
 def measure_exit(model, data: list, layers: int, ranks: int = 1) -> float:
-    """Measure how often an exit, through the model's last norm and LM head, has the next token.
+    """Measure how often an exit, through the last norm and LM head, is right about the next token.
 
     data     pairs of a prompt and its answer
     layers   how many layers stand before the exit

@@ -1,8 +1,9 @@
 """REST looks guesses up in a datastore of earlier text: it has no draft model and trains nothing.
 
 REST             He et al., "REST: Retrieval-Based Speculative Decoding", arXiv 2311.08252
-SuffixDecoding   Oliaro et al., arXiv 2411.04975: search the text itself as well (here always, but
-                 with --no-grow), and choose among trees by a score (here with --alpha)
+SuffixDecoding   Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
+                 Applications", arXiv 2411.04975: search the text itself as well (here always,
+                 except with --no-grow), and choose among trees by a score (here with --alpha)
 
     python -m survey.rest build --prompts FILE --out my.safetensors    # make a datastore
     python -m survey.rest --datastore my.safetensors --prompt "..."    # decode with it
@@ -23,16 +24,17 @@ A prefix is at least as frequent as its extensions. So the n most frequent prefi
 their parents: they are a tree. The suffix s has at most 16 tokens, and 10 tokens are read after
 it. Where s gives fewer than n prefixes, the next shorter suffix brings the others.
 
-SuffixDecoding instead makes a tree for each suffix s and for each of datastore and text. A tree has
-at most alpha · |s| guesses, because a longer match says more. These are the nodes with the largest
-D, and the tree with the best score is verified:
+SuffixDecoding instead makes two trees for each suffix s, from the datastore and from the text. A
+tree has at most alpha · |s| guesses, because a longer match says more. These are the nodes with the
+largest D, and the tree with the best score is verified:
 
     C(x)    = how often x occurs
     D(node) = the chance of the node, C(child) / C(parent) for each step of its path, multiplied
             = C(s + path) / C(s), because each count but the first and the last cancels
     score   = Σ D(node) over the guesses, the tokens that the tree is expected to bring
 
-Above, with s = "cat sat": D(on) = 2/3 and D(on the) = 2/3 · 1/2 = 1/3.
+Above, with s = "cat sat": D(on) = 2/3 and D(on the) = 2/3 · 1/2 = 1/3. In the text itself its own
+end is one of the places of s, and nothing follows it there. So what followed s once has D = 1/2.
 
 The output is lossless. The tree depends only on the datastore and on final text, and the target is
 sampled once at each node (`walk`).
@@ -41,20 +43,21 @@ Departures of REST:
 - Suffixes. Paper: of 2 to 16 tokens in the released code, and only the longest that occurs guesses.
   Here: of 1 to 16, and shorter ones fill the tree. Why: rows that are paid for should have a guess.
 - Matches. Paper: the first 5,000 in sorted order, which run on into the next text. Here: an even
-  sample of 100, which end with their text. Why: the first ones stand before tokens with low ids.
-- The datastore. Paper: given texts, for all models of a tokenizer, and n = 64. Here: the model's
-  own answers (or texts, with --text), for this model, with the text so far, and the clock chooses
-  n. Why: a model repeats its own phrases most often, and rows cost time on a CPU. n is planned for
-  greedy decoding: a plan for temperature 1 made 1.5% more tokens a call there for EAGLE.
-- Sampling. Paper: the released code draws apart for each path. Here: paths through a node share one
+  sample of 100, which end with their text. Why: the first in order are those that low ids follow.
+- The datastore. Paper: given texts, for all models of a tokenizer. Here: the model's own answers
+  (or texts, with --text), for this model, and the text so far. Why: a model repeats its own phrases
+  most often.
+- Size of the tree. Paper: n = 64. Here: the clock chooses n, for greedy decoding. Why: rows cost
+  time on a CPU. A choice for temperature 1 would bring little: 1.5% more tokens a call with EAGLE.
+- Sampling. Released code: each path has draws of its own. Here: paths through a node share one
   draw. Why: several draws for one node are several chances to pass, which is not exact.
 
 Departures of SuffixDecoding:
 - The datastore. Paper: finished answers join it, and all occurrences are counted. Here: it stays as
   it was built, of more than 100 places an even sample is counted, and suffixes end at 16 tokens.
   Why: each run is repeatable, and one search serves both methods.
-- The released code leaves out guesses with D below 0.1, and adds an offset to the limit. Here:
-  neither. Why: the score does not need them.
+- Guesses. Released code: those with D below 0.1 are left out, and an offset can be added to the
+  limit (0 by default). Here: neither. Why: the score does not need them.
 
 Left out: SuffixDecoding's hybrid, which asks a draft model where the score is low.
 """
@@ -77,11 +80,11 @@ import torch
 
 DATASTORE = f"{MODELS}/rest.safetensors"
 LONGEST = 16  # tokens of s, at most
-AFTER = 10  # tokens that are read behind s, at most
+AFTER = 10  # tokens that are read after s, at most
 MATCHES = 100  # the most places that are counted. Of more places an even sample counts
 BEGIN = 2  # tokens at the end of a prompt that a datastore keeps before the answer
 CALLS = WIDTHS[:7]  # rows of a call, 1 to 64, for which tokens per call are measured
-BOUNDARY = "\0"  # stands behind each text of a datastore
+BOUNDARY = "\0"  # comes after each text of a datastore
 
 
 def as_text(tokens: list[int]) -> str:
@@ -164,7 +167,7 @@ class Datastore:
         return [i + len(s) for i in self.order[first:end:step]]
 
     def find_following(self, s: str, after: int = AFTER) -> list[str]:
-        """Find what stands behind a suffix s wherever s occurs.
+        """Find what follows a suffix s wherever s occurs.
 
         s        as for `find_places`
         after    how many tokens are read, at most
@@ -274,7 +277,7 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
                of the suffix, 0 or more. With 0, the tree is REST's
     datastore: a file made by `python -m survey.rest build`
 
-    Yields chunks of 1 to 11 tokens, with --alpha up to one more than --nodes; logs {"guessed",
+    Yields chunks of 1 to 11 tokens, with --alpha up to as many as --nodes; logs {"guessed",
     "accepted"} a call.
 
     How many guesses pay depends on how many tokens a call gives. `build` measured this with REST's
@@ -351,7 +354,7 @@ def measure_tokens_per_call(store: Datastore, data: list[tuple[list[int], list[i
         final = 0  # tokens of the answer
         while final < len(answer):
             ids, parents = retrieve([text_store, store], text[:len(prompt) + final], n)
-            # The root stands for the token after the path, which the target chooses itself.
+            # The path has the root and the right guesses. So it is as long as the chunk.
             found = answer[final:final + len(follow(ids, parents, answer[final:]))]
             final += len(found)
             calls += 1

@@ -1,14 +1,16 @@
 """Sequoia drafts the tree that suits two models and a machine. It draws without replacement.
 
-Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", arXiv 2402.12374
+Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", arXiv 2402.12374,
+whose version 3 has the sections and algorithms that are named here.
 
     python -m survey.sequoia calibrate --draft DIR --prompts FILE --out rates.json
     python -m survey.sequoia --draft DIR --rates rates.json --prompt "..." --temperature 0.6
 
 The draft guesses a tree, level by level, with one call for each level. The shape of the tree is
 fixed before a token is drawn. It follows from the rates P_b, which are measured beforehand: P_b is
-how often the b-th child of a node is the accepted one. With P = .6, .2, .1 this is the best tree of
-n = 7 nodes, the root among them, with at most d = 3 levels below the root:
+how often the b-th child of a node is the accepted one. The paper takes it to be the same at all
+nodes (positional acceptance). With P = .6, .2, .1 this is the best tree of n = 7 nodes, the root
+among them, with at most d = 3 levels below the root:
 
     root ─┬─ 1  .60 ─┬─ 3  .36 ─── 6  .216    A node's chance is its parent's times P of its rank.
           │          └─ 4  .12                The target call brings 1 + .60 + .20 + .36 + .12
@@ -16,9 +18,9 @@ n = 7 nodes, the root among them, with at most d = 3 levels below the root:
 
     draft calls: {root}, {1, 2}, {3}          Leaves are not fed to the draft.
 
-A dynamic program (Section 3.1 of version 3) finds G(n, d). This is the most tokens of a call that a
-tree of n nodes with at most d levels below its root can give. T(n, b) is the most tokens where the
-root has b children. Each child begins a branch. The last branch has m nodes, and it is itself a
+A dynamic program (Section 3.1) finds G(n, d), the most tokens that a call gives on average with a
+tree of n nodes and at most d levels below its root. T(n, b) is the most tokens where the root has b
+children. Each child begins a branch. The last branch has m nodes, and it is itself a
 best tree, with one level less. The root and the other branches share the n - m other nodes:
 
     G(n, d) = max_b T(n, b),    T(n, b) = max_m T(n - m, b - 1) + P_b G(m, d - 1),    T(n, 0) = 1
@@ -40,21 +42,21 @@ in which they were drawn (Alg. 2):
                               q(x) <- 0,  q <- norm(q)      the next child was drawn from this q
     no child accepted: draw a token from p, and end
 
-The output has the target's own distribution, so that it is lossless. This needs a shape that is
+The method is lossless: its output has the target's own distribution. This needs a shape that is
 fixed before anything is drawn. Pruning unlikely draws afterwards would change their distribution,
 and q would be the wrong divisor. At temperature 0 the children are the draft's likeliest tokens,
-and the output is the target's greedy one. The temperature changes p and q. Top-k and top-p change p
-alone, because q must not lack a token of p: it could not offer it.
+and the output is the target's greedy one. The temperature changes p and q. Top-k and top-p change
+only p. If q lacked a token of p, the draft could never guess it.
 
 Departures:
-- Sizes. Paper: a search over all sizes, 64 to 128 nodes on an A100 and 768 with offloading, where
-  all draft levels cost the same. Here: the clock tries 2 to 64 nodes and 1 to 16 levels, and a
-  level costs what its rows cost. Why: rows cost time on a CPU, and nearby sizes give nearly the
+- Sizes. Paper: each draft level costs the same. Its trees have 64 to 128 nodes on an A100, and 768
+  with offloading. Here: a level costs what its rows cost, and the clock tries 2 to 64 nodes and 1
+  to 16 levels, in powers of two. Why: rows cost time on a CPU, and sizes in between give nearly the
   same.
 - Rates. Paper: measured at the temperature of decoding. Here: those of the nearest of four
   temperatures are used. Why: one file serves all temperatures.
-- Noise. Paper: the released code draws it once for a text. Here: in every round. Why: rounds must
-  be independent.
+- Noise. Released code: noise and coins are drawn once for a text. Here: in every round. Why: rounds
+  must be independent.
 
 Left out: offloading, where the target's weights lie in main memory.
 """
@@ -337,8 +339,8 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
             path, chunk = sample_path(ids, shape, logits, q_logits_of, sample)
         target.commit(path)
         # The draft keeps its rows of the path. The root's row is in the context already. The draft
-        # was fed no leaf. So if the path ends in a leaf, this token is unseen, and so is the last
-        # token of the chunk.
+        # was fed no leaf. So a leaf at the end of the path is unseen, and the last token of the
+        # chunk always is.
         fed = [node for node in path if node in shape.row]  # all of the path but a leaf
         draft.commit(shape.row[node] for node in fed[1:])
         unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
@@ -390,7 +392,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
     """Decode with trees of one level, and measure how often each child is accepted.
 
     The rate of the b-th child is P_b. The rates are measured at several temperatures, without top-k
-    and top-p. They count for all levels of a tree.
+    and top-p. They are used for all levels of a tree.
 
     out:   the JSON file to make
     draft: the small model

@@ -22,12 +22,12 @@ at a node may be equal. Equal draws share a child of the node, but each is judge
         ρ in [1, K] solves 1 - (1 - β(ρ))^K = ρ β(ρ), where β(ρ) = Σ_x min(q(x), p(x) / ρ)
 
 Both are lossless. For K = 1 both are speculative sampling (../speculative.py). At temperature 0 all
-drafts of one model would be the same. So draft k of SpecInfer then begins with the k-th likeliest
-token, and the target's own choices are followed down the tree.
+drafts of one model would be the same. So SpecInfer's draft k then begins with the k-th likeliest
+token, and `walk` verifies the tree. SpecTr's drafts stay the same.
 
 Departures:
 - The order of the draws. Paper: SpecInfer's Alg. 2 picks the next one at random. Here: as they were
-  drawn. Why: the law is the same, since that order depends on no draw's value.
+  drawn. Why: the output has the same distribution, since neither order depends on what was drawn.
 - The tree. Paper: SpecInfer has a fixed number of children a level, and merges a tree of each
   model. Here: K whole drafts are merged, shared out among the models in turn. Why: one number is
   enough, and SpecTr has the same tree.
@@ -111,17 +111,17 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[torch.Ten
     q = q[0].double()
     rho = find_rho(p, q, K)
     accept = (p[draws] / (rho * q[draws])).clamp(max=1)
-    # One draw is the token x, and is accepted, with probability each[x]. At least one of the K
-    # draws is accepted with probability p_acc.
+    # each[x] is the probability that a draw is the token x and is accepted. p_acc is the
+    # probability that at least one of the K draws is accepted.
     each = torch.minimum(q, p / rho)  # [V]
     beta = each.sum()
     p_acc = 1 - (1 - beta) ** K
-    # The next token is x, as an accepted draw, with probability taken[x]. The rest of p(x) is left
-    # for the case that no draw is accepted.
+    # taken[x] is the probability that an accepted draw gives x. The rest of p(x) is left for the
+    # case that no draw is accepted.
     taken = each * (p_acc / beta)
     left = (p - taken).clamp(min=0)
     # Where p_acc is 0 nothing is taken, and p itself is left. Where p_acc is 1 nothing is left.
-    # Then no token is ever drawn from `rest`, and p stands there because it is a distribution.
+    # Then no token is ever drawn from `rest`, and p only fills its place.
     rest = torch.where((p_acc > 0) & (p_acc < 1), left, p)
     return accept, (rest / rest.sum()).float()
 

@@ -12,7 +12,8 @@ of the text only. So there are two models and three caches. Each line drafts for
     M_p, C_r   the target, with the rows of its cache that it looks at most
     M_p, C_p   the target, with all rows
 
-A row of a cache is the key and the value of one token. A round with γ1 = 2 and γ2 = 4:
+A row of a cache is the key and the value of one token. A round with γ1 = 2 and
+γ2 = 4, whose two columns of words are two reviews:
 
     M_q, C_q   draws γ1 tokens       the cat         on my
     M_p, C_r   reviews them          the cat sat     on the         "sat" and "the" are its own
@@ -32,22 +33,28 @@ chunk has 4 rows, and the budget is 12 rows. There are 2 first rows (`sinks`) an
 The output is lossless. Every review follows a rule of ../speculative.py, so a token that leaves
 a level has exactly the distribution of that level. The next level divides by this distribution.
 
-Departures (released code / here / why):
-    after a rejection by M_p with C_r: a token is drawn from p / it is drawn from the residual of
-        p / only so has it the distribution p, which the next level divides by
-    γ1: 1 / `inner`, 2 by default / which number is best depends on the two models
-    newest rows in C_r: they overwrite the last retrieved rows, so that C_r keeps its size / they
-        come beside the retrieved rows / nothing that was retrieved is lost in a long answer
-    prompt of the draft: read with the few rows of C_q, under positions within C_q / read with full
-        attention and cut to C_q afterwards, and rows keep their positions / all drafts of this
-        project read prompts alike. The price: the paper's own draft has 2,048 positions, so it
-        cannot read a longer text here
-    cut of C_q: after every round / when it has two windows of newest rows / a cut copies all rows
-    models: each query head has keys of its own / a group of query heads may share keys, and then
-        their scores are summed / newer models share keys
+Departures:
+- The rule. Paper: tokens are judged one by one. Here: by `verify_block` of speculative.py. Why: on
+  average it accepts more.
+- Tokens of a round. Paper: all tokens of the reviews are verified, γ2 or more (Alg. 1, line 20).
+  Here: those beyond γ2 are cut off. Why: every call of M_p then has as many rows.
+- A rejection by M_p with C_r. Released code: a token is drawn from p. Here: from the residual of p,
+  as in the paper (line 13). Why: only so has it the distribution p, which the next level divides
+  by.
+- γ1. Released code: 1. Here: `inner`, 2 by default. Why: the best number depends on the two models.
+- The newest rows in C_r. Paper: they overwrite the least important rows (Section 4.3). Here: they
+  come beside the retrieved rows. Why: nothing that was retrieved is lost in a long answer.
+- The prompt of the draft. Released code: it is read with the few rows of C_q, under positions
+  within C_q. Here: it is read with full attention and cut to C_q afterwards, and rows keep their
+  positions. Why: all drafts here read prompts alike. The paper's own draft has 2,048 positions, so
+  it cannot read a longer text here.
+- The cut of C_q. Released code: after every round. Here: when it has two windows of newest rows.
+  Why: a cut copies all rows.
+- Models. Released code: each query head has keys of its own. Here: a group of query heads may share
+  keys, and their scores are summed. Why: newer models share keys.
 
-Left out: retrieving again later in a text. As in the released code, rows are retrieved once, at the
-prompt.
+Left out: retrieving again later, which the paper does at a stride or when fewer guesses are
+accepted (Section 4.3). The released code does not.
 """
 import sys
 from contextlib import contextmanager
@@ -276,9 +283,9 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
     small.take(draft, *choose_ends(draft, sinks, window), len(context))
     levels = [Level(lm, context) for lm in (target, part, small)]
     while True:
-        # Inner loop: M_p with C_r reviews γ1 tokens of M_q at a time, until there are γ2 tokens.
-        # A review gives the accepted ones and one more token. [[inner], []] says that M_p reviews
-        # `inner` tokens of M_q, and that M_q reviews none
+        # Alg. 1, lines 5 to 18: M_p with C_r reviews γ1 tokens of M_q at a time, until there are γ2
+        # tokens. A review gives the accepted ones and one more token. [[inner], []] says that M_p
+        # reviews `inner` tokens of M_q, and that M_q reviews none
         guesses, guess_probs, reviews = [], [], 0
         while len(guesses) < gamma:
             tokens, probs = review(levels[1:], [[inner], []], text + guesses, sample)
@@ -288,13 +295,13 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
         # The last review may have given more than γ2 tokens
         guesses = guesses[:gamma]
         draft_probs = torch.cat(guess_probs)[:gamma]  # [γ2, V]
-        # Outer loop: M_p with C_p verifies the γ2 tokens, and adds one more token
+        # Lines 20 to 29: M_p with C_p verifies the γ2 tokens, and adds one more token
         logits = levels[0].score(text + guesses, gamma + 1)
         target_probs = sample.probs(logits)  # [γ2 + 1, V]
         accepted, root = verify(target_probs, draft_probs, guesses, sample)
         tokens = guesses[:accepted] + [root]
         text = text + tokens
-        # Update C_p, C_r and C_q. Then cut C_q, if its newest rows fill two windows
+        # Line 30: update C_p, C_r and C_q. Then cut C_q, if its newest rows fill two windows
         update_caches(levels, text[:-1], len(text) - len(tokens) - 1)
         if small.prefix + small.length > sinks + 2 * window:
             small.take(small, *choose_ends(small, sinks, window), small.skipped + small.length)
