@@ -383,6 +383,7 @@ REFUSED = """
 speculative --gam 3
 speculative --max-new-tokens 0
 speculative --device cuda:99
+speculative --chat
 speculative --draft a --draft b
 jacobi --method lookahead --W 0 --no-prompt-ngrams
 mjsd --method mjgd --temperature 1
@@ -395,7 +396,6 @@ survey.eagle3 train --out {odd}/new --mtp --norms
 survey.dflash train --out {odd}/new --layers 13
 survey.hybrid --guess rest
 survey.masks --L 9
-survey.layerskip --tuning '' --E 12
 survey.triforce --budget 7
 survey.online --divergence tvd
 speculative --trace models/medusa.safetensors
