@@ -11,32 +11,19 @@ def read_prompts(path: str | Path) -> list[str]:
     """Read the prompts of a file, one a line or JSON lines; argparse takes this function as a type.
 
     path     a file that `read_rows` reads, for example what `python models/tasks.py N` prints
-    returns  for each line what it has as "prompt", as "question" or first in "turns";
-             a plain line itself
     """
-    return [prompt_of(row) for row in read_rows(path)]
+    return [row["prompt"] for row in read_rows(path)]
 
 
 def read_rows(path: str | Path) -> list[dict]:
     """Read the lines of a file of prompts.
 
-    path     the file. Lines that begin with "{" are JSON, and so are all lines of a file that is
-             named *.jsonl
-    returns  a dictionary for each line, {"prompt": line} for a plain one
+    path     the file. Lines that begin with "{" are JSON
+    returns  a dictionary for each line, as `read_lines` does. Its "prompt" is what the line has as
+             "prompt", as "question" or first in "turns", or a plain line itself
     raises   ArgumentTypeError for a line without a prompt
     """
-    is_json = Path(path).suffix.lower() == ".jsonl"
-
-    def parse(line: str) -> dict:
-        if not is_json and not line.lstrip().startswith("{"):
-            return {"prompt": line}
-        row = json.loads(line.strip())
-        prompt = prompt_of(row)
-        if not isinstance(prompt, str) or not prompt:
-            raise ValueError('no text under "prompt", "question" or "turns"')
-        return row
-    rows = read_lines(path, parse, "a file of prompts, one a line or JSON lines, in UTF-8")
-    return [row for _, row in rows]
+    return read_lines(path, parse_row, "a file of prompts, one a line or JSON lines, in UTF-8")
 
 
 def read_pairs(path: str | Path) -> list[dict]:
@@ -45,36 +32,44 @@ def read_pairs(path: str | Path) -> list[dict]:
     path     the file. A line is {"prompt", "answer"}, both texts or both lists of token ids, or
              {"messages"}, of which the last one is the assistant's, and which may come with
              {"tools"}
-    returns  the dictionary of each line, to which "where" is added: the file and the line's number
+    returns  the dictionary of each line, as `read_lines` does
     raises   ArgumentTypeError for a line that is none of these
     """
-    rows = read_lines(path, parse_pair, 'lines of {"prompt", "answer"} or {"messages"}')
-    return [row | {"where": f"{str(path)!r}, line {number}"} for number, row in rows]
+    return read_lines(path, parse_pair, 'lines of {"prompt", "answer"} or {"messages"}')
 
 
-def read_lines(path: str | Path, parse: Callable, expected: str) -> list[tuple[int, dict]]:
+def read_lines(path: str | Path, parse: Callable, expected: str) -> list[dict]:
     """Read all lines of a file in UTF-8, with or without a byte order mark, that are not blank.
 
     parse     turns a line into a dictionary, or raises an error
     expected  what the message of an ArgumentTypeError says was expected
-    returns   the number of each line, from 1, and its dictionary
+    returns   the dictionary of each line, to which "where" is added: the file and the line's number
     raises    ArgumentTypeError, a line that argparse prints
     """
-    rows, where = [], ""
+    rows, where = [], repr(str(path))
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         for number, line in enumerate(text.split("\n"), 1):
-            line = line.removeprefix("\ufeff")  # several files in one have their marks within
             if line.strip():
-                where = f", line {number}"
-                rows.append((number, parse(line)))
+                where = f"{str(path)!r}, line {number}"
+                rows.append(parse(line) | {"where": where})
         if not rows:
             raise ValueError("nothing is in it")
     except (OSError, ValueError, LookupError, TypeError, AttributeError,
             RecursionError) as error:  # json and a line of another form raise any of these
-        raise ArgumentTypeError(f"expected {expected}, got {str(path)!r}{where}: "
-                                f"{explain(error)}") from error
+        raise ArgumentTypeError(f"expected {expected}, got {where}: {explain(error)}") from error
     return rows
+
+
+def parse_row(line: str) -> dict:
+    """Return what a line of a file of prompts says; an error if it has no prompt."""
+    if not line.lstrip().startswith("{"):
+        return {"prompt": line}
+    row = json.loads(line.strip())
+    prompt = row.get("prompt") or row.get("question") or row["turns"][0]
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError('no text under "prompt", "question" or "turns"')
+    return row | {"prompt": prompt}
 
 
 def parse_pair(line: str) -> dict:
@@ -95,8 +90,3 @@ def parse_pair(line: str) -> dict:
     if not prompt or not answer or not (are_texts or are_ids):
         raise ValueError("prompt and answer are not both texts or both token ids, or one is empty")
     return row
-
-
-def prompt_of(row: dict) -> str:
-    """Return the prompt of a line: "prompt", or else "question", or else the first of "turns"."""
-    return row.get("prompt") or row.get("question") or row["turns"][0]

@@ -64,7 +64,7 @@ class StaticCache(KVCache):
     """Keep rows in buffers whose every slot is attended to.
 
     slots    the length of the buffers
-    written  a tensor with the slots that the next pass writes to; None while a prefix is cached
+    written  a tensor with the slots that a pass writes to; None while a prefix is cached
     """
 
     def __init__(self):
@@ -104,10 +104,6 @@ class GraphedLM(TimedLM):
         super().__init__(model, vocab)
         self.cache = StaticCache()
         self.captured = {}
-
-    def start(self, ids, prefix=()) -> None:
-        self.cache.written = None
-        super().start(ids, prefix)
 
     def run_model(self, inputs, positions, mask, keep: int):
         first, n = self.cache.start, inputs.shape[1]
@@ -158,4 +154,5 @@ class GraphedLM(TimedLM):
         self.cache.written = written
         mask = dict(zip(self.windows, masks)) if len(masks) > 1 else masks[0]
         logits = FeatureLM.run_model(self, inputs, positions, mask, inputs.shape[1])
+        self.cache.written = None
         return logits, self.features

@@ -3,22 +3,24 @@
 `common.load` says what transformers says. The functions here look at a directory that could not be
 loaded, so that its user learns which file is wrong and what to do about it."""
 from argparse import Namespace
-from contextlib import nullcontext
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
+from unittest.mock import patch
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers.utils import chat_template_utils
 
 from common import CachedLM, InputError, check, encode, eos_ids, load
-from training.files import check_file, read_json, shorten, write_text
-from training.loop import Pair, Settings
+from training.files import check_file, read_json, shorten
+from training.loop import Pair
+
+# The date that chat templates write into what a command learns from. With the date of the day a
+# training that was stopped would have other prompts on the next day, and would begin anew.
+DATE = datetime(2024, 7, 26)
 
 
 # --------------------------------------------------------------------------------- the files
@@ -63,14 +65,12 @@ def check_passes(model, run_as: type[CachedLM] = CachedLM):
     returns  the same model. InputError if it fails
     """
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if window is not None:
-        config.sliding_window = 2
+    if getattr(config, "sliding_window", None) is not None:
         try:
-            check(model, run_as)
+            with patch.object(config, "sliding_window", 2):
+                check(model, run_as)
         except InputError:
-            window = None
-        config.sliding_window = window
+            config.sliding_window = None
     return check(model, run_as)
 
 
@@ -130,12 +130,11 @@ def fill_template(tokenizer, text: str) -> str:
             tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
                                           add_generation_prompt=True)
             for content in (text, f"{text}?"))
+        if filled == other:
+            raise ValueError("it leaves the prompt out")
     except Exception as error:  # a template is a program of somebody else's
         raise InputError("--chat must find a chat template that takes a prompt, but the model's "
                          f"says: {shorten(error) or type(error).__name__}") from error
-    if filled == other:
-        raise InputError("--chat must find a chat template that takes a prompt, but the model's "
-                         "leaves it out")
     return filled
 
 
@@ -146,37 +145,19 @@ def open_chat(tokenizer) -> list[int]:
     return tokenizer.encode(before, add_special_tokens=False)
 
 
-def encode_data(model, tokenizer, args: Namespace, settings: Settings) -> tuple:
+def encode_data(model, tokenizer, args: Namespace) -> tuple[list[list[int]], list[Pair] | None]:
     """Turn what a command learns from into token ids: --prompts, or --data where it is given.
 
     args      the parsed command line
-    settings  those of the training
-    returns   token ids of the prompts, and the settings, which hold the pairs of --data
+    returns   token ids of the prompts, and the pairs of --data
     """
     rows = getattr(args, "data", None)
-    with keep_date(tokenizer, args):
-        if rows is None:
-            return encode_prompts(model, tokenizer, args.prompts, args.chat), settings
-        pairs = [encode_pair(model, tokenizer, row, args.chat) for row in rows]
-    return [prompt for prompt, _ in pairs], replace(settings, pairs=pairs)
-
-
-def keep_date(tokenizer, args: Namespace):
-    """Return a context in which a chat template writes the date of the command's first run.
-
-    The date is kept in the command's work folder. Otherwise a stopped run would have other prompts
-    the next day, and would begin anew.
-
-    args   the parsed command line. Without an --out nothing is kept
-    """
-    if "out" not in args or "strftime_now" not in str(tokenizer.chat_template):
-        return nullcontext()
-    file = (getattr(args, "work", None) or Path(f"{args.out}.work")) / "date"
-    if not file.exists():
-        write_text(file, datetime.now().isoformat())
-    date = datetime.fromisoformat(file.read_text(encoding="utf-8"))
     # `strftime_now` of templates asks this name for the date.
-    return mock.patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: date))
+    with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: DATE)):
+        if rows is None:
+            return encode_prompts(model, tokenizer, args.prompts, args.chat), None
+        pairs = [encode_pair(model, tokenizer, row, args.chat) for row in rows]
+    return [prompt for prompt, _ in pairs], pairs
 
 
 def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
@@ -185,7 +166,7 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
     row      what `read_pairs` returned for the line
     chat     whether a prompt is put into the chat template. Messages always are
     returns  token ids of the prompt and of the answer. The answer of a text ends with its first
-             token that ends an answer, or else with the tokenizer's EOS, if there is one
+             token that ends an answer, or else with the tokenizer's EOS
     """
     prompt, answer, messages = (row.get(name) for name in ("prompt", "answer", "messages"))
     rows, eos = len(model.get_input_embeddings().weight), eos_ids(model, tokenizer)
@@ -197,11 +178,9 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
             prompt, answer = render_pair(tokenizer, messages, row.get("tools"))
         if isinstance(prompt, str):
             prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
-            ends = [i for i, token in enumerate(answer) if token in eos]
-            if ends:
-                answer = answer[:ends[0] + 1]
-            elif tokenizer.eos_token_id is not None:
-                answer = [*answer, tokenizer.eos_token_id]
+            answer = [*answer, tokenizer.eos_token_id]
+            end = next(i for i, token in enumerate(answer, 1) if token in eos)
+            answer = answer[:end]
         if not prompt or not answer or min(prompt + answer) < 0 or max(prompt + answer) >= rows:
             raise ValueError(f"it has no tokens, or others than those from 0 to {rows - 1}")
     except Exception as error:  # a template and a tokenizer raise errors of any kind

@@ -20,14 +20,14 @@ from transformers.utils import logging
 from cli.costs import say_costs
 from cli.loading import check_passes, encode_data, encode_prompts, load_checked
 from cli.options import (MODELS, list_reads, name_command, parse_command, parse_decoding,
-                         read_options, select_options, select_settings)
+                         read_options, select_options)
 from cli.run import Run, TimedLM, count_guesses
 from cli.text import MOST, read_texts, set_encodings, stream
 from cli.trace import Trace, make_page
 from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
 from training.files import check_result, shorten, sign_folder, write_text
 from training.layers import context_length
-from training.loop import use_settings
+from training.loop import Settings, use_settings
 
 
 @dataclass
@@ -80,10 +80,8 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
         paths += given or [f"{MODELS}/draft"]
     names = ["target", "draft", *(f"draft {n}" for n in range(2, len(paths)))]
     models = {name: load_model(path, args) for name, path in zip(names, paths)}
-    if "tokenizers" in takes:  # each model then reads its own tokens
-        return models
-    vocabulary = models["target"][1].get_vocab()
-    if any(tokenizer.get_vocab() != vocabulary for _, tokenizer in models.values()):
+    vocabularies = [tokenizer.get_vocab() for _, tokenizer in models.values()]
+    if "tokenizers" not in takes and any(x != vocabularies[0] for x in vocabularies):
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary; "
                          "survey/another_tokenizer.py takes it")
     return models
@@ -97,13 +95,13 @@ class Session:
     args    the parsed command line
     method  the method that is asked for, which decides how many drafts are loaded
     report  a function that says in a line what a run did
-    shared  the field of Extras with this name
+    extras  what the method file adds
     """
 
-    def __init__(self, args: Namespace, method, report: Callable, shared: dict):
+    def __init__(self, args: Namespace, method, report: Callable, extras: Extras):
         self.args = args
         self.report = report
-        self.shared = shared
+        self.shared = extras.shared
         self.trace = None
         models = load_models(args, method)
         self.tokenizer = models["target"][1]
@@ -111,7 +109,10 @@ class Session:
         self.models = {name: model for name, (model, _) in models.items()}
         self.on_gpu = self.models["target"].device.type == "cuda"
         self.run_as = TimedLM
-        if self.on_gpu if args.graphs is None else args.graphs:
+        graphs = args.graphs
+        if graphs is None:
+            graphs = self.on_gpu and extras.graphs
+        if graphs:
             from cli.graphs import GraphedLM
             self.run_as = GraphedLM
             for model in self.models.values():
@@ -161,8 +162,8 @@ class Session:
                 chunks = self.answer(run, prompt)
                 if self.trace:
                     chunks = self.trace.watch(run, prompt, chunks)
-                first = next(chunks)  # wrong options are refused here, before anything is printed
-                chunks = itertools.chain([first], chunks)
+                # Wrong options are refused by the first chunk, before anything is printed.
+                chunks = itertools.chain([next(chunks)], chunks)
                 if show and len(self.prompts) > 1:
                     print(text, file=sys.stderr, flush=True)
                 if show:
@@ -248,56 +249,50 @@ def record_trace(session: Session, path: Path) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------- the steps
 
-def perform_command(command, argv: list[str], folders: Container) -> int:
+def perform_command(command, argv: list[str], folders: Container) -> int | None:
     """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
 
     argv     the command line behind the command's name
     folders  the commands that make a folder
-    returns  the exit status
+    returns  the exit status, or nothing if all went well
     """
     args = parse_command(command, argv)
-    options = select_options(args, command, [])
-    settings = select_settings(args)
+    options = select_options(args, command)
+    settings = select_options(args, Settings)
     made_by, folder = name_command(command), command in folders
     if "out" in options:
         check_result("out", options["out"], list_reads(args, command), made_by, folder)
     model, tokenizer = load_model(args.target, args)
     if "prompts" in args:
-        options["prompts"], settings = encode_data(model, tokenizer, args, settings)
-    with use_settings(settings):
-        status = command(model, tokenizer, **options) or 0
+        options["prompts"], settings["pairs"] = encode_data(model, tokenizer, args)
+    with use_settings(Settings(**settings)):
+        status = command(model, tokenizer, **options)
     if folder:
         sign_folder(options["out"], made_by)
     return status
 
 
-def perform_decoding(methods: list, report, argv: list[str], extras: Extras) -> int:
-    """Decode with one of the methods, or tune its options; return the exit status."""
+def perform(methods: list, report, argv: list[str], extras: Extras) -> int | None:
+    """Do what a command line says: a command if its first word names one, else a decoding.
+
+    A decoding answers prompts with one of the methods, or tunes the method's options.
+    """
+    for command in extras.commands:
+        if argv and argv[0] == command.__name__:
+            return perform_command(command, argv[1:], extras.folders)
     args = parse_decoding(methods, extras.commands, extras.target, argv)
-    if args.graphs is None and not extras.graphs:
-        args.graphs = False
     method = next(f for f in methods if f.__name__ == args.method)
     if args.trace:
         check_result("trace", args.trace, list_reads(args, method))
     options = select_options(args, method, methods)
-    session = Session(args, method, report, extras.shared)
+    session = Session(args, method, report, extras)
     if args.tune:
         tune(session, method, options, extras.ranges)
         return 0
-    show = stream
-    if args.show == "always" and method in extras.viewers:
-        show = extras.viewers[method]
+    viewers = extras.viewers if args.show == "always" else {}
     with record_trace(session, args.trace) if args.trace else nullcontext():
-        run = session.decode(method, options, show)
+        run = session.decode(method, options, viewers.get(method, stream))
         return compare(session, run, extras.lossy) if args.compare else 0
-
-
-def perform(methods: list, report, argv: list[str], extras: Extras) -> int:
-    """Do what a command line says: a command if its first word names one, else a decoding."""
-    for command in extras.commands:
-        if argv and argv[0] == command.__name__:
-            return perform_command(command, argv[1:], extras.folders)
-    return perform_decoding(methods, report, argv, extras)
 
 
 def run_script(act: Callable[[], int | None]) -> int:

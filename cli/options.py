@@ -26,9 +26,13 @@ from common import InputError
 from training.loop import Settings
 from training.parts import MODELS
 
-# annotations of keyword arguments that are options
-KINDS = (bool, int, float, str, Path, list[int])
-METAVARS = {int: "N", float: "X", Path: "FILE"}  # what --help writes for a value; else the name
+# The annotations of keyword arguments that are options, and how argparse reads each of them
+KINDS = {bool: {"action": BooleanOptionalAction},
+         int: {"type": int, "metavar": "N"},
+         float: {"type": float, "metavar": "X"},
+         str: {"type": str},
+         Path: {"type": Path, "metavar": "FILE"},
+         list[int]: {"type": int, "nargs": "+", "metavar": "N"}}
 
 
 def read_options(function) -> dict[str, tuple[type, object]]:
@@ -72,39 +76,31 @@ def name_command(command) -> str:
     return f"{Path(getfile(command)).stem} {command.__name__}"
 
 
-def write_usage(functions: list, commands: Iterable) -> str:
-    """Return how the file of these functions is called, a line for it and for each command."""
-    file = Path(getfile(functions[0]))
+def make_parser(function, calls: list[str], target: str) -> ArgumentParser:
+    """Make a parser that has the options of loading a model.
+
+    Its help begins with how the function's file is called and with the first paragraph of the
+    file's docstring. The rest of the docstring comes after the options. The usage line of argparse
+    is left out, since it would repeat a hundred lines of options.
+
+    function  a method or a command of the file
+    calls     what may follow the name of the file on a command line
+    target    the default model, a folder of models/
+    """
+    file = Path(getfile(function))
     name = os.path.relpath(file, MODELS.parent)
     if file.parent.name == "survey":
         name = f"-m survey.{file.stem}"
-    lines = [f"usage: python {name} [options]"]
-    lines += [f"       python {name} {command.__name__} --help" for command in commands]
-    return "\n".join(lines)
-
-
-def make_parser(functions: list, usage: str, target: str) -> ArgumentParser:
-    """Make a parser that has the options of loading a model.
-
-    Its help begins with the usage and the first paragraph of the functions' file. The rest of the
-    file's docstring comes after the options.
-
-    Methods of a file may share an option, so a later one takes the place of an earlier one. The
-    usage line of argparse is left out, since it would repeat a hundred lines of options.
-
-    target   the default model, a folder of models/
-    """
-    doc = sys.modules[functions[0].__module__].__doc__ or ""  # none under `python -OO`
+    usage = "\n       ".join(f"python {name} {call}" for call in calls)
+    doc = sys.modules[function.__module__].__doc__ or ""  # none under `python -OO`
     first, _, rest = doc.partition("\n\n")
-    parser = Parser(description=f"{usage}\n\n{first}", epilog=rest, usage=SUPPRESS,
-                    formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
-                    conflict_handler="resolve")
+    parser = Parser(description=f"usage: {usage}\n\n{first}", epilog=rest, usage=SUPPRESS,
+                    formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--target", default=str(MODELS / target), metavar="MODEL",
         help=f"the model: a directory or hub id (default: models/{target})")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    add("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, else the model's "
-                        "own)")
+    add("--dtype", help="float32, bfloat16 or float16 (default: the model's own, float32 on a CPU)")
     return parser
 
 
@@ -132,9 +128,8 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     """Add the options that all methods have in common."""
     add = parser.add_argument
     takes = {name for method in methods for name in signature(method).parameters}
-    several = ", repeatable" if "more_drafts" in takes else ""
     add("--draft", action="append", metavar="MODEL",
-        help=f"the small model that guesses{several} (default: models/draft)"
+        help="the small model that guesses (default: models/draft)"
         if "draft" in takes else SUPPRESS)  # it is parsed, so that its refusal can say why
     add("--prompt", action="append", metavar="TEXT",
         help="a prompt, or - for standard input, repeatable")
@@ -162,24 +157,24 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
         help=f"a method of those below (default: {names[0]})" if names[1:] else SUPPRESS)
 
 
-def add_own_options(parser: ArgumentParser, function) -> None:
-    """Add the options of one method or command.
+def add_own_options(parser: ArgumentParser, functions: list) -> None:
+    """Add the options of methods, or of a command, with their docstrings.
 
-    An option that is not given is left out of what is parsed, so that the function's own default
-    counts.
+    An option that several functions share is printed under the first of them. An option that is
+    not given is left out of what is parsed, so that the function's own default counts.
     """
-    options = read_options(function)
-    shown = [name if default is Parameter.empty else f"{name}={default!r}"
-             for name, (_, default) in options.items()]
-    group = parser.add_argument_group(f"{function.__name__}({', '.join(shown)})", getdoc(function))
-    for name, (kind, default) in options.items():
-        how = {"type": kind, "metavar": METAVARS.get(kind)}
-        if kind is bool:
-            how = {"action": BooleanOptionalAction}
-        if kind == list[int]:
-            how = {"type": int, "nargs": "+", "metavar": "N"}
-        group.add_argument(write_option(name), default=SUPPRESS,
-                           required=default is Parameter.empty, **how)
+    added = set()
+    for function in functions:
+        options = read_options(function)
+        shown = [name if default is Parameter.empty else f"{name}={default!r}"
+                 for name, (_, default) in options.items()]
+        group = parser.add_argument_group(f"{function.__name__}({', '.join(shown)})",
+                                          getdoc(function))
+        for name, (kind, default) in options.items():
+            if name not in added:
+                group.add_argument(write_option(name), default=SUPPRESS,
+                                   required=default is Parameter.empty, **KINDS[kind])
+        added |= {*options}
 
 
 def is_training(command) -> bool:
@@ -189,13 +184,10 @@ def is_training(command) -> bool:
 
 def parse_command(command, argv: list[str]) -> Namespace:
     """Parse the command line of a command, such as `train`, which may take prompts or not."""
-    usage = write_usage([command], []).replace(" [", f" {command.__name__} [")
-    parser = make_parser([command], usage, "target")
+    parser = make_parser(command, [f"{command.__name__} [options]"], "target")
     if "prompts" in signature(command).parameters:
         add_prompt_options(parser, is_training(command))
-    add_own_options(parser, command)
-    if is_training(command):
-        add_own_options(parser, Settings)
+    add_own_options(parser, [command, Settings] if is_training(command) else [command])
     return parser.parse_args(argv)
 
 
@@ -205,15 +197,15 @@ def parse_decoding(methods: list, commands: Iterable, target: str, argv: list[st
     commands  functions that --help names
     target    the default target, a folder of models/
     """
-    parser = make_parser(methods, write_usage(methods, commands), target)
+    calls = ["[options]", *(f"{command.__name__} --help" for command in commands)]
+    parser = make_parser(methods[0], calls, target)
     add_prompt_options(parser)
     add_decoding_options(parser, methods)
-    for method in methods:
-        add_own_options(parser, method)
+    add_own_options(parser, methods)
     return parser.parse_args(argv)
 
 
-def select_options(args: Namespace, function, others: list) -> dict:
+def select_options(args: Namespace, function, others: Iterable = ()) -> dict:
     """Return the function's own options that were given.
 
     args     what was parsed
@@ -232,11 +224,6 @@ def select_options(args: Namespace, function, others: list) -> dict:
         if name in given and not fits(given[name], words):
             raise InputError(f"{write_option(name)} must be {words}, got {given[name]}")
     return given
-
-
-def select_settings(args: Namespace) -> Settings:
-    """Return the options that every training has, where they were given."""
-    return Settings(**select_options(args, Settings, []))
 
 
 def list_reads(args: Namespace, function) -> list[str | Path | None]:

@@ -10,7 +10,6 @@ from typing import Iterator
 
 from tokenizers.models import BPE
 
-from common import InputError
 from training.files import shorten
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer says for bytes that are no character yet
@@ -37,15 +36,13 @@ def read_texts(given: list[str]) -> list[str]:
     """Return the texts of --prompt, among which "-" stands for standard input.
 
     All are UTF-8. Standard input may begin with a byte order mark. Where the locale is another one,
-    Python hides the bytes of an argument in surrogates, which no tokenizer takes.
+    Python hides the bytes of an argument in surrogates, which no tokenizer takes. UnicodeError for
+    what is not UTF-8.
     """
     if "-" in given:
         sys.stdin.reconfigure(encoding="utf-8-sig")
-    try:
-        return [sys.stdin.read() if text == "-"
-                else text.encode("utf-8", "surrogateescape").decode("utf-8") for text in given]
-    except UnicodeError as error:
-        raise InputError(f"--prompt must be UTF-8 text: {error}") from error
+    return [sys.stdin.read() if text == "-"
+            else text.encode("utf-8", "surrogateescape").decode("utf-8") for text in given]
 
 
 class Parser(ArgumentParser):
@@ -54,11 +51,7 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> None:
         """Refuse the command line; what is not known may be a word that --help explains."""
         hint = " (--help lists all options)" if message.startswith("unrecognized") else ""
-        self.exit(2, f"{self.prog}: error: {shorten(message, MOST)}{hint}")
-
-    def exit(self, status: int = 0, message: str | None = None) -> None:
-        """End the process and print a message. All messages of argparse pass through here."""
-        super().exit(status, f"{shorten(message, MOST)}\n" if message else None)
+        self.exit(2, f"{self.prog}: error: {shorten(message, MOST)}{hint}\n")
 
 
 # ------------------------------------------------------------------------------ tokens as text
@@ -136,11 +129,13 @@ class TokenTexts:
 
 
 def split_text(tokenizer, ids: list[int], skip_special_tokens: bool = True) -> list[str]:
-    """Return a piece of text for each token. Some are empty, and all together are the decoding."""
+    """Return a piece of text for each token. Some are empty, and all together are the decoding.
+
+    ids   one token or more
+    """
     texts = TokenTexts(tokenizer, skip_special_tokens)
     pieces = [texts.add(token) for token in ids]
-    if pieces:
-        pieces[-1] += texts.finish()
+    pieces[-1] += texts.finish()
     return pieces
 
 

@@ -120,14 +120,6 @@ class Recorder:
         for place in [place for place in self.final[lm] if place >= length]:
             self.final[lm].pop(place)["kept"].pop()
 
-    def name_models(self) -> list[str]:
-        """Return the names of all recorded models.
-
-        A model that a method made itself is called by the number of its layers.
-        """
-        known = {lm: name for name, lm in self.run.models.items()}
-        return [known.get(lm, f"{depth_of(lm.model)} layers") for lm in self.lms]
-
 
 @torch.inference_mode()
 def find_tokens(lm: CachedLM, ids) -> list[int]:
@@ -161,6 +153,7 @@ class Trace:
         chunks  what run.decode gives for this prompt
         """
         recorder = Recorder(run)
+        known = {lm: name for name, lm in run.models.items()}
         record = {"method": run.method.__name__, "prompt": prompt, "rounds": []}
         self.runs.append(record)
         logged, spent = len(run.log), run.seconds
@@ -169,7 +162,9 @@ class Trace:
                 calls, recorder.calls = recorder.calls, []
                 if not record["rounds"]:  # a round ends with a call of the model that verifies
                     record["target"] = calls[-1]["lm"]
-                record["lms"] = recorder.name_models()
+                # A model that the method made itself is called by the number of its layers.
+                record["lms"] = [known.get(lm, f"{depth_of(lm.model)} layers")
+                                 for lm in recorder.lms]
                 log = run.log[-1] if len(run.log) > logged else {}
                 record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls,
                                          "seconds": run.seconds - spent - recorder.prompts})

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
-from cli.files import prompt_of, read_rows  # noqa: E402
+from cli.files import read_rows  # noqa: E402
 from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.main import run_script  # noqa: E402
@@ -170,7 +170,7 @@ def by_category(path: str) -> dict[str, list[str]]:
     """
     groups = defaultdict(list)
     for row in read_rows(path):
-        groups[str(row.get("category", "prompts"))].append(prompt_of(row))
+        groups[str(row.get("category", "prompts"))].append(row["prompt"])
     return groups
 
 
@@ -281,7 +281,7 @@ class Bench:
             usual.append(f"--target={own.target}")
         args = parse_decoding([method], (), "cllm", usual + words)  # the last word counts
         models = {"target": self.load(args.target)}
-        options = self.find_files(method, select_options(args, method, []))
+        options = self.find_files(method, select_options(args, method))
         if "nodes" in read_options(method):
             options.setdefault("nodes", own.nodes)
         if "draft" in inspect.signature(method).parameters:

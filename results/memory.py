@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import Parser, run_script  # it sets the path for what follows
 import bita
-from cli.options import parse_command, select_options, select_settings
+from cli.options import parse_command, select_options
 from common import InputError, check
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa
 from training import acceptance, files, loop as training, parts
@@ -197,12 +197,12 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) 
         args = parse_command(command, [*words, *given])
         if "accumulate" in args:  # gradients are there from the second pass on. More take no more
             args.accumulate = min(2, args.accumulate)
-        options = select_options(args, command, [])
+        options = select_options(args, command)
         if "prompts" in signature(command).parameters:
             options["prompts"] = data[:64]
         tokenizer = SimpleNamespace(eos_token_id=2, bos_token_id=1, pad_token_id=0,
                                     save_pretrained=lambda folder: None)
-        with training.use_settings(select_settings(args)):
+        with training.use_settings(training.Settings(**select_options(args, training.Settings))):
             command(make_model(shape, device), tokenizer, **options)
 
 

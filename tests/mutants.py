@@ -373,8 +373,6 @@ MUTANTS = {
         ("except subprocess.TimeoutExpired:", "except KeyError:",
          "a function that runs for ever is an error")],
     "cli/files.py": [
-        ("line = line.removeprefix(", "line.removeprefix(",
-         "a byte order mark within a file joins a prompt"),
         ("if len(messages) < 2 or not ends", "if not ends", "an answer to nothing is learnt")],
     "cli/graphs.py": [
         ("self.features = features[:n].clone()", "self.features = features[:n]",
@@ -384,7 +382,7 @@ MUTANTS = {
         ("name = self.cache.slots, ", "name = 0, ", "graphs of old buffers are replayed")],
     "cli/loading.py": [
         ("if filled == other:", "if False:", "a template that leaves the prompt out passes"),
-        ("answer = answer[:ends[0] + 1]", "answer = answer[:ends[0]]",
+        ("answer = answer[:end]", "answer = answer[:end - 1]",
          "an answer that is learnt does not end"),
         ('if (folder / "adapter_config.json").exists():', "if False:",
          "an adapter is loaded without its base")],

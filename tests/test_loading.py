@@ -1,6 +1,7 @@
 """What a checkpoint may look like, and what is said of one that cannot be used: no code of its own
 runs, no weight stays random, no key of a config counts that the model ignores."""
 import json
+from argparse import Namespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig,
                           PreTrainedTokenizerFast)
 
-from cli.loading import check_passes, encode_pair, encode_prompts, load_checked
+from cli.loading import (check_passes, encode_data, encode_pair, encode_prompts,
+                         load_checked)
 from common import CachedLM, InputError, load, vocab_size
 from families import FAMILIES, MORE_FAMILIES, SHAPE, tiny
 from helpers import ROOT, fork, script
@@ -19,7 +21,7 @@ EMBEDDED = ROOT / "models/target"
 
 
 @pytest.fixture
-def folder(tmp_path, request):
+def folder(tmp_path):
     """A directory with a small Llama of two layers and the embedded tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     tiny("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
@@ -197,7 +199,7 @@ def test_tokens_without_embeddings_are_refused(embedded, chat):
 
 @pytest.mark.parametrize("template, said", [
     (None, "chat_template is not set"), ("{{ raise_exception('only\nwith tools') }}", "only with"),
-    ("{% for m in messages %}{{ m.content", "says: "), ("Hello!", "leaves it out")])
+    ("{% for m in messages %}{{ m.content", "says: "), ("Hello!", "it leaves the prompt out")])
 def test_templates_that_do_not_take_a_prompt(template, said, embedded, chat):
     chat.chat_template = template
     with pytest.raises(InputError, match=said) as refused:
@@ -211,6 +213,14 @@ def test_a_template_that_takes_a_prompt(embedded, chat):
     chat.chat_template = "{% for m in messages %}Q: {{ m.content | trim }}{% endfor %}"
     expected = chat.encode("Q: Mia", add_special_tokens=False)
     assert encode_prompts(embedded[0], chat, ["Mia"], True) == [expected]
+
+
+def test_a_date_in_what_is_learnt_stays_the_same(embedded, chat):
+    """A training that goes on after a while has the prompts that it had."""
+    chat.chat_template = "{{ strftime_now('%Y %S.%f'), messages }}"
+    args = Namespace(prompts=["Mia"], chat=True)
+    first, second = (encode_data(embedded[0], chat, args)[0] for _ in range(2))
+    assert first == second and "2024" in chat.decode(first[0])
 
 
 # ------------------------------------------------------------------- answers made elsewhere

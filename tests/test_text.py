@@ -1,5 +1,4 @@
 """Text that comes in and goes out: its encoding, and what is printed while tokens come."""
-import ast
 import io
 import random
 import re
@@ -12,10 +11,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cli.text import KEPT, TokenTexts, read_texts, set_encodings, split_text, stream
 from cli.trace import collect_tokens, say_tokens
-from common import InputError
-from helpers import main
 from mutants import read
-from speculative import report, speculative
 from training.files import shorten
 from test_structure import PROGRAMS
 
@@ -24,12 +20,10 @@ from test_structure import PROGRAMS
 
 def test_text_is_utf_8_on_every_machine():
     """A call that opens text names its encoding: the one of the machine may be another."""
-    opens = r"(^|\.)(open|fdopen|TextIOWrapper)$|\.(read|write)_text$"
+    call = r"(?:\b(?:open|fdopen|TextIOWrapper)|\.(?:read|write)_text)(\((?:[^()]|\([^()]*\))*\))"
     for name in PROGRAMS:
-        for call in ast.walk(ast.parse(read(name))):
-            if isinstance(call, ast.Call) and re.search(opens, ast.unparse(call.func)):
-                said = ast.unparse(call)
-                assert "encoding=" in said or re.search(r"'\w?\+?b\+?'", said), (name, said)
+        given = re.findall(call, read(name))
+        assert [x for x in given if "encoding=" not in x and not re.search(r'"\w?\+?b', x)] == []
 
 
 # ------------------------------------------------------------------------- the streams, messages
@@ -49,11 +43,8 @@ def test_standard_input_is_utf_8(monkeypatch, data):
 
 
 def test_arguments_in_another_locale():
-    """Python hides the bytes that the locale does not know; other bytes are no text at all."""
+    """Python hides the bytes that the locale does not know."""
     assert read_texts(["é漢", "é漢".encode().decode("ascii", "surrogateescape")]) == ["é漢", "é漢"]
-    for wrong in b"caf\xe9".decode("ascii", "surrogateescape"), "\ud800":
-        with pytest.raises(InputError, match="--prompt must be UTF-8 text: .*(0xe9|ud800)"):
-            read_texts([wrong])
 
 
 @pytest.mark.parametrize("name, terminal, asked, printed", [
@@ -62,9 +53,7 @@ def test_arguments_in_another_locale():
 def test_encodings_of_the_output(monkeypatch, name, terminal, asked, printed):
     """A pipe gets UTF-8. A terminal and a program that asks for it keep an encoding, and what this
     encoding lacks is a question mark."""
-    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
-    if asked:
-        monkeypatch.setenv("PYTHONIOENCODING", asked)
+    monkeypatch.setattr("os.environ", {"PYTHONIOENCODING": asked} if asked else {})
     stream = Bytes(b"")
     stream.isatty = lambda: terminal
     monkeypatch.setattr(sys, name, stream)
@@ -73,17 +62,9 @@ def test_encodings_of_the_output(monkeypatch, name, terminal, asked, printed):
     assert stream.buffer.getvalue() == printed
 
 
-@pytest.mark.parametrize("argv", [
-    ["--prompts", "{top}/line.jsonl"], ["--target", "{long}"], ["--max-new-tokens", "{long}"]])
-def test_no_message_carries_a_whole_file(tmp_path, capsys, argv):
-    """Whatever is refused, on the command line, in a file or by argparse: one short line. Its end
-    stays, which often has the reason."""
+def test_the_end_of_a_long_message_stays():
+    """It often has the reason."""
     assert shorten("begin " + "x y\n" * 900 + " end").endswith("x y end")
-    (tmp_path / "line.jsonl").write_text('{"prompt": ["' + "x" * 10 ** 6 + '"]}')
-    assert main([speculative], report, [x.format(top=tmp_path, long="x" * 10 ** 5)
-                                        for x in argv]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and len(err) < 700, err[:2000]
 
 
 # ----------------------------------------------------------------------- tokens as text
@@ -170,15 +151,12 @@ def test_a_long_run_of_half_characters_is_not_forgotten():
     assert "".join(split_text(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_each_token_has_its_piece(capsys):
-    """A character of several tokens is the last one's. Guessed tokens are green."""
+def test_each_token_has_its_piece():
+    """A character of several tokens is the last one's."""
     tokenizer = tokenizer_of("byte-level")
     ids = tokenizer.convert_tokens_to_ids([NAMES[x] for x in "aé漢".encode()])
     assert split_text(tokenizer, ids) == ["a", "", "é", "", "", "漢"]
     assert split_text(tokenizer, ids[:-1]) == ["a", "", "é", "", "\N{REPLACEMENT CHARACTER}"]
-    assert split_text(tokenizer, []) == []
-    stream(iter([ids[:3], ids[3:]]), tokenizer, True, [])
-    assert capsys.readouterr().out == "\033[32ma\033[0mé漢\n"
 
 
 def test_tokens_of_a_trace():

@@ -60,7 +60,7 @@ def find_command(line: str):
     command = getattr(importlib.import_module(file), name)
     for required in {"out", "data"} & {*read_options(command)}:
         argv += [f"--{required}", "x"]
-    given = select_options(parse_command(command, argv), command, [])
+    given = select_options(parse_command(command, argv), command)
     return command, {name: x for name, x in given.items() if x != Path("x")}
 
 
