@@ -25,14 +25,14 @@ import itertools
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import Callable
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from bench import (AR, Bench, Ours, guesses_of, keep_fitting, options, perform, run_script,
+from bench import (AR, Bench, Ours, guesses_of, keep_fitting, open_bench, options, run_script,
                    table)  # it sets the path for what follows
 from bita import load_tuning
 from cli.costs import expected_tokens, read_table
@@ -149,11 +149,6 @@ def time_rounds(run: Ours, prompt: list[int], limit: int) -> list[tuple[float, f
     return [((marks[-1] - marks[0]) / (len(marks) - 1), guesses / (len(marks) - 1))]
 
 
-def find_medians(rows: list[tuple]) -> list[float]:
-    """Return the median of each column of some rows."""
-    return [median(column) for column in zip(*rows)]
-
-
 def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     """Measure what rounds cost by the length of the chain.
 
@@ -162,7 +157,7 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
              seconds of a round, guesses that it really has]]}}. AR is a name too, with 0 guesses
     """
     prompts = sorted((prompt for _, prompt in bench.pairs), key=len)[:bench.args.timed]
-    limit, lm = min(TIMED, bench.args.max_new_tokens), bench.cached(bench.target)
+    limit, lm = min(TIMED, bench.args.max_new_tokens), bench.cache(bench.args.target)
     runs = {(AR, 0): bench.row(AR)} | {
         (name, k): make_chain(bench, name, k) for name, most in mosts.items()
         for k in sorted({1, max(1, most // 2), most})}
@@ -177,11 +172,11 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     rounds = {}
     for (name, k), measured in spent.items():
         if measured:
-            rounds.setdefault(name, []).append([k, *find_medians(measured)])
+            rounds.setdefault(name, []).append([k, *np.median(measured, axis=0)])
     if AR not in rounds:
         raise InputError("--max-new-tokens must be 3 or more, and prompts have answers of as many, "
                          f"got {bench.args.max_new_tokens}")
-    return {"calls": [find_medians(width) for width in zip(*calls)], "rounds": rounds}
+    return {"calls": np.median(calls, axis=0), "rounds": rounds}
 
 
 def find_best(name: str, rates: list[float], costs: dict) -> tuple[int, float, float, float]:
@@ -207,32 +202,24 @@ def find_best(name: str, rates: list[float], costs: dict) -> tuple[int, float, f
 
 # ------------------------------------------------------------------------------------- tables
 
-def table_acceptance(answers: dict[str, list]) -> str:
-    """Make the table of the acceptance of each guess.
-
-    answers   for each drafter what `measure_acceptance` returned
-    """
-    rows = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds"]]
-    for name, counts in answers.items():
-        cells = [f"{right / tried:.2f}" if tried >= FEWEST else "" for tried, right in counts]
-        rows.append([name, *cells, *[""] * (LONGEST - len(cells)), str(counts[0][0])])
-    return table(rows)
-
-
-def table_costs(answers: dict[str, list], costs: dict) -> str:
-    """Make the table of what a guess costs, and of what the fastest chain makes of it.
+def make_tables(answers: dict[str, list], costs: dict) -> str:
+    """Make the table of the acceptance of each guess, and that of what the fastest chain gives.
 
     answers   for each drafter what `measure_acceptance` returned
     costs     what `measure_costs` returned
     """
-    rows = [["drafter", "a guess costs", "best chain", "tokens a round", "a round costs", "x AR"]]
+    rates = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds"]]
+    speeds = [["drafter", "a guess costs", "best chain", "tokens a round", "a round costs", "x AR"]]
     for name, counts in answers.items():
+        known = [right / max(1, tried) for tried, right in counts]
+        cells = [f"{rate:.2f}" if tried >= FEWEST else ""
+                 for rate, (tried, _) in zip(known, counts)]
+        rates.append([name, *cells, *[""] * (LONGEST - len(cells)), str(counts[0][0])])
         if name in costs["rounds"]:
-            rates = [right / max(1, tried) for tried, right in counts]
-            length, tokens, cost, guess = find_best(name, rates, costs)
-            rows.append([name, f"{guess:.3f}", str(length), f"{tokens:.2f}", f"{cost:.2f}",
-                         f"{tokens / cost:.2f}"])
-    return table(rows)
+            length, tokens, cost, guess = find_best(name, known, costs)
+            speeds.append([name, f"{guess:.3f}", str(length), f"{tokens:.2f}", f"{cost:.2f}",
+                           f"{tokens / cost:.2f}"])
+    return f"{table(rates)}\n{table(speeds)}"
 
 
 def compare(bench: Bench) -> None:
@@ -246,7 +233,7 @@ def compare(bench: Bench) -> None:
         return measure_acceptance([record for prompt in prompts for record in run(prompt).log])
     answers = keep_fitting(tqdm(DRAFTERS, desc="drafters", leave=False), answer)
     costs = measure_costs(bench, {name: len(counts) for name, counts in answers.items()})
-    tables = f"{table_acceptance(answers)}\n{table_costs(answers, costs)}"
+    tables = make_tables(answers, costs)
     print(f"{tables}\nA round of AR took {1000 * costs['rounds'][AR][0][1]:.1f} ms.\n")
     if args.picture:
         write_text(args.picture, draw_figure(read_curves(tables)))
@@ -261,7 +248,7 @@ def main() -> None:
                         help="prompts that are decoded while the clock runs")
     parser.set_defaults(rounds=1)
     with only_chains():
-        perform(parser, compare)
+        compare(open_bench(parser))
 
 
 if __name__ == "__main__":
