@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from cli.costs import (describe, expected_tokens, know_ahead, measure_size, read_table, say_costs,
-                       write_panel)
+from cli.costs import describe, expected_tokens, know_ahead, measure_size, write_panel
 from cli.run import Run, TimedLM
 from cli.trace import Trace
 from common import encode, greedy
@@ -57,10 +56,6 @@ def test_masks_are_no_guesses_and_hidden_states_are():
     assert measure_size([(hidden, 1)], TABLE, 2)["rows"] == 2
 
 
-def test_seconds_lie_between_those_of_measured_widths():
-    assert [read_table(TABLE, n) for n in (1.5, 3, 10)] == pytest.approx([0.11, 0.16, 0.6])
-
-
 def test_an_oracle_is_never_slower_than_its_run():
     """Its calls have 3 and 2 rows, which take 0.28 s by the table, and the run's calls take 0.4. So
     30% of the 0.2 s are saved that the run's calls really took."""
@@ -69,11 +64,6 @@ def test_an_oracle_is_never_slower_than_its_run():
     busy = [(1, 0.5), (2, 0.1), (4, 0.2)]  # the call of one row met a busy moment
     entry = describe("x", [{"target": 1, "rounds": [x for x, _ in ROUNDS]}], busy)
     assert entry["one"] == 0.1 and entry["oracle"] > entry["speed"] == pytest.approx(5 / seconds)
-
-
-def test_a_sentence_says_what_a_call_costs_and_gives():
-    assert say_costs(16, 2.1, 0.5, 2.0) == (
-        "a call of 16 rows costs 2.1 calls of one, its guesses cost 0.5, and it gives 2.0 tokens")
 
 
 def test_a_chain_is_described_as_it_was(embedded):
