@@ -41,9 +41,8 @@ from survey import dflash, eagle, hybrid, medusa, recycling, rest
 from survey.clock import Node, best_tree, time_calls
 from training.files import write_text
 from training.loop import require
-from who_picture import draw_figure, read_curves
+from who_picture import GUESSES, draw_figure, read_curves
 
-LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown
 TIMED = 64  # tokens that a drafter decodes of each prompt while the clock runs
 # The row of the bench that lets a drafter guess chains of k tokens, which are n = k + 1 nodes. L is
@@ -99,15 +98,14 @@ def only_chains() -> ExitStack:
     for file, name, value in (
             (rest, "retrieve", retrieve_chain), (hybrid, "predict_children", one),
             (eagle, "RANKS", 1), (dflash, "RANKS", 1), (medusa, "best_tree", plan_likeliest),
-            (recycling, "best_tree", plan_likeliest), (recycling, "DEPTH", LONGEST)):
+            (recycling, "best_tree", plan_likeliest), (recycling, "DEPTH", GUESSES)):
         stack.enter_context(patch.object(file, name, value))
     return stack
 
 
-def make_chain(bench: Bench, name: str, k: int = LONGEST) -> Ours:
+def make_chain(bench: Bench, name: str, k: int = GUESSES) -> Ours:
     """Build a drafter with chains of k guesses, or of as many as it can make, if they are fewer."""
-    run = bench.row(DRAFTERS[name].format(
-        k=k, n=k + 1, L=0 if k == LONGEST else k))
+    run = bench.row(DRAFTERS[name].format(k=k, n=k + 1, L=0 if k == GUESSES else k))
     if name == "BiTA":  # which has no option for it
         tuning = load_tuning(run.options["adapter"], bench.target)
         tuning.masks = torch.nn.Parameter(tuning.masks[:k].detach())
@@ -166,7 +164,7 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     spent, calls = {key: [] for key in runs}, []
     for prompt in tqdm(prompts, desc="prompts on the clock", leave=False):
         lm.start(prompt[:-1])
-        calls.append(time_calls(lm, 1 + LONGEST))
+        calls.append(time_calls(lm, 1 + GUESSES))
         for key, run in runs.items():
             spent[key] += time_rounds(run, prompt, limit)
     rounds = {}
@@ -208,13 +206,13 @@ def make_tables(answers: dict[str, list], costs: dict) -> str:
     answers   for each drafter what `measure_acceptance` returned
     costs     what `measure_costs` returned
     """
-    rates = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds"]]
+    rates = [["drafter", *(f"guess {k}" for k in range(1, 1 + GUESSES)), "rounds"]]
     speeds = [["drafter", "a guess costs", "best chain", "tokens a round", "a round costs", "x AR"]]
     for name, counts in answers.items():
         known = [right / max(1, tried) for tried, right in counts]
         cells = [f"{rate:.2f}" if tried >= FEWEST else ""
                  for rate, (tried, _) in zip(known, counts)]
-        rates.append([name, *cells, *[""] * (LONGEST - len(cells)), str(counts[0][0])])
+        rates.append([name, *cells, *[""] * (GUESSES - len(cells)), str(counts[0][0])])
         if name in costs["rounds"]:
             length, tokens, cost, guess = find_best(name, known, costs)
             speeds.append([name, f"{guess:.3f}", str(length), f"{tokens:.2f}", f"{cost:.2f}",

@@ -46,7 +46,7 @@ MARKS = {name: (shape, fill) for shape, names in zip(SHAPES, GROUPS.values())
 PAGE = Path(__file__).with_name("who_guesses.md")
 PANELS = ((66, 84), (470, 84), (66, 436), (470, 436))  # left and top of the small panels
 PLANE = (850, 84, 1190, 666)  # left, top, right and bottom of the large panel
-GUESSES = 8  # of a drafter, which the small panels show
+GUESSES = 8  # of a chain, at most
 TICKS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)  # of the large panel
 SPEEDS = (1, 1.5, 2, 3, 4, 6)  # in times AR's, of the dotted lines
 
