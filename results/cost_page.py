@@ -48,8 +48,7 @@ def collect(bench: Bench) -> list[dict]:
         tried = record(bench.row(f"{line} {largest}"), prompts)
         own = record(bench.row(line), prompts)
         return describe(line.split()[0], own.runs, tried.table, ar, tried.runs)
-    hybrid = f"hybrid --guess {bench.args.guess}"
-    lines = ["speculative --gamma 6", "medusa", "eagle", "rest", hybrid]
+    lines = ["speculative --gamma 6", "medusa", "eagle", "rest", "hybrid --guess eagle"]
     return [*keep_fitting(lines, describe_method).values()]
 
 
@@ -64,7 +63,6 @@ def write_page(entries: list[dict]) -> str:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--guess", default="eagle", help="the trained part of the hybrid")
     parser.add_argument("--out", type=Path, default=Path("costs.html"), help="the page")
     parser.set_defaults(n=3, max_new_tokens=100)
     bench = open_bench(parser)

@@ -82,13 +82,12 @@ def test_a_chain_is_described_as_it_was(embedded):
     assert sum(x["seconds"] for x in known["rounds"]) == pytest.approx(seconds, rel=0.02)
 
 
-def entries() -> list[dict]:
-    runs = [{"method": "medusa", "target": 1, "rounds": [x for x, _ in ROUNDS]}]
-    return [describe("</script><b>", runs, TABLE, runs), describe("tried", runs, TABLE)]
+RUNS = [{"method": "medusa", "target": 1, "rounds": [x for x, _ in ROUNDS]}]
+ENTRIES = [describe("</script><b>", RUNS, TABLE, RUNS), describe("tried", RUNS, TABLE)]
 
 
 def test_the_page_is_one_file_and_a_name_is_only_text():
-    page = write_page(entries())
+    page = write_page(ENTRIES)
     assert "</script><b>" not in page and r"\u003c/script>\u003cb>" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "") and "innerHTML" not in page
 
@@ -98,7 +97,7 @@ def test_the_formula_of_the_script():
     acceptance, what rows cost beyond the first, and the seconds of the guessing."""
     if not shutil.which("node"):
         pytest.skip("node is not installed")
-    panel = write_panel(entries())
+    panel = write_panel(ENTRIES)
     script = re.search(r'<script id="costs-formula">(.*?)</script>', panel, re.S)[1]
     ask = f"""{script}
         const size = {{call: 0.2, draft: 0.1, acceptance: [0.5, 0.4]}};
