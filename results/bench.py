@@ -194,16 +194,15 @@ class Bench:
             require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
         self.args, self.tokenizer = args, None
         self.run_as = GraphedLM if args.graphs else TimedLM
-        self.target = self.load(args.target)
         if args.draft is None and args.target == EMBEDDED:
             args.draft = str(ROOT / "models/draft")
-        self.draft = self.load(args.draft) if args.draft else None
+        models = [self.load(path) for path in (args.target, args.draft) if path]
+        self.target = models[0]
         self.eos = eos_ids(self.target, self.tokenizer)
         texts, taken = args.prompts, {}
         if not texts:
             taken = {task: tasks.take(task, "test", args.n, args.seed) for task in tasks.TASKS}
             texts = {task: [example.prompt for example in some] for task, some in taken.items()}
-        models = [model for model in (self.target, self.draft) if model]
         pairs = [(name, prompt) for name, some in texts.items() for prompt in
                  encode_prompts(self.target, self.tokenizer, some[:args.n], args.chat)]
         every = [prompt for _, prompt in pairs]
@@ -384,7 +383,7 @@ def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
     returns  {a row of ours: (the name of what is nearest to it in transformers, that)}
     """
     peers = {"autoregressive": ("`generate`", Theirs(bench))}
-    if bench.draft:
+    if bench.args.draft:
         peers["speculative --gamma 6"] = ("`generate`, assistant, draft of 6 tokens",
                                           Theirs(bench, "draft"))
     peers["prompt_lookup"] = ("`generate`, prompt lookup of 4",

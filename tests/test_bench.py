@@ -165,8 +165,7 @@ def bench():
 def test_rows_say_what_the_bench_does_not(bench):
     """A row's own options come first: nodes, sampling, length and model."""
     (_, prompt), *_ = bench.pairs
-    for line, most in (("medusa --heads hydra", 4), ("eagle --dynamic", 4),
-                       ("medusa --nodes 3", 2)):  # all but the root
+    for line, most in (("medusa --heads hydra", 4), ("medusa --nodes 3", 2)):  # all but the root
         assert max(record["guessed"] for record in bench.row(line)(prompt).log) == most
     warm = bench.row("jacobi --temperature 0.7 --seed 3 --max-new-tokens 5")
     assert (warm.sample.temperature, warm.sample.seed, warm.limit) == (0.7, 3, 5)
