@@ -90,16 +90,16 @@ def test_rounds_interleave_the_methods():
 
 
 def test_ratios_are_taken_within_a_round():
-    """The method and AR are slow in different rounds: a ratio of their medians would be 2."""
-    def counts(seconds, output):
-        return [[("a", Count(10, 4, s, s / 2, s / 4, [1], [{"layers": 20}], 8)),
-                 ("b", Count(30, 6, 3 * s, s, 0.0, output, [{"guessed": 1}, {"drafted": 2}], 12))]
+    """The method and AR are slow in different rounds: a ratio of their medians would be 1."""
+    def counts(seconds, b, output):
+        return [[("a", Count(10, 4, s, s / 2, s / 4, [1], [{"layers": 28}], 8)),
+                 ("b", Count(30, 6, b * s, s, 0.0, output, [{"guessed": 1}, {"drafted": 2}], 12))]
                 for s in seconds]
-    results = Results({"x": counts([1.0, 5.0, 2.0], [2]), AR: counts([4.0, 5.0, 1.0], [3])})
+    results = Results({"x": counts([1.0, 5.0, 2.0], 3, [2]), AR: counts([4.0, 5.0, 1.0], 1, [3])})
     bench = SimpleNamespace(target=tiny("llama"), categories=["a", "b"], examples={},
                             args=SimpleNamespace(temperature=0))
     assert [*make_line(bench, results, "x").values()] == [
-        "x", "4.00", "2.0", "1.0", "0.5", "5", "1.00", "0.50 to 4.00", "1.00", "1.00", "25%",
+        "x", "4.00", "2.0", "1.0", "0.7", "5", "0.50", "0.25 to 2.00", "1.00", "0.33", "12%",
         "75.00", "12.50", "112.50", "1 of 2"]
 
 
