@@ -22,11 +22,11 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import Callable
+from typing import Callable, NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -54,17 +54,16 @@ from training.loop import answer_all, require  # noqa: E402
 
 # ----------------------------------------------------------------------------- what is measured
 
-@dataclass
-class Count:
+class Count(NamedTuple):
     """Hold what one method did on one prompt in one round."""
     tokens: int
     calls: int  # of the target
     total: float  # seconds
-    target: float = 0.0  # seconds in passes of the target, the prompt's own among them
-    draft: float = 0.0
-    output: list[int] = field(default_factory=list)
-    log: list[dict] = field(default_factory=list)
-    rows: int = 0  # of all calls of the target
+    target: float  # seconds in passes of the target, the prompt's own among them
+    draft: float
+    output: list[int]
+    log: list[dict]
+    rows: int  # of all calls of the target
 
 
 class Ours:
@@ -93,74 +92,49 @@ class Ours:
         """Make a run of the method, which goes on with what the prompts of the round share."""
         return Run(self.method, self.models, self.shared | self.options, self.eos)
 
-    def record(self, trace, prompts: list[list[int]]) -> None:
-        """Decode prompts while a Trace of cli/trace.py watches."""
-        for prompt in prompts:
-            run = self.start_run()
-            for _ in trace.watch(run, prompt, run.decode(prompt, self.limit, self.sample)):
-                pass
-
     def __call__(self, prompt: list[int]) -> Count:
         for lm in self.models.values():
             lm.calls, lm.rows, lm.seconds, lm.prompt_seconds = 0, 0, 0.0, 0.0
         run, target = self.start_run(), self.models["target"]
-        for _ in run.decode(prompt, self.limit, self.sample):
-            pass
-        count = Count(run.tokens, target.calls, run.seconds, target.seconds + target.prompt_seconds,
-                      output=run.outputs[0], log=run.log, rows=target.rows)
-        if draft := self.models.get("draft"):
-            count.draft = draft.seconds + draft.prompt_seconds
-        return count
+        list(run.decode(prompt, self.limit, self.sample))
+        spent = {name: lm.seconds + lm.prompt_seconds for name, lm in self.models.items()}
+        return Count(run.tokens, target.calls, run.seconds, spent["target"],
+                     spent.get("draft", 0.0), run.outputs[0], run.log, target.rows)
 
 
 class Theirs:
     """Run transformers' generate.
 
-    models   its models, "target" and perhaps "draft"
-    limit    tokens of an answer
+    bench    has its models
+    names    of the models that it runs beside the target: "draft", or none
     options  further arguments of generate
 
-    Hooks count and time the passes of the models. The pass over the prompt is a call like any
-    other, since it gives a token.
+    The pass over the prompt is a call like any other, since it gives a token.
     """
 
-    def __init__(self, models: dict, limit: int, temperature: float, **options):
-        self.models, self.limit = models, limit
-        self.options = options | {"do_sample": temperature > 0}
-        if temperature > 0:
-            self.options |= {"temperature": temperature, "top_k": 0}
-        if "draft" in models:
-            self.options["assistant_model"] = models["draft"]
+    def __init__(self, bench: "Bench", *names: str, **options):
+        self.models = {name: bench.plain(name) for name in ("target", *names)}
+        temperature = bench.args.temperature
+        self.options = options | {
+            "max_new_tokens": bench.args.max_new_tokens, "do_sample": temperature > 0,
+            "temperature": temperature or 1.0, "top_k": 0,
+            "assistant_model": self.models.get("draft")}
 
     def new_round(self) -> None:
         """Do nothing, since prompts share nothing here."""
 
     def __call__(self, prompt: list[int]) -> Count:
-        target, hooks = self.models["target"], []
-        times = {name: [] for name in self.models}  # when its passes began and ended
-
-        def note(name, *_):
-            times[name].append(clock(target.device))
-        for name, model in self.models.items():
-            hooks.append(model.register_forward_pre_hook(functools.partial(note, name)))
-            hooks.append(model.register_forward_hook(functools.partial(note, name)))
+        target = self.models["target"]
+        for model in self.models.values():
+            model.times.clear()
         ids, began = torch.tensor([prompt], device=target.device), time.perf_counter()
-        rows = target.generate(ids, attention_mask=torch.ones_like(ids),
-                               max_new_tokens=self.limit, **self.options)
+        rows = target.generate(ids, attention_mask=torch.ones_like(ids), **self.options)
         output = rows[0, len(prompt):].tolist()
         total = time.perf_counter() - began
-        for hook in hooks:
-            hook.remove()
-        seconds = {name: sum(some[1::2]) - sum(some[::2]) for name, some in times.items()}
-        return Count(len(output), len(times["target"]) // 2, total, seconds["target"],
-                     seconds.get("draft", 0.0), output)
-
-
-def clock(device: torch.device) -> float:
-    """Return the time in seconds, after the GPU has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+        spent = {name: sum(model.times[1::2]) - sum(model.times[::2])
+                 for name, model in self.models.items()}
+        return Count(len(output), len(target.times) // 2, total, spent["target"],
+                     spent.get("draft", 0.0), output, [], 0)
 
 
 def by_category(path: str) -> dict[str, list[str]]:
@@ -220,16 +194,15 @@ class Bench:
             require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
         self.args, self.tokenizer = args, None
         self.run_as = GraphedLM if args.graphs else TimedLM
-        self.target = self.load(args.target)
         if args.draft is None and args.target == EMBEDDED:
             args.draft = str(ROOT / "models/draft")
-        self.draft = self.load(args.draft) if args.draft else None
+        models = [self.load(path) for path in (args.target, args.draft) if path]
+        self.target = models[0]
         self.eos = eos_ids(self.target, self.tokenizer)
         texts, taken = args.prompts, {}
         if not texts:
             taken = {task: tasks.take(task, "test", args.n, args.seed) for task in tasks.TASKS}
             texts = {task: [example.prompt for example in some] for task, some in taken.items()}
-        models = [model for model in (self.target, self.draft) if model]
         pairs = [(name, prompt) for name, some in texts.items() for prompt in
                  encode_prompts(self.target, self.tokenizer, some[:args.n], args.chat)]
         every = [prompt for _, prompt in pairs]
@@ -261,7 +234,9 @@ class Bench:
                              "has another vocabulary")
         return check(model, self.run_as)
 
-    def cached(self, model) -> TimedLM:
+    def cache(self, path: str) -> TimedLM:
+        """Give a model a cache of its own."""
+        model = self.load(path)
         return self.run_as(model, vocab_size(model, self.tokenizer))
 
     def row(self, line: str) -> Ours:
@@ -280,17 +255,16 @@ class Bench:
         if name != "cllm":  # which decodes a model of its own
             usual.append(f"--target={own.target}")
         args = parse_decoding([method], (), "cllm", usual + words)  # the last word counts
-        models = {"target": self.load(args.target)}
+        lms = {"target": self.cache(args.target)}
         options = self.find_files(method, select_options(args, method))
         if "nodes" in read_options(method):
             options.setdefault("nodes", own.nodes)
         if "draft" in inspect.signature(method).parameters:
-            models["draft"], *more = map(self.load, args.draft or [own.draft])
+            lms["draft"], *more = map(self.cache, args.draft or [own.draft])
             if more:
-                options["more_drafts"] = [self.cached(model) for model in more]
+                options["more_drafts"] = more
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        return Ours(method, {name: self.cached(model) for name, model in models.items()},
-                    args.max_new_tokens, self.eos, sample, **options)
+        return Ours(method, lms, args.max_new_tokens, self.eos, sample, **options)
 
     def find_files(self, method, options: dict) -> dict:
         """Let options that name files of models/ by default name those of --adapters."""
@@ -308,24 +282,23 @@ class Bench:
         """Load the target or the draft as transformers has it.
 
         Its attention is transformers' own. The penalties that a checkpoint may ask for are dropped.
+        Its `times` tell when its passes began and ended.
         """
-        path, like = getattr(self.args, name), self.target
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=like.dtype,
-                                                     trust_remote_code=False)
-        model = model.to(like.device).eval()
-        pad, eos = model.generation_config.pad_token_id, sorted(self.eos)
+        model = AutoModelForCausalLM.from_pretrained(
+            getattr(self.args, name), dtype=self.target.dtype, trust_remote_code=False)
+        model = model.to(self.target.device).eval()
         model.generation_config = GenerationConfig(
-            eos_token_id=eos or None, pad_token_id=min(eos, default=0) if pad is None else pad)
-        if name == "draft":
-            model.generation_config.update(num_assistant_tokens=6,
-                                           num_assistant_tokens_schedule="constant",
-                                           assistant_confidence_threshold=0.0)
-        return model
+            eos_token_id=sorted(self.eos) or None, num_assistant_tokens=6,
+            num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
+        model.times = []
 
-    def theirs(self, *names: str, **options) -> Theirs:
-        """Build transformers' own `generate`, with the models of these names beside the target."""
-        models = {name: self.plain(name) for name in ("target", *names)}
-        return Theirs(models, self.args.max_new_tokens, self.args.temperature, **options)
+        def note(*_) -> None:
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            model.times.append(time.perf_counter())
+        model.register_forward_pre_hook(note)
+        model.register_forward_hook(note)
+        return model
 
     def graded(self, outputs: list[list[int]]) -> list[bool]:
         """Grade the answers to all prompts, which are tasks: return whether each is right."""
@@ -368,23 +341,19 @@ class Results:
     def __init__(self, counts: dict):
         self.counts = counts
 
-    def rounds(self, method, category: str | None = None) -> list[list[Count]]:
-        return [[count for name, count in some if category in (None, name)]
-                for some in self.counts[method]]
-
-    def sums(self, method, what: str, category: str | None = None) -> list[float]:
+    def sums(self, method, what: str, category: str | None = None) -> np.ndarray:
         """Sum a field of Count, such as `tokens`, over each round's prompts."""
-        return [sum(getattr(count, what) for count in some)
-                for some in self.rounds(method, category)]
+        return np.array([
+            sum(getattr(count, what) for name, count in some if category in (None, name))
+            for some in self.counts[method]])
 
-    def speeds(self, method, category: str | None = None) -> list[float]:
+    def speeds(self, method, category: str | None = None) -> np.ndarray:
         """Return the tokens a second of each round."""
-        return [tokens / seconds for tokens, seconds in zip(self.sums(method, "tokens", category),
-                                                            self.sums(method, "total", category))]
+        return self.sums(method, "tokens", category) / self.sums(method, "total", category)
 
-    def ratios(self, method, other, category: str | None = None) -> list[float]:
+    def ratios(self, method, other, category: str | None = None) -> np.ndarray:
         """Return how many times as fast a method is as another in each round."""
-        return [a / b for a, b in zip(self.speeds(method, category), self.speeds(other, category))]
+        return self.speeds(method, category) / self.speeds(other, category)
 
     def per_call(self, method, what: str = "tokens") -> float:
         """Return the tokens, or the rows, per target call of all rounds together."""
@@ -392,28 +361,12 @@ class Results:
 
     def per_token(self, method, what: str) -> float:
         """Return the milliseconds a token in `total`, or in passes of `target` or `draft`."""
-        return median(1000 * seconds / tokens for seconds, tokens
-                      in zip(self.sums(method, what), self.sums(method, "tokens")))
-
-    def log(self, method) -> list[dict]:
-        return [record for some in self.rounds(method) for count in some for record in count.log]
-
-    def guesses(self, method) -> float:
-        """Return the mean number of guesses that a call verifies, by the method's log."""
-        return mean(map(guesses_of, self.log(method) or [{}]))
-
-    def layers(self, method, L: int) -> float:
-        """Count the layers of the target that run one after the other for each token.
-
-        L  all layers of the target
-        """
-        run = sum(record.get("layers", 0) for record in self.log(method))
-        return (run or L * sum(self.sums(method, "calls"))) / sum(self.sums(method, "tokens"))
+        return 1000 * median(self.sums(method, what) / self.sums(method, "tokens"))
 
     def same(self, method, other) -> str:
         """Count the outputs of the first round that equal another method's."""
-        ours, theirs = self.rounds(method)[0], self.rounds(other)[0]
-        return f"{sum(a.output == b.output for a, b in zip(ours, theirs))} of {len(ours)}"
+        pairs = [*zip(self.counts[method][0], self.counts[other][0])]
+        return f"{sum(a.output == b.output for (_, a), (_, b) in pairs)} of {len(pairs)}"
 
 
 def table(rows: list[list[str]]) -> str:
@@ -429,12 +382,12 @@ def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
 
     returns  {a row of ours: (the name of what is nearest to it in transformers, that)}
     """
-    peers = {"autoregressive": ("`generate`", bench.theirs())}
-    if bench.draft:
+    peers = {"autoregressive": ("`generate`", Theirs(bench))}
+    if bench.args.draft:
         peers["speculative --gamma 6"] = ("`generate`, assistant, draft of 6 tokens",
-                                          bench.theirs("draft"))
+                                          Theirs(bench, "draft"))
     peers["prompt_lookup"] = ("`generate`, prompt lookup of 4",
-                              bench.theirs(prompt_lookup_num_tokens=4))
+                              Theirs(bench, prompt_lookup_num_tokens=4))
     return peers
 
 
@@ -442,7 +395,7 @@ def choose_lines(args: argparse.Namespace) -> list[str]:
     """List the rows that the command line asks for; the first one is AR."""
     lines = [*ALL] if not (args.only or args.row or args.table) else ALL[:1]
     starts = tuple(set(args.only) - {*ALL})  # a whole name means itself only
-    lines += [line for line in ALL if line in args.only or line.startswith(starts or "-")]
+    lines += [line for line in ALL if line in args.only or line.startswith(starts)]
     lines += args.row + (TABLES[args.table] if args.table else [])
     return [*dict.fromkeys(lines)]
 
@@ -451,11 +404,14 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     """Make the line of a method in the table: a cell under each head."""
     per_call, ratios = results.per_call(method), results.ratios(method, AR)
     total, target, draft = (results.per_token(method, x) for x in ("total", "target", "draft"))
-    layers = results.layers(method, depth_of(bench.target))
+    log = [record for some in results.counts[method] for _, x in some for record in x.log]
+    # The layers that run one after the other. A method that skips none does not log them.
+    layers = (sum(record.get("layers", 0) for record in log)
+              or depth_of(bench.target) * sum(results.sums(method, "calls")))
     cells = {"method": method, "tokens per target call": f"{per_call:.2f}",
              "rows a call": f"{results.per_call(method, 'rows'):.1f}",
-             "guesses a call": f"{results.guesses(method):.1f}",
-             "target layers a token": f"{layers:.1f}",
+             "guesses a call": f"{mean(map(guesses_of, log or [{}])):.1f}",
+             "target layers a token": f"{layers / sum(results.sums(method, 'tokens')):.1f}",
              "tokens/s": f"{median(results.speeds(method)):.0f}",
              "x AR": f"{median(ratios):.2f}", "range": f"{min(ratios):.2f} to {max(ratios):.2f}"}
     for name in bench.categories:
@@ -466,7 +422,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     if bench.args.temperature == 0:
         cells["output as AR's"] = results.same(method, AR)
     if bench.examples:
-        right = bench.graded([count.output for count in results.rounds(method)[0]])
+        right = bench.graded([count.output for _, count in results.counts[method][0]])
         cells["right answers"] = f"{sum(right)} of {len(right)}"
     return cells
 
@@ -511,11 +467,8 @@ def options(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def perform(parser: argparse.ArgumentParser, tables) -> None:
-    """Load what the command line asks for, print the command and the machine, and print the tables.
-
-    tables  a function of the loaded Bench that prints them
-    """
+def open_bench(parser: argparse.ArgumentParser) -> Bench:
+    """Load what the command line asks for, and print the command and the machine."""
     args = parser.parse_args()
     for option in "out", "picture":  # a script has some of them
         if path := getattr(args, option, None):
@@ -525,7 +478,7 @@ def perform(parser: argparse.ArgumentParser, tables) -> None:
           f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
           f"threads, torch {torch.__version__}; medians of {args.rounds} rounds over "
           f"{len(bench.pairs)} prompts ({bench.dropped} left out for loops)\n")
-    tables(bench)
+    return bench
 
 
 def main() -> None:
@@ -535,7 +488,7 @@ def main() -> None:
     parser.add_argument("--row", action="append", default=[],
                         help='another row, such as "medusa --nodes 16", repeatable')
     parser.add_argument("--table", choices=TABLES, help="the rows of one page")
-    perform(parser, print_tables)
+    print_tables(open_bench(parser))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from bench import AR, Bench, Ours, keep_fitting, options, perform, run_script  # it sets the path
+from bench import AR, Bench, Ours, keep_fitting, open_bench, options, run_script  # it sets the path
 from cli.costs import describe, write_panel
 from cli.trace import PAGE, Trace
 from training.files import write_text
@@ -28,7 +28,9 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
     ours(prompts[0])
     ours.new_round()
     trace = Trace()
-    ours.record(trace, prompts)
+    for prompt in prompts:
+        run = ours.start_run()
+        list(trace.watch(run, prompt, run.decode(prompt, ours.limit, ours.sample)))
     trace.time_calls()
     return trace
 
@@ -46,8 +48,7 @@ def collect(bench: Bench) -> list[dict]:
         tried = record(bench.row(f"{line} {largest}"), prompts)
         own = record(bench.row(line), prompts)
         return describe(line.split()[0], own.runs, tried.table, ar, tried.runs)
-    hybrid = f"hybrid --guess {bench.args.guess}"
-    lines = ["speculative --gamma 6", "medusa", "eagle", "rest", hybrid]
+    lines = ["speculative --gamma 6", "medusa", "eagle", "rest", "hybrid --guess eagle"]
     return [*keep_fitting(lines, describe_method).values()]
 
 
@@ -62,14 +63,11 @@ def write_page(entries: list[dict]) -> str:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--guess", default="eagle", help="the trained part of the hybrid")
     parser.add_argument("--out", type=Path, default=Path("costs.html"), help="the page")
     parser.set_defaults(n=3, max_new_tokens=100)
-
-    def write(bench: Bench) -> None:
-        write_text(bench.args.out, write_page(collect(bench)))
-        print(bench.args.out.resolve())
-    perform(parser, write)
+    bench = open_bench(parser)
+    write_text(bench.args.out, write_page(collect(bench)))
+    print(bench.args.out.resolve())
 
 
 if __name__ == "__main__":

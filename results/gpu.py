@@ -21,15 +21,14 @@ import json
 import os
 import subprocess
 import sys
-import timeit
 from argparse import RawDescriptionHelpFormatter
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from statistics import median
 
 import torch
 import transformers
+from torch.utils.benchmark import Timer
 
 import memory  # it sets the path for what follows
 from bench import ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting, options, run_script
@@ -51,13 +50,9 @@ CALLS = {"launches": ("cudaLaunch", "cuLaunch"), "waits": ("Memcpy DtoH",),
          "copies": ("Memcpy HtoD",), "ends": ("cudaDeviceSynchronize",)}
 
 
-def seconds_of(act, device: str) -> float:
-    """Return the median seconds of ten calls of act(), after two to warm up."""
-    def act_to_the_end() -> None:
-        act()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return median(timeit.repeat(act_to_the_end, number=1, repeat=12)[2:])
+def seconds_of(act) -> float:
+    """Return the mean seconds of ten calls of act(), after two to warm up."""
+    return Timer("act()", globals={"act": act}).timeit(10).mean
 
 
 def try_row(make, *args) -> dict:
@@ -77,17 +72,17 @@ def machine(args):
         yield "GPU", {"said": said.splitlines()[-1]}
     source = torch.ones(2 ** (20 if args.small else 32), dtype=torch.uint8, device=args.device)
     copied = torch.empty_like(source)
-    seconds = seconds_of(lambda: copied.copy_(source), args.device)
+    seconds = seconds_of(lambda: copied.copy_(source))
     yield "copy", {"GB/s": 2 * len(source) / seconds / 1e9}
 
 
 def exact(args):
     shards = 1 if args.small else SHARDS
     chosen = "llama and speculative and greedy" if args.small else "not law"
-    lines = [["--device", args.device, "tests/test_lossless.py", "-k", chosen]] * shards
-    parts = [f"{part}/{shards}" for part in range(shards)]
+    line = ["--device", args.device, "tests/test_lossless.py", "-k", chosen]
+    parts = [(f"{part}/{shards}", line) for part in range(shards)]
     processes = []
-    for part, line in zip([*parts, "0/1"], [*lines, ["-m", "cuda", "tests"]]):
+    for part, line in [*parts, ("0/1", ["-m", "cuda", "tests"])]:
         # Interrupted, pytest says what has failed so far. What goes on after that is killed.
         command = ["timeout", "-k", "9", "-s", "INT", str(STEPS[exact] - 20), sys.executable, "-m",
                    "pytest", "-q", "-rf", "--tb=line", *line]
@@ -154,8 +149,8 @@ def sizes(args):
         def measure(run_as) -> dict:
             lm = run_as(model)
             lm.start([5] * (9 if args.small else 512))
-            row = {str(n): 1000 * seconds_of(lambda: (lm.forward([7] * n), lm.truncate(lm.length)),
-                                             args.device) for n in WIDTHS[:7]}
+            row = {str(n): 1000 * seconds_of(lambda: (lm.forward([7] * n), lm.truncate(lm.length)))
+                   for n in WIDTHS[:7]}
             return row | {"GB/s of 1": 2 * read / row["1"] / 1e6}
         for how, run_as in ("eager", TimedLM), ("graphs", GraphedLM):
             yield f"{name}, {how}", try_row(measure, run_as)

@@ -9,7 +9,7 @@ from html import escape
 
 from bench import AR, ROOT, Bench, options, run_script  # it sets the path for what follows
 from cli.text import split_text
-from cli.trace import Trace
+from cost_page import record
 from training.files import write_text
 from who_picture import write_svg
 
@@ -18,18 +18,17 @@ STYLE = """
 svg { background: #ffffff; font: 13px ui-monospace, Menlo, Consolas, monospace; }
 text { fill: #59636e; white-space: pre; }
 .head { font: 600 14px system-ui, sans-serif; fill: #1f2328; }
-.guess, .own { animation: guess .05s both; fill: #1a7f37; }
-.own { animation-name: own; fill: #0969da; }
+.guess, .own { animation: show .05s both; fill: #1a7f37; }
+.own { fill: #0969da; }
 .target { fill: #0969da; } .draft { fill: #d9822b; }
 .now { stroke: #1f2328; animation: move linear both; }
-@keyframes guess { from { fill: #d1d9e0; } }
-@keyframes own { from { fill: #d1d9e0; } }
+@keyframes show { from { fill: #d1d9e0; } }
 @keyframes move { from { transform: translateX(0); } to { transform: translateX(var(--way)); } }
 @media (prefers-color-scheme: dark) {
   svg { background: #0d1117; } text { fill: #9198a1; } .head { fill: #f0f6fc; }
   .guess { fill: #3fb950; } .own { fill: #4493f8; } .target { fill: #4493f8; }
   .now { stroke: #f0f6fc; }
-  @keyframes guess { from { fill: #3d444d; } } @keyframes own { from { fill: #3d444d; } }
+  @keyframes show { from { fill: #3d444d; } }
 }
 @media (prefers-reduced-motion: reduce) { * { animation: none !important; } }
 """
@@ -40,11 +39,10 @@ def list_calls(run: dict) -> list[dict]:
     return [call for step in run["rounds"] for call in step["calls"]]
 
 
-def write_run(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
-    """Write a run's text as SVG, each token coloured when its round ends.
+def write_run(run: dict, tokenizer, x: int, y: int) -> list[str]:
+    """Write a run's text as lines of SVG, each token coloured when its round ends.
 
     x, y     where it begins
-    returns  the SVG, and the number of lines
     """
     answer = [token for step in run["rounds"] for token in step["chunk"]]
     texts, body = iter(split_text(tokenizer, answer)), ""
@@ -54,14 +52,13 @@ def write_run(run: dict, tokenizer, x: int, y: int) -> tuple[str, int]:
             kind = "own" if i == len(step["chunk"]) - 1 else "guess"
             begin = f'<tspan class="{kind}" style="animation-delay:{after:.2f}s">'
             body += begin + escape(text).replace("\n", f"</tspan>\n{begin}") + "</tspan>"
-    lines = body.split("\n")
-    shown = [f'<text x="{x}" y="{y + 19 * i}">{line}</text>' for i, line in enumerate(lines)]
-    return "\n".join(shown), len(lines)
+    return [f'<text x="{x}" y="{y + 19 * i}">{line}</text>'
+            for i, line in enumerate(body.split("\n"))]
 
 
 def draw_lane(run: dict, scale: float, x: int, y: int) -> str:
     """Draw a run's calls over real time, and a line that passes over them."""
-    end = max(call["time"][1] for call in list_calls(run))
+    end = list_calls(run)[-1]["time"][1]
     bars = [f'<rect class="{"target" if call["lm"] == run["target"] else "draft"}" '
             f'x="{x + scale * call["time"][0]:.1f}" y="{y}" height="14" '
             f'width="{max(0.5, scale * (call["time"][1] - call["time"][0]) - 0.5):.1f}"/>'
@@ -73,18 +70,18 @@ def draw_lane(run: dict, scale: float, x: int, y: int) -> str:
 
 def draw_picture(runs: list[dict], tokenizer, width: int = 860) -> str:
     """Draw two runs of one prompt side by side."""
-    ends = [max(call["time"][1] for call in list_calls(run)) for run in runs]
+    ends = [list_calls(run)[-1]["time"][1] for run in runs]
     half, parts, most = width // 2, [], 0
     for i, (run, end) in enumerate(zip(runs, ends)):
         x = 16 + i * half
         n = sum(len(step["chunk"]) for step in run["rounds"])
-        text, lines = write_run(run, tokenizer, x, 62)
-        most = max(most, lines)
+        text = write_run(run, tokenizer, x, 62)
+        most = max(most, len(text))
         calls = sum(call["lm"] == run["target"] for call in list_calls(run))
         name = "token by token" if run["method"] == "autoregressive" else run["method"]
         parts += [f'<text class="head" x="{x}" y="24">{name}</text>',
                   f'<text x="{x}" y="42">{n} tokens, {calls} target calls, {end:.0f} ms</text>',
-                  text]
+                  *text]
     top = 62 + 19 * most
     parts += [draw_lane(run, (half - 40) / max(ends), 16 + i * half, top)
               for i, run in enumerate(runs)]
@@ -103,12 +100,9 @@ def main() -> None:
                         device="cpu")
     bench = Bench(parser.parse_args())
     _, prompt = bench.pairs[-1]
-    for _ in range(2):
-        trace = Trace()
-        for line in "ouroboros", AR:
-            bench.row(line).record(trace, [prompt])
+    runs = [record(bench.row(line), [prompt]).runs[0] for line in ("ouroboros", AR)]
     out = ROOT / ".github/decode.svg"
-    write_text(out, draw_picture(trace.runs, bench.tokenizer))
+    write_text(out, draw_picture(runs, bench.tokenizer))
     print(f"{out}: {out.stat().st_size:,} bytes", file=sys.stderr)
 
 

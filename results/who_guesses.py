@@ -25,14 +25,14 @@ import itertools
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import Callable
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from bench import (AR, Bench, Ours, guesses_of, keep_fitting, options, perform, run_script,
+from bench import (AR, Bench, Ours, guesses_of, keep_fitting, open_bench, options, run_script,
                    table)  # it sets the path for what follows
 from bita import load_tuning
 from cli.costs import expected_tokens, read_table
@@ -41,9 +41,8 @@ from survey import dflash, eagle, hybrid, medusa, recycling, rest
 from survey.clock import Node, best_tree, time_calls
 from training.files import write_text
 from training.loop import require
-from who_picture import draw_figure, read_curves
+from who_picture import GUESSES, draw_figure, read_curves
 
-LONGEST = 8  # guesses of a chain, at most
 FEWEST = 30  # an acceptance of fewer rounds than these is not shown
 TIMED = 64  # tokens that a drafter decodes of each prompt while the clock runs
 # The row of the bench that lets a drafter guess chains of k tokens, which are n = k + 1 nodes. L is
@@ -99,15 +98,14 @@ def only_chains() -> ExitStack:
     for file, name, value in (
             (rest, "retrieve", retrieve_chain), (hybrid, "predict_children", one),
             (eagle, "RANKS", 1), (dflash, "RANKS", 1), (medusa, "best_tree", plan_likeliest),
-            (recycling, "best_tree", plan_likeliest), (recycling, "DEPTH", LONGEST)):
+            (recycling, "best_tree", plan_likeliest), (recycling, "DEPTH", GUESSES)):
         stack.enter_context(patch.object(file, name, value))
     return stack
 
 
-def make_chain(bench: Bench, name: str, k: int = LONGEST) -> Ours:
+def make_chain(bench: Bench, name: str, k: int = GUESSES) -> Ours:
     """Build a drafter with chains of k guesses, or of as many as it can make, if they are fewer."""
-    run = bench.row(DRAFTERS[name].format(
-        k=k, n=k + 1, L=0 if k == LONGEST else k))
+    run = bench.row(DRAFTERS[name].format(k=k, n=k + 1, L=0 if k == GUESSES else k))
     if name == "BiTA":  # which has no option for it
         tuning = load_tuning(run.options["adapter"], bench.target)
         tuning.masks = torch.nn.Parameter(tuning.masks[:k].detach())
@@ -149,11 +147,6 @@ def time_rounds(run: Ours, prompt: list[int], limit: int) -> list[tuple[float, f
     return [((marks[-1] - marks[0]) / (len(marks) - 1), guesses / (len(marks) - 1))]
 
 
-def find_medians(rows: list[tuple]) -> list[float]:
-    """Return the median of each column of some rows."""
-    return [median(column) for column in zip(*rows)]
-
-
 def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     """Measure what rounds cost by the length of the chain.
 
@@ -162,7 +155,7 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
              seconds of a round, guesses that it really has]]}}. AR is a name too, with 0 guesses
     """
     prompts = sorted((prompt for _, prompt in bench.pairs), key=len)[:bench.args.timed]
-    limit, lm = min(TIMED, bench.args.max_new_tokens), bench.cached(bench.target)
+    limit, lm = min(TIMED, bench.args.max_new_tokens), bench.cache(bench.args.target)
     runs = {(AR, 0): bench.row(AR)} | {
         (name, k): make_chain(bench, name, k) for name, most in mosts.items()
         for k in sorted({1, max(1, most // 2), most})}
@@ -171,17 +164,17 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     spent, calls = {key: [] for key in runs}, []
     for prompt in tqdm(prompts, desc="prompts on the clock", leave=False):
         lm.start(prompt[:-1])
-        calls.append(time_calls(lm, 1 + LONGEST))
+        calls.append(time_calls(lm, 1 + GUESSES))
         for key, run in runs.items():
             spent[key] += time_rounds(run, prompt, limit)
     rounds = {}
     for (name, k), measured in spent.items():
         if measured:
-            rounds.setdefault(name, []).append([k, *find_medians(measured)])
+            rounds.setdefault(name, []).append([k, *np.median(measured, axis=0)])
     if AR not in rounds:
         raise InputError("--max-new-tokens must be 3 or more, and prompts have answers of as many, "
                          f"got {bench.args.max_new_tokens}")
-    return {"calls": [find_medians(width) for width in zip(*calls)], "rounds": rounds}
+    return {"calls": np.median(calls, axis=0), "rounds": rounds}
 
 
 def find_best(name: str, rates: list[float], costs: dict) -> tuple[int, float, float, float]:
@@ -207,32 +200,24 @@ def find_best(name: str, rates: list[float], costs: dict) -> tuple[int, float, f
 
 # ------------------------------------------------------------------------------------- tables
 
-def table_acceptance(answers: dict[str, list]) -> str:
-    """Make the table of the acceptance of each guess.
-
-    answers   for each drafter what `measure_acceptance` returned
-    """
-    rows = [["drafter", *(f"guess {k}" for k in range(1, 1 + LONGEST)), "rounds"]]
-    for name, counts in answers.items():
-        cells = [f"{right / tried:.2f}" if tried >= FEWEST else "" for tried, right in counts]
-        rows.append([name, *cells, *[""] * (LONGEST - len(cells)), str(counts[0][0])])
-    return table(rows)
-
-
-def table_costs(answers: dict[str, list], costs: dict) -> str:
-    """Make the table of what a guess costs, and of what the fastest chain makes of it.
+def make_tables(answers: dict[str, list], costs: dict) -> str:
+    """Make the table of the acceptance of each guess, and that of what the fastest chain gives.
 
     answers   for each drafter what `measure_acceptance` returned
     costs     what `measure_costs` returned
     """
-    rows = [["drafter", "a guess costs", "best chain", "tokens a round", "a round costs", "x AR"]]
+    rates = [["drafter", *(f"guess {k}" for k in range(1, 1 + GUESSES)), "rounds"]]
+    speeds = [["drafter", "a guess costs", "best chain", "tokens a round", "a round costs", "x AR"]]
     for name, counts in answers.items():
+        known = [right / max(1, tried) for tried, right in counts]
+        cells = [f"{rate:.2f}" if tried >= FEWEST else ""
+                 for rate, (tried, _) in zip(known, counts)]
+        rates.append([name, *cells, *[""] * (GUESSES - len(cells)), str(counts[0][0])])
         if name in costs["rounds"]:
-            rates = [right / max(1, tried) for tried, right in counts]
-            length, tokens, cost, guess = find_best(name, rates, costs)
-            rows.append([name, f"{guess:.3f}", str(length), f"{tokens:.2f}", f"{cost:.2f}",
-                         f"{tokens / cost:.2f}"])
-    return table(rows)
+            length, tokens, cost, guess = find_best(name, known, costs)
+            speeds.append([name, f"{guess:.3f}", str(length), f"{tokens:.2f}", f"{cost:.2f}",
+                           f"{tokens / cost:.2f}"])
+    return f"{table(rates)}\n{table(speeds)}"
 
 
 def compare(bench: Bench) -> None:
@@ -246,7 +231,7 @@ def compare(bench: Bench) -> None:
         return measure_acceptance([record for prompt in prompts for record in run(prompt).log])
     answers = keep_fitting(tqdm(DRAFTERS, desc="drafters", leave=False), answer)
     costs = measure_costs(bench, {name: len(counts) for name, counts in answers.items()})
-    tables = f"{table_acceptance(answers)}\n{table_costs(answers, costs)}"
+    tables = make_tables(answers, costs)
     print(f"{tables}\nA round of AR took {1000 * costs['rounds'][AR][0][1]:.1f} ms.\n")
     if args.picture:
         write_text(args.picture, draw_figure(read_curves(tables)))
@@ -261,7 +246,7 @@ def main() -> None:
                         help="prompts that are decoded while the clock runs")
     parser.set_defaults(rounds=1)
     with only_chains():
-        perform(parser, compare)
+        compare(open_bench(parser))
 
 
 if __name__ == "__main__":

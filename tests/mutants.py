@@ -416,9 +416,9 @@ MUTANTS = {
         ("y[:final] for y in", "y for y in", "tokens that are not final are shown"),
         ("y_star = states[-1]", "y_star = states[0]", "y(0) is taken for the fixed point")],
     "results/bench.py": [
-        ("[a / b for a, b in zip(self.speeds(method, category), self.speeds(other, category))]",
-         "[median(self.speeds(method, category)) / median(self.speeds(other, category))]",
-         "a ratio is of medians"),
+        ("return self.speeds(method, category) / self.speeds(other, category)",
+         "return self.speeds(method, category) / median(self.speeds(other, category))",
+         "a ratio is not of one round"),
         ("if not tasks.loops(answer)", "if tasks.loops(answer)",
          "prompts whose answers loop are kept")],
     "results/who_guesses.py": [

@@ -1,20 +1,20 @@
 """The benchmark's counts, ratios and medians are right, and its rows run as command lines do."""
 import json
 import shlex
+from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 import bench as module
-from bench import Bench, Count, Ours, Results, options
+from bench import AR, Bench, Count, Ours, Results, Theirs, make_line, options
 from cli.run import TimedLM
 from common import InputError, Sampler
 from families import near, tiny
 from helpers import script
 from ouroboros import ouroboros
 
-PROMPT = [3, 14, 15]
 TINY = ["--device", "cpu", "-n", "1", "--rounds", "1"]
 
 
@@ -50,7 +50,7 @@ def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
     model = tiny("llama")
     lms = {"target": TimedLM(model), "draft": TimedLM(near(model, 0.05))}
     run, pools = Ours(ouroboros, lms, 12, set(), Sampler(0)), set()
-    for prompt in (PROMPT * 20, PROMPT):
+    for prompt in ([3, 14, 15] * 20, [3, 14, 15]):
         run.new_round()
         for lm in lms.values():  # what another prompt has left there
             lm.calls, lm.rows, lm.seconds, lm.prompt_seconds = 999, 999, 999.0, 999.0
@@ -62,16 +62,15 @@ def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
     assert run.shared["pool"].phrases and len(pools) == 2
 
 
-def test_transformers_own_passes_are_timed_and_its_models_left_as_they_were(models):
+def test_transformers_own_passes_are_timed(models):
     bench = made(*models, "--max-new-tokens", "24")
     (_, prompt), *_ = bench.pairs
-    plain, assisted = bench.theirs(), bench.theirs("draft")
-    alone, count = plain(prompt), assisted(prompt)
+    count, alone = Theirs(bench, "draft")(prompt), Theirs(bench)(prompt)
     assert alone.draft == 0 < count.draft < count.target + count.draft < count.total
-    target = plain.models["target"]
-    assert not target._forward_hooks and not target._forward_pre_hooks
+    assert 0 < alone.target < alone.total
     torch.manual_seed(0)
-    assert made(*models, "--temperature", "1.5").theirs()(prompt).output[:24] != alone.output
+    sampled = Theirs(made(*models, "--temperature", "1.5"))(prompt)
+    assert sampled.output[:24] != alone.output
 
 
 # ------------------------------------------------------------------------- rounds and their ratios
@@ -79,7 +78,6 @@ def test_transformers_own_passes_are_timed_and_its_models_left_as_they_were(mode
 def test_rounds_interleave_the_methods():
     """With graphs all prompts warm up, since every width is captured then."""
     bench, methods = Bench.__new__(Bench), Mock()
-    methods.x.return_value = methods.y.return_value = Count(1, 1, 1.0)
     bench.pairs = [("a", 1), ("a", 2), ("b", 3), ("b", 4), ("b", 5)]
     one = [call.x.new_round(), call.y.new_round()]
     one += [getattr(call, name)(i) for i in (1, 2, 3, 4, 5) for name in "xy"]
@@ -92,20 +90,17 @@ def test_rounds_interleave_the_methods():
 
 
 def test_ratios_are_taken_within_a_round():
-    """x and y are slow in different rounds: a ratio of their medians would be another number."""
-    def counts(seconds):
-        return [[("a", Count(10, 4, s, s / 2, s / 4, [1], [{"layers": 20}])),
-                 ("b", Count(30, 6, 3 * s, s, 0.0, [2], [{"guessed": 1}, {"drafted": 2}]))]
+    """The method and AR are slow in different rounds: a ratio of their medians would be 1."""
+    def counts(seconds, b, output):
+        return [[("a", Count(10, 4, s, s / 2, s / 4, [1], [{"layers": 28}], 8)),
+                 ("b", Count(30, 6, b * s, s, 0.0, output, [{"guessed": 1}, {"drafted": 2}], 12))]
                 for s in seconds]
-    results = Results({"x": counts([1.0, 5.0, 2.0]), "y": counts([4.0, 5.0, 1.0])})
-    assert results.speeds("y", "a") == [2.5, 2, 10] and results.ratios("x", "y") == [4, 1, 0.5]
-    assert results.per_call("x") == 4
-    assert [results.per_token("x", part) for part in ("total", "target", "draft")] == [
-        200, 75, 12.5]
-    assert results.guesses("x") == 1 and results.layers("x", 12) == 0.5
-    results.counts["y"][0][1][1].output = [3]
-    assert results.same("x", "y") == "1 of 2"
-    assert Results({"x": [[("a", Count(8, 4, 1.0))]]}).layers("x", 12) == 6
+    results = Results({"x": counts([1.0, 5.0, 2.0], 3, [2]), AR: counts([4.0, 5.0, 1.0], 1, [3])})
+    bench = SimpleNamespace(target=tiny("llama"), categories=["a", "b"], examples={},
+                            args=SimpleNamespace(temperature=0))
+    assert [*make_line(bench, results, "x").values()] == [
+        "x", "4.00", "2.0", "1.0", "0.7", "5", "0.50", "0.25 to 2.00", "1.00", "0.33", "12%",
+        "75.00", "12.50", "112.50", "1 of 2"]
 
 
 def test_prompts_whose_answers_loop_are_left_out(tmp_path, monkeypatch, models):
@@ -143,6 +138,7 @@ def test_make_bench_prints_rows_beside_transformers_own(models, capfd):
     assert [*rows] == ["autoregressive", speculation, "prompt_lookup", "`generate`", assisted,
                        "`generate`, prompt lookup of 4"]
     assert {row["output as AR's"] for row in rows.values()} == {"3 of 3"}
+    assert rows["autoregressive"]["target layers a token"] == "2.0"
     per_call = {name: float(row["tokens per target call"]) for name, row in rows.items()}
     assert per_call["autoregressive"] == per_call["`generate`"] == 1
     assert per_call[speculation] == per_call[assisted] > 2
@@ -169,8 +165,7 @@ def bench():
 def test_rows_say_what_the_bench_does_not(bench):
     """A row's own options come first: nodes, sampling, length and model."""
     (_, prompt), *_ = bench.pairs
-    for line, most in (("medusa --heads hydra", 4), ("eagle --dynamic", 4),
-                       ("medusa --nodes 3", 2)):  # all but the root
+    for line, most in (("medusa --heads hydra", 4), ("medusa --nodes 3", 2)):  # all but the root
         assert max(record["guessed"] for record in bench.row(line)(prompt).log) == most
     warm = bench.row("jacobi --temperature 0.7 --seed 3 --max-new-tokens 5")
     assert (warm.sample.temperature, warm.sample.seed, warm.limit) == (0.7, 3, 5)

@@ -20,8 +20,8 @@ def test_adamw_takes_no_copy_of_what_is_trained():
     """On a GPU torch's AdamW would work on all parameters at once, in copies of all of them."""
     peaks = []
     for at_once in (False, True):
-        chosen = (False, at_once)  # no fused kernel; all parameters at once, or one by one
-        with patch("torch.optim.adam._default_to_fused_or_foreach", lambda *_, **__: chosen):
+        # No fused kernel is chosen: all parameters change at once, or one by one.
+        with patch("torch.optim.adam._default_to_fused_or_foreach", return_value=(False, at_once)):
             # Many trained numbers beside short texts: the peak is in the optimizer.
             peaks.append(memory.count_by_shapes(
                 "layerskip --rank 200 --batch 1", memory.SMALL, (4, 4)))
