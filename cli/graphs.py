@@ -105,9 +105,9 @@ class GraphedLM(TimedLM):
         self.cache = StaticCache()
         self.captured = {}
 
-    def start(self, ids, prefix=()) -> None:
+    def start(self, *args, **options) -> None:
         self.cache.written = None
-        super().start(ids, prefix)
+        super().start(*args, **options)
 
     def run_model(self, inputs, positions, mask, keep: int):
         first, n = self.cache.start, inputs.shape[1]
@@ -121,7 +121,7 @@ class GraphedLM(TimedLM):
         tensors = (written, inputs[:, repeated], positions[:, repeated], *masks)
         run = self.whole_pass
         if width <= WIDTHS[-1]:
-            name = self.cache.slots, tuple(self.taps), tensors[1].shape
+            name = self.cache.slots, str(self.taps), tensors[1].shape
             if name not in self.captured:
                 began = time.perf_counter()
                 # Graphs of older buffers are freed. Another CachedLM may have renewed them.

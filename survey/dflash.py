@@ -70,7 +70,7 @@ from survey.eagle import MOST, RANKS
 from training.acceptance import (TargetText, fit_temperatures, measure_places, read_target_texts,
                                  sample_roots)
 from training.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
-                             tap_target, tap_widths)
+                             tap_widths)
 from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
                            prepare_training, sample_alike, warm_cosine)
 from training.parts import (MODELS, Part, follow, head_for, load_trained, require, save_trained,
@@ -265,31 +265,30 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
     lm = target.once((draft, "cached"), lambda: BlockLM(draft.lm, target.vocab))
     lm.start([])
-    with tap_target(target, draft.taps):
-        target.start(prompt[:-1])
-        root = prompt[-1]
-        unread = []  # what was tapped of final tokens that the draft has not read yet
-        if len(prompt) > 1:
-            # The clock times passes after the prompt, whose last token waits for the first block.
-            feed(draft, lm, target.features[:-1])
-            unread = [target.features[-1:]]
-        n = nodes
-        while True:
-            if nodes == 0:
-                n = fastest(target, draft, lambda: plan_block(draft, lm, target))
-            # A tree of one node needs no block. The first call after one token has none either.
-            ids, parents = [root], [-1]
-            if n > 1 and unread:
-                z = run_block(draft, lm, torch.cat(unread), root)
-                ids, parents = grow_block(draft, z, root, n)
-                unread = []
-            path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-            unread.append(target.features[path])
-            root = chunk[-1]
-            target.commit(path)
-            if log is not None:
-                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
-            yield chunk
+    target.start(prompt[:-1], taps=draft.taps)
+    root = prompt[-1]
+    unread = []  # what was tapped of final tokens that the draft has not read yet
+    if len(prompt) > 1:
+        # The clock times passes after the prompt, whose last token waits for the first block.
+        feed(draft, lm, target.features[:-1])
+        unread = [target.features[-1:]]
+    n = nodes
+    while True:
+        if nodes == 0:
+            n = fastest(target, draft, lambda: plan_block(draft, lm, target))
+        # A tree of one node needs no block. The first call after one token has none either.
+        ids, parents = [root], [-1]
+        if n > 1 and unread:
+            z = run_block(draft, lm, torch.cat(unread), root)
+            ids, parents = grow_block(draft, z, root, n)
+            unread = []
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        unread.append(target.features[path])
+        root = chunk[-1]
+        target.commit(path)
+        if log is not None:
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        yield chunk
 
 
 # ------------------------------------------------------------------------------------ training

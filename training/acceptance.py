@@ -5,7 +5,7 @@ from typing import Iterable, Iterator, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from training.layers import FeatureLM, depth_of, tap_target, tap_widths
+from training.layers import FeatureLM, depth_of, tap_widths
 from training.loop import low_precision, read_texts
 from training.released import RANKS
 
@@ -18,10 +18,9 @@ Text = tuple[torch.Tensor, torch.Tensor, int]  # ids [T], features [T, f], lengt
 def tap_texts(model, taps: list[int], data: list[tuple[list[int], list[int]]]) -> Iterator[Text]:
     """Run a model over pairs of a prompt and its answer, and yield what is tapped of each."""
     lm = FeatureLM(model)
-    with tap_target(lm, taps):
-        for prompt, answer in data:
-            lm.start(prompt + answer)
-            yield torch.tensor(prompt + answer), lm.features, len(prompt)
+    for prompt, answer in data:
+        lm.start(prompt + answer, taps=taps)
+        yield torch.tensor(prompt + answer), lm.features, len(prompt)
 
 
 def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Text]:

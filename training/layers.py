@@ -126,12 +126,12 @@ def tap_widths(model, taps: list[int]) -> list[int]:
 
 
 @contextmanager
-def tap_layers(model, taps: list[int], seen: list):
+def tap_layers(model, taps: list[int] | None, seen: list):
     """Keep what enters some layers in every pass of a model, until the `with` block ends.
 
     model   the target
     taps    numbers of layers, in ascending order. The number of all layers stands for what the LM
-            head reads
+            head reads, and so does None
     seen    a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
     """
     def keep_input(module, args, kwargs) -> None:
@@ -141,7 +141,7 @@ def tap_layers(model, taps: list[int], seen: list):
         seen.append(output[0])
 
     with ExitStack() as hooks:
-        for i in taps:
+        for i in taps or [depth_of(model)]:
             if i < depth_of(model):
                 layer = list_layers(model)[i]
                 hook = layer.register_forward_pre_hook(keep_input, with_kwargs=True)
@@ -152,19 +152,17 @@ def tap_layers(model, taps: list[int], seen: list):
 
 
 class FeatureLM(CachedLM):
-    """Be a CachedLM that keeps what the LM head read.
+    """Be a CachedLM that keeps what the LM head read, or what enters some layers.
 
     features   [n, d], of the rows of the last call. After `start`: of all tokens of the text
-    taps       the number of all layers, whose tap is what the LM head read. In `tap_target` other
-               numbers of layers, whose inputs are the features then
+    taps       numbers of layers, whose inputs are the features, as `start` is given them. None:
+               the features are what the LM head read
     """
+    taps = None
+    parts = None  # the features of each part of a prompt, while there is one
 
-    def __init__(self, model, vocab: int | None = None):
-        super().__init__(model, vocab)
-        self.taps = [depth_of(model)]
-        self.parts = None  # the features of each part of a prompt, while there is one
-
-    def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
+    def start(self, ids: list[int], prefix: list[tuple] = (), taps: list[int] | None = None):
+        self.taps = taps
         self.parts = []
         super().start(ids, prefix)
         self.features = torch.cat(self.parts) if self.parts else self.weight[:0]
@@ -200,22 +198,6 @@ class BlockLM(CachedLM):
             for one in mask.values() if isinstance(mask, dict) else [mask]:
                 one[..., -self.block:, -self.block:].masked_fill_(later, 0.0)
         return positions, mask
-
-
-@contextmanager
-def tap_target(target: FeatureLM, taps: list[int]):
-    """Make what enters some layers the features of a target, until the `with` block ends.
-
-    target  its `features` [n, t] are then what was tapped in the last call, where t is the width of
-            all taps
-    taps    numbers of layers, as for `tap_layers`
-    """
-    before = target.taps
-    target.taps = taps
-    try:
-        yield
-    finally:
-        target.taps = before
 
 
 # ------------------------------------------------------------------------------------------- views

@@ -166,10 +166,12 @@ class Part(torch.nn.Module):
     `trainable()` and `parameters()`.
 
     title   what it is, in words that an error message can use
+    taps    the layers whose inputs it reads (layers.py). None: it reads what the LM head reads
     facts   names of attributes that JSON can hold, which its file keeps
     vocab   [V'], the tokens that it can guess. None: it is for all tokens of the model
     """
     title = ""
+    taps = None
     facts = ("accept",)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
