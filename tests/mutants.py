@@ -188,7 +188,8 @@ MUTANTS = {
          "a block is always causal in decoding"),
         ("torch.tensor([ids[x] for x in leaves], device=z.device)",
          "torch.tensor([root for x in leaves], device=z.device)",
-         "the Markov head always reads the root")],
+         "the Markov head always reads the root"),
+        ("so_far = hits.cumprod(-1).bool()", "so_far = hits", "earlier guesses do not count")],
     "survey/layerskip.py": [
         ("hidden.append(early.features)\n        guesses",
          "hidden.append(hidden[-1])\n        guesses",
@@ -305,7 +306,6 @@ MUTANTS = {
         ("retrieved.lm.copy_newest(whole.lm, old)", "retrieved.lm.truncate(len(context))",
          "C_r keeps rows that saw a part of the text alone")],
     "training/acceptance.py": [
-        ("so_far = hits.cumprod(-1).bool()", "so_far = hits", "earlier guesses do not count"),
         ("& reached\n", "& True\n", "guesses below wrong guesses are counted"),
         ("first = max(0, length - 2)", "first = 0", "acceptance is measured on prompts too")],
     "training/trust.py": [
