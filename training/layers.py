@@ -5,7 +5,6 @@
     layers   some layers are copied into a smaller model, to be trained, saved and loaded
 """
 import copy
-import json
 from contextlib import ExitStack, contextmanager
 from typing import Callable, Iterable
 
@@ -231,7 +230,7 @@ def view(model, first: int, last: int, end: torch.nn.Module | None = None):
     decoder, layers = new.get_decoder(), list_layers(new)
     del layers[last:]
     del layers[:first]
-    keep_entries(new.config.get_text_config(), range(first, last))
+    renumber(new.config.get_text_config(), range(first, last))
     if last < depth_of(model):
         # The norm moves from the decoder, whose output is the features, to the LM head.
         norm = name_norm(decoder)
@@ -302,36 +301,21 @@ def move_counts(part: CachedLM, whole: CachedLM) -> None:
 # what the model itself computes when all its other layers pass their input on.
 
 
-def keep_entries(text, numbers: Iterable[int]) -> None:
-    """Keep what a configuration says of some layers in its lists with an entry for each layer.
+def renumber(text, numbers: Iterable[int]) -> None:
+    """Keep what a configuration says of some layers, by the new numbers of these layers.
 
     text      the configuration of a model that reads text only, which is changed
     numbers   the layers that are kept, in ascending order
     """
     total = text.num_hidden_layers
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == total and "token_id" not in name:
+    for name, value in [*vars(text).items()]:
+        if name in NUMBERS and value is not None:
+            setattr(text, name, [new for new, old in enumerate(numbers) if old in value])
+        elif name in COUNTS and value is not None:
+            setattr(text, name, sum(old < value for old in numbers))
+        elif isinstance(value, list) and len(value) == total and "token_id" not in name:
             setattr(text, name, [value[old] for old in numbers])
     text.num_hidden_layers = len(numbers)
-
-
-def renumber(config, numbers: list[int]):
-    """Copy a model's configuration, and keep in the copy what it says of some layers.
-
-    config    the configuration of a model that reads text only
-    numbers   the layers that are kept, in ascending order
-    returns   the copy, as it would be read back from a file
-    """
-    text = copy.deepcopy(config)
-    for name in NUMBERS:
-        if getattr(text, name, None) is not None:
-            listed = getattr(text, name)
-            setattr(text, name, [new for new, old in enumerate(numbers) if old in listed])
-    for name in COUNTS:
-        if getattr(text, name, None) is not None:
-            setattr(text, name, sum(old < getattr(text, name) for old in numbers))
-    keep_entries(text, numbers)
-    return type(text).from_dict(json.loads(text.to_json_string()))
 
 
 def copy_weights(model, small, numbers: list[int]) -> None:
@@ -377,9 +361,9 @@ def take_layers(model, numbers: list[int], **changes):
     text = model.config.get_text_config()
     try:
         # A model that reads images too has a text model inside, which alone is made.
-        config = renumber(text, numbers)
-        for name, value in changes.items():
-            setattr(config, name, value)
+        config = copy.deepcopy(text)
+        renumber(config, numbers)
+        config = type(text).from_dict(config.to_dict() | changes)  # as it would be read from a file
         # The new model begins with random weights. Drawing them must not change what is drawn
         # later.
         with torch.random.fork_rng():
