@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Callable, Iterable
 
 from common import CachedLM, InputError
-from training.files import shorten
+from training.files import explain_errors
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -359,7 +359,7 @@ def take_layers(model, numbers: list[int], **changes):
               layers alone
     """
     text = model.config.get_text_config()
-    try:
+    with explain_errors(f"a model whose layers {numbers} can be a model", type(model).__name__):
         # A model that reads images too has a text model inside, which alone is made.
         config = copy.deepcopy(text)
         renumber(config, numbers)
@@ -372,6 +372,3 @@ def take_layers(model, numbers: list[int], **changes):
         small = small.to(model.device).eval()
         copy_weights(model, small, numbers)
         return small
-    except Exception as error:  # each family has its own ways of refusing a configuration
-        raise InputError(f"layers {numbers} of {type(model).__name__} cannot be made into a model "
-                         f"of their own: {type(error).__name__}: {shorten(error)}") from error
