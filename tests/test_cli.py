@@ -336,7 +336,7 @@ def odd(tmp_path_factory):
     (top / "file").write_text("no directory")
     (top / "latin").write_bytes(b"caf\xe9")
     (top / "link").symlink_to(top / "broken")
-    (top / "has/draft").mkdir(parents=True)
+    (top / "has/draft/model").mkdir(parents=True)
     (top / "p.jsonl").write_text('{"prompt": "Tom has 3 apples."}\n')
     (top / "pairs").write_text('{"prompt": "a", "answer": "b"}\n')
     return top
@@ -424,7 +424,7 @@ survey.medusa train --prompts {odd}/p.jsonl --out {odd}/has/../p.jsonl
 survey.medusa train --out {odd}/x --work {odd}/x
 survey.medusa train --out {odd}/broken/config.json
 survey.medusa export --adapter x --out {odd}/broken
-survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft
+survey.online serve --out {odd}/new --work {odd}/has
 survey.layerskip export --tuning x --out {odd}/file
 """.strip().splitlines()
 

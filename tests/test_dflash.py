@@ -20,7 +20,7 @@ MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
-def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> BlockDraft:
+def make_draft(model=MODEL, taps=(1, 2), scale=0.3, **form) -> BlockDraft:
     """Make a draft whose every weight is random."""
     draft = BlockDraft(model, [*taps], **dict(B=4, markov=8) | form)
     rng = torch.Generator().manual_seed(1)
