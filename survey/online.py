@@ -199,6 +199,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     most = max(map(len, prompts))
     require(most <= longest, "prompts", f"texts of at most {longest} tokens", most)
     require(gamma <= longest, "gamma", f"at most {longest}", gamma)
+    out.parent.mkdir(parents=True, exist_ok=True)
     target = FeatureLM(model, vocab_size(model, tokenizer))
     first = CachedLM(small, vocab_size(small, tokenizer))
     settings = gamma, every, max_new_tokens, temperature, seed
