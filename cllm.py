@@ -415,4 +415,4 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
     sys.exit(main([cllm], report, target="cllm", commands=[collect, train, profile],
-                  folders=[train], ranges={"n": (4, 8, 16, 32, 64)}))
+                  folders=[train], kept={collect: '{"model": "'}, ranges={"n": (4, 8, 16, 32, 64)}))

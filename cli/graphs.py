@@ -117,7 +117,7 @@ class GraphedLM(TimedLM):
         tensors = (written, inputs[:, repeated], positions[:, repeated], *masks)
         run = self.whole_pass
         if width <= WIDTHS[-1]:
-            name = self.cache.slots, tuple(self.taps), tensors[1].shape
+            name = self.cache.slots, str(self.taps), tensors[1].shape
             if name not in self.captured:
                 began = time.perf_counter()
                 # Graphs of older buffers are freed. Another CachedLM may have renewed them.

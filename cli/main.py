@@ -19,15 +19,15 @@ from transformers.utils import logging
 
 from cli.costs import say_costs
 from cli.loading import check_passes, encode_data, encode_prompts, load_checked
-from cli.options import (MODELS, list_reads, name_command, parse_command, parse_decoding,
-                         read_options, select_options)
+from cli.options import MODELS, parse_command, parse_decoding, read_options, select_options
 from cli.run import Run, TimedLM, count_guesses
 from cli.text import MOST, read_texts, set_encodings, stream
 from cli.trace import Trace, make_page
 from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
-from training.files import check_result, shorten, sign_folder, write_text
+from training.files import check_result, shorten, write_text
 from training.layers import context_length
 from training.loop import Settings, use_settings
+from training.parts import require
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Extras:
     target    the default target, a folder of models/
     commands  functions that train, collect or measure: `python FILE.py NAME …` calls one of them
     folders   those of the commands whose --out is a folder, and not a file
+    kept      for a command that goes on with its --out after a stop, how this file begins
     graphs    whether the methods can run by CUDA graphs
     """
     lossy: Container = ()
@@ -50,6 +51,7 @@ class Extras:
     target: str = "target"
     commands: tuple = ()
     folders: Container = ()
+    kept: dict[Callable, str] = field(default_factory=dict)
     graphs: bool = True
 
 
@@ -249,27 +251,25 @@ def record_trace(session: Session, path: Path) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------- the steps
 
-def perform_command(command, argv: list[str], folders: Container) -> int | None:
+def perform_command(command, argv: list[str], extras: Extras) -> int | None:
     """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
 
     argv     the command line behind the command's name
-    folders  the commands that make a folder
+    extras   what the file adds to its methods
     returns  the exit status, or nothing if all went well
     """
     args = parse_command(command, argv)
     options = select_options(args, command)
     settings = select_options(args, Settings)
-    made_by, folder = name_command(command), command in folders
     if "out" in options:
-        check_result("out", options["out"], list_reads(args, command), made_by, folder)
+        check_result("out", options["out"], extras.kept.get(command, ""), command in extras.folders)
+        require(options.get("work") != options["out"], "work", "another place than --out",
+                repr(str(options["out"])))
     model, tokenizer = load_model(args.target, args)
     if "prompts" in args:
         options["prompts"], settings["pairs"] = encode_data(model, tokenizer, args)
     with use_settings(Settings(**settings)):
-        status = command(model, tokenizer, **options)
-    if folder:
-        sign_folder(options["out"], made_by)
-    return status
+        return command(model, tokenizer, **options)
 
 
 def perform(methods: list, report, argv: list[str], extras: Extras) -> int | None:
@@ -279,11 +279,11 @@ def perform(methods: list, report, argv: list[str], extras: Extras) -> int | Non
     """
     for command in extras.commands:
         if argv and argv[0] == command.__name__:
-            return perform_command(command, argv[1:], extras.folders)
+            return perform_command(command, argv[1:], extras)
     args = parse_decoding(methods, extras.commands, extras.target, argv)
     method = next(f for f in methods if f.__name__ == args.method)
     if args.trace:
-        check_result("trace", args.trace, list_reads(args, method))
+        check_result("trace", args.trace)
     options = select_options(args, method, methods)
     session = Session(args, method, report, extras)
     if args.tune:

@@ -71,11 +71,6 @@ def write_option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def name_command(command) -> str:
-    """Return how a command is called, as "eagle export"."""
-    return f"{Path(getfile(command)).stem} {command.__name__}"
-
-
 def make_parser(function, calls: list[str], target: str) -> ArgumentParser:
     """Make a parser that has the options of loading a model.
 
@@ -224,21 +219,3 @@ def select_options(args: Namespace, function, others: Iterable = ()) -> dict:
         if name in given and not fits(given[name], words):
             raise InputError(f"{write_option(name)} must be {words}, got {given[name]}")
     return given
-
-
-def list_reads(args: Namespace, function) -> list[str | Path | None]:
-    """List the paths of all that a command or a method reads, for `check_result`.
-
-    Files of prompts are not among them, since no command may replace a file that it did not make.
-    An option is a path if its type is Path, or if its default is one or is empty. The others are
-    words, as `--heads medusa` is.
-
-    args      what was parsed
-    function  the command or the method
-    """
-    reads = [args.target]
-    for name, (kind, default) in read_options(function).items():
-        is_path = kind is Path or default == "" or Path(str(default)).is_absolute()
-        if name != "out" and is_path:
-            reads.append(vars(args).get(name, default) or None)
-    return reads

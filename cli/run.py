@@ -21,9 +21,9 @@ class TimedLM(FeatureLM):
         super().__init__(model, vocab)
         self.prompt_seconds, self.setup_seconds = 0.0, 0.0
 
-    def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
+    def start(self, *args, **options) -> None:
         began = time.perf_counter()
-        super().start(ids, prefix)
+        super().start(*args, **options)
         self.prompt_seconds += time.perf_counter() - began
 
     def run_model(self, *args):

@@ -331,7 +331,7 @@ def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
                     raise common.InputError("expected a model that writes prompts and ends them, "
                                             f"got no new one of {batch}, {bar.n} before")
                 bar.update(len(found) - bar.n)
-    finally:  # also after Ctrl-C. An earlier file is replaced only by one that is complete
+    finally:  # also after Ctrl-C. A file of the name `out` is always complete
         if len(found) < count:
             out = out.with_name(f"{out.name}.part")
         if found:

@@ -62,15 +62,14 @@ import random
 import sys
 import timeit
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, Sampler, attention_mask, check, greedy, walk, windows_of
 from survey.clock import WIDTHS, fastest, row_costs
 from survey.eagle import MOST, RANKS
-from training.acceptance import (TargetText, fit_temperatures, measure_places, read_target_texts,
-                                 sample_roots)
+from training.acceptance import Text, tap_texts
 from training.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
-                             tap_target, tap_widths)
+                             tap_widths)
 from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
                            prepare_training, sample_alike, warm_cosine)
 from training.parts import (MODELS, Part, follow, head_for, load_trained, require, save_trained,
@@ -83,6 +82,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 ADAPTER = f"{MODELS}/dflash.safetensors"
 GAMMA = 4.0  # the loss of guess k weighs exp(-(k - 1) / GAMMA)
 EVERY = 4  # held-out answers are measured by a block at each EVERY-th of their places
+TEMPERATURES = [0.6 * 1.1 ** i for i in range(16)]  # 0.6 to 2.5
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -265,34 +265,54 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
     lm = target.once((draft, "cached"), lambda: BlockLM(draft.lm, target.vocab))
     lm.start([])
-    with tap_target(target, draft.taps):
-        target.start(prompt[:-1])
-        root = prompt[-1]
-        unread = []  # what was tapped of final tokens that the draft has not read yet
-        if len(prompt) > 1:
-            # The clock times passes after the prompt, whose last token waits for the first block.
-            feed(draft, lm, target.features[:-1])
-            unread = [target.features[-1:]]
-        n = nodes
-        while True:
-            if nodes == 0:
-                n = fastest(target, draft, lambda: plan_block(draft, lm, target))
-            # A tree of one node needs no block. The first call after one token has none either.
-            ids, parents = [root], [-1]
-            if n > 1 and unread:
-                z = run_block(draft, lm, torch.cat(unread), root)
-                ids, parents = grow_block(draft, z, root, n)
-                unread = []
-            path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
-            unread.append(target.features[path])
-            root = chunk[-1]
-            target.commit(path)
-            if log is not None:
-                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
-            yield chunk
+    target.start(prompt[:-1], taps=draft.taps)
+    root = prompt[-1]
+    unread = []  # what was tapped of final tokens that the draft has not read yet
+    if len(prompt) > 1:
+        # The clock times passes after the prompt, whose last token waits for the first block.
+        feed(draft, lm, target.features[:-1])
+        unread = [target.features[-1:]]
+    n = nodes
+    while True:
+        if nodes == 0:
+            n = fastest(target, draft, lambda: plan_block(draft, lm, target))
+        # A tree of one node needs no block. The first call after one token has none either.
+        ids, parents = [root], [-1]
+        if n > 1 and unread:
+            z = run_block(draft, lm, torch.cat(unread), root)
+            ids, parents = grow_block(draft, z, root, n)
+            unread = []
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        unread.append(target.features[path])
+        root = chunk[-1]
+        target.commit(path)
+        if log is not None:
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        yield chunk
 
 
 # ------------------------------------------------------------------------------------ training
+
+def read_target_texts(model, taps: list[int], data: list) -> list[Text]:
+    """Run the target over pairs of a prompt and its answer; keep what it computed in bfloat16.
+
+    The features are what was tapped. If that does not end with what the LM head read, this is
+    joined to it at the end.
+    """
+    texts = tap_texts(model, sorted({*taps, depth_of(model)}), data)
+    return [text._replace(features=text.features.cpu().to(torch.bfloat16)) for text in texts]
+
+
+def list_anchors(text: Text) -> range:
+    """Return the places of all roots: at least one token of the answer comes after each."""
+    return range(text.length - 1, len(text.ids) - 1)
+
+
+def sample_roots(text: Text, n: int, rng: random.Random) -> list[int]:
+    """Sample n places of roots. No place comes twice, unless a text has fewer than n places."""
+    places = list_anchors(text)
+    return rng.sample(places, n, counts=[-(-n // len(places))] * len(places))
+
 
 class Blocks(NamedTuple):
     """Hold G blocks of each of N texts, and what their B rows should guess, [N, G, B]."""
@@ -303,19 +323,19 @@ class Blocks(NamedTuple):
     inside: torch.Tensor  # whether there is a right token, since texts end
 
 
-def make_blocks(draft: BlockDraft, texts: list[TargetText], anchors: list[list[int]]) -> Blocks:
+def make_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
     """Run the draft over texts and their blocks in one pass, as the header's table shows it.
 
     anchors   for each text the places of the roots of G blocks
     """
     device = draft.place.device
-    ids, features, last = (
-        torch.nn.utils.rnn.pad_sequence(some, batch_first=True).to(device)
-        for some in ([x.ids for x in texts], [x.features for x in texts], [x.last for x in texts]))
+    ids, features = (torch.nn.utils.rnn.pad_sequence(some, batch_first=True).to(device)
+                     for some in ([x.ids for x in texts], [x.features for x in texts]))
+    last = features[..., -draft.lm.get_output_embeddings().weight.shape[1]:]
     N, T = ids.shape
     text = torch.arange(N, device=device)[:, None]
     roots = torch.tensor(anchors, device=device)  # [N, G]
-    H = draft.fuse(features)  # [N, T, e]
+    H = draft.fuse(features[..., :draft.fc.in_features])  # [N, T, e]
     before = F.pad(H, (0, 0, 1, 0))[text, roots]  # 0 where a root is the first token
     blocks = draft.embed_blocks(ids[text, roots], before).flatten(1, 2)  # [N, G B, e]
     # A row of a block stands where the token stands that it reads or hides.
@@ -341,7 +361,7 @@ def make_blocks(draft: BlockDraft, texts: list[TargetText], anchors: list[list[i
                   draft.row[ids[text, at + 1]], inside)
 
 
-def block_loss(draft: BlockDraft, score: Callable, texts: list[TargetText],
+def block_loss(draft: BlockDraft, score: Callable, texts: list[Text],
                anchors: list[list[int]]) -> torch.Tensor:
     """Compute the loss of the header, the weighted mean over all guesses of all blocks.
 
@@ -362,20 +382,55 @@ def block_loss(draft: BlockDraft, score: Callable, texts: list[TargetText],
     return (weights * each).sum() / weights.sum().clamp(min=1e-9)
 
 
-def guess_blocks(draft: BlockDraft, score: Callable, texts: list[TargetText]) -> Iterator[tuple]:
-    """Yield what `acceptance.measure_places` takes, of blocks at each EVERY-th place of texts."""
+def guess_blocks(draft: BlockDraft, score: Callable, texts: list[Text]) -> Iterator[tuple]:
+    """Yield what `measure_places` takes, of blocks at each EVERY-th place of texts."""
     for text in texts:
-        blocks = make_blocks(draft, [text], [[*text.anchors()[::EVERY]]])
+        blocks = make_blocks(draft, [text], [[*list_anchors(text)[::EVERY]]])
         logits = draft.add_markov(score(blocks.hidden), blocks.previous)
         yield logits, blocks.labels, blocks.inside
 
 
 @torch.inference_mode()
-def count_tree_tokens(draft: BlockDraft, score: Callable, texts: list[TargetText]) -> list[float]:
+def measure_places(blocks: Iterable[tuple], B: int) -> list[float]:
+    """Measure for each of the B places of blocks how often its likeliest guess is right.
+
+    Only blocks count in which all guesses before it are right.
+
+    blocks   logits [..., B, V'] of the guesses, the rows of the right tokens [..., B], which are V'
+             for a token that cannot be guessed, and whether there is a right token, [..., B]
+    """
+    right, reached = torch.zeros(B), torch.zeros(B)
+    for logits, labels, inside in blocks:
+        hits = ((logits.argmax(-1) == labels) & inside).reshape(-1, B).cpu()
+        so_far = hits.cumprod(-1).bool()
+        earlier = F.pad(so_far[:, :-1], (1, 0), value=True)
+        right += so_far.sum(0)
+        reached += (earlier & inside.reshape(-1, B).cpu()).sum(0)
+    return (right / reached.clamp(min=1)).tolist()
+
+
+@torch.inference_mode()
+def fit_temperatures(blocks: Iterable[tuple], B: int) -> list[float]:
+    """Choose for each place the temperature that makes the right tokens likeliest.
+
+    The arguments are those of `measure_places`. Tokens before a guess are taken as they are.
+    """
+    losses = torch.zeros(len(TEMPERATURES), B)
+    for logits, labels, inside in blocks:
+        known, last = inside & (labels < logits.shape[-1]), logits.shape[-1] - 1
+        for i, temperature in enumerate(TEMPERATURES):
+            log_p = (logits / temperature).log_softmax(-1)
+            of_labels = log_p.gather(-1, labels.clamp(max=last)[..., None])[..., 0]
+            losses[i] -= (of_labels * known).reshape(-1, B).sum(0).cpu()
+    return [TEMPERATURES[i] for i in losses.argmin(0).tolist()]
+
+
+@torch.inference_mode()
+def count_tree_tokens(draft: BlockDraft, score: Callable, texts: list[Text]) -> list[float]:
     """Measure how many tokens calls with trees of 1, 2, … nodes give on held-out texts."""
     counts, trees = torch.zeros(MOST), 0
     for text in texts:
-        ids, anchors = text.ids.tolist(), text.anchors()[::EVERY]
+        ids, anchors = text.ids.tolist(), list_anchors(text)[::EVERY]
         for anchor, hidden in zip(anchors, make_blocks(draft, [text], [[*anchors]]).hidden[0]):
             tree, parents = grow_block(draft, score(hidden), ids[anchor], MOST)
             counts[follow(tree, parents, ids[anchor + 1:])] += 1
@@ -411,7 +466,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     held_texts = read_target_texts(model, numbers, held_out)
     # H begins as large as what the target's last layers read. The first token of a text may have a
     # far larger input than all others.
-    rows = texts_of([0])[0].features[1:, -draft.place.shape[1]:].float()
+    rows = texts_of([0])[0].features[1:, :draft.fc.in_features][:, -draft.place.shape[1]:].float()
     torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
 
     def loss_of(rng: random.Random) -> torch.Tensor:

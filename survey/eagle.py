@@ -303,7 +303,7 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 has this loop, too."""
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
-    target.start(prompt[:-1])
+    target.start(prompt[:-1], taps=draft.taps)
     lm.start([])
     root = prompt[-1]
     # Each token of the prompt but the root has a feature, and a token after it. The pair with the

@@ -62,8 +62,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 from common import InputError, Sampler, check, greedy
 from survey.eagle import decode
 from training.acceptance import evaluate, tap_texts
-from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_target,
-                             tap_widths)
+from training.layers import FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths
 from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
                            sample_alike, warm_linear)
 from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
@@ -280,8 +279,7 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
-    with tap_target(target, draft.taps):
-        yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
+    yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training

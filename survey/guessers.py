@@ -59,8 +59,7 @@ class Trained:
         self.kind = kind
         self.layer = None  # EAGLE's layer or DFlash's draft, with its cache
         self.part = target.once((kind, path), lambda: load_kind(kind, path, model))
-        # A part without taps reads what the LM head reads.
-        self.taps, self.depth = getattr(self.part, "taps", [depth_of(model)]), 1
+        self.taps, self.depth = self.part.taps or [depth_of(model)], 1
         if kind in HEADS:
             self.to_logits = target.once((self.part, "logits"), lambda: logits_of(model))
         else:

@@ -80,7 +80,7 @@ from survey.ngrams import NGrams, mix_entries
 from survey.recycling import Successors
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
 from survey.trust import CLASSES, load_trust, replay_answers
-from training.layers import FeatureLM, depth_of, tap_target
+from training.layers import FeatureLM
 from training.loop import collect_pairs
 from training.parts import MODELS, require, save_facts
 from training.released import some_weights
@@ -258,37 +258,35 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
     facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
     trained = load_guesser(target, guess, adapter, facts, trust)
     pool = facts["pools"][guess]
-    taps = trained.taps if trained else [depth_of(target.model)]
-    with tap_target(target, taps):
-        target.start(prompt[:-1])
+    target.start(prompt[:-1], taps=trained.taps if trained else None)
+    if trained:
+        trained.start(Pairs(target.features, prompt[1:]))
+    ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)
+    recent = deque(maxlen=RECENT)  # calls
+    while True:
+        # Measuring costs is no part of the call, so `began` comes after it.
+        costs, a_pass = ([], 0.0) if nodes else measure_costs(target, trained)
+        began = time.perf_counter()
+        if nodes:
+            ids, parents, chances = grow_hybrid(ngrams, trained, pool, nodes, LEAST, PASS)
+        else:
+            ids, parents, chances = choose_tree(ngrams, trained, pool, costs, a_pass, recent)
+        # Verify.
+        logits = target.forward(ids, parents)
+        path, chunk = walk(ids, parents, sample(logits))
+        target.commit(path)
+        # Tell all that guesses what became final.
+        ngrams.successors.learn(ids, logits, chunk)  # rejected nodes too
+        ngrams.add(as_text(chunk))
+        passes = 0
         if trained:
-            trained.start(Pairs(target.features, prompt[1:]))
-        ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)
-        recent = deque(maxlen=RECENT)  # calls
-        while True:
-            # Measuring costs is no part of the call, so `began` comes after it.
-            costs, a_pass = ([], 0.0) if nodes else measure_costs(target, trained)
-            began = time.perf_counter()
-            if nodes:
-                ids, parents, chances = grow_hybrid(ngrams, trained, pool, nodes, LEAST, PASS)
-            else:
-                ids, parents, chances = choose_tree(ngrams, trained, pool, costs, a_pass, recent)
-            # Verify.
-            logits = target.forward(ids, parents)
-            path, chunk = walk(ids, parents, sample(logits))
-            target.commit(path)
-            # Tell all that guesses what became final.
-            ngrams.successors.learn(ids, logits, chunk)  # rejected nodes too
-            ngrams.add(as_text(chunk))
-            passes = 0
-            if trained:
-                passes = len(trained.rows)
-                trained.add(Pairs(target.features[path], chunk))
-            recent.append((len(ids), time.perf_counter() - began, passes * a_pass, len(chunk)))
-            if log is not None:
-                log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
-                            "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
-            yield chunk
+            passes = len(trained.rows)
+            trained.add(Pairs(target.features[path], chunk))
+        recent.append((len(ids), time.perf_counter() - began, passes * a_pass, len(chunk)))
+        if log is not None:
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
+                        "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
+        yield chunk
 
 
 # --------------------------------------------------------------------------------- the trust

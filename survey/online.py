@@ -36,7 +36,7 @@ from typing import Iterator
 
 from common import CachedLM, Sampler, eos_ids, greedy, until, vocab_size
 from speculative import speculative
-from training.files import check_result, cut_stream, save_model, sign_folder
+from training.files import check_result, cut_stream, save_model
 from training.layers import FeatureLM, context_length, move_counts
 from training.loop import Training, digest, divergence_in_parts
 from training.parts import MODELS, draft_for, require, score_with
@@ -45,6 +45,7 @@ import torch
 from tqdm import tqdm
 
 KINDS = ("forward-kl", "reverse-kl", "jsd")
+KEPT = r'{"prompt": \[[^"]*"answer": [^"]*"drafted": '  # how the answers of a stream begin
 
 
 # ---------------------------------------------------------------------------- serve and learn
@@ -190,15 +191,15 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     temperature: 0 makes answers greedy. Above 0 they are sampled
     """
     work = work or Path(f"{out}.work")
-    reads = draft, model.name_or_path
-    check_result("work", work / "draft", reads, "online serve", folder=True)
+    if not [*work.glob("online-*.pt")]:  # else an earlier run has saved its draft there
+        check_result("work", work / "draft", folder=True)
     small = draft_for(model, tokenizer, draft)
     eos = eos_ids(model, tokenizer)
     longest = min(map(context_length, (model, small))) - max_new_tokens
     most = max(map(len, prompts))
     require(most <= longest, "prompts", f"texts of at most {longest} tokens", most)
     require(gamma <= longest, "gamma", f"at most {longest}", gamma)
-    work.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     target = FeatureLM(model, vocab_size(model, tokenizer))
     first = CachedLM(small, vocab_size(small, tokenizer))
     settings = gamma, every, max_new_tokens, temperature, seed
@@ -223,9 +224,9 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                 learner.learn()
                 learner.training.save()
     save_model(work / "draft", learner.lm.model, tokenizer)
-    sign_folder(work / "draft", "online serve")
 
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([online], commands=[serve], ranges={"gamma": (2, 4, 6, 8)}))
+    sys.exit(main([online], commands=[serve], ranges={"gamma": (2, 4, 6, 8)},
+                  kept={serve: KEPT}))

@@ -11,7 +11,7 @@ from survey.guessers import Trained
 from survey.ngrams import SEEN, SOURCES, NGrams
 from survey.recycling import Successors
 from survey.rest import Datastore, as_text, as_tokens
-from training.layers import FeatureLM, depth_of, tap_target, tap_widths
+from training.layers import FeatureLM, depth_of, tap_widths
 from training.parts import load_facts, score_with
 
 import torch
@@ -41,8 +41,7 @@ def replay_answers(lm: FeatureLM, data: list[tuple], store: Datastore,
     successors, score = Successors(), score_with(lm.model)
     for prompt, answer in tqdm(data, desc="answers"):
         ngrams = NGrams(as_text(prompt), store, [], successors)
-        with tap_target(lm, read):
-            lm.start(prompt + answer)
+        lm.start(prompt + answer, taps=read)
         tapped = dict(zip(read, lm.features.split(tap_widths(lm.model, read), -1)))
         said = score(tapped[read[-1]][len(prompt) - 1:])[:, :lm.vocab]
         for i, token in enumerate(as_text(answer)):

@@ -188,7 +188,8 @@ MUTANTS = {
          "a block is always causal in decoding"),
         ("torch.tensor([ids[x] for x in leaves], device=z.device)",
          "torch.tensor([root for x in leaves], device=z.device)",
-         "the Markov head always reads the root")],
+         "the Markov head always reads the root"),
+        ("so_far = hits.cumprod(-1).bool()", "so_far = hits", "earlier guesses do not count")],
     "survey/layerskip.py": [
         ("hidden.append(early.features)\n        guesses",
          "hidden.append(hidden[-1])\n        guesses",
@@ -305,7 +306,6 @@ MUTANTS = {
         ("retrieved.lm.copy_newest(whole.lm, old)", "retrieved.lm.truncate(len(context))",
          "C_r keeps rows that saw a part of the text alone")],
     "training/acceptance.py": [
-        ("so_far = hits.cumprod(-1).bool()", "so_far = hits", "earlier guesses do not count"),
         ("& reached\n", "& True\n", "guesses below wrong guesses are counted"),
         ("first = max(0, length - 2)", "first = 0", "acceptance is measured on prompts too")],
     "training/trust.py": [
@@ -315,8 +315,8 @@ MUTANTS = {
         ("if found != kind:", "if not found:", "a file of another kind passes"),
         ('if not belongs(tensors.pop("model"), model):', 'if not tensors.pop("model").any():',
          "another model's file passes"),
-        ("{name for name in expected | shapes if expected.get(name) != shapes.get(name)}",
-         "expected.keys() ^ shapes.keys()", "tensors of another shape pass"),
+        ("if wanted or given:", "if wanted.keys() ^ given.keys():",
+         "tensors of another shape pass"),
         ("x.is_floating_point() and x.float().isfinite().all()", "x.is_floating_point()",
          "a nan passes")],
     "training/released.py": [
@@ -355,9 +355,9 @@ MUTANTS = {
          "Ctrl-C loses the updates since the last checkpoint"),
         ("if not loss.isfinite():", "if loss.isinf():", "a loss of nan goes on")],
     "training/files.py": [
-        ("os.path.realpath(path) == os.path.realpath(read)", "str(path) == str(read)",
-         "a result takes the place of what was read, by another path"),
-        ("ours = not begins or re.match", "ours = True or re.match", "a file of the user is lost"),
+        ("return not start or", "return True or", "a file of the user is lost"),
+        ("path.is_dir() and not any(path.iterdir())", "path.is_dir()",
+         "a folder of the user is lost"),
         ("        write(fresh)\n", "        write(path)\n", "half a file takes the place")],
     "models/train.py": [
         ('fit(name, model, loss_on("train"), loss_on("test")',

@@ -52,8 +52,9 @@ class NaiveLM(FeatureLM):
         return self.model.get_input_embeddings()(fed) if fed.ndim == 1 else fed
 
     @torch.inference_mode()
-    def start(self, ids, prefix=()) -> None:
+    def start(self, ids, prefix=(), taps=None) -> None:
         self.truncate(0)
+        self.taps = taps
         self.before, self.features = [*prefix], self.weight[:0]
         if ids:
             self.forward(ids, counts=False)

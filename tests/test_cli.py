@@ -24,15 +24,15 @@ from safetensors import SafetensorError
 from cli.files import read_prompts
 from cli.graphs import GraphedLM
 from cli.main import explain_slowdown
-from cli.options import (fits, name_command, read_options, read_ranges, select_options,
-                         write_option)
+from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run, TimedLM
 from common import CachedLM, InputError, autoregressive, encode, greedy, load
 from helpers import ROOT, forget_project, fork, main, script, tokens_of
 from speculative import speculative
+from survey.online import KEPT
 from test_structure import FILES, functions_of
 from training import loop as training
-from training.files import BEGINS, check_replaceable
+from training.files import FIGURES, check_result
 from training.loop import Settings
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
@@ -327,7 +327,7 @@ def odd(tmp_path_factory):
     entries["model"]["vocab"]["<another>"] = 9999
     file.write_text(json.dumps(entries))
     (top / "file").write_text("no directory")
-    (top / "has/draft").mkdir(parents=True)
+    (top / "has/draft/model").mkdir(parents=True)
     (top / "p.jsonl").write_text('{"prompt": "Tom has 3 apples."}\n')
     (top / "pairs").write_text('{"prompt": "a", "answer": "b"}\n')
     return top
@@ -399,9 +399,9 @@ survey.online --divergence tvd
 speculative --trace models/medusa.safetensors
 bita train --out {odd}/file/x
 survey.medusa train --prompts {odd}/p.jsonl --out {odd}/has/../p.jsonl
-survey.medusa train --work {odd}/x --out {odd}/has/../x
+survey.medusa train --out {odd}/x --work {odd}/x
 survey.medusa train --out {odd}/broken/config.json
-survey.online serve --out /no/x --work {odd}/has --draft {odd}/has/draft
+survey.online serve --out {odd}/new --work {odd}/has
 survey.layerskip export --tuning x --out {odd}/file
 """.strip().splitlines()
 
@@ -420,25 +420,23 @@ def test_a_draft_of_another_tokenizer_is_taken_where_it_is_meant(odd, ask):
     assert ask(*argv, file="survey.another_tokenizer")[0] == 0
 
 
-def test_a_command_may_make_its_own_folder_again(tmp_path, ask):
-    argv = ["--adapter", f"{ROOT}/models/eagle3.safetensors", "--device", "cpu", "--out",
-            f"{tmp_path}/head"]
-    for _ in range(2):
-        assert ask("export", *argv, file="survey.eagle3")[0] == 0
-    assert "not made by eagle export" in refusal(ask("export", *argv, file="survey.eagle"))
-
-
-def test_only_the_command_that_made_a_file_may_make_it_again():
-    """Each embedded part is taken by one command. So no part replaces that of another method."""
-    parts, taken = [*ROOT.glob("models/*.safetensors"), *ROOT.glob("models/*.json")], []
-    for part, by in itertools.product(parts, BEGINS):
-        with contextlib.suppress(InputError):
-            check_replaceable(part, "", by, False)
-            taken.append((part, by))
-    assert [part for part, _ in taken] == parts and len({by for _, by in taken}) > 12
-    making = {name_command(command) for file in FILES for command in functions_of(file)[1]
-              if "out" in read_options(command)}
-    assert {*BEGINS} - {"", "train prompts"} < making
+def test_nothing_that_is_there_is_replaced(tmp_path, ask):
+    """Neither a folder nor a file, even one of the same command, but for an empty one, a page that
+    is made again, and a file with which a stopped run goes on."""
+    argv = ["--adapter", f"{ROOT}/models/eagle3.safetensors", "--device", "cpu", "--out"]
+    folder, file = tmp_path / "head", tmp_path / "file"
+    folder.mkdir()
+    assert ask("export", *argv, str(folder), file="survey.eagle3")[0] == 0
+    assert "there already" in refusal(ask("export", *argv, str(folder), file="survey.eagle3"))
+    page, lines = "<!doctype html> …", '{"prompt": [3], "answer": [5], "drafted": 2}\n'
+    for text, kinds in ("", 3), ("a", 0), (page, 1), (lines, 1), ('{"prompt": "a"}\n', 0):
+        file.write_text(text)
+        taken = 0
+        for begins in "", FIGURES, KEPT:
+            with contextlib.suppress(InputError):
+                check_result("out", file, begins)
+                taken += 1
+        assert taken == kinds and file.read_text() == text
 
 
 # ------------------------------------------------------------------------- several drafts, tuning

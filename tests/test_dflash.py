@@ -8,10 +8,11 @@ import torch
 from fake_models import path_to
 from families import tiny
 from survey import dflash as module
-from survey.dflash import (EVERY, BlockDraft, BlockLM, block_loss, count_tree_tokens, grow_block,
-                           guess_blocks, load_draft, make_blocks, plan_block, run_block)
-from training.acceptance import (TEMPERATURES, TargetText, fit_temperatures, measure_places,
-                                 read_target_texts, sample_roots)
+from survey.dflash import (EVERY, TEMPERATURES, BlockDraft, BlockLM, block_loss, count_tree_tokens,
+                           fit_temperatures, grow_block, guess_blocks, list_anchors, load_draft,
+                           make_blocks, measure_places, plan_block, read_target_texts, run_block,
+                           sample_roots)
+from training.acceptance import Text
 from training.parts import score_with
 from trainings import run
 
@@ -19,7 +20,7 @@ MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
-def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> BlockDraft:
+def make_draft(model=MODEL, taps=(1, 2), scale=0.3, **form) -> BlockDraft:
     """Make a draft whose every weight is random."""
     draft = BlockDraft(model, [*taps], **dict(B=4, markov=8) | form)
     rng = torch.Generator().manual_seed(1)
@@ -29,11 +30,11 @@ def make_draft(model=MODEL, taps=(1, 3), scale=0.3, **form) -> BlockDraft:
     return draft.requires_grad_(False)
 
 
-def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[TargetText]:
+def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
     return read_target_texts(model, draft.taps, [*pairs])
 
 
-def z_by_decoding(draft: BlockDraft, text: TargetText, anchor: int, model=MODEL) -> torch.Tensor:
+def z_by_decoding(draft: BlockDraft, text: Text, anchor: int, model=MODEL) -> torch.Tensor:
     """Compute a block's logits as decoding does, in a cache, with what was tapped before a root."""
     lm, ids = BlockLM(draft.lm), text.ids
     lm.start([])
@@ -122,7 +123,7 @@ def test_the_loss_by_hand():
 
 def test_anchors_are_those_of_the_answer():
     [text] = texts_of(make_draft())
-    assert text.anchors() == range(4, 15)
+    assert list_anchors(text) == range(4, 15)
     few, many = (sample_roots(text, n, random.Random(0)) for n in (11, 30))
     assert sorted(few) == [*range(4, 15)] != few and len(many) == 30
     assert {many.count(x) for x in range(4, 15)} == {2, 3}
@@ -173,7 +174,7 @@ class Knowing(BlockDraft):
         return 8.0 * torch.nn.functional.one_hot(best, 61)
 
 
-def counting(first=5) -> tuple[BlockDraft, list[TargetText]]:
+def counting(first=5) -> tuple[BlockDraft, list[Text]]:
     """Make a draft that counts, and a text in which each token is the next number."""
     draft = Knowing(MODEL, [1], B=4, markov=8)
     ids = [*range(first, first + 21)]

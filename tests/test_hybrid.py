@@ -19,7 +19,7 @@ from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 from survey.trust import CLASSES, load_trust, replay_answers, replay_part
 from test_lossless import FILES, METHODS
-from training.layers import FeatureLM, tap_target
+from training.layers import FeatureLM
 from training.trust import fit_pool, fit_trust, pool_chances
 
 HALF = [[[0.5] * 3] * 5] * 3
@@ -137,8 +137,7 @@ def test_a_part_reads_all_pairs_that_wait(kind):
     model, text, found = tiny("llama"), [3, 14, 15, 9, 2, 6, 5, 35, 8], []
     target, weights = random_part(model, kind)
     part = Trained(target, kind, "part")
-    with tap_target(target, part.taps):
-        target.start(text)
+    target.start(text, taps=part.taps)
     for ends in (range(1, 9), [1, 3, 4, 8], [7, 8]):
         part.start(Pairs(target.features[:0], []))
         assert part.predict() == {}

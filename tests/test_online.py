@@ -151,7 +151,7 @@ def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_p
     if text is not None:
         out.write_text(text)
     known = out.read_text()
-    with pytest.raises(InputError, match="the answers to the first [04] prompts|damaged line 1 in"):
+    with pytest.raises(InputError, match="the answers to the first [04] prompts|kept in line 1; "):
         answer(model, out, **change)
     assert out.read_text() == known
 

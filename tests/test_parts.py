@@ -69,7 +69,7 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
     for i, bad in enumerate((b"", b"x" * 100, whole[:50], whole[:-9], pointer)):
         (tmp_path / str(i)).write_bytes(bad)
     for other, said in (*((str(i), "") for i in range(4)), ("4", "is a pointer of git-lfs"),
-                        ("", "is a folder, not a file"), ("none", "No such file"),
+                        ("", "Is a directory"), ("none", "No such file"),
                         (ROOT / "models/draft/model.safetensors", "released, name the folder")):
         with pytest.raises(InputError, match=f"expected a file of a thing .*{said}") as error:
             load_trained(tmp_path / other, "a thing", LLAMA, None)

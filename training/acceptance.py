@@ -1,37 +1,35 @@
 """This file measures how often the guesses of drafts are right, by which trees are planned."""
-import random
-from typing import Iterable, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from training.layers import FeatureLM, depth_of, tap_target, tap_widths
+from training.layers import FeatureLM
 from training.loop import low_precision, read_texts
 from training.released import RANKS
 
-TEMPERATURES = [0.6 * 1.1 ** i for i in range(16)]  # 0.6 to 2.5
 LEVELS = 8  # the most levels of guesses that a tree has
-Text = tuple[torch.Tensor, torch.Tensor, int]  # ids [T], features [T, f], length of the prompt
+
+
+class Text(NamedTuple):
+    """Hold a prompt with its answer, and what the target computed of it."""
+    ids: torch.Tensor  # [T]
+    features: torch.Tensor  # [T, f], what was tapped, or what the LM head read
+    length: int  # of the prompt
 
 
 @torch.inference_mode()
 def tap_texts(model, taps: list[int], data: list[tuple[list[int], list[int]]]) -> Iterator[Text]:
     """Run a model over pairs of a prompt and its answer, and yield what is tapped of each."""
     lm = FeatureLM(model)
-    with tap_target(lm, taps):
-        for prompt, answer in data:
-            lm.start(prompt + answer)
-            yield torch.tensor(prompt + answer), lm.features, len(prompt)
+    for prompt, answer in data:
+        lm.start(prompt + answer, taps=taps)
+        yield Text(torch.tensor(prompt + answer), lm.features, len(prompt))
 
 
 def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Text]:
-    """Run the target over texts, and return them with its features.
-
-    data     pairs of a prompt and its answer
-    returns  for each pair its ids [T], features [T, f] in bfloat16, and the length of the prompt
-    """
+    """Run the target over pairs of a prompt and its answer; its features are kept in bfloat16."""
     texts = [prompt + answer for prompt, answer in data]
-    return [(torch.tensor(text), f, len(prompt))
+    return [Text(torch.tensor(text), f, len(prompt))
             for (prompt, _), text, f in zip(data, texts, read_texts(model, texts))]
 
 
@@ -94,70 +92,3 @@ def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
     with low_precision(draft.lm.device, draft.lm):
         accept = measure_acceptance(draft, held_out)
     return {"accept": accept}, f"held-out acceptance {[round(ranks[0], 3) for ranks in accept]}"
-
-
-# ------------------------------------------------------------------------------- blocks of guesses
-
-class TargetText(NamedTuple):
-    """Hold a prompt with its answer, and what the target computed of it."""
-    ids: torch.Tensor  # [T]
-    features: torch.Tensor  # [T, t], what was tapped
-    last: torch.Tensor  # [T, f], what the LM head read
-    length: int  # of the prompt
-
-    def anchors(self) -> range:
-        """Return the places of all roots: at least one token of the answer comes after each."""
-        return range(self.length - 1, len(self.ids) - 1)
-
-
-@torch.inference_mode()
-def read_target_texts(model, taps: list[int], data: list) -> list[TargetText]:
-    """Run the target over pairs of a prompt and its answer; keep what it computed in bfloat16."""
-    used = sum(tap_widths(model, taps))
-    last = model.get_output_embeddings().weight.shape[1]
-    texts = []
-    for ids, features, length in tap_texts(model, sorted({*taps, depth_of(model)}), data):
-        rows = features.cpu().to(torch.bfloat16)
-        texts.append(TargetText(ids, rows[:, :used], rows[:, -last:], length))
-    return texts
-
-
-def sample_roots(text: TargetText, n: int, rng: random.Random) -> list[int]:
-    """Sample n places of roots. No place comes twice, unless a text has fewer than n places."""
-    places = text.anchors()
-    return rng.sample(places, n, counts=[-(-n // len(places))] * len(places))
-
-
-@torch.inference_mode()
-def measure_places(blocks: Iterable[tuple], B: int) -> list[float]:
-    """Measure for each of the B places of blocks how often its likeliest guess is right.
-
-    Only blocks count in which all guesses before it are right.
-
-    blocks   logits [..., B, V'] of the guesses, the rows of the right tokens [..., B], which are V'
-             for a token that cannot be guessed, and whether there is a right token, [..., B]
-    """
-    right, reached = torch.zeros(B), torch.zeros(B)
-    for logits, labels, inside in blocks:
-        hits = ((logits.argmax(-1) == labels) & inside).reshape(-1, B).cpu()
-        so_far = hits.cumprod(-1).bool()
-        earlier = F.pad(so_far[:, :-1], (1, 0), value=True)
-        right += so_far.sum(0)
-        reached += (earlier & inside.reshape(-1, B).cpu()).sum(0)
-    return (right / reached.clamp(min=1)).tolist()
-
-
-@torch.inference_mode()
-def fit_temperatures(blocks: Iterable[tuple], B: int) -> list[float]:
-    """Choose for each place the temperature that makes the right tokens likeliest.
-
-    The arguments are those of `measure_places`. Tokens before a guess are taken as they are.
-    """
-    losses = torch.zeros(len(TEMPERATURES), B)
-    for logits, labels, inside in blocks:
-        known, last = inside & (labels < logits.shape[-1]), logits.shape[-1] - 1
-        for i, temperature in enumerate(TEMPERATURES):
-            log_p = (logits / temperature).log_softmax(-1)
-            of_labels = log_p.gather(-1, labels.clamp(max=last)[..., None])[..., 0]
-            losses[i] -= (of_labels * known).reshape(-1, B).sum(0).cpu()
-    return [TEMPERATURES[i] for i in losses.argmin(0).tolist()]

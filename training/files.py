@@ -1,11 +1,11 @@
 """This file writes results without losing a file of the user, and tells what is wrong with a file.
 
-    check_result   refuses a place before any work, where a result could not go or would do harm
-    sign_folder    names the command that made a folder, so that the command may make it again
+    check_result   refuses a place before any work, where something is or nothing can be written
     write_whole    writes a file or a folder beside its place, and moves it there once it is whole
     write_text     does the same with a text
     save_model     does the same with a model and its tokenizer
     check_file     refuses what stands for a file and is none
+    explain_errors  names the file in one line, in place of any error in reading or writing it
     shorten        puts an error or a message on one short line; `explain` does so with a reader's
     read_json      reads a JSON file
     read_kept      reads the lines of JSON that a stopped run has kept
@@ -14,88 +14,51 @@
 import json
 import os
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Callable, Iterable
+from typing import Callable
 
 from common import InputError
 
-MADE_BY = "made_by.txt"  # the file of a folder that names the command which made the folder
-PREFIX = ".new-"  # how the folders begin in which results are written
-# How the files of each command begin, once backslashes are taken out. [^"]* stands for numbers.
-# Pages, pictures and figures have no command. PaSS's tokens are a tuning without prompt tokens. So
-# `bita train` replaces no such tuning, not even its own.
-PART = '.{8}{"__metadata__":{"part":"{"kind": "'
-MASKS = f'{PART}prompt and mask tokens", "P": '
-BEGINS = {
-    "": '<!doctype html>|<svg |{\n "', "train prompts": r'{"prompt": "[^\n]*"}\n',
-    "bita train": f"{MASKS}[1-9]", "masks train": f"{MASKS}0",
-    "medusa train": f'{PART}(medusa|hydra) heads"', "masks tune": f'{PART}a SPACE tuning"',
-    "eagle train": f'{PART}an EAGLE layer"', "eagle3 train": f'{PART}an EAGLE-3 layer"',
-    "dflash train": f'{PART}a DFlash draft"', "early_exit train": f'{PART}an early exit"',
-    "layerskip tune": f'{PART}a LayerSkip tuning"', "rest build": f'{PART}a REST datastore"',
-    "hybrid fit": '{"model": [^"]*"trust": ',
-    "draft_verify search": '{"model": [^"]*"attention": ',
-    "sequoia calibrate": r'{"target": \[', "cllm collect": '{"model": "[^"]*", "n": ',
-    "online serve": '{"prompt": [^"]*"answer": [^"]*"drafted": '}
+FIGURES = r'<!doctype html>|<svg |{\n "'  # how pages, pictures and figures begin
 
 
 # ------------------------------------------------------------------------ before any work
 
-def check_result(option: str, path: Path, reads: Iterable = (), made_by: str = "",
-                 folder: bool = False) -> None:
+def check_result(option: str, path: Path, begins: str = FIGURES, folder: bool = False) -> None:
     """Raise an error for a wrong place of a result, before any work is done.
+
+    A result never takes the place of something else. A training may have taken days, and its file
+    is quickly lost by an option that is taken from an older command line.
 
     option   the option that gave the place, as its keyword argument is written
     path     the place
-    reads    paths and names of all that the same command reads. None is skipped
-    made_by  the command, which may replace what it made before. Empty: a page or figures
-    folder   whether it makes a folder, and not a file
-    raises   InputError for something that is read, for a file or folder of another origin, and for
-             a place where nothing can be written
+    begins   a pattern of how a file begins that may be there already, because it is made again in
+             seconds or because a stopped run goes on with it. Empty: there is no such file
+    folder   whether the result is a folder, and not a file
+    raises   InputError if something else is there, and if nothing can be written there
     """
-    wanted = "folder" if folder else "file"
-    expected = f"--{option} must be a {wanted} that can be written, got {str(path)!r}"
-    try:
-        for read in reads:
-            if read is not None and os.path.realpath(path) == os.path.realpath(read):
-                raise InputError(f"--{option} must be no {wanted} that the command itself reads or "
-                                 f"works in, got {str(path)!r}")
-        if path.exists():
-            check_replaceable(path, expected, made_by, folder)
+    with explain_errors(f"a new {'folder' if folder else 'file'} for --{option}", path):
+        if path.exists() and not is_replaceable(path, begins, folder):
+            raise ValueError("it is there already")
         above = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
         if not (above.is_dir() and os.access(above, os.W_OK)):
-            raise InputError(f"{expected}: nothing can be written into {str(above)!r}")
-    except OSError as error:
-        raise InputError(f"{expected}: {error.strerror}") from error
+            raise ValueError(f"nothing can be written into {str(above)!r}")
 
 
-def check_replaceable(path: Path, expected: str, made_by: str, folder: bool) -> None:
-    """Refuse what exists, unless the same command has made it.
+def is_replaceable(path: Path, begins: str, folder: bool) -> bool:
+    """Tell whether nothing is lost if a result takes the place of what is there.
 
-    path, made_by, folder  as `check_result` takes them
-    expected               how the message begins
+    The arguments are those of `check_result`.
     """
-    if not (path.is_dir() if folder else path.is_file()):
-        raise InputError(f"{expected}: it is none")
-    if not os.access(path, os.W_OK):
-        raise InputError(f"{expected}: Permission denied")
     if folder:
-        mark = path / MADE_BY
-        owner = mark.read_text(encoding="utf-8").strip() if mark.exists() else ""
-        ours = owner == made_by or not any(path.iterdir())
-    else:
-        with open(path, encoding="latin-1", newline="") as file:
-            begins = file.read(1 << 20).replace("\\", "")
-        ours = not begins or re.match(BEGINS[made_by], begins, re.DOTALL)
-    if not ours:
-        raise InputError(f"{expected}: it was not made by {made_by or 'this program'}, and would "
-                         "be lost")
-
-
-def sign_folder(folder: Path, made_by: str) -> None:
-    """Name in a folder the command that made it, which may make the folder again."""
-    write_text(folder / MADE_BY, f"{made_by}\n")
+        return path.is_dir() and not any(path.iterdir())
+    if not path.is_file():
+        return False
+    with open(path, "r+", encoding="latin-1") as file:  # an error if it cannot be written
+        start = file.read(1 << 20)
+    return not start or (begins != "" and re.match(begins, start) is not None)
 
 
 # ----------------------------------------------------------------------------- the writing
@@ -105,32 +68,18 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
     A writer that fails or is interrupted, as by a full disk, leaves what was there before.
 
-    path   the file or folder to make. The folders above it are made. In a folder that is there,
-           files of the same names are replaced
+    path   the file or folder to make, which takes the place of an older one. The folders above it
+           are made
     write  a function that makes the file or the folder at the path that it is given
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=PREFIX, dir=path.parent) as folder:
+    with TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
         fresh = Path(folder) / path.name
         write(fresh)
-        if fresh.is_dir() and path.is_dir():
-            replace_files(fresh, path)
-        else:
-            os.replace(fresh, path)
-
-
-def replace_files(fresh: Path, folder: Path) -> None:
-    """Move all files of a fresh folder into an older one, whose own weights go.
-
-    transformers would load weights of the older model where the fresh one has other files.
-    """
-    names = {file.name for file in fresh.iterdir()}
-    for file in folder.glob("*.safetensors*"):
-        if file.name not in names:
-            file.unlink()
-    for name in sorted(names):
-        os.replace(fresh / name, folder / name)
+        if fresh.is_dir() and path.is_dir():  # the older folder goes with the temporary one
+            os.replace(path, Path(folder) / f"{path.name}.old")
+        os.replace(fresh, path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -149,14 +98,12 @@ def save_model(folder: Path, model, tokenizer) -> None:
 # ---------------------------------------------------------------- why a file cannot be read
 
 def check_file(path: str | Path) -> None:
-    """Raise a ValueError for a folder, and for a pointer of git-lfs that stands for a file.
+    """Raise a ValueError for a pointer of git-lfs that stands for a file, an OSError for a folder.
 
-    Readers of tensors only say "No such device" and "header too large" of them.
+    Readers of tensors only say "header too large" and "No such device" of them.
 
     path   the file
     """
-    if Path(path).is_dir():
-        raise ValueError(f"{Path(path).name} is a folder, not a file")
     with open(path, "rb") as file:
         if file.read(30).startswith(b"version https://git-lfs"):
             raise ValueError(f"{Path(path).name} is a pointer of git-lfs, not the file itself: git "
@@ -182,6 +129,21 @@ def explain(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else shorten(error)
 
 
+@contextmanager
+def explain_errors(expected: str, path: str | Path):
+    """Turn any error in reading or writing a file into an InputError, which names the file.
+
+    Readers of the file formats raise all kinds, and so does what is made of a wrong header.
+
+    expected  how the message describes a good file
+    path      the file
+    """
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"expected {expected}, got {str(path)!r}: {explain(error)}") from error
+
+
 def read_json(path: str | Path):
     """Return what a JSON file holds. Windows may have put a byte order mark before its text."""
     return json.loads(Path(path).read_text(encoding="utf-8-sig"))
@@ -201,13 +163,10 @@ def read_kept(file) -> list:
     lines = [line for line in file if line.endswith(b"\n")]
     file.truncate(sum(map(len, lines)))
     rows = []
-    for line in lines:
-        try:
+    for number, line in enumerate(lines, 1):
+        with explain_errors(f"JSON that an earlier run kept in line {number}; without the file all "
+                            "is made anew", file.name):
             rows.append(json.loads(line))
-        except ValueError as error:
-            raise InputError("expected what an earlier run kept, got a damaged line "
-                             f"{len(rows) + 1} in {file.name}; without the file it is made "
-                             "anew") from error
     return rows
 
 

@@ -5,12 +5,11 @@
     layers   some layers are copied into a smaller model, to be trained, saved and loaded
 """
 import copy
-import json
 from contextlib import ExitStack, contextmanager
 from typing import Callable, Iterable
 
 from common import CachedLM, InputError
-from training.files import shorten
+from training.files import explain_errors
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -126,12 +125,12 @@ def tap_widths(model, taps: list[int]) -> list[int]:
 
 
 @contextmanager
-def tap_layers(model, taps: list[int], seen: list):
+def tap_layers(model, taps: list[int] | None, seen: list):
     """Keep what enters some layers in every pass of a model, until the `with` block ends.
 
     model   the target
     taps    numbers of layers, in ascending order. The number of all layers stands for what the LM
-            head reads
+            head reads, and so does None
     seen    a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
     """
     def keep_input(module, args, kwargs) -> None:
@@ -141,7 +140,7 @@ def tap_layers(model, taps: list[int], seen: list):
         seen.append(output[0])
 
     with ExitStack() as hooks:
-        for i in taps:
+        for i in taps or [depth_of(model)]:
             if i < depth_of(model):
                 layer = list_layers(model)[i]
                 hook = layer.register_forward_pre_hook(keep_input, with_kwargs=True)
@@ -152,19 +151,17 @@ def tap_layers(model, taps: list[int], seen: list):
 
 
 class FeatureLM(CachedLM):
-    """Be a CachedLM that keeps what the LM head read.
+    """Be a CachedLM that keeps what the LM head read, or what enters some layers.
 
     features   [n, d], of the rows of the last call. After `start`: of all tokens of the text
-    taps       the number of all layers, whose tap is what the LM head read. In `tap_target` other
-               numbers of layers, whose inputs are the features then
+    taps       numbers of layers, whose inputs are the features, as `start` is given them. None:
+               the features are what the LM head read
     """
+    taps = None
+    parts = None  # the features of each part of a prompt, while there is one
 
-    def __init__(self, model, vocab: int | None = None):
-        super().__init__(model, vocab)
-        self.taps = [depth_of(model)]
-        self.parts = None  # the features of each part of a prompt, while there is one
-
-    def start(self, ids: list[int], prefix: list[tuple] = ()) -> None:
+    def start(self, ids: list[int], prefix: list[tuple] = (), taps: list[int] | None = None):
+        self.taps = taps
         self.parts = []
         super().start(ids, prefix)
         self.features = torch.cat(self.parts) if self.parts else self.weight[:0]
@@ -202,22 +199,6 @@ class BlockLM(CachedLM):
         return positions, mask
 
 
-@contextmanager
-def tap_target(target: FeatureLM, taps: list[int]):
-    """Make what enters some layers the features of a target, until the `with` block ends.
-
-    target  its `features` [n, t] are then what was tapped in the last call, where t is the width of
-            all taps
-    taps    numbers of layers, as for `tap_layers`
-    """
-    before = target.taps
-    target.taps = taps
-    try:
-        yield
-    finally:
-        target.taps = before
-
-
 # ------------------------------------------------------------------------------------------- views
 # A view of a model is a model of its own that has only some of the layers, and copies no weights.
 #
@@ -249,7 +230,7 @@ def view(model, first: int, last: int, end: torch.nn.Module | None = None):
     decoder, layers = new.get_decoder(), list_layers(new)
     del layers[last:]
     del layers[:first]
-    keep_entries(new.config.get_text_config(), range(first, last))
+    renumber(new.config.get_text_config(), range(first, last))
     if last < depth_of(model):
         # The norm moves from the decoder, whose output is the features, to the LM head.
         norm = name_norm(decoder)
@@ -320,36 +301,21 @@ def move_counts(part: CachedLM, whole: CachedLM) -> None:
 # what the model itself computes when all its other layers pass their input on.
 
 
-def keep_entries(text, numbers: Iterable[int]) -> None:
-    """Keep what a configuration says of some layers in its lists with an entry for each layer.
+def renumber(text, numbers: Iterable[int]) -> None:
+    """Keep what a configuration says of some layers, by the new numbers of these layers.
 
     text      the configuration of a model that reads text only, which is changed
     numbers   the layers that are kept, in ascending order
     """
     total = text.num_hidden_layers
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == total and "token_id" not in name:
+    for name, value in [*vars(text).items()]:
+        if name in NUMBERS and value is not None:
+            setattr(text, name, [new for new, old in enumerate(numbers) if old in value])
+        elif name in COUNTS and value is not None:
+            setattr(text, name, sum(old < value for old in numbers))
+        elif isinstance(value, list) and len(value) == total and "token_id" not in name:
             setattr(text, name, [value[old] for old in numbers])
     text.num_hidden_layers = len(numbers)
-
-
-def renumber(config, numbers: list[int]):
-    """Copy a model's configuration, and keep in the copy what it says of some layers.
-
-    config    the configuration of a model that reads text only
-    numbers   the layers that are kept, in ascending order
-    returns   the copy, as it would be read back from a file
-    """
-    text = copy.deepcopy(config)
-    for name in NUMBERS:
-        if getattr(text, name, None) is not None:
-            listed = getattr(text, name)
-            setattr(text, name, [new for new, old in enumerate(numbers) if old in listed])
-    for name in COUNTS:
-        if getattr(text, name, None) is not None:
-            setattr(text, name, sum(old < getattr(text, name) for old in numbers))
-    keep_entries(text, numbers)
-    return type(text).from_dict(json.loads(text.to_json_string()))
 
 
 def copy_weights(model, small, numbers: list[int]) -> None:
@@ -393,11 +359,11 @@ def take_layers(model, numbers: list[int], **changes):
               layers alone
     """
     text = model.config.get_text_config()
-    try:
+    with explain_errors(f"a model whose layers {numbers} can be a model", type(model).__name__):
         # A model that reads images too has a text model inside, which alone is made.
-        config = renumber(text, numbers)
-        for name, value in changes.items():
-            setattr(config, name, value)
+        config = copy.deepcopy(text)
+        renumber(config, numbers)
+        config = type(text).from_dict(config.to_dict() | changes)  # as it would be read from a file
         # The new model begins with random weights. Drawing them must not change what is drawn
         # later.
         with torch.random.fork_rng():
@@ -406,6 +372,3 @@ def take_layers(model, numbers: list[int], **changes):
         small = small.to(model.device).eval()
         copy_weights(model, small, numbers)
         return small
-    except Exception as error:  # each family has its own ways of refusing a configuration
-        raise InputError(f"layers {numbers} of {type(model).__name__} cannot be made into a model "
-                         f"of their own: {type(error).__name__}: {shorten(error)}") from error

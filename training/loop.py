@@ -44,12 +44,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, eos_ids
-from training.files import read_kept, shorten, write_whole
+from training.files import explain_errors, read_kept, write_whole
 from training.layers import context_length
 from training.parts import require
 
-PAUSE = 120  # the fewest seconds between two checkpoints
-SHARE = 20  # training goes on for so many times the seconds that writing a checkpoint took
+PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
 TOKENS = 16_384  # the most tokens that texts have which a model reads or answers at once
 LOGITS = 2 ** 25  # the most logits that a loss has at once: 128 MiB in float32
 TEXTS = 16  # the most texts whose rows are learnt from in a pass, where a part learns from rows
@@ -112,7 +111,7 @@ class Settings:
 
     A training explains the following options only where they mean something else.
 
-    out:    the file or the folder to make
+    out:    the file or the folder to make, which must be new
     work:   the folder of the answers and the checkpoints. The default is OUT.work
     vocab:  how many of the most frequent tokens a part can guess, 0 or more. 0 stands for all
     max_new_tokens: the most tokens of an answer, 1 or more
@@ -177,11 +176,11 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
     yields       for each prompt its number and the token ids of its answer, in the order of
                  `split_by_tokens`. An EOS that ended an answer stays
     """
-    how = {}
-    if temperature > 0:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    sampled = temperature > 0
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) or None,
-                              pad_token_id=0, **how)  # padding is masked before, cut off after
+                              do_sample=sampled, temperature=temperature if sampled else None,
+                              top_k=0 if sampled else None,
+                              pad_token_id=0)  # padding is masked before, cut off after
     # Prompts are filled up on the left, so that all answers begin at the same place.
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     for numbers in split_by_tokens(prompts, limit):
@@ -245,10 +244,9 @@ def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, out: P
              tokens or more
     """
     longest = min(context_length(model), SETTINGS.get().max_length)
-    option, given = "data", SETTINGS.get().pairs
-    pairs = given
+    option, pairs = "data", SETTINGS.get().pairs
     if pairs is None:
-        option, given = "prompts", prompts
+        option = "prompts"
         require(limit < longest, "max_new_tokens", f"below {longest}, the most tokens of a text",
                 limit)
         fitting = [p for p in prompts if len(p) <= longest - limit]
@@ -261,7 +259,7 @@ def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, out: P
     require(len(data) > 1, option, "2 or more that leave room for an answer of 2 tokens or more",
             len(data))
     print(f"{len(data)} answers of {sum(len(a) for _, a in data):,} tokens; "
-          f"{len(given) - len(data)} others repeated, without room or too short")
+          f"{len(prompts) - len(data)} others repeated, without room or too short")
     random.Random(seed).shuffle(data)
     return data
 
@@ -569,16 +567,14 @@ class Training:
                     max_value, seed, [type(x).__name__ for x in self.optimizers])
         self.file = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             self.file = folder / f"{name}-{digest(parameters, settings)}.pt"
         self.saved_at = time.monotonic()
-        self.save_seconds = 0.0
         if self.file and self.file.exists():
             self.load()
 
     def load(self) -> None:
         """Read the checkpoint, so that the run goes on from there."""
-        try:
+        with explain_errors("a checkpoint; without it the run begins anew", self.file):
             state = torch.load(self.file, weights_only=True, map_location="cpu")
             with torch.no_grad():
                 for name, p in self.parameters.items():
@@ -587,9 +583,6 @@ class Training:
                 optimizer.load_state_dict(saved)
             self.done = state["done"]
             self.curve = state["curve"]
-        except Exception as error:  # torch raises errors of many kinds for a damaged file
-            raise InputError(f"expected a checkpoint that can be read, got {self.file}; without it "
-                             "the run begins anew") from error
 
     def save(self) -> None:
         """Write a checkpoint, unless an update is half made; at any time the file is whole.
@@ -598,16 +591,11 @@ class Training:
         """
         if self.file is None or self.inside_update:
             return
-        began = time.monotonic()
         state = {"parameters": self.parameters, "done": self.done, "curve": self.curve,
                  "optimizers": [x.state_dict() for x in self.optimizers]}
-        try:
+        with explain_errors("a folder that takes a checkpoint", self.file.parent):
             write_whole(self.file, lambda fresh: torch.save(state, fresh))
-        except (OSError, RuntimeError) as error:  # torch raises the latter where a disk is full
-            raise InputError(f"expected a folder that takes a checkpoint, got {self.file.parent}: "
-                             f"{shorten(error)}") from error
         self.saved_at = time.monotonic()
-        self.save_seconds = self.saved_at - began
 
     def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
         """Make all updates that are left. Ctrl-C ends them and leaves a checkpoint, too.
@@ -630,10 +618,7 @@ class Training:
                     loss = self.update(loss_of)
                     bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                     bar.update()
-                    # A large model's checkpoint takes minutes. So at least SHARE times as long goes
-                    # by until the next one: checkpoints cost 5% of the time at most.
-                    age = time.monotonic() - self.saved_at
-                    if age > max(PAUSE, SHARE * self.save_seconds):
+                    if time.monotonic() - self.saved_at > PAUSE:
                         self.save()
                     self.evaluate_when_due(evaluate)
                 return self.curve

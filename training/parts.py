@@ -4,7 +4,6 @@
     save_trained              a file of a Part, which `load_trained` reads
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     save_facts, load_facts    a JSON file of what was measured
-    explain_errors            one line that names the file, in place of any error in reading it
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
@@ -16,12 +15,11 @@ A model's *fingerprint* is some of its embeddings. Every file holds the fingerpr
 that it was made for. So a file of another model is refused.
 """
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable
 
 from common import InputError, ancestor_mask, load, walk
-from training.files import check_file, explain, read_json, write_text, write_whole
+from training.files import check_file, explain_errors, read_json, write_text, write_whole
 from training.layers import FeatureLM
 
 import torch
@@ -72,21 +70,6 @@ def belongs(fingerprint: torch.Tensor, model) -> bool:
     # The cosine similarity of two models is near 0 if they were trained apart, and near 1 if one
     # was made from the other.
     return F.cosine_similarity(fingerprint.float().flatten(), here.flatten(), 0).item() > 0.5
-
-
-@contextmanager
-def explain_errors(expected: str, path: str | Path):
-    """Turn any error in reading a file into an InputError, which names the file.
-
-    Readers of the file formats raise all kinds, and so does what is made of a wrong header.
-
-    expected  how the message describes a good file
-    path      the file
-    """
-    try:
-        yield
-    except Exception as error:
-        raise InputError(f"expected {expected}, got {str(path)!r}: {explain(error)}") from error
 
 
 # ------------------------------------------------------------------------------ trained tensors
@@ -146,10 +129,9 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
     """
     expected = {name: tuple(p.shape) for name, p in parameters.items()}
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    wrong = {name for name in expected | shapes if expected.get(name) != shapes.get(name)}
-    if wrong:
-        wanted, given = ({name: some[name] for name in sorted(wrong) if name in some}
-                         for some in (expected, shapes))
+    wanted = dict(sorted(expected.items() - shapes.items()))
+    given = dict(sorted(shapes.items() - expected.items()))
+    if wanted or given:
         raise InputError(f"expected tensors {wanted}, got {str(path)!r} with {given}")
     for name, x in tensors.items():
         if not (x.is_floating_point() and x.float().isfinite().all()):  # float8 has no isfinite
@@ -166,10 +148,12 @@ class Part(torch.nn.Module):
     `trainable()` and `parameters()`.
 
     title   what it is, in words that an error message can use
+    taps    the layers whose inputs it reads (layers.py). None: it reads what the LM head reads
     facts   names of attributes that JSON can hold, which its file keeps
     vocab   [V'], the tokens that it can guess. None: it is for all tokens of the model
     """
     title = ""
+    taps = None
     facts = ("accept",)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
