@@ -55,7 +55,7 @@ def trace(method: str, tmp_path, *argv: str) -> list[dict]:
     """Decode with a method, and return the runs in its page."""
     page = tmp_path / "x.html"
     [function] = [x for x in METHODS if x.__name__ == method]
-    argv = ["--prompt", TEXT, "--trace", str(page), "--max-new-tokens", "24", *argv]
+    argv = ["--prompt", TEXT, "--trace", str(page), "--max-new-tokens", "12", *argv]
     assert main([function], lambda run: "", argv, lossy=[function]) == 0
     return data_of(page)["runs"]
 
@@ -64,12 +64,13 @@ def trace(method: str, tmp_path, *argv: str) -> list[dict]:
 def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embedded):
     """The page shows the method and, with --compare, token by token too."""
     monkeypatch.setattr("cli.loading.load", loaded)
+    monkeypatch.setattr("cli.trace.time_calls", lambda *_: [(2 ** i, 0.1) for i in range(8)])
     options = [x for name, value in OWN.get(method, {}).items() for x in (f"--{name}", value)]
     own, ar = trace(method, tmp_path, "--compare", *options)
     assert own["method"] == method and ar["method"] == "autoregressive"
     assert ar["lms"] == ["target"]
     for run in own, ar:
-        assert 0 < len(checked(run)) <= 24
+        assert 0 < len(checked(run)) <= 12
     assert capsys.readouterr().out.strip() == embedded[2].decode(
         checked(own), skip_special_tokens=True).strip()
     steps = [(call["ids"], call["best"]) for step in ar["rounds"] for call in step["calls"]]
