@@ -19,7 +19,7 @@ from training.loop import Settings
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 LIMITS = {"root": 1150, "cli": 1130, "models": 1050, "results": 1166, "survey": 3000,
-          "training": 1140, "tests": 8000}  # lines of code; prose has no limit
+          "training": 1140, "tests": 7944}  # lines of code; prose has no limit
 
 
 def name_of(file: str) -> str:
