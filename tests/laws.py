@@ -16,9 +16,10 @@ from common import Sampler
 def law(logits_of, sample, prompt: list[int], n: int, vocab: int = 4) -> torch.Tensor:
     """Compute the probability of each continuation of n tokens, [vocab ** n], by the chain rule."""
     result = torch.ones([vocab] * n)
-    for tokens in itertools.product(range(vocab), repeat=n):
-        for i in range(n):
-            result[tokens] *= sample.probs(logits_of([*prompt, *tokens[:i]]))[tokens[i]]
+    for i in range(n):
+        for tokens in itertools.product(range(vocab), repeat=i):
+            probs = sample.probs(logits_of([*prompt, *tokens]))
+            result[tokens] *= probs.view(vocab, *[1] * (n - 1 - i))
     return result.flatten()
 
 

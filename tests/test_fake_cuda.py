@@ -66,15 +66,6 @@ def test_what_cuda_takes_and_what_is_counted():
         assert not there.cpu().is_cuda and copy.deepcopy(there).is_cuda
 
 
-def test_a_replay_is_blind_to_what_is_no_input():
-    with FakeCuda() as gpu:
-        numbers = [2.0]
-        replay = in_a_capture(lambda x: x * numbers[0] + 1)
-        numbers[0] = 3.0
-        assert replay(torch.ones(3, device="cuda")).tolist() == [3, 3, 3]
-        assert gpu.counts["replays"] == 1
-
-
 # ----------------------------------------------------------------------------------- trainings
 
 OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "survey.hybrid fit",
@@ -83,9 +74,9 @@ OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "survey.hybr
 
 @pytest.mark.parametrize("line", [*TRAININGS, *OTHERS])
 def test_a_training_runs_on_the_simulated_gpu(line, tmp_path, monkeypatch):
-    """It makes a few steps, and whatever comes before and after them."""
+    """It makes two steps, and whatever comes before and after them."""
     monkeypatch.setattr(sequoia, "TOKENS", 4)
-    changes = {}
+    changes = {"steps": 2} if line in TRAININGS else {}
     with FakeCuda() as gpu, use_settings(Settings(recompute=True)):
         model = make_llama().to("cuda")
         if line == "survey.hybrid fit":

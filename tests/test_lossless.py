@@ -1,11 +1,11 @@
 """Every lossless method gives the target's own output: in greedy decoding token by token, in
 sampling with the same probability for each text. This is the page to open first if you doubt it.
 
-It proves that for tiny random models in float32. They are of 16 families for a method that reads
-more of a model than logits, and of three families for the others. It does not prove that a trained
-part guesses well, that anything is fast, or that half precision rounds alike. The tests of the
-single methods check that each of them is its paper's method. That text is cut rightly at a limit or
-at the end of an answer is in test_common.py.
+It proves that for tiny random models in float32. They are of 16 families for each way in which a
+method reads more of a model than logits, and of three families for the others. It does not prove
+that a trained part guesses well, that anything is fast, or that half precision rounds alike. The
+tests of the single methods check that each of them is its paper's method. That text is cut rightly
+at a limit or at the end of an answer is in test_common.py.
 
 METHODS is the one table. A line says how a method is run on a tiny random model: with which drafts,
 options and trained part. Random numbers stand in for training, since guesses may be as bad as they
@@ -31,6 +31,7 @@ A new method joins by one line. MJSD, MJGD and Medusa's typical acceptance are l
 rounds are compared (LOSSY). BiLD and SpecDec are here with the options that make them exact."""
 import copy
 import functools
+import itertools
 from contextlib import nullcontext
 from typing import Callable, NamedTuple
 
@@ -60,10 +61,10 @@ from toy_tokenizers import TOKENIZERS
 
 ALL = FAMILIES | MORE_FAMILIES
 # Three families have all that a method can meet that only feeds tokens and reads logits: rotary
-# positions, positions from a table, and layers with windows.
+# positions, positions from a table, and layers with windows. They suffice as well for a method that
+# reads of a model what another one reads too: LayerSkip as an early exit, PaSS and SPACE as BiTA.
 THREE = ["llama", "gpt2", "gemma3"]
-PLAIN = [jacobi, cllm, speculative, ouroboros, several_drafts, lossy, cascade, recycling,
-         another_tokenizer, rest, sequoia]
+READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, triforce]
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
 near = functools.cache(families.near)  # the same draft wherever a line names it
 
@@ -156,7 +157,8 @@ METHODS = {
         several_drafts.specinfer, dict(gamma=4, K=2), [near(model, 0.05), near(model, 0.1)],
         dict(gamma=1, K=2)),
     "spectr": lambda model: Line(
-        several_drafts.spectr, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
+        several_drafts.spectr, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2),
+        vocab=2),
     "bild, rollback 0": lambda model: Line(
         lossy.bild, dict(gamma=4, fallback=0.1, rollback=0.0), [near(model, 0.02)]),
     "specdec, beta 1": lambda model: Line(
@@ -189,7 +191,7 @@ METHODS = {
         eagle3.eagle3, dict(nodes=9, trained=eagle3_layer(model)), few=dict(nodes=3)),
     "dflash": lambda model: Line(
         dflash.dflash, dict(nodes=9, trained=rand(dflash.BlockDraft(model, [0, 2], B=4, markov=8))),
-        few=dict(nodes=3)),
+        few=dict(nodes=2), vocab=2),
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),
         few=dict(nodes=3)),
@@ -239,9 +241,8 @@ METHODS = {
         memo=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
 }
 REFUSED = {  # families that a method says it cannot run, with one transformers or another
-    "bita": ["deepseek-v3"], "bita, full tree": ["deepseek-v3"], "pass": ["deepseek-v3"],
-    "triforce": ["gemma2", "stablelm", "gpt-oss"], "early_exit": ["gpt2", "opt"],
-    "layerskip": ["gpt2", "opt"]}
+    "bita": ["deepseek-v3"], "triforce": ["gemma2", "stablelm", "gpt-oss"],
+    "early_exit": ["gpt2", "opt"], "layerskip": ["gpt2"]}
 
 
 def chunks_of(line: Line, target: TimedLM, prompt: list[int], run_as: type = TimedLM, **options):
@@ -272,26 +273,26 @@ def check_greedy(name: str, model, prompt: list[int], n: int, run_as: type = Tim
 
 def list_rows() -> list[tuple[str, str]]:
     """List each method with the families that it is run over."""
-    rows, known = [], {module.__name__ for module in PLAIN}
+    rows, reading = [], {module.__name__ for module in READING}
     for name in METHODS:
         file = METHODS[name](model_of("llama")).method.__module__
-        rows += [(name, family) for family in (THREE if file in known else ALL)]
-        known.add(file)  # its other lines have nothing more that depends on the family
+        rows += [(name, family) for family in (ALL if file in reading else THREE)]
+        reading.discard(file)  # its other lines have nothing more that depends on the family
     return rows
 
 
 @pytest.mark.parametrize("name, family", list_rows())
 def test_greedy_text_is_autoregressive_text(name, family, monkeypatch):
-    """In some families the text goes to the last token of the context, where tables of positions
-    end. Prompts have three tokens, and in some families also one token, or as many as nearly fill
-    the context, which are cached in parts."""
+    """The text is longer than any window. In some families there are two more: one follows a prompt
+    of one token, and one goes to the last token of the context, where tables of positions end. Its
+    prompt is cached in parts."""
     model = model_of(family)
     if family in REFUSED.get(name, []):
         with pytest.raises(InputError):
             check_greedy(name, model, PROMPT, 1)
         return
-    check_greedy(name, model, PROMPT, END - len(PROMPT) if family in [*THREE, "opt"] else 20)
-    if family in THREE:
+    check_greedy(name, model, PROMPT, 16)
+    if family in [*THREE, "opt"]:
         monkeypatch.setattr(CachedLM, "PART", 16)
         check_greedy(name, model, [2] * (END - 5), 5)
         check_greedy(name, model, [5], 4)
@@ -366,15 +367,12 @@ def test_rounds_are_those_without_caches(name, monkeypatch):
     assert accepted > 0 or name in ("bild, rollback 0", "another_tokenizer")
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", sorted({*METHODS} - {"triforce"}))
 def test_greedy_text_in_passes_of_few_shapes(name):
-    """Up to the end of the context: there the passes that are filled up reach furthest beyond."""
+    """Up to the end of the context: there the passes that are filled up reach furthest beyond.
+    TriForce reaches into a pass, and is refused (test_cli.py)."""
     family = "llama" if name in ("early_exit", "layerskip") else "gpt2"
-    if name == "triforce":  # it reaches into a pass
-        with pytest.raises(InputError, match="^--graphs "):
-            check_greedy(name, model_of(family), PROMPT, 1, GraphedLM)
-    else:
-        check_greedy(name, model_of(family), PROMPT * 10, 10, GraphedLM)
+    check_greedy(name, model_of(family), PROMPT * 10, 10, GraphedLM)
 
 
 # ---------------------------------------------------------------------------------- a GPU
@@ -388,11 +386,12 @@ def gpu(request):
         yield gpu
 
 
-def texts_on(device: str, name: str, run_as=TimedLM) -> list[list[int]]:
-    """Write a short greedy text and a short sampled one with all models on a device."""
+def texts_on(device: str, name: str, run_as=TimedLM) -> list[list[list[int]]]:
+    """Write two chunks of a greedy text and two of a sampled one with all models on a device: the
+    second round goes on from what the first one kept."""
     model = model_of("llama", device)
     line = METHODS[name](model)
-    return [tokens_of(chunks_of(line, run_as(model), PROMPT, run_as, sample=sample), 5)
+    return [[*itertools.islice(chunks_of(line, run_as(model), PROMPT, run_as, sample=sample), 2)]
             for sample in (Sampler(0), Sampler(0.7, seed=1))]
 
 
@@ -406,7 +405,7 @@ def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, gpu):
     to call must be an input of a captured graph, since a replay is blind."""
     greedy, sampled = texts_on("cpu", name)
     found = texts_on("cuda" if gpu else "cuda:0", name, run_as)  # so each has models of its own
-    assert found[0] == greedy and len(found[1]) == len(sampled)
+    assert found[0] == greedy and len(found[1]) == 2
     if gpu is not None:  # a real GPU has other random numbers, and counts nothing
         assert found[1] == sampled
         assert gpu.counts["launches"] > 100 or gpu.counts["replays"] > 4

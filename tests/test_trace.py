@@ -49,8 +49,9 @@ loaded = functools.cache(load)
 def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embedded):
     """The page shows the method and, with --compare, token by token too."""
     monkeypatch.setattr("cli.loading.load", loaded)
+    monkeypatch.setattr("cli.trace.time_calls", lambda *_: [(2 ** i, 0.1) for i in range(8)])
     page, own = tmp_path / "x.html", OWN.get(method.__name__, [])
-    argv = ["--prompt", TEXT, "--trace", str(page), "--max-new-tokens", "24", "--compare", *own]
+    argv = ["--prompt", TEXT, "--trace", str(page), "--max-new-tokens", "12", "--compare", *own]
     assert main([method], lambda run: "", argv, lossy=[method]) == 0
     # The data are parsed back, as a browser's script does it.
     data = re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1]
@@ -58,7 +59,7 @@ def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embed
     assert own["method"] == method.__name__
     assert (ar["method"], ar["lms"]) == ("autoregressive", ["target"])
     for run in own, ar:
-        assert 0 < len(checked(run)) <= 24
+        assert 0 < len(checked(run)) <= 12
     assert capsys.readouterr().out.strip() == embedded[2].decode(
         checked(own), skip_special_tokens=True).strip()
     # Greedy calls of one row: the likeliest token is the choice.
