@@ -76,8 +76,8 @@ import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
 from speculative import verify_block as verify
 from training.layers import move_counts
-from training.loop import (compute_in_parts, count_tokens, divergence_in_parts, fit_part,
-                           guess_answers, prepare_training, read_answers, sample_alike, warm_linear)
+from training.loop import (Pair, compute_in_parts, count_tokens, divergence_in_parts, fit_part,
+                           prepare_training, read_answers, sample_alike, warm_linear)
 from training.low_rank import Tuned, prepare_changes
 from training.parts import MODELS, load_trained, require, save_trained, score_with
 
@@ -237,6 +237,22 @@ def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64)
         hits = hits + (guesses == labels)[whole].cumprod(-1).sum(0)
         total = total + whole.sum()
     return (hits / total.clamp(min=1)).tolist() if data else [0.0] * len(masks)
+
+
+def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let the model guess each token of answers from the true tokens before it.
+
+    Eight pairs are read at once, since the logits of a hundred may not fit in memory.
+
+    returns  the model's likeliest tokens [N], and the N tokens of all answers
+    """
+    guesses, labels = [], []
+    for i in range(0, len(pairs), 8):
+        hidden, tokens = read_answers(model, pairs[i:i + 8])
+        # Scaling and capping of logits leave the likeliest token as it is.
+        guesses.append(model.get_output_embeddings()(hidden).argmax(-1))
+        labels.append(tokens)
+    return torch.cat(guesses), torch.cat(labels)
 
 
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, k: int = 4,

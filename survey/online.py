@@ -34,9 +34,9 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-from common import CachedLM, Sampler, eos_ids, greedy, until, vocab_size
+from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size
 from speculative import speculative
-from training.files import check_result, cut_stream, save_model
+from training.files import check_result, read_kept, save_model
 from training.layers import FeatureLM, context_length, move_counts
 from training.loop import Training, digest, divergence_in_parts
 from training.parts import MODELS, draft_for, require, score_with
@@ -171,6 +171,28 @@ def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
 
 # ---------------------------------------------------------------------------------- a stream
+
+def cut_stream(file, prompts: list[list[int]], requests: int, every: int) -> None:
+    """Cut a file of answers after the last answer that the draft has learnt from.
+
+    file      a file of JSON lines, opened with "a+b"
+    prompts   all prompts of the stream, in their order
+    requests  how many of the first prompts the draft has learnt from
+    every     how many prompts are served before each step. So an earlier run may have answered as
+              many prompts more, of which the draft has not learnt yet
+    raises    InputError unless the file has the answers to the first prompts, to at least
+              `requests` and at most `requests` + `every` of them, and nothing else
+    """
+    answered = [row["prompt"] for row in read_kept(file)]
+    few = requests <= len(answered) <= requests + every
+    if not few or answered != prompts[:len(answered)]:
+        raise InputError(f"--out must hold the answers to the first {requests} prompts, of which "
+                         f"the draft has learnt, or be a new file, got {file.name}")
+    file.seek(0)
+    for _ in range(requests):
+        file.readline()
+    file.truncate()
+
 
 def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           draft: str = f"{MODELS}/draft", gamma: int = 6, every: int = 2,

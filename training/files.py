@@ -9,7 +9,6 @@
     shorten        puts an error or a message on one short line; `explain` does so with a reader's
     read_json      reads a JSON file
     read_kept      reads the lines of JSON that a stopped run has kept
-    cut_stream     takes away the answers that a stream has to give again
 """
 import json
 import os
@@ -168,25 +167,3 @@ def read_kept(file) -> list:
                             "is made anew", file.name):
             rows.append(json.loads(line))
     return rows
-
-
-def cut_stream(file, prompts: list[list[int]], requests: int, every: int) -> None:
-    """Cut a file of answers after the last answer that the draft has learnt from.
-
-    file      a file of JSON lines, opened with "a+b"
-    prompts   all prompts of the stream, in their order
-    requests  how many of the first prompts the draft has learnt from
-    every     how many prompts are served before each step. So an earlier run may have answered as
-              many prompts more, of which the draft has not learnt yet
-    raises    InputError unless the file has the answers to the first prompts, to at least
-              `requests` and at most `requests` + `every` of them, and nothing else
-    """
-    answered = [row["prompt"] for row in read_kept(file)]
-    few = requests <= len(answered) <= requests + every
-    if not few or answered != prompts[:len(answered)]:
-        raise InputError(f"--out must hold the answers to the first {requests} prompts, of which "
-                         f"the draft has learnt, or be a new file, got {file.name}")
-    file.seek(0)
-    for _ in range(requests):
-        file.readline()
-    file.truncate()

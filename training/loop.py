@@ -342,22 +342,6 @@ def read_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.inference_mode()
-def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the model guess each token of answers from the true tokens before it.
-
-    Eight pairs are read at once, since the logits of a hundred may not fit in memory.
-
-    returns  the model's likeliest tokens [N], and the N tokens of all answers
-    """
-    guesses, labels = [], []
-    for i in range(0, len(pairs), 8):
-        hidden, tokens = read_answers(model, pairs[i:i + 8])
-        # Scaling and capping of logits leave the likeliest token as it is.
-        guesses.append(model.get_output_embeddings()(hidden).argmax(-1))
-        labels.append(tokens)
-    return torch.cat(guesses), torch.cat(labels)
-
-
 def find_frequent(data: list[Pair], n: int) -> list[int]:
     """Find the n most frequent tokens of prompts and answers, or all where there are fewer."""
     counts = Counter(token for prompt, answer in data for token in prompt + answer)
