@@ -228,8 +228,9 @@ def test_a_date_in_what_is_learnt_stays_the_same(embedded, chat):
 TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tom has 3"},
         {"role": "assistant", "content": " apples"}]
 ASKED, SAID = TALK[1:]
-TEMPLATE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>{% if m.thinking %}"
-            "({{ m.thinking }}){% endif %}{{ m.content | replace('\n\n', '\n') }}{% endfor %}"
+TEMPLATE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>"
+            "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+            "{{ m.content | replace('\n\n', '\n') }}{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% endif %}")
 # This one opens a thought, and leaves the thoughts of answers out.
 OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>").replace(
