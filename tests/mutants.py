@@ -585,6 +585,8 @@ def find_modules(file: str) -> set[str]:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= {word.removesuffix(".py").replace("/", ".") for word in node.value.split()}
+    if "trainings.TRAININGS" in found:  # the command lines of trainings name files
+        found |= find_modules("tests/trainings.py")
     return found
 
 
