@@ -82,9 +82,9 @@ def test_plans_are_trees_of_each_size_and_depth(dynamic, levels, seconds, monkey
     draft = SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20))
     plans = [*module.plan_eagle(draft, "draft", "target", dynamic)]
     assert len(plans) == sum(len(best_tree(ACCEPT[:depth], 64)) for depth in range(5))
-    assert plans[0] == ((1, [], dynamic), 1.0, 5.0)
-    assert ((3, [1], dynamic), pytest.approx(1.92), pytest.approx(17.7)) in plans
-    assert ((5, levels, dynamic), pytest.approx(2.3616), pytest.approx(seconds)) in plans
+    assert plans[0] == ((1, []), 1.0, 5.0)
+    assert ((3, [1]), pytest.approx(1.92), pytest.approx(17.7)) in plans
+    assert ((5, levels), pytest.approx(2.3616), pytest.approx(seconds)) in plans
 
 
 # ------------------------------------------------------------------------------------ training
