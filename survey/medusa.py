@@ -34,13 +34,13 @@ The output is the target's own, greedily or with one sample of the target at eac
 
 Departures:
 - LM heads. Paper: each head trains its own. Here: all share the model's, which is frozen, as in the
-  released code. Why: LM heads would multiply a file of a few MB. Released heads keep their own.
+  released code. Why: LM heads would multiply a file of a few MB. Released heads may have their own.
 - Training. Paper: 5 heads, and whole texts of ShareGPT in a step. Here: 4 heads (`--K`), and random
   positions of the model's own answers. Why: verification asks for the model's own tokens.
 - The tree. Paper: 64 nodes, planned by accuracies of all positions. Here: as many as pay
   (`--nodes`), planned by positions where each earlier head has the right token among its ten
   likeliest. Why: only there a node is reached, and rows cost time on a CPU.
-- Hydra. Paper: R_k begins at random. Here: R_k z = f. Why: it then says what the LM head says.
+- Hydra. Paper: R_k begins at random. Here: R_k z = f. Why: a head then begins as the LM head does.
 """
 import random
 import sys
@@ -53,8 +53,8 @@ from survey.clock import Node, best_tree, fastest, row_costs
 from training.layers import FeatureLM
 from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
-from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                            require, save_trained)
+from training.parts import (MODELS, Part, fill, head_for, load_trained, match_type, require,
+                            save_trained, score_with)
 from training.released import (MEDUSA_TREE, RANKS, is_released, read_head, require_all_tokens,
                                write_head)
 
@@ -154,16 +154,16 @@ def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
         yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
 
 
-def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
+def heads_loss(trained: Heads, model, score: Callable, f: torch.Tensor,
                tokens: torch.Tensor) -> torch.Tensor:
     """Compute the loss of all heads: the sum over k of DECAY^k times the mean loss of head k.
 
-    A mean is over positions with a label. The arguments are those of `head_states`, and to_logits,
-    which scales or caps the LM head's output where the model does so.
+    A mean is over positions with a label. The other arguments are those of `head_states`.
+
+    score   turns what the LM head reads into logits [..., V'] (parts.score_with)
     """
     def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = to_logits(trained.lm_head(x).float())
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+        return F.cross_entropy(score(x), labels, ignore_index=-100, reduction="none")
     loss = 0.0
     for k, x, labels in head_states(trained, model, f, tokens):
         each = compute_in_parts(losses_of, len(trained.vocab), x, labels)
@@ -226,6 +226,7 @@ def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
     """
     if trained.accept:
         return best_tree(trained.accept, nodes)
+    # A word is a node of the released tree: its digits are the ranks along the node's path.
     words = ["", *(word for word in MEDUSA_TREE if len(word) <= trained.K)][:nodes or MOST]
     return [Node(0.0, -1, 0, 0)] + [
         Node(0.0, words.index(word[:-1]), len(word), int(word[-1])) for word in words[1:]]
@@ -301,9 +302,8 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    tree = plan_medusa_tree(trained, nodes)  # the plan stays, its tokens change
+    tree = plan_medusa_tree(trained, nodes)  # a plan has no tokens, which differ in each round
     while True:
-        # The clock chooses, and may choose anew as the context grows.
         if nodes == 0 and trained.accept:
             tree = fastest(target, trained, lambda: plan_medusa(trained, target, f))
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
@@ -379,15 +379,16 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                             max_new_tokens=max_new_tokens)
     if vocab:
         trained.keep(find_frequent(data, vocab))
-    to_logits = logits_of(model)
+    score = score_with(model, trained.lm_head)
     states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
                                       data, trained.lm_head.weight.shape[1])
+    # How many positions `collect_features` takes of each pair:
     lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in data]
     measured = [*map(torch.cat, zip(*collect_features(model, held_out, trained.K)))]
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
-        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
+        return heads_loss(trained, model, score, f.to(trained.W[0].weight), tokens)
 
     def evaluate() -> tuple[dict, str]:
         accept = accuracy(trained, model, *measured)
