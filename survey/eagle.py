@@ -358,9 +358,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     if vocab:
         draft.keep(find_frequent(data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())
-    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
+    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, None), data,
                                  model.get_output_embeddings().weight.shape[1])
-    held_texts = compute_features(model, held_out)
+    held_texts = compute_features(model, held_out, None)
     # Embeddings and features differ in size. They are scaled to weigh the same at first.
     [(ids, features, _)] = texts_of([0])
     e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that

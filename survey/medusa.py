@@ -53,8 +53,8 @@ from survey.clock import Node, best_tree, fastest, row_costs
 from training.layers import FeatureLM
 from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
-from training.parts import (MODELS, Part, fill, head_for, load_trained, match_type, require,
-                            save_trained, score_with)
+from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+                            require, save_trained)
 from training.released import (MEDUSA_TREE, RANKS, is_released, read_head, require_all_tokens,
                                write_head)
 
@@ -154,16 +154,17 @@ def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
         yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
 
 
-def heads_loss(trained: Heads, model, score: Callable, f: torch.Tensor,
+def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
                tokens: torch.Tensor) -> torch.Tensor:
     """Compute the loss of all heads: the sum over k of DECAY^k times the mean loss of head k.
 
     A mean is over positions with a label. The other arguments are those of `head_states`.
 
-    score   turns what the LM head reads into logits [..., V'] (parts.score_with)
+    to_logits   scales or caps the LM head's output as the model does (parts.logits_of)
     """
     def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(score(x), labels, ignore_index=-100, reduction="none")
+        logits = to_logits(trained.lm_head(x).float())
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     loss = 0.0
     for k, x, labels in head_states(trained, model, f, tokens):
         each = compute_in_parts(losses_of, len(trained.vocab), x, labels)
@@ -379,16 +380,15 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                                             max_new_tokens=max_new_tokens)
     if vocab:
         trained.keep(find_frequent(data, vocab))
-    score = score_with(model, trained.lm_head)
+    to_logits = logits_of(model)
     states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
                                       data, trained.lm_head.weight.shape[1])
-    # How many positions `collect_features` takes of each pair:
-    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in data]
+    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in data]  # in positions
     measured = [*map(torch.cat, zip(*collect_features(model, held_out, trained.K)))]
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
-        return heads_loss(trained, model, score, f.to(trained.W[0].weight), tokens)
+        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
 
     def evaluate() -> tuple[dict, str]:
         accept = accuracy(trained, model, *measured)

@@ -98,7 +98,7 @@ def test_the_loss_by_hand(family, sampled, monkeypatch):
     monkeypatch.setattr(module, "SAMPLED", sampled)
     model = tiny(family)
     data = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
-    draft, texts, score = EagleLayer(model), compute_features(model, data), score_with(model)
+    draft, texts, score = EagleLayer(model), compute_features(model, data, None), score_with(model)
     found = eagle_loss(draft, score, texts, torch.Generator().manual_seed(2))
     rng, errors, classes = torch.Generator().manual_seed(2), [], []
     for noise, (ids, f, n) in zip(0.2 * torch.rand(3, 9, 32, generator=rng) - 0.1, texts):
@@ -143,7 +143,7 @@ def test_tokens_and_features_are_as_large_at_first(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "fit_part", lambda *given, **how: seen.append((given, how)))
     run("survey.eagle train", tmp_path, model)
     [((draft, _, _, data, *_), how)] = seen
-    [(ids, f, _)] = compute_features(model, data[:1])
+    [(ids, f, _)] = compute_features(model, data[:1], None)
     expected = EagleLayer(model).fc.weight.detach()
     expected[:, :32] *= f.float().std() / model.get_input_embeddings()(ids).std()
     assert torch.allclose(draft.fc.weight, expected, rtol=1e-3) and how["max_value"] == 0.5

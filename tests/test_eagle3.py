@@ -17,6 +17,7 @@ from test_lossless import METHODS, play_rounds
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths)
 from training.loop import pad_pairs
 from training.parts import head_for, score_with
+from trainings import run
 
 MODEL = tiny("llama", num_hidden_layers=7)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -139,6 +140,11 @@ def test_the_layer_of_mtp_is_a_plain_one_over_a_projection():
     expected = block(x @ w["midlayer.eh_proj.weight"].T, **how)
     found = draft.lm.model.layers[0](torch.cat([e, h], -1), **how)
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_mtp_reads_what_the_lm_head_reads(tmp_path):
+    file = run("survey.eagle3 train --mtp", tmp_path, MODEL, steps=1)
+    assert load_draft(file, MODEL).taps == [7]
 
 
 def test_a_head_of_the_target_is_neither_trained_nor_kept(tmp_path):

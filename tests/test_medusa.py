@@ -140,7 +140,7 @@ def test_the_loss_by_hand(kind, weights):
                 right += above * (said.argsort(descending=True) == vocab.index(after[k]))
         expected += weights[k - 1] * sum(losses) / len(losses)
         assert accept[k - 1] == pytest.approx((right / counted).tolist()) and 0 < sum(right)
-    given = heads, model, lambda x: 2 * heads.lm_head(x), f
+    given = heads, model, lambda x: 2 * x, f
     assert module.heads_loss(*given, tokens).item() == pytest.approx(expected, rel=1e-4)
     assert module.heads_loss(*given, tokens * 0 + 60).item() == 0  # no head can guess 60
     assert accuracy(heads, model, f, tokens * 0 + 60) == [[0] * 5] * 2  # and head 2 is not reached

@@ -18,7 +18,7 @@ class Text(NamedTuple):
 
 
 def compute_features(model, data: list[tuple[list[int], list[int]]],
-                     taps: list[int] | None = None) -> list[Text]:
+                     taps: list[int] | None) -> list[Text]:
     """Run the target over pairs of a prompt and its answer.
 
     taps   the layers whose inputs are the features. None: the features are what the LM head reads
