@@ -8,9 +8,9 @@
     python -m survey.dflash train --prompts FILE --out my.safetensors
     python -m survey.dflash --adapter my.safetensors --prompt "..."
 
-h is the hidden states of a token where they enter the tapped layers of the target. The draft reads
-the h of all final tokens but the root, whose own h is not known yet. Its block has one row for the
-root and B - 1 rows for a learned mask. Row k makes the guess g_k. Here B = 4, and x_5 is the root:
+The h of a token is what enters the tapped layers of the target there. The draft reads the h of all
+final tokens but the root, whose own h is not known yet. Its block has one row for the root and
+B - 1 rows for a learned mask. Row k makes the guess g_k. Here B = 4, and x_5 is the root:
 
     target    h of x_0 … x_4
                   │
@@ -27,13 +27,13 @@ z_k does not know which tokens the rows before it guess, so two likely guesses n
 other. The Markov head reads the token before, which for g_1 is the root g_0. It costs one product
 with a matrix for each node of a tree, and no further pass of the layers:
 
-    p(g_k | g_{k-1}) = softmax((z_k + W_2 W_1[g_{k-1}]) / T_k)
+    p(g_k | g_{k-1}) = softmax(z_k + W_2 W_1[g_{k-1}])
 
-T_k calibrates the chances of place k on held-out answers. The chance of a node is the product of
-the p along its path. The tree has the n likeliest nodes, and is verified as EAGLE's (eagle.py).
+The chance of a node is the product of the p along its path. The tree has the n likeliest nodes, and
+is verified as EAGLE's (eagle.py).
 
-Training packs many blocks into one pass over a text, whose roots are at random anchors. A block
-sees the H before its anchor and itself. Of two blocks with B = 2, a row on the left sees each x:
+Training packs many blocks, whose roots are at random anchors, into one pass over a text. A block
+sees itself and the H before its anchor. Of two blocks with B = 2, a row on the left sees each x:
 
                 H_0 H_1 H_2 H_3 H_4   x_2 mask   x_4 mask
         H_1      x   x
@@ -45,13 +45,14 @@ sees the H before its anchor and itself. Of two blocks with B = 2, a row on the 
     loss = Σ_k w_k CrossEntropy(target's distribution, p of row k) / Σ_k w_k
     w_k  = exp(-(k - 1) / 4)                                           Eq. 4 of DFlash, with γ = 4
 
-The sums run over the rows of all blocks. All T_k are 1 here, and g_{k-1} is the token of the text.
+The sums run over the rows of all blocks. Here g_{k-1} is the token of the text.
 
 Departures, besides those of EAGLE's sampling and tree (eagle.py):
 - The network. Paper: the keys and values of all 5 layers come from H, of five taps. Here: H of
   three taps (`--taps`) are rows of 2 layers. A row also reads the H before the root and a vector
   for its place, and the root guesses too, as in DSpark. Why: the draft is an ordinary model with an
   ordinary cache, and the newest H predicts best. But no released draft can be loaded.
+- The Markov head. Paper: of rank 256. Here: 64 (`--markov`). Why: small models have few tokens.
 - Training. Paper: random layers, labels are tokens, γ is 7, 5 or 4 by the length of the block, a
   rate of 6e-4. Here: layers begin as the target's last ones, labels are the target's distributions,
   γ is 4, the rate 3e-3. Why: small models learn faster so.
@@ -62,12 +63,12 @@ import random
 import sys
 import timeit
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, Sampler, attention_mask, check, greedy, walk, windows_of
 from survey.clock import WIDTHS, fastest, row_costs
 from survey.eagle import MOST, RANKS
-from training.acceptance import Text, tap_texts
+from training.acceptance import Text, compute_features
 from training.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
                              tap_widths)
 from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
@@ -77,12 +78,12 @@ from training.parts import (MODELS, Part, follow, head_for, load_trained, requir
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/dflash.safetensors"
 GAMMA = 4.0  # the loss of guess k weighs exp(-(k - 1) / GAMMA)
-EVERY = 4  # held-out answers are measured by a block at each EVERY-th of their places
-TEMPERATURES = [0.6 * 1.1 ** i for i in range(16)]  # 0.6 to 2.5
+EVERY = 4  # held-out answers are measured by a tree at each EVERY-th of their places
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -98,28 +99,24 @@ class BlockDraft(Part):
     vocab    the tokens that the rows of the LM head stand for, V' of them. None: all
     seed     a seed for the random weights
 
-    accept         how often each likeliest g_k is right after right guesses, on held-out answers
-    temperatures   the T_k of the header
-    tokens         tokens[n - 1] is how many tokens a call with a tree of n nodes gave on them
+    tokens   tokens[n - 1] is how many tokens a call with a tree of n nodes gave on held-out answers
     """
     title = "a DFlash draft"
-    facts = ("accept", "temperatures", "tokens")
+    facts = ("tokens",)
 
     def __init__(self, model, taps: list[int], *, layers: int = 2, B: int = 8, markov: int = 64,
                  vocab: list[int] | None = None, seed: int = 0):
         super().__init__()
         self.form = dict(layers=layers, B=B, markov=markov)
-        self.taps, self.B = taps, B
-        self.accept, self.temperatures, self.tokens = [], [1.0] * B, [1.0]
+        self.taps, self.B, self.tokens = taps, B, [1.0]
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        e = table.weight.shape[1]
-        known = torch.tensor(range(len(head.weight)) if vocab is None else vocab)
+        V, e = len(head.weight), table.weight.shape[1]
+        self.vocab = torch.tensor(range(V) if vocab is None else vocab, device=model.device)
+        size = len(self.vocab)  # V'
         # The row of each token in the LM head and in W_1. All tokens that cannot be guessed share
-        # one more row, which W_1 alone has.
-        row = torch.full((len(head.weight),), len(known))
-        row[known] = torch.arange(len(known))
-        self.register_buffer("vocab", known, persistent=False)
-        self.register_buffer("row", row, persistent=False)
+        # one more row, which only W_1 has.
+        self.row = torch.full((V,), size, device=model.device)
+        self.row[self.vocab] = torch.arange(size, device=model.device)
         # The layers begin as the target's last ones, in a model of 8 tokens, in whose place come
         # the target's embeddings and LM head.
         L, widths = depth_of(model), tap_widths(model, taps)
@@ -127,8 +124,8 @@ class BlockDraft(Part):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.fc = torch.nn.Linear(sum(widths), e, bias=False)
-            self.W1 = torch.nn.Embedding(len(known) + 1, markov) if markov else None
-            self.W2 = torch.nn.Linear(markov, len(known), bias=False) if markov else None
+            self.W1 = torch.nn.Embedding(size + 1, markov) if markov else None
+            self.W2 = torch.nn.Linear(markov, size, bias=False) if markov else None
             torch.nn.init.normal_(self.fc.weight, std=0.002)
         if widths[-1] == e:
             # H begins as the last tap, which is about what the target's last layers read.
@@ -159,15 +156,13 @@ class BlockDraft(Part):
         roots    the first token of each block, [...]
         before   H of the token before each root, [..., e]
         """
-        root = self.lm.get_input_embeddings()(roots).to(self.mask.dtype)
-        masks = self.mask.expand(*root.shape[:-1], self.B - 1, -1)
-        rows = self.token(torch.cat([root[..., None, :], masks], -2))
-        of_root, of_masks = self.before(before)[..., None, :].chunk(2, -1)
-        of_masks = of_masks.expand(*root.shape[:-1], self.B - 1, -1)
-        return rows + torch.cat([of_root, of_masks], -2) + self.place
+        to_root, to_masks = self.before(before).chunk(2, -1)
+        root = self.token(self.lm.get_input_embeddings()(roots).to(self.mask.dtype)) + to_root
+        mask = self.token(self.mask) + to_masks
+        return torch.stack([root, *[mask] * (self.B - 1)], -2) + self.place
 
     def add_markov(self, z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Add what the Markov head says of the tokens [...] before to logits z [..., V']."""
+        """Add to logits z [..., V'] what the Markov head says of the tokens [...] before them."""
         if self.W1 is None:
             return z
         # A CachedLM cuts off logits that stand for no token. So z may be the narrower one.
@@ -211,13 +206,13 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     """
     ids, parents, chances = [root], [-1], [1.0]
     leaves = [0]
-    for z_k, temperature in zip(z, draft.temperatures):
+    for z_k in z:
         # The nodes of a level share z_k. The Markov head adds what depends on their tokens.
         tokens = torch.tensor([ids[x] for x in leaves], device=z.device)
-        logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens).float() / temperature
+        logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens).float()
         # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
         probs, rows = logits.softmax(-1).nan_to_num(0.0).topk(min(RANKS, n, z.shape[-1]))
-        first = len(ids)
+        newest = len(ids)  # the first node of the level that begins here
         for leaf, children, factors in zip(leaves, draft.vocab[rows].tolist(), probs.tolist()):
             ids += children
             parents += [leaf] * len(children)
@@ -225,7 +220,7 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
         # A child is at most as likely as its parent, and comes later. So only the n likeliest nodes
         # so far can have a child among the n likeliest of all.
         kept = heapq.nlargest(n, range(len(ids)), key=chances.__getitem__)
-        leaves = [x for x in kept if x >= first and chances[x] > 0]
+        leaves = [x for x in kept if x >= newest and chances[x] > 0]
         if not leaves:
             break
     new_number = {old: new for new, old in enumerate(kept)}
@@ -233,7 +228,7 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
 
 
 def plan_block(draft: BlockDraft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
-    """Yield trees of all sizes, for `fastest` to choose from.
+    """Yield all sizes of a tree, for `fastest` to choose from.
 
     yields   a number of nodes, the tokens that a call with so many gave on held-out answers, and
              the seconds of the draft's pass, of growing the tree and of the target's call
@@ -242,7 +237,7 @@ def plan_block(draft: BlockDraft, lm: CachedLM, target: CachedLM) -> Iterator[tu
     # Each guess is e times as likely as the next one, so that a tree has nodes at all depths.
     z = -torch.arange(float(len(draft.vocab)), device=draft.vocab.device).expand(draft.B, -1)
     growing = [min(timeit.repeat(lambda: grow_block(draft, z, 0, n), number=1, repeat=3))
-               for n in WIDTHS if n < 2 * MOST]
+               for n in WIDTHS if n < 2 * MOST]  # growing[i] is of 2 ** i nodes
     yield 1, 1.0, costs[1]
     for n, tokens in enumerate(draft.tokens[1:], 2):
         # The draft's pass has a row for each token that became final, and those of the block.
@@ -269,14 +264,15 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     root = prompt[-1]
     unread = []  # what was tapped of final tokens that the draft has not read yet
     if len(prompt) > 1:
-        # The clock times passes after the prompt, whose last token waits for the first block.
+        # The prompt is read before the clock measures anything. The last features of its context
+        # wait for the first block, which is computed in one pass with them.
         feed(draft, lm, target.features[:-1])
         unread = [target.features[-1:]]
     n = nodes
     while True:
         if nodes == 0:
             n = fastest(target, draft, lambda: plan_block(draft, lm, target))
-        # A tree of one node needs no block. The first call after one token has none either.
+        # A tree of one node needs no block. After a prompt of one token there is nothing to read.
         ids, parents = [root], [-1]
         if n > 1 and unread:
             z = run_block(draft, lm, torch.cat(unread), root)
@@ -293,16 +289,6 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
 
 # ------------------------------------------------------------------------------------ training
 
-def read_target_texts(model, taps: list[int], data: list) -> list[Text]:
-    """Run the target over pairs of a prompt and its answer; keep what it computed in bfloat16.
-
-    The features are what was tapped. If that does not end with what the LM head read, this is
-    joined to it at the end.
-    """
-    texts = tap_texts(model, sorted({*taps, depth_of(model)}), data)
-    return [text._replace(features=text.features.cpu().to(torch.bfloat16)) for text in texts]
-
-
 def list_anchors(text: Text) -> range:
     """Return the places of all roots: at least one token of the answer comes after each."""
     return range(text.length - 1, len(text.ids) - 1)
@@ -315,22 +301,22 @@ def sample_roots(text: Text, n: int, rng: random.Random) -> list[int]:
 
 
 class Blocks(NamedTuple):
-    """Hold G blocks of each of N texts, and what their B rows should guess, [N, G, B]."""
+    """Hold what the B rows of G blocks of each of N texts computed, and what they learn."""
     hidden: torch.Tensor  # [N, G, B, f], what the LM head reads
-    target: torch.Tensor  # [N, G, B, f], what it reads of the target, which chose the right token
-    previous: torch.Tensor  # the token before each guess
-    labels: torch.Tensor  # the row of the LM head that stands for the right token, or V'
-    inside: torch.Tensor  # whether there is a right token, since texts end
+    target: torch.Tensor  # [N, G, B, f], what it reads of the target at the same place
+    previous: torch.Tensor  # [N, G, B], the text's token before each guess
+    learns: torch.Tensor  # bool [N, G, B], whether the text goes on with a token of the vocabulary
 
 
 def make_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) -> Blocks:
     """Run the draft over texts and their blocks in one pass, as the header's table shows it.
 
+    texts     their features are what was tapped and, at the end, what the LM head read
     anchors   for each text the places of the roots of G blocks
     """
     device = draft.place.device
-    ids, features = (torch.nn.utils.rnn.pad_sequence(some, batch_first=True).to(device)
-                     for some in ([x.ids for x in texts], [x.features for x in texts]))
+    ids = pad_sequence([x.ids for x in texts], batch_first=True).to(device)  # [N, T]
+    features = pad_sequence([x.features for x in texts], batch_first=True).to(device)
     last = features[..., -draft.lm.get_output_embeddings().weight.shape[1]:]
     N, T = ids.shape
     text = torch.arange(N, device=device)[:, None]
@@ -343,13 +329,11 @@ def make_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) 
     places = torch.arange(T, device=device).expand(N, -1)
     positions = torch.cat([places, at.flatten(1).clamp(max=context_length(draft.lm) - 1)], 1)
     # H sees the H up to itself. A row of a block sees the H before its anchor, and its block.
-    block = torch.arange(blocks.shape[1], device=device) // draft.B
-    sees_block = (block[:, None] == block).expand(N, -1, -1)
-    sees_context = places[:, None] < roots.repeat_interleave(draft.B, 1)[..., None]
-    of_context = F.pad(places[:, None] <= places[..., None], (0, len(block)))
-    of_blocks = torch.cat([sees_context, sees_block], 2)
-    mask = attention_mask(windows_of(draft.lm), torch.cat([of_context, of_blocks], 1), positions,
-                          positions, H)
+    reach = torch.cat([places + 1, roots.repeat_interleave(draft.B, 1)], 1)  # how many H it sees
+    block = F.pad(torch.arange(blocks.shape[1], device=device) // draft.B, (T, 0), value=-1)
+    sees_block = (block[:, None] == block[T:]).expand(N, -1, -1)
+    visible = torch.cat([places[:, None] < reach[..., None], sees_block], 2)
+    mask = attention_mask(windows_of(draft.lm), visible, positions, positions, H)
     hidden = draft.lm.get_decoder()(
         inputs_embeds=torch.cat([H, blocks.to(H.dtype)], 1), position_ids=positions,
         attention_mask=mask, use_cache=False)[0]
@@ -357,8 +341,9 @@ def make_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) 
     lengths = torch.tensor([len(x.ids) for x in texts], device=device)
     inside = at + 1 < lengths[:, None, None]
     text, at = text[..., None], at.clamp(max=T - 2)
+    known = draft.row[ids[text, at + 1]] < len(draft.vocab)
     return Blocks(hidden[:, T:].unflatten(1, (-1, draft.B)), last[text, at], ids[text, at],
-                  draft.row[ids[text, at + 1]], inside)
+                  inside & known)
 
 
 def block_loss(draft: BlockDraft, score: Callable, texts: list[Text],
@@ -369,60 +354,14 @@ def block_loss(draft: BlockDraft, score: Callable, texts: list[Text],
     texts     the texts of a step
     anchors   for each text equally many places of roots
     """
-    blocks = make_blocks(draft, texts, anchors)
-    # Places whose right token the draft cannot guess do not count. The target's distribution is
-    # that over the tokens that it can guess.
-    known = blocks.inside & (blocks.labels < len(draft.vocab))
-    logits = draft.add_markov(score(blocks.hidden[known]), blocks.previous[known])
-    with torch.no_grad():
-        target_probs = score(blocks.target[known]).softmax(-1)  # [guesses, V']
+    hidden, target, previous, learns = make_blocks(draft, texts, anchors)
+    logits = draft.add_markov(score(hidden[learns]), previous[learns])
+    with torch.no_grad():  # the target's distribution over the tokens that the draft can guess
+        target_probs = score(target[learns]).softmax(-1)  # [guesses, V']
     each = F.cross_entropy(logits, target_probs, reduction="none")
-    k = known.nonzero()[:, 2]  # from 0 on, the number of the guess in its block
+    k = learns.nonzero()[:, 2]  # from 0 on, the number of the guess in its block
     weights = torch.exp(-k / GAMMA)
     return (weights * each).sum() / weights.sum().clamp(min=1e-9)
-
-
-def guess_blocks(draft: BlockDraft, score: Callable, texts: list[Text]) -> Iterator[tuple]:
-    """Yield what `measure_places` takes, of blocks at each EVERY-th place of texts."""
-    for text in texts:
-        blocks = make_blocks(draft, [text], [[*list_anchors(text)[::EVERY]]])
-        logits = draft.add_markov(score(blocks.hidden), blocks.previous)
-        yield logits, blocks.labels, blocks.inside
-
-
-@torch.inference_mode()
-def measure_places(blocks: Iterable[tuple], B: int) -> list[float]:
-    """Measure for each of the B places of blocks how often its likeliest guess is right.
-
-    Only blocks count in which all guesses before it are right.
-
-    blocks   logits [..., B, V'] of the guesses, the rows of the right tokens [..., B], which are V'
-             for a token that cannot be guessed, and whether there is a right token, [..., B]
-    """
-    right, reached = torch.zeros(B), torch.zeros(B)
-    for logits, labels, inside in blocks:
-        hits = ((logits.argmax(-1) == labels) & inside).reshape(-1, B).cpu()
-        so_far = hits.cumprod(-1).bool()
-        earlier = F.pad(so_far[:, :-1], (1, 0), value=True)
-        right += so_far.sum(0)
-        reached += (earlier & inside.reshape(-1, B).cpu()).sum(0)
-    return (right / reached.clamp(min=1)).tolist()
-
-
-@torch.inference_mode()
-def fit_temperatures(blocks: Iterable[tuple], B: int) -> list[float]:
-    """Choose for each place the temperature that makes the right tokens likeliest.
-
-    The arguments are those of `measure_places`. Tokens before a guess are taken as they are.
-    """
-    losses = torch.zeros(len(TEMPERATURES), B)
-    for logits, labels, inside in blocks:
-        known, last = inside & (labels < logits.shape[-1]), logits.shape[-1] - 1
-        for i, temperature in enumerate(TEMPERATURES):
-            log_p = (logits / temperature).log_softmax(-1)
-            of_labels = log_p.gather(-1, labels.clamp(max=last)[..., None])[..., 0]
-            losses[i] -= (of_labels * known).reshape(-1, B).sum(0).cpu()
-    return [TEMPERATURES[i] for i in losses.argmin(0).tolist()]
 
 
 @torch.inference_mode()
@@ -461,13 +400,15 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     known = sorted(find_frequent(data, vocab)) if vocab else None
     draft = BlockDraft(model, numbers, layers=layers, B=B, markov=markov, vocab=known, seed=seed)
     score = score_with(model, draft.lm.get_output_embeddings())
-    texts_of, _ = compute_frozen(lambda pairs: read_target_texts(model, numbers, pairs), data,
-                                 sum(tap_widths(model, [*numbers, L])))
-    held_texts = read_target_texts(model, numbers, held_out)
+    tapped = sorted({*numbers, L})  # the loss needs what the LM head reads, too
+    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, tapped), data,
+                                 sum(tap_widths(model, tapped)))
+    held_texts = compute_features(model, held_out, tapped)
     # H begins as large as what the target's last layers read. The first token of a text may have a
     # far larger input than all others.
-    rows = texts_of([0])[0].features[1:, :draft.fc.in_features][:, -draft.place.shape[1]:].float()
-    torch.nn.init.constant_(draft.norm.weight, rows.square().mean(-1).sqrt().median().item())
+    [(_, features, _)] = texts_of([0])
+    read = features[1:, :draft.fc.in_features][:, -draft.place.shape[1]:].float()
+    torch.nn.init.constant_(draft.norm.weight, read.square().mean(-1).sqrt().median().item())
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         some = texts_of(sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i])))
@@ -475,13 +416,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     def evaluate() -> tuple[dict, str]:
         with low_precision(model.device, model):
-            accept = measure_places(guess_blocks(draft, score, held_texts), B)
-        return {"accept": accept}, f"held-out acceptance {[round(x, 3) for x in accept]}"
+            tokens = count_tree_tokens(draft, score, held_texts)
+        some = [round(tokens[n - 1], 2) for n in (4, 16, 64)]
+        return {"tokens": tokens}, f"held-out tokens per call {some} with 4, 16 and 64 nodes"
     form = numbers, draft.form, draft.vocab.tolist(), batch, anchors
     fit_part(draft, model, form, data, held_out, loss_of, evaluate, steps=steps, lr=lr, seed=seed,
              work=work, name="dflash", rate=warm_cosine)
-    draft.temperatures = fit_temperatures(guess_blocks(draft, score, held_texts), B)
-    draft.tokens = count_tree_tokens(draft, score, held_texts)
     save_draft(out, draft, model)
 
 

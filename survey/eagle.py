@@ -30,22 +30,21 @@ f_3, so the last row of the context guesses t_5. Every later row reads a guess f
 Each row proposes several tokens, and each of these can be fed as a row in turn. So the guesses form
 a tree, which one call of the target verifies. The output is the target's own.
 
-The layer is the released code's, Llama's without its input norm after an `fc` without a bias. The
-target may be of any family.
+The layer is that of the released code: a Llama layer without its input norm, after an `fc` without
+a bias. The target may be of any family.
 
 Departures:
 - Sampling. Paper: EAGLE-1 draws children from the draft. Here: they are its likeliest tokens, and
   the target draws once at each node. Why: one rule serves greedy and sampled output.
 - The tree. Paper: static and made by hand, or dynamic with 60 nodes, where the 10 likeliest of a
-  level are expanded. Here: of as many nodes as pay in greedy decoding, and n / 6 are expanded in a
-  level. Why: costs differ. A released head gets the paper's tree, since no file says how often its
-  guesses are right.
+  level are expanded. Here: n nodes, as many as pay in greedy decoding. Measured acceptance plans
+  the static tree, and the dynamic one expands n / 6 nodes of a level. Why: costs differ. A released
+  head gets 60 nodes as in its own code, since no file says how often its guesses are right.
 - Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy. Here:
   the target's own greedy answers, 1e-3 with a cosine, betas .9 and .999, 512 rows of a step. Why:
   the draft guesses these answers, and small models need a higher rate.
 - FR-Spec. Paper: tokens are dropped after training. Here: `--vocab` is chosen before.
 """
-import functools
 import math
 import random
 import sys
@@ -65,6 +64,7 @@ from training.released import (RANKS, describe_layer, fill_layer, is_released, m
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
@@ -95,6 +95,7 @@ class EagleLayer(Part):
 
     config   of the layer, Llama's or Qwen2's. None: as wide as the target
     bias     whether `fc` has a bias, as some released heads have
+    seed     of the random weights that it begins with
 
     accept   accept[n][r], how often the guess of rank r is right on held-out answers, below a path
              of n right guesses. It is empty before that is measured
@@ -128,7 +129,7 @@ class EagleLayer(Part):
         lm.set_output_embeddings(head)
 
     def keep(self, vocab: list[int]) -> None:
-        """Guess the tokens of `vocab` alone, through their rows of the LM head in this order."""
+        """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
         self.vocab = self.vocab[vocab]
         self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
@@ -149,12 +150,10 @@ def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
     rng     a generator of the draft's device, of the noise and of the rows that are compared
     """
     device = draft.fc.weight.device
-    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    ids = pad([ids for ids, _, _ in batch]).to(device)  # [B, T]
-    f = pad([f for _, f, _ in batch]).to(device)  # [B, T, f]
+    ids = pad_sequence([x.ids for x in batch], batch_first=True).to(device)  # [B, T]
+    f = pad_sequence([x.features for x in batch], batch_first=True).to(device)  # [B, T, f]
     place = torch.arange(2, ids.shape[1])  # of the token that row i guesses: i + 2
-    learns = [(place >= length) & (place < len(text)) for text, _, length in batch]
-    learns = torch.stack(learns).to(device)
+    learns = torch.stack([(place >= x.length) & (place < len(x.ids)) for x in batch]).to(device)
     # The layer reads noisy features, as it will have to read its own guesses, and learns true ones.
     noise = NOISE * (2 * torch.rand(f.shape, generator=rng, device=device) - 1)
     inputs = draft.join((f + noise)[:, :-2], ids[:, 1:-1])  # [B, T - 2, e]
@@ -175,28 +174,31 @@ def count_levels(tree: list[Node]) -> list[int]:
     return [len({child.parent for child in tree if child.depth == d + 1}) for d in range(depth)]
 
 
-def spread_levels(n: int, depth: int) -> list[int]:
-    """Share n nodes of a dynamic tree like EAGLE-2's 60: say how many of a level get children."""
+def scale_levels(n: int, depth: int) -> list[int]:
+    """Say how many nodes of each level of a dynamic tree of n nodes get children.
+
+    The first level is the root. Of the others it is n / 6 each, as EAGLE-2 expands 10 in 60 nodes.
+    """
     most = min(RANKS, max(1, RANKS * n // RELEASED_NODES))
     return [1, *[most] * (depth - 1)][:depth]
 
 
 def rank_tokens(draft: EagleLayer, logits: torch.Tensor,
-                ranks: int) -> tuple[list[list[float]], list[list[float]]]:
+                ranks: int) -> tuple[list[list[int]], list[list[float]]]:
     """Return the `ranks` likeliest tokens after some nodes, and their probabilities.
 
     logits   [nodes, V'], the draft's guesses after each of these nodes
     """
     probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
     best = probs.topk(min(ranks, probs.shape[1]))
-    return torch.stack([draft.vocab[best.indices].float(), best.values]).tolist()  # one wait
+    return draft.vocab[best.indices].tolist(), best.values.tolist()
 
 
 def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
     """Yield trees of all sizes and depths, for `fastest` to choose from.
 
-    yields   nodes and levels of a tree and whether it is dynamic, the tokens to be expected, and
-             the seconds that growing the tree and the target's call take together on this machine
+    yields   the nodes and the levels of a tree, the tokens to be expected, and the seconds that
+             growing the tree and the target's call take together on this machine
     """
     costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
     some = torch.zeros(4, len(draft.vocab), device=draft.vocab.device)
@@ -204,13 +206,14 @@ def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool)
     for depth in range(len(draft.accept) + 1):
         tree = best_tree(draft.accept[:depth], MOST)
         for n in range(1, len(tree) + 1):
-            levels = spread_levels(n, depth) if dynamic else count_levels(tree[:n])
+            levels = scale_levels(n, depth) if dynamic else count_levels(tree[:n])
+            # A dynamic tree is taken to be as good as the static tree of its size.
             tokens = sum(node.chance for node in tree[:n])
             # A pass has a row for each node that gets children. But the first one feeds a pair for
             # each token of the last chunk.
             passes = [math.ceil(tokens), *levels[1:]][:len(levels)]
             growing = sum(draft_costs[rows] + ranking for rows in passes)
-            yield (n, levels, dynamic), tokens, costs[n] + growing
+            yield (n, levels), tokens, costs[n] + growing
 
 
 @torch.inference_mode()
@@ -247,7 +250,8 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
     ids, parents, chances = [root], [-1], [1.0]  # of each node; most nodes are not kept
     # The last pair that is fed is the root's: its token is the root. So this pass makes the root's
     # feature and guesses the root's children.
-    expanded, logits = [0], feed(draft, lm, unfed)
+    logits = feed(draft, lm, unfed)
+    expanded = [0]
     row_of = {0: -1}  # the row of a node in the draft's pending tree. -1: the end of the context
     feature_of = {0: lm.features[-1]}  # the feature that the row of a node made
     kept = [0]  # the n likeliest nodes. A parent is at least as likely as its children, and earlier
@@ -255,7 +259,7 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
         if depth > 0:
             # The likeliest nodes of the newest level get children. A node that is not kept now is
             # not kept later, and neither are its children.
-            expanded = [x for x in kept if x >= first][:most]
+            expanded = [x for x in kept if x >= newest][:most]
             if not expanded:
                 break
             # The row of a node reads its token, and what the row of its parent made. It hangs below
@@ -266,11 +270,11 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
             logits = lm.forward(draft.join(*pairs), [row_of[x] for x in above])
             row_of |= zip(expanded, range(rows, len(lm.parents)))
             feature_of |= zip(expanded, lm.features)
-        first = len(ids)
+        newest = len(ids)  # the first node of the level that begins here
         ranks = RANKS if dynamic else len(draft.accept[depth])
         for node, tokens, probs in zip(expanded, *rank_tokens(draft, logits, ranks)):
             factors = probs if dynamic else draft.accept[depth][:len(probs)]
-            ids += map(int, tokens)
+            ids += tokens
             parents += [node] * len(tokens)
             chances += [chances[node] * p for p in factors]
         kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
@@ -311,20 +315,20 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
     pairs = Pairs(target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
+    # Nobody measured how often a released head is right. So its tree is always dynamic.
+    dynamic = dynamic or not draft.accept
     n = nodes or RELEASED_NODES
-    tree = n, spread_levels(n, min(LEVELS, n - 1)), True
-    if draft.accept and not dynamic:
-        tree = n, count_levels(best_tree(draft.accept, n)), False
+    levels = (scale_levels(n, min(LEVELS, n - 1)) if dynamic else
+              count_levels(best_tree(draft.accept, n)))
     while True:
         if nodes == 0 and draft.accept:
-            tree = fastest(target, (draft, dynamic),
-                           lambda: plan_eagle(draft, lm, target, dynamic))
-        n, levels, grown = tree
+            n, levels = fastest(target, (draft, dynamic),
+                                lambda: plan_eagle(draft, lm, target, dynamic))
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has only the root, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
         if levels and unfed:
-            ids, parents = grow_eagle(draft, lm, unfed, root, n, levels, grown)
+            ids, parents = grow_eagle(draft, lm, unfed, root, n, levels, dynamic)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
@@ -354,9 +358,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     if vocab:
         draft.keep(find_frequent(data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())
-    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs), data,
+    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, None), data,
                                  model.get_output_embeddings().weight.shape[1])
-    held_texts = compute_features(model, held_out)
+    held_texts = compute_features(model, held_out, None)
     # Embeddings and features differ in size. They are scaled to weigh the same at first.
     [(ids, features, _)] = texts_of([0])
     e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
@@ -388,8 +392,7 @@ def name_released(draft: EagleLayer) -> dict[str, torch.nn.Parameter]:
 
 
 def load_draft(path: str | Path, model) -> EagleLayer:
-    """Read a draft from a file, or a released one from a directory or a hub id. InputError if it is
-    damaged, unknown, or of another model."""
+    """Read a draft from its file, or a released one. InputError if it does not fit the model."""
     if is_released(path):
         config, tensors = read_eagle(str(path), model)
         draft = EagleLayer(model, config, "fc.bias" in tensors)

@@ -61,7 +61,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
 from survey.eagle import decode
-from training.acceptance import evaluate, tap_texts
+from training.acceptance import compute_features, evaluate
 from training.layers import FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths
 from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
                            sample_alike, warm_linear)
@@ -292,7 +292,7 @@ def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor
              head reads [B, T, f]
     """
     seen, last = [], []
-    with tap_layers(model, taps, seen), tap_layers(model, [depth_of(model)], last):
+    with tap_layers(model, taps, seen), tap_layers(model, None, last):
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
     return torch.cat(seen, -1), last[0]
 
@@ -335,7 +335,10 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:   how many answers a step learns from
     """
     require(head in ("own", "target"), "head", "own or target", head)
-    numbers = read_taps(taps or (str(depth_of(model)) if mtp else ""), model)
+    if taps:
+        numbers = read_taps(taps, model)
+    else:
+        numbers = [depth_of(model)] if mtp else choose_taps(model)
     require(not norms or len(numbers) > 1, "norms", "off where one layer is read",
             f"it for layer {numbers[0]}")
     form = Form(fc_norm=norms, norm_output=norms, mtp=mtp)
@@ -344,7 +347,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
-    texts = [*tap_texts(model, numbers, held_out)]
+    texts = compute_features(model, held_out, numbers)
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
 
     def loss_of(rng: random.Random) -> torch.Tensor:

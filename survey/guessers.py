@@ -148,7 +148,7 @@ class Trained:
             self.rows[""] = run_block(self.part, self.layer, features, self.root)
         z, k = self.rows[""], len(path)
         before = torch.tensor([self.root, *as_tokens(path)][-1], device=z.device)
-        return self.part.add_markov(z[k], before) / self.part.temperatures[k]
+        return self.part.add_markov(z[k], before)
 
     def compute_row(self, path: str) -> torch.Tensor:
         """Compute the logits [V'] after a path, by a pass of EAGLE's layer.

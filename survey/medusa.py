@@ -34,13 +34,13 @@ The output is the target's own, greedily or with one sample of the target at eac
 
 Departures:
 - LM heads. Paper: each head trains its own. Here: all share the model's, which is frozen, as in the
-  released code. Why: LM heads would multiply a file of a few MB. Released heads keep their own.
+  released code. Why: LM heads would multiply a file of a few MB. Released heads may have their own.
 - Training. Paper: 5 heads, and whole texts of ShareGPT in a step. Here: 4 heads (`--K`), and random
   positions of the model's own answers. Why: verification asks for the model's own tokens.
 - The tree. Paper: 64 nodes, planned by accuracies of all positions. Here: as many as pay
   (`--nodes`), planned by positions where each earlier head has the right token among its ten
   likeliest. Why: only there a node is reached, and rows cost time on a CPU.
-- Hydra. Paper: R_k begins at random. Here: R_k z = f. Why: it then says what the LM head says.
+- Hydra. Paper: R_k begins at random. Here: R_k z = f. Why: a head then begins as the LM head does.
 """
 import random
 import sys
@@ -158,8 +158,9 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
                tokens: torch.Tensor) -> torch.Tensor:
     """Compute the loss of all heads: the sum over k of DECAY^k times the mean loss of head k.
 
-    A mean is over positions with a label. The arguments are those of `head_states`, and to_logits,
-    which scales or caps the LM head's output where the model does so.
+    A mean is over positions with a label. The other arguments are those of `head_states`.
+
+    to_logits   scales or caps the LM head's output as the model does (parts.logits_of)
     """
     def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = to_logits(trained.lm_head(x).float())
@@ -226,6 +227,7 @@ def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
     """
     if trained.accept:
         return best_tree(trained.accept, nodes)
+    # A word is a node of the released tree: its digits are the ranks along the node's path.
     words = ["", *(word for word in MEDUSA_TREE if len(word) <= trained.K)][:nodes or MOST]
     return [Node(0.0, -1, 0, 0)] + [
         Node(0.0, words.index(word[:-1]), len(word), int(word[-1])) for word in words[1:]]
@@ -301,9 +303,8 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    tree = plan_medusa_tree(trained, nodes)  # the plan stays, its tokens change
+    tree = plan_medusa_tree(trained, nodes)  # a plan has no tokens, which differ in each round
     while True:
-        # The clock chooses, and may choose anew as the context grows.
         if nodes == 0 and trained.accept:
             tree = fastest(target, trained, lambda: plan_medusa(trained, target, f))
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
@@ -382,7 +383,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     to_logits = logits_of(model)
     states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
                                       data, trained.lm_head.weight.shape[1])
-    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in data]
+    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in data]  # in positions
     measured = [*map(torch.cat, zip(*collect_features(model, held_out, trained.K)))]
 
     def loss_of(rng: random.Random) -> torch.Tensor:

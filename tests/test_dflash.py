@@ -8,13 +8,11 @@ import torch
 from fake_models import path_to
 from families import tiny
 from survey import dflash as module
-from survey.dflash import (EVERY, TEMPERATURES, BlockDraft, BlockLM, block_loss, count_tree_tokens,
-                           fit_temperatures, grow_block, guess_blocks, list_anchors, load_draft,
-                           make_blocks, measure_places, plan_block, read_target_texts, run_block,
-                           sample_roots)
-from training.acceptance import Text
+from survey.dflash import (EVERY, BlockDraft, BlockLM, block_loss, count_tree_tokens, grow_block,
+                           list_anchors, make_blocks, plan_block, run_block, sample_roots)
+from training.acceptance import Text, compute_features
+from training.layers import depth_of
 from training.parts import score_with
-from trainings import run
 
 MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -26,12 +24,11 @@ def make_draft(model=MODEL, taps=(1, 2), scale=0.3, **form) -> BlockDraft:
     rng = torch.Generator().manual_seed(1)
     for p in draft.trainable().values():
         p.data = scale * torch.randn(p.shape, generator=rng) + (p.ndim == 1)
-    draft.accept, draft.temperatures = [0.5] * draft.B, [0.8, 1.0, 1.3, 1.7][:draft.B]
     return draft.requires_grad_(False)
 
 
 def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
-    return read_target_texts(model, draft.taps, [*pairs])
+    return compute_features(model, [*pairs], [*draft.taps, depth_of(model)])
 
 
 def z_by_decoding(draft: BlockDraft, text: Text, anchor: int, model=MODEL) -> torch.Tensor:
@@ -102,8 +99,8 @@ def test_the_markov_head_by_hand():
 
 def test_the_loss_by_hand():
     """Guess by guess, as decoding computes them, with the target's distribution after each token
-    and without tokens that the draft cannot guess."""
-    every = [*range(0, 61, 2)]
+    and without tokens that the draft cannot guess. It can guess the last one, which counts once."""
+    every = [*range(1, 61, 2)]
     draft = make_draft(vocab=every, scale=1.0)
     [text] = texts_of(draft)
     total = weights = 0.0
@@ -141,7 +138,7 @@ def test_a_tree_has_the_likeliest_of_all_paths():
     for k in range(4):
         for path in [path for path in known if len(path) == k and known[path] > 1e-4]:
             before = torch.tensor([7, *path][-1])
-            logits = draft.add_markov(z[k], before) / draft.temperatures[k]
+            logits = draft.add_markov(z[k], before)
             for row, p in enumerate(logits.softmax(-1).tolist()):
                 known[(*path, draft.vocab[row].item())] = known[path] * p
     paths = [tuple(ids[x] for x in path_to(node, parents)[1:]) for node in range(40)]
@@ -165,56 +162,20 @@ def test_many_rows_come_in_parts():
 
 # ----------------------------------------------------------------------------- what is measured
 
-class Knowing(BlockDraft):
-    """A draft whose guesses are known: guess k after token t is t + 1, or t + 2 for k = 2."""
-
-    def add_markov(self, z, tokens):
-        k = torch.arange(z.shape[-2]).expand(tokens.shape)
-        best = (tokens + 1 + (k == 2)) % 61
-        return 8.0 * torch.nn.functional.one_hot(best, 61)
-
-
-def counting(first=5) -> tuple[BlockDraft, list[Text]]:
-    """Make a draft that counts, and a text in which each token is the next number."""
-    draft = Knowing(MODEL, [1], B=4, markov=8)
-    ids = [*range(first, first + 21)]
-    return draft, read_target_texts(MODEL, [1], [(ids[:4], ids[4:])])
-
-
-def test_acceptance_by_hand():
-    """The third guess is always wrong, and so the fourth, though right itself, is never reached."""
-    draft, texts = counting()
-    assert measure_places(guess_blocks(draft, score_with(MODEL), texts), 4) == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_temperatures_and_tokens_by_hand(monkeypatch):
-    """Where guesses are always right, the lowest temperature is the best, else the highest one.
-    Trees are asked for at every EVERY-th place, and counted as far as the text goes."""
-    draft, texts = counting()
-    asked = []
+def test_tokens_by_hand(monkeypatch):
+    """Trees are asked for at every EVERY-th place, and counted as far as the text goes."""
+    draft, asked, ids = make_draft(), [], [*range(5, 26)]
 
     def chain(draft, z, root, n):
         asked.append((root, n))
         return [root, root + 1, root + 9, root + 2, root + 7], [-1, 0, 0, 1, 3]
     monkeypatch.setattr(module, "grow_block", chain)
-    found = fit_temperatures(guess_blocks(draft, score_with(MODEL), texts), 4)
-    assert found[:3] == [TEMPERATURES[0], TEMPERATURES[0], TEMPERATURES[-1]]
+    texts = texts_of(draft, pairs=[(ids[:4], ids[4:])])
     tokens = count_tree_tokens(draft, score_with(MODEL), texts)
     assert asked == [(place, 64) for place in range(8, 25, EVERY)]
-    # nodes 1 and 3 are right; at the place before the text's last token node 1 alone is
-    places = len(asked)
-    assert len(tokens) == 64
-    last = 24 in [root for root, _ in asked]
-    assert tokens[:5] == pytest.approx([1, 2, 2, 3 - last / places, 3 - last / places])
-
-
-def test_a_trained_draft_is_calibrated(tmp_path, monkeypatch):
-    """Training ends with `tokens` of the held-out answers and not of the data."""
-    seen = []
-    monkeypatch.setattr(module, "count_tree_tokens",
-                        lambda draft, _, texts: seen.extend(texts) or [1.0, 1.5])
-    file = run("survey.dflash train --taps 1,2 --layers 1 --B 3", tmp_path, MODEL, steps=1)
-    assert load_draft(file, MODEL).tokens == [1.0, 1.5] and len(seen) == 1  # of 8 prompts
+    # nodes 1 and 3 are right; at the place before the text's last token only node 1 is
+    assert asked[-1][0] == 24 and len(tokens) == 64
+    assert tokens[:5] == pytest.approx([1, 2, 2, 3 - 1 / len(asked), 3 - 1 / len(asked)])
 
 
 def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):

@@ -82,9 +82,9 @@ def test_plans_are_trees_of_each_size_and_depth(dynamic, levels, seconds, monkey
     draft = SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20))
     plans = [*module.plan_eagle(draft, "draft", "target", dynamic)]
     assert len(plans) == sum(len(best_tree(ACCEPT[:depth], 64)) for depth in range(5))
-    assert plans[0] == ((1, [], dynamic), 1.0, 5.0)
-    assert ((3, [1], dynamic), pytest.approx(1.92), pytest.approx(17.7)) in plans
-    assert ((5, levels, dynamic), pytest.approx(2.3616), pytest.approx(seconds)) in plans
+    assert plans[0] == ((1, []), 1.0, 5.0)
+    assert ((3, [1]), pytest.approx(1.92), pytest.approx(17.7)) in plans
+    assert ((5, levels), pytest.approx(2.3616), pytest.approx(seconds)) in plans
 
 
 # ------------------------------------------------------------------------------------ training
@@ -98,7 +98,7 @@ def test_the_loss_by_hand(family, sampled, monkeypatch):
     monkeypatch.setattr(module, "SAMPLED", sampled)
     model = tiny(family)
     data = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
-    draft, texts, score = EagleLayer(model), compute_features(model, data), score_with(model)
+    draft, texts, score = EagleLayer(model), compute_features(model, data, None), score_with(model)
     found = eagle_loss(draft, score, texts, torch.Generator().manual_seed(2))
     rng, errors, classes = torch.Generator().manual_seed(2), [], []
     for noise, (ids, f, n) in zip(0.2 * torch.rand(3, 9, 32, generator=rng) - 0.1, texts):
@@ -143,7 +143,7 @@ def test_tokens_and_features_are_as_large_at_first(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "fit_part", lambda *given, **how: seen.append((given, how)))
     run("survey.eagle train", tmp_path, model)
     [((draft, _, _, data, *_), how)] = seen
-    [(ids, f, _)] = compute_features(model, data[:1])
+    [(ids, f, _)] = compute_features(model, data[:1], None)
     expected = EagleLayer(model).fc.weight.detach()
     expected[:, :32] *= f.float().std() / model.get_input_embeddings()(ids).std()
     assert torch.allclose(draft.fc.weight, expected, rtol=1e-3) and how["max_value"] == 0.5

@@ -17,6 +17,7 @@ from test_lossless import METHODS, play_rounds
 from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths)
 from training.loop import pad_pairs
 from training.parts import head_for, score_with
+from trainings import run
 
 MODEL = tiny("llama", num_hidden_layers=7)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -56,7 +57,7 @@ def test_which_layers_are_tapped():
 
 # ------------------------------------------------------------------------------ what it is fed
 
-@pytest.mark.parametrize("name, trees", [("eagle", [(9, [1, 2], True), *[(1, [], True)] * 2]),
+@pytest.mark.parametrize("name, trees", [("eagle", [(9, [1, 2]), (1, []), (1, [])]),
                                          ("dflash", [9, 1, 1])])
 def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch):
     """The clock may choose a tree of one node, which asks no draft. The next tree is that of a
@@ -139,6 +140,11 @@ def test_the_layer_of_mtp_is_a_plain_one_over_a_projection():
     expected = block(x @ w["midlayer.eh_proj.weight"].T, **how)
     found = draft.lm.model.layers[0](torch.cat([e, h], -1), **how)
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_mtp_reads_what_the_lm_head_reads(tmp_path):
+    file = run("survey.eagle3 train --mtp", tmp_path, MODEL, steps=1)
+    assert load_draft(file, MODEL).taps == [7]
 
 
 def test_a_head_of_the_target_is_neither_trained_nor_kept(tmp_path):

@@ -1,5 +1,5 @@
-"""This file measures how often the guesses of drafts are right, by which trees are planned."""
-from typing import Iterator, NamedTuple
+"""This file reads texts with the target, and measures how often drafts guess right on them."""
+from typing import NamedTuple
 
 import torch
 
@@ -13,24 +13,19 @@ LEVELS = 8  # the most levels of guesses that a tree has
 class Text(NamedTuple):
     """Hold a prompt with its answer, and what the target computed of it."""
     ids: torch.Tensor  # [T]
-    features: torch.Tensor  # [T, f], what was tapped, or what the LM head read
+    features: torch.Tensor  # bfloat16 [T, f], what was tapped, or what the LM head read
     length: int  # of the prompt
 
 
-@torch.inference_mode()
-def tap_texts(model, taps: list[int], data: list[tuple[list[int], list[int]]]) -> Iterator[Text]:
-    """Run a model over pairs of a prompt and its answer, and yield what is tapped of each."""
-    lm = FeatureLM(model)
-    for prompt, answer in data:
-        lm.start(prompt + answer, taps=taps)
-        yield Text(torch.tensor(prompt + answer), lm.features, len(prompt))
+def compute_features(model, data: list[tuple[list[int], list[int]]],
+                     taps: list[int] | None) -> list[Text]:
+    """Run the target over pairs of a prompt and its answer.
 
-
-def compute_features(model, data: list[tuple[list[int], list[int]]]) -> list[Text]:
-    """Run the target over pairs of a prompt and its answer; its features are kept in bfloat16."""
+    taps   the layers whose inputs are the features. None: the features are what the LM head reads
+    """
     texts = [prompt + answer for prompt, answer in data]
     return [Text(torch.tensor(text), f, len(prompt))
-            for (prompt, _), text, f in zip(data, texts, read_texts(model, texts))]
+            for (prompt, _), text, f in zip(data, texts, read_texts(model, texts, taps))]
 
 
 @torch.inference_mode()
@@ -39,8 +34,8 @@ def measure_acceptance(draft, held_out: list[Text]) -> list[list[float]]:
 
     draft     the draft, of EAGLE or of EAGLE-3
     held_out  texts with their features
-    returns   accept[n][r]: how often guess r is right after n guessed features, where the likeliest
-              guess was right at each of them. Elsewhere the tree of a call ends earlier
+    returns   accept[n][r]: how often guess r is right after n guessed features. Only rows count
+              whose n earlier likeliest guesses are all right
 
     The tokens of an answer are guessed again, step by step. All steps of a text are one pending
     tree of the draft, here of a text t_0 … t_5:

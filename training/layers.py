@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 # Three kinds of settings change with the layers. Lists with an entry for each layer, such as
-# layer_types, need no names here, since their length tells.
+# layer_types, need no names here, since their length tells. Ids of tokens may be as many by chance.
 NUMBERS = ("mlp_only_layers", "moe_layers")  # lists of the numbers of some layers
 # How many of a model's first layers are of one kind:
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -101,12 +101,10 @@ def choose_taps(model) -> list[int]:
 def read_taps(text: str, model) -> list[int]:
     """Read the option `--taps`.
 
-    text     numbers of layers with commas between them. If it is empty, `choose_taps` chooses them
+    text     numbers of layers with commas between them
     model    the target
     returns  the numbers. InputError if they are not in ascending order, or no layers of the model
     """
-    if not text:
-        return choose_taps(model)
     numbers = [int(x) if x.strip().isdecimal() else -1 for x in text.split(",")]
     if sorted(set(numbers)) != numbers or not 0 <= numbers[0] <= numbers[-1] <= depth_of(model):
         raise InputError(f"--taps must be numbers from 0 to {depth_of(model)} in ascending "
@@ -158,13 +156,13 @@ class FeatureLM(CachedLM):
                the features are what the LM head read
     """
     taps = None
-    parts = None  # the features of each part of a prompt, while there is one
+    parts = None  # the features of each part of a text that `start` reads. None: it does not run
 
     def start(self, ids: list[int], prefix: list[tuple] = (), taps: list[int] | None = None):
         self.taps = taps
         self.parts = []
         super().start(ids, prefix)
-        self.features = torch.cat(self.parts) if self.parts else self.weight[:0]
+        self.features = torch.cat(self.parts) if self.parts else self.weight[:0]  # no token yet
         self.parts = None
 
     def forward(self, *args, **options) -> torch.Tensor:

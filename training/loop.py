@@ -45,7 +45,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, eos_ids
 from training.files import explain_errors, read_kept, write_whole
-from training.layers import context_length
+from training.layers import context_length, tap_layers
 from training.parts import require
 
 PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
@@ -408,19 +408,23 @@ def recompute_layers(models: list):
 
 
 @torch.no_grad()
-def read_texts(model, texts: list[list[int]]) -> list[torch.Tensor]:
-    """Run a frozen model over texts; return for each [T, d], what its LM head would read, bfloat16.
+def read_texts(model, texts: list[list[int]],
+               taps: list[int] | None = None) -> list[torch.Tensor]:
+    """Run a frozen model over texts, and return what is tapped of each in bfloat16, [T, d].
 
     Autocast would round what a float32 model computes, and decoding computes it without autocast.
+
+    taps   numbers of layers, as for `tap_layers`. None: what the LM head would read
     """
     states = {}
     for numbers in split_by_tokens(texts, 0):
         rows = [torch.tensor(texts[number]) for number in numbers]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
-        with torch.autocast(model.device.type, enabled=False):
-            hidden = model.get_decoder()(input_ids=ids, use_cache=False)[0]
-        for number, row, x in zip(numbers, rows, hidden):
-            # A copy, since a part of `hidden` would keep the states of all texts in memory.
+        seen = []
+        with torch.autocast(model.device.type, enabled=False), tap_layers(model, taps, seen):
+            model.get_decoder()(input_ids=ids, use_cache=False)
+        for number, row, x in zip(numbers, rows, torch.cat(seen, -1)):
+            # A copy, since a part of a tensor keeps all of it in memory.
             states[number] = x[:len(row)].to(torch.bfloat16, copy=True)
     return [states[number] for number in range(len(texts))]
 
