@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.costs import say_costs
-from cli.loading import check_passes, encode_data, encode_prompts, load_checked
+from cli.loading import encode_data, encode_prompts, load_checked
 from cli.options import MODELS, parse_command, parse_decoding, read_options, select_options
 from cli.run import Run, TimedLM, count_guesses
 from cli.text import MOST, read_texts, set_encodings, stream
 from cli.trace import Trace, make_page
-from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
+from common import InputError, Sampler, autoregressive, check, eos_ids, vocab_size
 from training.files import check_result, shorten, write_text
 from training.layers import context_length
 from training.loop import Settings, use_settings
@@ -118,7 +118,7 @@ class Session:
             from cli.graphs import GraphedLM
             self.run_as = GraphedLM
             for model in self.models.values():
-                check_passes(model, GraphedLM)  # once more, by what a replay gives
+                check(model, GraphedLM)  # once more, by what a replay gives
         self.texts = read_texts(args.prompt) if args.prompt else args.prompts
         self.prompts = encode_prompts(self.models["target"], self.tokenizer, self.texts, args.chat)
         self.eos = eos_ids(self.models["target"], self.tokenizer)
