@@ -404,7 +404,6 @@ MUTANTS = {
         ("perf_counter() - self.setup", "perf_counter()", "set-up counts as decoding")],
     "cli/text.py": [
         ("text.rstrip(HALF)[self.given:]", "text[self.given:]", "half a character is given away"),
-        ("self.in_bytes = True", "pass", "bytes are given away before the last of them"),
         (" and gone <= self.given", "", "text that was not given away is forgotten")],
     "cli/costs.py": [
         ("operator.mul, initial", "max, initial", "a guess counts though one before it was wrong"),
