@@ -224,7 +224,7 @@ MUTANTS = {
     "survey/guessers.py": [
         ("add_markov(z[k], before) / self.part.temperatures[k]", "add_markov(z[0], before)",
          "every depth is guessed by the block's first row"),
-        ("        self.rows = {}\n        if self.layer:", "        if self.layer:",
+        ("        self.passes = {}\n        if self.layer:  # r", "        if self.layer:  # r",
          "the passes of the round before guess"),
         ("self.layer.forward(inputs, [row])", "self.layer.forward(inputs, [-1])",
          "all rows hang below the context")],

@@ -41,16 +41,19 @@ def paths_of(ids, parents) -> list[tuple]:
 
 @pytest.mark.parametrize("vocab", [2, 8, 56322, 70000])
 def test_the_lookup_equals_a_scan_of_every_place(vocab):
-    """Texts repeat parts of each other, and one store grew token by token. Token ids are among and
-    beyond the surrogates too. Of equally frequent prefixes any may be taken."""
+    """Texts repeat parts of each other or themselves, and one store grew a few tokens at a time.
+    Token ids are among and beyond the surrogates too. Of equally frequent prefixes any may be
+    taken."""
     rng = random.Random(vocab)
     kinds = range(max(0, vocab - 6), vocab)  # few kinds, so that suffixes are found
     for _ in range(60):
         texts = [rng.choices(kinds, k=rng.randint(1, 40)) for _ in range(4)]
         texts[0] += texts[1][:rng.randint(1, 30)] + rng.choices(kinds, k=5)
-        query, own = rng.choice(texts)[:rng.randint(1, 40)], Datastore()
+        query = rng.choice([*texts, rng.choices(kinds, k=3) * 20])[:rng.randint(1, 60)]
+        own = Datastore()
         for i in range(0, len(query), 3):
             own.add(as_text(query[i:i + 3]))
+        assert own.order == Datastore(own.text).order
         n, longest = rng.choice([0, 1, 2, 5, 20, 500]), rng.choice([1, 3, LONGEST])
         ids, parents = retrieve([own, store_of(*texts)], as_text(query), n, longest)
         found, seen, taken = set(paths_of(ids, parents)), set(), 0
