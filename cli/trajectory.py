@@ -15,9 +15,10 @@ def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
         text += chunk
         block = log[-1]  # to which the chunk belongs
         final = block["final"][-1]
-        if final >= len(block["states"][0]):  # all of its tokens are final
+        whole = final >= len(block["states"][0])
+        if whole:  # all of its tokens are final
             print_states(block["states"], tokenizer)
-    if final < len(block["states"][0]):  # EOS or the limit cut the last block
+    if not whole:  # EOS or the limit cut the last block
         print_states([y[:final] for y in block["states"]], tokenizer)
     print(tokenizer.decode(text, skip_special_tokens=True), flush=True)
 

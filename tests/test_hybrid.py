@@ -159,6 +159,12 @@ def test_a_part_reads_all_pairs_that_wait(kind):
         part.start(Pairs(target.features[:8], text[1:]))
         for path in reversed(paths):
             assert part.predict(path) == pytest.approx(asked[path], rel=1e-4)
+    # Row i of the part's LM head stands for token vocab[i].
+    renamed = dict(zip(*(as_text(x.tolist()) for x in (weights.vocab, weights.vocab.flip(0)))))
+    weights.vocab = weights.vocab.flip(0)
+    part.start(Pairs(target.features[:8], text[1:]))
+    expected = {renamed[token]: chance for token, chance in found[0].items()}
+    assert part.predict() == pytest.approx(expected, rel=1e-4)
     for p in weights.parameters():
         p.requires_grad_(False).fill_(torch.nan)
     part.start(Pairs(target.features, text))

@@ -70,7 +70,8 @@ def test_the_lookup_equals_a_scan_of_every_place(vocab):
 
 def test_suffixdecoding_by_hand():
     """After 7 1 2 stands 8, once. After 1 2 stand 3 4 5, three times of four. With two guesses of
-    D = 3/4 the shorter suffix wins; where each token allows one half, the longer one does."""
+    D = 3/4 the shorter suffix wins; where each token allows one half, the longer one does. Of
+    equal scores the earlier store's counts."""
     store = store_of([7, 1, 2, 8], *[[1, 2, 3, 4, 5]] * 3)
 
     def guesses(alpha, n=9, text=(7, 1, 2)):
@@ -78,6 +79,14 @@ def test_suffixdecoding_by_hand():
     assert guesses(1) == [(3,), (3, 4)] and guesses(0.5) == [(8,)]
     assert guesses(2) == [(3,), (3, 4), (3, 4, 5), (8,)] and guesses(2, n=1) == [(8,)]
     assert guesses(2, text=[6]) == []
+    equal = retrieve_by_score([store_of([1, 8]), store_of([1, 9])], as_text([1]), 9, LONGEST, 1)
+    assert equal == ([1, 8], [-1, 0])
+
+
+def test_shorter_suffixes_are_looked_up_only_for_more_guesses():
+    asked = []
+    store = SimpleNamespace(find_following=lambda s: asked.append(as_tokens(s)) or [as_text([5])])
+    assert retrieve([store], as_text([1, 2, 3]), 1) == ([3, 5], [-1, 0]) and asked == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("n, counted", [(100, 100), (101, 51), (201, 67)])
@@ -121,9 +130,9 @@ def test_as_many_guesses_as_pay(grow, monkeypatch):
     monkeypatch.setattr(module, "retrieve", lambda *given: seen.append(given[2]) or ([3], [-1]))
     gain = dict(zip((1, 2, 4, 8, 16, 32, 64), (1, 1.9, 2.5, 2.6, 2.7, 2.8, 2.9)))
     measured = {m: TokensPerCall(*((1, x) if grow else (x, 1))) for m, x in gain.items()}
-    lm = CachedLM(tiny("llama"))
+    lm, store = CachedLM(tiny("llama")), Datastore("", measured)
     for searched in (grow, not grow):
-        next(rest(lm, [3, 14, 15], store=Datastore("", measured), grow=searched))
+        next(rest(lm, [3, 14, 15], store=store, grow=searched))
     assert seen == [3, 0]
 
 
