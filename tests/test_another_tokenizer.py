@@ -151,8 +151,8 @@ def test_a_draft_is_fed_its_own_tokens():
 
 
 def test_a_token_of_several_pieces_is_kept_whole():
-    """Also after a new prompt, which forgets what the last one had pending. The guess after it is in
-    the row of its last piece."""
+    """Also after a new prompt, which forgets what the last one had pending. The guess after the
+    token is in the row of its last piece."""
     model = tiny("llama")
     translation = translation_of(sentencepiece(["ab", "a", "b"]), letters("ab"))
     assert translation.pieces[0] == [0, 1]

@@ -58,8 +58,8 @@ def saying(*draft):
 
 
 def test_specdec_follows_its_two_limits():
-    """All 16 drafts of two tokens after 0, and after 3. By hand: which tokens pass after 0, 1, 2 and
-    3, the best one first. How far log p lies below the best: `gaps`; three tokens tie after 3, and
+    """All 16 drafts of two tokens after 0 and after 3. By hand: which tokens pass after 0, 1, 2, 3,
+    the best one first. How far log p lies below the best: `gaps`; three tokens tie after 3, and
     of them the argmax alone passes where output is to be greedy."""
     rows = ([0.1, 0.4, 0.3, 0.2], [0.05, 0.05, 0.1, 0.8], [0.7, 0.1, 0.15, 0.05],
             [0.3, 0.3, 0.1, 0.3])
