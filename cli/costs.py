@@ -158,21 +158,6 @@ def expected_tokens(acceptance: list[float]) -> float:
     return sum(itertools.accumulate(acceptance, operator.mul, initial=1.0))
 
 
-def know_ahead(rounds: list[tuple[dict, int]], table: list) -> float:
-    """Return the speed of an oracle, which feeds in each call only those guesses that are right.
-
-    The oracle drafts as the run did. The table was timed after the run, when the machine may have
-    been slower or faster. So the table says only by what share the run's own calls would have been
-    shorter, and an oracle is never slower than its run.
-
-    rounds, table   as for `measure_size`. In the table no call costs less than a narrower one
-    """
-    calls, mean = calls_of(rounds), average(rounds)
-    all_rows = sum(read_table(table, len(call["ids"])) for call in calls)
-    right_rows = sum(read_table(table, max(1, len(call["kept"]))) for call in calls)
-    return mean["tokens"] / (mean["guessing"] + mean["call"] * right_rows / all_rows)
-
-
 # -------------------------------------------------------------------------------------- the panel
 
 def describe(name: str, runs: list[dict], table: list, ar: list[dict] = (),
@@ -195,7 +180,7 @@ def describe(name: str, runs: list[dict], table: list, ar: list[dict] = (),
     said = say_costs(mean["rows"], mean["call"] / plain["call"], mean["guessing"] / plain["call"],
                      mean["tokens"])
     return {"name": name, "one": one, "table": table, "speed": mean["speed"],
-            "plain": plain["speed"], "compared": bool(alone), "oracle": know_ahead(own, table),
+            "plain": plain["speed"], "compared": bool(alone),
             "said": f"{mean['speed'] / plain['speed']:.1f} times as fast here: {said}",
             "chosen": measure_size(own, table, find_widest(own)),
             "sizes": [measure_size(larger, table, most)

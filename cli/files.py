@@ -55,8 +55,7 @@ def read_lines(path: str | Path, parse: Callable, expected: str) -> list[dict]:
                 rows.append(parse(line) | {"where": where})
         if not rows:
             raise ValueError("nothing is in it")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError,
-            RecursionError) as error:  # json and a line of another form raise any of these
+    except Exception as error:  # json and a line of another form raise errors of many kinds
         raise ArgumentTypeError(f"expected {expected}, got {where}: {explain(error)}") from error
     return rows
 

@@ -14,8 +14,8 @@ from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers.utils import chat_template_utils
 
-from common import CachedLM, InputError, check, encode, eos_ids, load
-from training.files import check_file, read_json, shorten
+from common import InputError, check, encode, eos_ids, load
+from training.files import check_file, explain_errors, read_json, shorten
 from training.loop import Pair
 
 # The date that chat templates write into what a command learns from. With the date of the day a
@@ -35,17 +35,13 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     if (folder / "adapter_config.json").exists():  # transformers may load it, or may ignore it
         raise InputError(f"expected a whole model, got {path!r} with adapter_config.json: a LoRA "
                          "adapter must be merged into its base model first")
-    try:
-        if not (folder.exists() or try_to_load_from_cache(path, "config.json")):
-            get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
-    except Exception as error:  # the name is no hub id, or the network fails in one of many ways
-        raise InputError("expected a model directory or hub id that can be reached, got "
-                         f"{path!r}: {shorten(error)}") from error
+    if not folder.exists():
+        with explain_errors("a hub id that can be reached, as there is no such directory", path):
+            if not try_to_load_from_cache(path, "config.json"):
+                get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
     try:
         model, tokenizer = load(path, device, dtype)
-        # Without a window `load` has checked all that there is.
-        if getattr(model.config.get_text_config(), "sliding_window", None) is not None:
-            check_passes(model)
+        check_window(model)
         return model, tokenizer
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
@@ -57,24 +53,22 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
                          f"{path!r}: {shorten(error)}") from error
 
 
-def check_passes(model, run_as: type[CachedLM] = CachedLM):
-    """Check a model once more, with windows that are narrower than the tree of the check.
+def check_window(model) -> None:
+    """Forget the window of a model that has none, by a check with a narrower one than its own.
 
-    Some families ignore the setting of a window, which a conversion may have left in the file. A
-    model that does not pass the check with a narrow window loses the setting.
+    Some families ignore the setting of a window, which a conversion may have left in the file. Such
+    a model does not pass `common.check` if the window is narrower than the tree of the check.
 
-    model    a model that `common.check` lets pass, whose settings are changed in place
-    run_as   the kind of CachedLM that is checked
-    returns  the same model. InputError if it fails
+    model    a model that passed the check with its own window. Its setting is changed in place
     """
     config = model.config.get_text_config()
-    if getattr(config, "sliding_window", None) is not None:
-        try:
-            with patch.object(config, "sliding_window", 2):
-                check(model, run_as)
-        except InputError:
-            config.sliding_window = None
-    return check(model, run_as)
+    if getattr(config, "sliding_window", None) is None:
+        return
+    try:
+        with patch.object(config, "sliding_window", 2):
+            check(model)
+    except InputError:
+        config.sliding_window = None
 
 
 def find_fault(folder: Path, said: str) -> str:

@@ -2,7 +2,16 @@
 
 A method file ends in `main([its methods], report, …)`, and every other script in
 `run_script(its main)`, so that all of them end alike. Text goes to stdout. Figures and messages go
-to stderr."""
+to stderr.
+
+Read this file from its end. There `main` hands the command line to `perform`. If a method is asked
+for, these do the work:
+
+    parse_decoding   makes options of the methods' keyword arguments, and parses them (options.py)
+    Session          loads the models that the method takes, and encodes the prompts (loading.py)
+    Session.decode   gives each prompt to the method, in one Run (run.py)
+    stream           prints the chunks as text while they come (text.py)
+"""
 import itertools
 import signal
 import sys
@@ -18,12 +27,12 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.costs import say_costs
-from cli.loading import check_passes, encode_data, encode_prompts, load_checked
+from cli.loading import encode_data, encode_prompts, load_checked
 from cli.options import MODELS, parse_command, parse_decoding, read_options, select_options
 from cli.run import Run, TimedLM, count_guesses
 from cli.text import MOST, read_texts, set_encodings, stream
 from cli.trace import Trace, make_page
-from common import InputError, Sampler, autoregressive, eos_ids, vocab_size
+from common import InputError, Sampler, autoregressive, check, eos_ids, vocab_size
 from training.files import check_result, shorten, write_text
 from training.layers import context_length
 from training.loop import Settings, use_settings
@@ -41,7 +50,8 @@ class Extras:
     target    the default target, a folder of models/
     commands  functions that train, collect or measure: `python FILE.py NAME …` calls one of them
     folders   those of the commands whose --out is a folder, and not a file
-    kept      for a command that goes on with its --out after a stop, how this file begins
+    kept      for a command that goes on with its --out after a stop, a pattern of how this file
+              begins
     graphs    whether the methods can run by CUDA graphs
     """
     lossy: Container = ()
@@ -98,6 +108,10 @@ class Session:
     method  the method that is asked for, which decides how many drafts are loaded
     report  a function that says in a line what a run did
     extras  what the method file adds
+
+    models      by the names "target", "draft", "draft 2", …, and so the tokenizers
+    run_as      the kind of CachedLM that models run as
+    trace       a Trace that is told of all runs, or None
     """
 
     def __init__(self, args: Namespace, method, report: Callable, extras: Extras):
@@ -106,10 +120,10 @@ class Session:
         self.shared = extras.shared
         self.trace = None
         models = load_models(args, method)
-        self.tokenizer = models["target"][1]
         self.tokenizers = {name: tokenizer for name, (_, tokenizer) in models.items()}
         self.models = {name: model for name, (model, _) in models.items()}
-        self.on_gpu = self.models["target"].device.type == "cuda"
+        target, tokenizer = models["target"]
+        self.on_gpu = target.device.type == "cuda"
         self.run_as = TimedLM
         graphs = args.graphs
         if graphs is None:
@@ -118,20 +132,23 @@ class Session:
             from cli.graphs import GraphedLM
             self.run_as = GraphedLM
             for model in self.models.values():
-                check_passes(model, GraphedLM)  # once more, by what a replay gives
+                check(model, GraphedLM)  # once more, by what a replay gives
         self.texts = read_texts(args.prompt) if args.prompt else args.prompts
-        self.prompts = encode_prompts(self.models["target"], self.tokenizer, self.texts, args.chat)
-        self.eos = eos_ids(self.models["target"], self.tokenizer)
+        self.prompts = encode_prompts(target, tokenizer, self.texts, args.chat)
+        self.eos = eos_ids(target, tokenizer)
         self.context = min(map(context_length, self.models.values()))
         longest = max(map(len, self.prompts))
         if longest >= self.context:
             raise InputError("expected prompts that are shorter than the context of "
                              f"{self.context} tokens, got {longest}")
-        if args.max_new_tokens < 1:
-            raise InputError(f"--max-new-tokens must be 1 or more, got {args.max_new_tokens}")
+        require(args.max_new_tokens > 0, "max_new_tokens", "1 or more", args.max_new_tokens)
 
     def start_run(self, method, options: dict) -> Run:
-        """Make a run of a method, with fresh caches of the models that the method takes."""
+        """Make a run of a method, with fresh caches of the models that the method takes.
+
+        method   a method of the file, or `autoregressive`, which takes the target only
+        options  the method's own options that were given
+        """
         takes = signature(method).parameters
         lms = {name: self.run_as(model, vocab_size(model, self.tokenizers[name]))
                for name, model in self.models.items() if name == "target" or "draft" in takes}
@@ -148,7 +165,7 @@ class Session:
         return run.decode(prompt, min(args.max_new_tokens, self.context - len(prompt)), sample)
 
     def decode(self, method, options: dict, show: Callable | None = None) -> Run:
-        """Answer all prompts with a method.
+        """Let a method answer all prompts.
 
         options  the method's own options
         show     prints an answer: show(chunks, tokenizer, colour, log). None prints nothing
@@ -169,7 +186,7 @@ class Session:
                 if show and len(self.prompts) > 1:
                     print(text, file=sys.stderr, flush=True)
                 if show:
-                    show(chunks, self.tokenizer, colour, run.log)
+                    show(chunks, self.tokenizers["target"], colour, run.log)
                 else:
                     list(chunks)
         finally:  # also after Ctrl-C
@@ -254,7 +271,7 @@ def record_trace(session: Session, path: Path) -> Iterator[None]:
 def perform_command(command, argv: list[str], extras: Extras) -> int | None:
     """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
 
-    argv     the command line behind the command's name
+    argv     the command line after the command's name
     extras   what the file adds to its methods
     returns  the exit status, or nothing if all went well
     """
@@ -309,12 +326,10 @@ def run_script(act: Callable[[], int | None]) -> int:
     signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # for `| head`
     try:
         return act() or 0
-    except (InputError, OSError, SafetensorError, UnicodeError, RuntimeError,
-            MemoryError) as error:
+    except (InputError, OSError, SafetensorError, UnicodeError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # a mistake of this project, not of its user
-        said = shorten(error, MOST) or "out of memory"
-        print(f"{Path(sys.argv[0]).name}: {said}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

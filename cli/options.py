@@ -7,8 +7,8 @@
         exact: …\"\"\"
 
 becomes `--W 7` and `--exact` or `--no-exact`, and --help prints the docstring. `--W 0` is refused,
-since a sentence about W ends with its range (`read_ranges`). Keyword arguments of
-other kinds (`sample`, `log`, objects) are filled in by the command line itself and are no options.
+since a sentence about W ends with its range (`read_ranges`). Keyword arguments of other kinds
+(`sample`, `log`, objects) are no options. main.py fills them in.
 """
 import math
 import os
@@ -24,7 +24,7 @@ from cli.files import read_pairs, read_prompts
 from cli.text import Parser
 from common import InputError
 from training.loop import Settings
-from training.parts import MODELS
+from training.parts import MODELS, require
 
 # The annotations of keyword arguments that are options, and how argparse reads each of them
 KINDS = {bool: {"action": BooleanOptionalAction},
@@ -36,7 +36,7 @@ KINDS = {bool: {"action": BooleanOptionalAction},
 
 
 def read_options(function) -> dict[str, tuple[type, object]]:
-    """Return {name: (type, default)} of a function's arguments that a command line can give."""
+    """Return {name: (type, default)} of a function's keyword arguments that are options."""
     return {name: (argument.annotation, argument.default)
             for name, argument in signature(function).parameters.items()
             if argument.kind is Parameter.KEYWORD_ONLY and argument.annotation in KINDS}
@@ -50,6 +50,7 @@ def read_ranges(function) -> dict[str, str]:
     """Return the ranges of a function's options, in the words that its docstring has for them."""
     found = {}
     for lines in (getdoc(function) or "").split("\n\n"):
+        # An entry begins at a line with one name, or with some as in "W, N: …".
         for entry in re.split(r"\n *(?=\w+(?:, \w+)*: )", f"\n{lines}"):
             names, _, text = entry.partition(": ")
             words = RANGE.search(" ".join(text.split()))
@@ -74,9 +75,9 @@ def write_option(name: str) -> str:
 def make_parser(function, calls: list[str], target: str) -> ArgumentParser:
     """Make a parser that has the options of loading a model.
 
-    Its help begins with how the function's file is called and with the first paragraph of the
-    file's docstring. The rest of the docstring comes after the options. The usage line of argparse
-    is left out, since it would repeat a hundred lines of options.
+    Its help begins with the command lines of the function's file and with the first paragraph of
+    the file's docstring. The rest of the docstring comes after the options. The usage line of
+    argparse is left out, since it would repeat a hundred lines of options.
 
     function  a method or a command of the file
     calls     what may follow the name of the file on a command line
@@ -122,10 +123,8 @@ def add_prompt_options(parser: ArgumentParser, trains: bool = False) -> None:
 def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     """Add the options that all methods have in common."""
     add = parser.add_argument
-    takes = {name for method in methods for name in signature(method).parameters}
     add("--draft", action="append", metavar="MODEL",
-        help="the small model that guesses (default: models/draft)"
-        if "draft" in takes else SUPPRESS)  # it is parsed, so that its refusal can say why
+        help="the small model that guesses, if the method takes one (default: models/draft)")
     add("--prompt", action="append", metavar="TEXT",
         help="a prompt, or - for standard input, repeatable")
     add("--max-new-tokens", type=int, default=256, metavar="N",
@@ -216,6 +215,6 @@ def select_options(args: Namespace, function, others: Iterable = ()) -> dict:
                 raise InputError(f"{write_option(name)} is no option of {function.__name__}")
     given = {name: vars(args)[name] for name in own if name in args}
     for name, words in (read_ranges(Settings) | read_ranges(function)).items():
-        if name in given and not fits(given[name], words):
-            raise InputError(f"{write_option(name)} must be {words}, got {given[name]}")
+        if name in given:
+            require(fits(given[name], words), name, words, given[name])
     return given

@@ -12,6 +12,8 @@ import torch
 class TimedLM(FeatureLM):
     """Be a CachedLM that knows how long things took, on a GPU as well.
 
+    It is a FeatureLM, because some methods read features (training/layers.py).
+
     seconds          of the calls. Each call waits for the GPU, or it would end before the GPU does
     prompt_seconds   of caching prompts, which are no calls
     setup_seconds    of what `once` made
@@ -69,7 +71,7 @@ class Run:
 
     method   a function that yields chunks, as each method file has one
     models   the models that it takes, by the names "target", "draft", "draft 2", …
-    options  its other keyword arguments
+    options  its other keyword arguments, among them all drafts but the first
     eos      the tokens that end an answer
 
     After decoding, a run has these:
@@ -101,7 +103,8 @@ class Run:
         chunks = self.method(*models, prompt=prompt, sample=sample, log=self.log, **self.options)
         began = self.read_clock()
         for chunk in until(chunks, limit, self.eos):
-            # A guess that was cut off is not accepted.
+            # A whole chunk has a token more than were accepted. From a shorter one accepted tokens
+            # were cut off.
             if self.log and self.log[-1].get("accepted", -1) >= len(chunk):
                 self.log[-1] |= {"accepted": len(chunk), "cut": True}
             self.seconds += self.read_clock() - began

@@ -2,18 +2,13 @@
 
 Text that comes in and goes out is UTF-8, whatever the locale of the machine says."""
 import io
-import os
-import re
 import sys
 from argparse import ArgumentParser
 from typing import Iterator
 
-from tokenizers.models import BPE
-
 from training.files import shorten
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer says for bytes that are no character yet
-BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # the name of a token that is one byte
 KEPT = 64  # tokens that are decoded once more with every new one
 MOST = 600  # characters of a message
 
@@ -23,13 +18,13 @@ MOST = 600  # characters of a message
 def set_encodings() -> None:
     """Make stdout and stderr take every character: what is printed must not end a run.
 
-    A file or a pipe gets UTF-8. A terminal, or a program that set PYTHONIOENCODING, reads another
-    encoding, so it keeps this encoding, and what the encoding lacks is printed as a question mark.
+    A file or a pipe gets UTF-8. A terminal may read another encoding, so it keeps its own, and what
+    this encoding lacks is printed as a question mark.
     """
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, io.TextIOWrapper):  # not None, or what a notebook puts there
-            asked = stream.isatty() or "PYTHONIOENCODING" in os.environ
-            stream.reconfigure(encoding=stream.encoding if asked else "utf-8", errors="replace")
+            encoding = stream.encoding if stream.isatty() else "utf-8"
+            stream.reconfigure(encoding=encoding, errors="replace")
 
 
 def read_texts(given: list[str]) -> list[str]:
@@ -46,12 +41,11 @@ def read_texts(given: list[str]) -> list[str]:
 
 
 class Parser(ArgumentParser):
-    """An argument parser whose messages are short, whatever the argument that they quote."""
+    """An argument parser whose messages are one short line, whatever they quote."""
 
     def error(self, message: str) -> None:
-        """Refuse the command line; what is not known may be a word that --help explains."""
-        hint = " (--help lists all options)" if message.startswith("unrecognized") else ""
-        self.exit(2, f"{self.prog}: error: {shorten(message, MOST)}{hint}\n")
+        said = shorten(message, MOST)
+        self.exit(2, f"{self.prog}: error: {said} (--help lists all options)\n")
 
 
 # ------------------------------------------------------------------------------ tokens as text
@@ -61,14 +55,17 @@ class TokenTexts:
 
     Tokens cannot be decoded one by one. A character may be two tokens, and a blank at the beginning
     of a text is left out. Here the pieces of all tokens, put together, are the decoding of all
-    tokens. A piece is given away when no later token can change it:
+    tokens. A piece is given away as soon as it is whole:
 
         add("a")                 "a"
         add(first byte of "é")   nothing, since half a character is no text
         add(second byte)         "é"
 
-    Some tokenizers may change all of a text until its end: those that are written in Python, and
-    those that take blanks back, as of "it ' s". Then all of the text is the last piece.
+    If wrong bytes follow a character of tokens that are single bytes, a decoding of all of them has
+    signs of an error in place of this character, too. Here it stays, since it has been given away.
+
+    A tokenizer that is written in Python may change all of a text until its end. Then all of the
+    text is the last piece.
     """
 
     def __init__(self, tokenizer, skip_special_tokens: bool = True):
@@ -76,20 +73,16 @@ class TokenTexts:
         self.skip = skip_special_tokens
         self.ids = []  # the latest tokens, which are decoded together
         self.given = 0  # characters of their text that have been given away
-        self.in_bytes = False
-        self.settles = tokenizer.is_fast
-        if tokenizer.clean_up_tokenization_spaces and self.settles:
-            # transformers takes no blanks back from a text of BPE, whatever the tokenizer says.
-            self.settles = isinstance(tokenizer.backend_tokenizer.model, BPE)
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=self.skip)
+        # Some tokenizers would take blanks back, as of "it ' s", when they have been printed.
+        return self.tokenizer.decode(ids, skip_special_tokens=self.skip,
+                                     clean_up_tokenization_spaces=False)
 
     def add(self, token: int) -> str:
         """Take one more token, and return the text that it settles."""
         self.ids.append(token)
-        self.watch_bytes(token)
-        if self.in_bytes or not self.settles:
+        if not self.tokenizer.is_fast:
             return ""
         text = self.decode(self.ids)
         piece = text.rstrip(HALF)[self.given:]
@@ -98,19 +91,8 @@ class TokenTexts:
         return piece
 
     def finish(self) -> str:
-        """Return what was held back: the text is over, and nothing can change it."""
+        """Return what was held back, because the text is over."""
         return self.decode(self.ids)[self.given:]
-
-    def watch_bytes(self, token: int) -> None:
-        """Find out whether the text ends with tokens that are single bytes.
-
-        Such tokens are decoded all together, up to the next other token. If they are no UTF-8 as a
-        whole, even those that were a character before become signs of an error.
-        """
-        if BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or ""):
-            self.in_bytes = True
-        elif self.decode([token]):  # a special token, which is left out, does not end the bytes
-            self.in_bytes = False
 
     def forget(self, text: str) -> None:
         """Drop old tokens, so that a long answer does not become slower and slower.

@@ -11,15 +11,14 @@ def show_trajectory(chunks, tokenizer, colour: bool, log: list) -> None:
     log        the log of the decoding, which has one record for each block
     """
     text = []
-    shown = len(log) - 1  # the last block of the log has begun, those before are of other prompts
     for chunk in chunks:
         text += chunk
-        for block in log[shown:]:
-            if block["final"][-1] >= len(block["states"][0]):  # all of its tokens are final
-                print_states(block["states"], tokenizer)
-                shown += 1
-    for block in log[shown:]:  # a block that EOS or the limit cut: print what is final of it
+        block = log[-1]  # to which the chunk belongs
         final = block["final"][-1]
+        whole = final >= len(block["states"][0])
+        if whole:  # all of its tokens are final
+            print_states(block["states"], tokenizer)
+    if not whole:  # EOS or the limit cut the last block
         print_states([y[:final] for y in block["states"]], tokenizer)
     print(tokenizer.decode(text, skip_special_tokens=True), flush=True)
 

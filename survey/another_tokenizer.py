@@ -15,19 +15,20 @@ is speculative sampling (../speculative.py), with q = 0 for all tokens that the 
     the draft's q       " et" 0.5    " !" 0.2    " magn" 0.3
     both have           " et" 0.7    " !" 0.3                         ids of the target
 
-Any q is exact as long as the guess is drawn from it and the verification divides by it. Where the
-target wants a token that q lacks, the guess is rejected, and the token is drawn from what the
-target has left over. That is a distribution over all of the target's vocabulary.
+Any q is exact as long as the guess is drawn from it and the verification divides by it. A token
+that q lacks is never guessed. It can still follow a rejected guess, since that token is drawn from
+norm(max(0, p - q)), a distribution over all of the target's vocabulary.
 
-Departures (paper / here / why):
-    equal tokens: the strings of the vocabularies are equal / the bytes that they stand for are
-        equal / one family writes a space as Ġ and another one as ▁
-    the end of an answer: a token like others / the draft's stands for the target's / families name
-        it differently
-    a token that the draft lacks: the text is encoded anew / its bytes are encoded, with the longest
-        of the draft's tokens first / ids that were fed must stay as they are
-    the first token of a text: not treated / the draft's BOS, once, in place of the target's / a
-        draft guesses badly after two of them, or after one that it does not know
+Departures:
+- Equal tokens. Paper: two tokens are equal if their strings in the vocabularies are. Here: if they
+  stand for the same bytes. Why: one family writes a space as Ġ and another one as ▁.
+- The end of an answer. Paper: a token like others. Here: the draft's stands for the target's. Why:
+  families name it differently.
+- A token that the draft lacks. Paper: the text is encoded anew. Here: the token's bytes are
+  encoded, with the longest of the draft's tokens first. Why: ids that were fed must stay as they
+  are, since their rows are cached.
+- The first token of a text. Paper: not treated. Here: the draft's BOS, once, in place of the
+  target's. Why: a draft guesses badly after two of them, or after one that it does not know.
 
 Left out: the paper's other algorithms, which compare strings (SLEM) or sum over all ways to write
 a string (SLRS).
@@ -61,10 +62,9 @@ def read_bytes(tokenizer, size: int, option: str = "--draft") -> dict[int, bytes
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = json.loads(backend.to_str())["decoder"] if backend else None
-    described = json.dumps(decoder, ensure_ascii=False)  # "▁" is searched for below
-    special = set(tokenizer.all_special_tokens)
-    special |= {token.content for token in tokenizer.added_tokens_decoder.values()
-                if token.special}
+    described = json.dumps(decoder, ensure_ascii=False)  # so that "▁" stays as it is
+    added = tokenizer.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special}
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     found = {}
     for token, number in tokenizer.get_vocab().items():
@@ -99,10 +99,10 @@ class Translation:
                  without a token, which a model has logits for all the same, stands for no bytes
     number_of    {the bytes or the special token: id of the draft}
     both         ids of the target [n] and ids of the draft [n], for the tokens that both have
-    pieces       {id of the target: the draft's ids that are fed for it}. It is a single id where
-                 both have the token
+    pieces       {id of the target: the draft's ids that are fed for it}. It is a single id if both
+                 have the token
 
-    Raises InputError where few tokens are in both.
+    Raises InputError if few tokens are in both.
     """
 
     def __init__(self, target: CachedLM, draft: CachedLM, tokenizers: list):
@@ -119,7 +119,7 @@ class Translation:
         in_target = {text: number for number, text in sorted(of_target.items())}
         shared = {number: self.number_of[text] for text, number in in_target.items()
                   if text in self.number_of}
-        # A tokenizer without such a token has None in its place, which no vocabulary has.
+        # A tokenizer without a token that ends answers has None in its place. No vocabulary has it.
         if ends[0] in of_target and ends[1] in of_draft:
             shared[ends[0]] = ends[1]
         least = math.ceil(FEWEST * min(len(of_target), len(of_draft)))
@@ -155,7 +155,7 @@ class Translation:
     def encode(self, ids: list[int]) -> list[int]:
         """Encode a text of the target's tokens with the draft's tokenizer.
 
-        The draft's BOS stands before it where the draft's tokenizer puts it there.
+        It begins with the draft's BOS if the draft's tokenizer puts one before a text.
         """
         of_target, of_draft = self.tokenizers
         bos = [number for number in of_draft.encode("") if number == of_draft.bos_token_id]

@@ -21,24 +21,24 @@ drew it, or as m for Max-Gram:
     draft 2            m m m   m m m        reviews `inner` tokens of Max-Gram at a time, until it
                                             has what draft 1 or the target asked for
 
-The output is lossless. Every review follows a rule of ../speculative.py, so a token that leaves
-a level has exactly the distribution of that level's model. The next better level divides by this
-distribution.
+The output is lossless. Every review is `verify_block` of ../speculative.py, so a token that leaves
+a level has exactly the distribution of that level's model. This is the q that the next better level
+divides by.
 
-Departures (paper or released code / here / why):
-    how many tokens a level gives: a matrix of numbers, which is searched / `gamma`, `tail` and
-        `inner` fill it, so that a draft reviews tokens of the next cheaper one only / three options
-        can be tuned by hand
-    review by a draft: lenient, so that more guesses pass / exact / leniency is not lossless when
-        tokens are sampled
-    temperature: 0 in the experiments / any / every token has the distribution of the level that
-        gave it
-    Max-Gram's guesses: 10 whenever it is asked / as many as are asked for / a level never reviews
-        more
-    Max-Gram's match: of any length / of at most 16 tokens, as in rest.py / a search of every length
-        would take longer with every token
-    bigrams: counted in a corpus of text / in the datastore of rest.py / it is there already, and it
-        has the model's own answers
+Departures of the paper or its released code:
+- How many tokens a level gives. Paper: a matrix of numbers, which is searched. Here: `gamma`,
+  `tail` and `inner` fill it, so that a draft reviews only tokens of the next cheaper one. Why:
+  three options can be tuned by hand.
+- Review by a draft. Paper: lenient, so that more guesses pass. Here: exact. Why: with leniency,
+  samples would not have the target's distribution.
+- Temperature. Paper: 0 in the experiments. Here: any. Why: every token comes with the distribution
+  of the level that gave it, and exact sampling needs no more.
+- Max-Gram's guesses. Code: 10 whenever it is asked. Here: as many as are asked for. Why: a level
+  never reviews more.
+- Max-Gram's match. Paper: of any length. Here: of at most 16 tokens, as in rest.py. Why: a search
+  of every length would take longer with every token.
+- Bigrams. Paper: counted in a corpus of text. Here: in the datastore of rest.py. Why: it is there
+  already, and it has the model's own answers.
 
 Left out: encoder-decoder models, as everywhere (common.py).
 """
@@ -48,7 +48,7 @@ from itertools import takewhile
 from typing import Iterator, Sequence
 
 from common import CachedLM, Sampler, greedy
-from speculative import verify_block as verify
+from speculative import verify_block
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
 import torch
@@ -69,13 +69,13 @@ class Level:
         self.text = text
 
     def keep(self, text: list[int]) -> int:
-        """Drop all rows from the first token on in which the cached text differs from another.
+        """Keep the rows of the tokens with which the cached text and another begin, and no others.
 
         text     the other text
         returns  how many tokens keep their rows
         """
         same = min(len(self.text), len(text))
-        while self.text[:same] != text[:same]:
+        while self.text[:same] != text[:same]:  # rejected guesses are few, so it takes few steps
             same -= 1
         self.lm.truncate(same)
         self.text = text[:same]
@@ -112,7 +112,7 @@ class MaxGram:
         """Find what followed the longest end of a text that occurred earlier.
 
         text     characters, as `as_text` writes them
-        returns  all characters behind its latest earlier occurrence. If not even the last token
+        returns  all characters after its latest earlier occurrence. If not even the last token
                  occurred earlier: its most frequent follower, or nothing
         """
         for n in range(min(LONGEST, len(text) - 1), 0, -1):
@@ -131,7 +131,7 @@ class MaxGram:
         written = as_text(text)
         wanted = len(text) + most
         while len(written) < wanted:
-            more = self.following(written)  # guesses that are written already are looked up, too
+            more = self.following(written)  # of the text with the guesses so far
             if not more:
                 break
             written += more
@@ -164,8 +164,8 @@ def review(levels: list, counts: list[list[int]], text: list[int],
              because it reviews nothing
     text     the tokens so far, whose last one is the root of this call
     sample   makes distributions, flips the coins and draws tokens
-    returns  the n tokens after the text, accepted guesses and one more, and [n, V]: the
-             distributions of the first level which they have
+    returns  the n tokens after the text, which are the accepted guesses and one more; and probs
+             [n, V], the first level's distribution at each of them
     """
     first, *others = levels
     # Horizontal: each level goes on after the guesses of the better ones
@@ -178,9 +178,10 @@ def review(levels: list, counts: list[list[int]], text: list[int],
     # One call of the first level scores the root and all guesses
     logits = first.score(text + guesses, len(guesses) + 1)
     p = sample.probs(logits)  # [guesses + 1, V]
+    # q[i] is the distribution of the level that drew guess i, so the review is exact. p[:0] has no
+    # rows: it makes an empty q if nothing was guessed
     q = torch.cat([p[:0], *(probs.to(p.device) for probs in guess_probs)])  # [guesses, V]
-    # q[i] is the distribution of the level that drew guess i, so the review is exact
-    accepted, token = verify(p, q, guesses, sample)
+    accepted, token = verify_block(p, q, guesses, sample)
     return guesses[:accepted] + [token], p[:accepted + 1]
 
 
@@ -189,11 +190,11 @@ def draw(levels: list, counts: list[list[int]], text: list[int], most: int,
     """Let the first level draw tokens after a text, with the help of the other levels.
 
     levels   from the one that draws to the cheapest
-    counts   as in `review`, for these levels alone
+    counts   as in `review`, for these levels only
     text     the tokens so far
     most     how many tokens are drawn. Max-Gram may give fewer
     sample   makes distributions, flips the coins and draws tokens
-    returns  the n tokens, and [n, V]: the distributions of the first level which they have
+    returns  the n tokens; and probs [n, V], the first level's distribution at each of them
     """
     if isinstance(levels[0], MaxGram):
         # Max-Gram is sure of each of its tokens: its distributions are one-hot
@@ -213,7 +214,7 @@ def draw(levels: list, counts: list[list[int]], text: list[int], most: int,
 def count_bigrams(path: str, model) -> dict[str, str]:
     """Find the most frequent follower of each token in a datastore of survey/rest.py.
 
-    path     of the datastore. With an empty path there is no datastore, and no token has a follower
+    path     the file of the datastore. With an empty path no token has a follower
     model    the datastore must have been made with it
     returns  {token: its follower}, as characters of `as_text`
     """

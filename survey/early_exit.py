@@ -25,8 +25,8 @@ Departures:
 - End of a draft. Paper: a second "early exit" ends a draft after a guess of low confidence (0.6 in
   the released code), or after 6 guesses. Here: a draft always has γ guesses. Why: one loop serves
   LayerSkip too.
-- Sampling. Paper: greedy decoding alone, in the released code. Here: sampling too, exactly. Why:
-  LayerSkip's loop has the rule of speculative sampling already.
+- Sampling. Released code: only greedy decoding. Here: sampling too, exactly. Why: LayerSkip's loop
+  has the rule of speculative sampling already.
 - Training data. Paper: ShareGPT. Here: the tokens of the model's own greedy answers. Why:
   these are the tokens that the exit has to guess.
 """
@@ -58,6 +58,7 @@ class Exit(Part):
     E      how many layers stand before the exit
     width  the width of the exit's MLP
     right  how often its likeliest token is the model's on held-out answers, once it is trained
+    vocab  None, since it can guess all tokens of the model
     """
     title = "an early exit"
     facts = ("right",)
@@ -134,9 +135,11 @@ def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) 
     L, (V, d) = depth_of(model), model.get_output_embeddings().weight.shape
 
     def collect(pairs: list) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Compute the states after layer E and after the last norm, [n, d] each, of each answer."""
         return [*zip(collect_states(model, pairs, network.E), collect_states(model, pairs, L))]
-    states_of, texts = compute_frozen(collect, data, 2 * d)
+    states_of, texts = compute_frozen(collect, data, 2 * d)  # two states of d numbers a token
     lengths = [len(answer) for _, answer in data]
+    # All states of all held-out answers, 512 at a time: more logits could fill the memory.
     held_early, held_last = (torch.cat(x).split(512) for x in zip(*collect(held_out)))
 
     def loss_of(rng: random.Random) -> torch.Tensor:

@@ -47,9 +47,11 @@ class Trained:
 
     taps     the layers whose inputs are this part's features, side by side
     depth    for how many levels of a tree the part guesses
-    rows     {path: what the part's pass for it made} in this round. A pass of EAGLE's layer is for
-             one path, and makes the number of its row and its feature. A pass of DFlash's draft or
-             of a head is for all paths. It stands under the empty one
+    waiting  the pairs that the part has not read, in some Pairs one after the other
+    root     the last token of the text, below which paths begin
+    passes   {path: what a pass of the part made} in this round. EAGLE's layer has a pass for each
+             path, which made a row, given by its number, and a feature. DFlash's draft and a head
+             have one pass for all paths, under the path "". It made logits
     """
 
     def __init__(self, target: FeatureLM, kind: str, path: str):
@@ -59,7 +61,8 @@ class Trained:
         self.kind = kind
         self.layer = None  # EAGLE's layer or DFlash's draft, with its cache
         self.part = target.once((kind, path), lambda: load_kind(kind, path, model))
-        self.taps, self.depth = self.part.taps or [depth_of(model)], 1
+        self.taps = self.part.taps or [depth_of(model)]
+        self.depth = 1
         if kind in HEADS:
             self.to_logits = target.once((self.part, "logits"), lambda: logits_of(model))
         else:
@@ -73,7 +76,8 @@ class Trained:
 
         pairs    the pairs of the prompt. A prompt of one token has none
         """
-        self.waiting, self.rows = [], {}
+        self.waiting = []
+        self.passes = {}
         if self.layer:
             self.layer.start([])
             if len(pairs.tokens) > 1:
@@ -91,23 +95,23 @@ class Trained:
         """
         self.waiting = [*self.waiting, pairs] if self.layer else [pairs]
         self.root = pairs.tokens[-1]
-        self.rows = {}
+        self.passes = {}
         if self.layer:  # rows that read guessed features never join the context
             self.layer.truncate(self.layer.length)
 
     def count_passes(self, path: str) -> int:
         """Count the passes that a guess after a path takes.
 
-        EAGLE's layer reads a row for each node of the path. Those of the round's earlier passes are
-        there already.
+        EAGLE's layer needs a pass for each node of the path, from the root on. Some of them were
+        made for other paths of this round.
         """
         last = len(path) if self.kind in LAYERS else 0
-        return sum(path[:k] not in self.rows for k in range(last + 1))
+        return sum(path[:k] not in self.passes for k in range(last + 1))
 
     def time_pass(self) -> float:
         """Measure the seconds of a pass, which is of one row, of a block or of a head.
 
-        A block guesses for all its depths, and each of them pays an equal share of its pass.
+        A block guesses for all its depths, so each depth pays an equal share of the pass.
         """
         if self.layer:
             rows = self.depth if self.kind == "dflash" else 1
@@ -120,7 +124,7 @@ class Trained:
         path     the guesses, fewer than `depth`
         returns  {next token: its chance} for the RANKS likeliest tokens. {} if there is no pair
         """
-        if not self.rows and not self.waiting:
+        if not self.passes and not self.waiting:
             return {}
         p = self.compute_logits(path)[:self.vocab].float().softmax(-1)
         p = p.nan_to_num(0.0)  # so that a part that overflows guesses nothing
@@ -129,7 +133,7 @@ class Trained:
         return dict(zip(guessed, best.values.tolist()))
 
     def join_waiting(self) -> Pairs:
-        """Return the pairs that wait as one. They do not wait any more."""
+        """Return all pairs that wait, joined. They do not wait any more."""
         features, tokens = zip(*self.waiting)
         self.waiting = []
         return Pairs(torch.cat(features), sum(tokens, []))
@@ -143,10 +147,10 @@ class Trained:
 
     def compute_block(self, path: str) -> torch.Tensor:
         """Compute the logits [V'] after a path. The first path of a round runs the block."""
-        if not self.rows:
+        if not self.passes:
             features = self.join_waiting().features
-            self.rows[""] = run_block(self.part, self.layer, features, self.root)
-        z, k = self.rows[""], len(path)
+            self.passes[""] = run_block(self.part, self.layer, features, self.root)
+        z, k = self.passes[""], len(path)  # row k of the block guesses after k guesses
         before = torch.tensor([self.root, *as_tokens(path)][-1], device=z.device)
         return self.part.add_markov(z[k], before)
 
@@ -154,25 +158,27 @@ class Trained:
         """Compute the logits [V'] after a path, by a pass of EAGLE's layer.
 
         The path's row reads its last token, and the feature that its parent's row made (eagle.py).
+        It hangs below the parent's row, so that it sees only the rows of its path.
         """
         if not path:
             logits = feed(self.part, self.layer, [self.join_waiting()])
         else:
-            if path[:-1] not in self.rows:
+            if path[:-1] not in self.passes:
                 self.compute_row(path[:-1])
-            row, feature = self.rows[path[:-1]]
+            row, feature = self.passes[path[:-1]]
             inputs = self.part.join(feature[None], as_tokens(path[-1]))
             logits = self.layer.forward(inputs, [row])
         # The root's row has joined the context. So its number is that of the context's end, -1.
-        self.rows[path] = len(self.layer.parents) - 1, self.layer.features[-1]
+        self.passes[path] = len(self.layer.parents) - 1, self.layer.features[-1]
         return logits[0]
 
     def compute_head(self, path: str) -> torch.Tensor:
         """Compute the logits [V'] after the text, by the first head."""
         feature = self.waiting[-1].features[-1:]  # [1, d]
         between = self.embed(torch.tensor([self.root], device=feature.device))[:, None]
-        self.rows[path] = self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
-        return self.rows[path][0]
+        logits = self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
+        self.passes[path] = logits
+        return logits[0]
 
 
 def load_guesser(target: CachedLM, guess: str, adapter: str, facts: dict,

@@ -280,7 +280,7 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
         ngrams.add(as_text(chunk))
         passes = 0
         if trained:
-            passes = len(trained.rows)
+            passes = len(trained.passes)
             trained.add(Pairs(target.features[path], chunk))
         recent.append((len(ids), time.perf_counter() - began, passes * a_pass, len(chunk)))
         if log is not None:

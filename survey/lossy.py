@@ -26,17 +26,16 @@ shows what it makes of one guess after the guesses before it:
 
 The chunk of bild and specdec is on, a, mat and one more token, the target's choice after "mat".
 
-Departures (paper / here / why):
-    length of BiLD's drafts: as long as the draft is sure / gamma tokens at most / a draft that is
-        always sure must be verified too
-    sampling: SpecDec is greedy / guesses and replacements are drawn at a temperature, and the test
-        stays that of temperature 1 / every method here takes a temperature
-    SpecDec's drafter: an encoder-decoder that writes a block of 25 tokens in one pass / a small
-        model that writes token by token / what is compared is the test
+Departures:
+- The length of BiLD's drafts. Paper: as long as the draft is sure. Here: at most γ tokens. Why: a
+  draft that is always sure must be verified too.
+- Sampling. Paper: SpecDec is greedy. Here: guesses and replacements are drawn at a temperature, and
+  the test stays that of temperature 1. Why: every method here takes a temperature.
+- SpecDec's drafter. Paper: an encoder-decoder that writes a block of 25 tokens in one pass. Here: a
+  small model that writes token by token. Why: what is compared is the test.
 
-Left out:
-    batches            one text at a time is what the methods make faster
-    BiLD's training    `models/train.py distil` trains a draft on what the target writes
+Left out: BiLD's training of the draft. `models/train.py distil` trains one on what the target
+writes.
 """
 import sys
 from typing import Callable, Iterator
@@ -71,7 +70,7 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
         feed = unseen
         while len(guesses) < gamma:
             logits = draft.forward(feed)[-1:]  # [1, V]
-            # A GPU makes Python wait for the answer, so nobody asks where it is known.
+            # With a fallback of 0 the answer is known, and a GPU need not be waited for.
             if fallback > 0 and logits.float().softmax(-1).max() < fallback:
                 break
             [guess] = sample(logits)
@@ -85,7 +84,7 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
         [root] = sample(logits[accepted:accepted + 1])
         target.commit(range(1 + accepted))
         # Keep the draft's rows of what is final. After gamma guesses the draft was never fed the
-        # last one. Where the draft was too unsure to give another guess, it was fed all of them.
+        # last one. If it was too unsure to give another guess, it was fed all of them.
         final = unseen + guesses[:accepted]  # the tokens to be cached
         fed = min(len(final), len(draft.parents))  # how many of them the draft was fed
         draft.commit(range(fed))
@@ -120,14 +119,14 @@ def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
             tau: float = 3.0, sample: Sampler = greedy, log: list | None = None):
     """Accept a guess if it is among the target's beta likeliest tokens and nearly as likely as the
     best of them. The target replaces the first guess that does not pass. Xia et al.,
-    "Spec-Verification". The test is the same for a guess that ends the answer. The method is lossy.
-    Greedy output is the target's with beta 1 or tau 0. Then the argmax alone passes, and no token
-    that ties with it.
+    "Spec-Verification". The method is lossy. A guess that ends the answer passes by the same test,
+    so an answer may end too early. Greedy output is the target's with beta 1 or tau 0. Then only
+    the argmax passes, and no token that ties with it.
 
     gamma: tokens drafted a round (the paper's block), 1 or more
-    beta:  a guess must be among the so many likeliest tokens (β), 1 or more
-    tau:   log p of a guess may be lower than log p of the best by so much (τ, nats, at temperature
-           1), 0 or more
+    beta:  a guess must be among this many likeliest tokens (β), 1 or more
+    tau:   log p of a guess may be lower than log p of the best by this much (τ, in nats, at
+           temperature 1), 0 or more
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """

@@ -34,14 +34,15 @@ import sys
 from typing import Iterator
 
 from common import CachedLM, Sampler, greedy, walk
-from survey.clock import WIDTHS, Node, best_tree, fastest, fill_plan, row_costs
+from survey.clock import Node, best_tree, fastest, fill_plan, row_costs
 
 import torch
 
 WIDTH = 8  # successors that are kept of a token
 DEPTH = 6  # levels of guesses in a tree
-MOST = WIDTHS[6]  # nodes of a tree, at most
-FIRST = [13, 4, 2, 1, 1, 1, 1, 1]  # of 32 imagined tokens, how many were the j-th successor
+MOST = 64  # nodes of a tree, at most
+# Before a text has shown anything: of 32 imagined tokens, how many were the j-th successor.
+FIRST = [13, 4, 2, 1, 1, 1, 1, 1]
 
 
 class Successors:
@@ -49,12 +50,13 @@ class Successors:
 
     rows    {token: up to WIDTH tokens, the likeliest first}
     hits    [WIDTH], how often the j-th successor was the next token. They begin as FIRST
-    tried   how often there was a next token
+    tried   how often there was a next token. It begins as 32
     """
 
     def __init__(self):
         self.rows = {}
-        self.hits, self.tried = [*FIRST], 32
+        self.hits = [*FIRST]
+        self.tried = 32
 
     def rates(self) -> list[float]:
         """Return how often the j-th successor of an accepted token was accepted so far, [WIDTH]."""
@@ -115,8 +117,8 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
 
     Yields chunks of 1 to 7 tokens; logs {"guessed", "accepted"} a call.
 
-    The Successors `successors` are M, which is changed in place. Prompts that are given the same M
-    share it, as those of a command line do.
+    `successors` is M, which is changed in place. Prompts that are given the same M share it, as
+    those of a command line do.
     """
     successors = successors or Successors()
     successors.read(prompt)

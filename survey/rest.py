@@ -21,8 +21,8 @@ The last tokens of a text often occur elsewhere, and what follows them there is 
     these prefixes           └─ in
 
 A prefix is at least as frequent as its extensions. So the n most frequent prefixes contain all
-their parents: they are a tree. The suffix s has at most 16 tokens, and 10 tokens are read after
-it. Where s gives fewer than n prefixes, the next shorter suffix brings the others.
+their parents: they are a tree. The suffix s has at most 16 tokens, and at most 10 tokens are read
+after it. If s gives fewer than n prefixes, the next shorter suffix brings the others.
 
 SuffixDecoding instead makes two trees for each suffix s, from the datastore and from the text. A
 tree has at most alpha · |s| guesses, because a longer match says more. These are the nodes with the
@@ -115,8 +115,8 @@ class Datastore:
     """Hold texts as one string of tokens, and find what follows a suffix in them.
 
     text             the texts, each with a BOUNDARY after it. One that is being written has none
-                     yet.
-    tokens_per_call  {rows of a call: TokensPerCall}. None: nothing was measured.
+                     yet
+    tokens_per_call  {rows of a call: TokensPerCall}. None: nothing was measured
     order            the suffix array: all positions of `text`, sorted by what stands there
     """
 
@@ -161,8 +161,8 @@ class Datastore:
         if first == len(self.order) or begin(self.order[first]) != s:
             return []
         end = bisect_right(self.order, s, first, key=begin)
-        # In the order, all places with s are neighbours. Every step-th one is a sample that has all
-        # that can follow s in proportion.
+        # In the order, all places with s are neighbours, sorted by what follows. So all that
+        # follows s has its share in a sample of every step-th one.
         step = max(1, math.ceil((end - first) / MATCHES))
         return [i + len(s) for i in self.order[first:end:step]]
 
@@ -184,7 +184,7 @@ def rank_prefixes(following: list[str]) -> dict[str, int]:
 
     following  what `find_following` returned
     returns    {prefix: how many of the texts begin with it}, the most frequent prefix first, and of
-               equally frequent ones the shortest. So a prefix comes before all that extend it.
+               equally frequent ones the shortest. So a prefix comes before all that extend it
     """
     counts = Counter(found[:end] for found in following for end in range(1, len(found) + 1))
     return dict(sorted(counts.items(), key=lambda item: (-item[1], len(item[0]))))
@@ -206,7 +206,7 @@ def retrieve(stores: list[Datastore], text: str, n: int,
     """Look up REST's tree of guesses below the last token of a text.
 
     stores   where each suffix is looked up. Guesses of an earlier store come before those of a
-             later one for the same suffix.
+             later one for the same suffix
     text     the text, as `as_text` writes it
     n        the most guesses, the root not among them
     longest  tokens of the longest suffix that is looked up
@@ -214,7 +214,7 @@ def retrieve(stores: list[Datastore], text: str, n: int,
     """
     best = {}  # the prefixes as keys, the best first
     # A longer suffix says more than a shorter one, so its prefixes come first. The longest one that
-    # occurs is the paper's s. Shorter ones are looked up only where it gives fewer than n prefixes.
+    # occurs is the paper's s. Shorter ones are looked up only if it gives fewer than n prefixes.
     for size, store in product(range(min(longest, len(text)), 0, -1), stores):
         if len(best) >= n:
             break
@@ -230,7 +230,7 @@ def retrieve_by_score(stores: list[Datastore], text: str, n: int, longest: int,
     It is the tree with the best score of those that the suffixes and the stores give.
 
     stores   where each suffix is looked up. Of trees with equal scores the first one counts, which
-             has the longer suffix or the earlier store.
+             has the longer suffix or the earlier store
     text     the text, as `as_text` writes it
     n        the most guesses, the root not among them
     longest  tokens of the longest suffix that is looked up
@@ -271,7 +271,7 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
 
     nodes:     the most nodes of a tree, the root among them, 0 or more. With 0, as many as pay on
                this machine
-    longest:   the most tokens of the suffix that is looked up, 1 to 16
+    longest:   tokens of the longest suffix that is looked up, 1 to 16
     grow:      look the suffix up in the prompt and in the text as it is written, too
     alpha:     choose the tree by SuffixDecoding's score, with at most alpha guesses for each token
                of the suffix, 0 or more. With 0, the tree is REST's
@@ -324,10 +324,10 @@ def load_datastore(path: str | Path, model) -> Datastore:
     """
     with explain_errors("a REST datastore for this model", path):
         header, tensors = load_part(path, "a REST datastore", model)
-        text = "".join(map(chr, tensors["tokens"].tolist()))  # as `as_text` writes it
+        text = "".join(map(chr, tensors["tokens"].tolist()))  # with 1 added to each token already
         measured = {rows: TokensPerCall(*map(float, found))
                     for rows, found in zip(CALLS, header["tokens_per_call"], strict=True)}
-    # `as_text` adds 1 to a token. So the largest character stands for the last row of embeddings.
+    # `as_text` adds 1 to a token. So this character stands for the last row of embeddings.
     last = chr(len(model.get_input_embeddings().weight))
     if not BOUNDARY < max(text, default=BOUNDARY) <= last:
         raise InputError(f"expected tokens that the model has, got {str(path)!r} with others")
@@ -395,7 +395,7 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     for rows in CALLS:
         found = (measure_tokens_per_call(store, replayed, rows - 1, grow) for grow in (False, True))
         measured.append(TokensPerCall(*found))
-    tokens = torch.tensor([ord(x) for x in "".join(texts)])
+    tokens = torch.tensor([ord(x) for x in "".join(texts)])  # as written, with 1 added to each
     print(f"{len(texts)} texts, {len(tokens):,} tokens; tokens per call of {len(held_out)} held "
           "out, by rows, with the datastore alone and with the text itself as well: "
           + ", ".join(f"{rows}: {x.alone:.2f}, {x.with_text:.2f}"

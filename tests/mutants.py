@@ -222,7 +222,7 @@ MUTANTS = {
     "survey/guessers.py": [
         ("add_markov(z[k], before)", "add_markov(z[0], before)",
          "every depth is guessed by the block's first row"),
-        ("        self.rows = {}\n        if self.layer:", "        if self.layer:",
+        ("        self.passes = {}\n        if self.layer:  # r", "        if self.layer:  # r",
          "the passes of the round before guess"),
         ("self.layer.forward(inputs, [row])", "self.layer.forward(inputs, [-1])",
          "all rows hang below the context")],
@@ -402,7 +402,6 @@ MUTANTS = {
         ("perf_counter() - self.setup", "perf_counter()", "set-up counts as decoding")],
     "cli/text.py": [
         ("text.rstrip(HALF)[self.given:]", "text[self.given:]", "half a character is given away"),
-        ("self.in_bytes = True", "pass", "bytes are given away before the last of them"),
         (" and gone <= self.given", "", "text that was not given away is forgotten")],
     "cli/costs.py": [
         ("operator.mul, initial", "max, initial", "a guess counts though one before it was wrong"),

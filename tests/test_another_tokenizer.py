@@ -151,13 +151,17 @@ def test_a_draft_is_fed_its_own_tokens():
 
 
 def test_a_token_of_several_pieces_is_kept_whole():
-    """Also after a new prompt, which forgets what the last one had pending."""
+    """Also after a new prompt, which forgets what the last one had pending. The guess after the
+    token is in the row of its last piece."""
+    model = tiny("llama")
     translation = translation_of(sentencepiece(["ab", "a", "b"]), letters("ab"))
     assert translation.pieces[0] == [0, 1]
-    draft = TranslatedLM(CachedLM(tiny("llama"), 2), translation, 4)
+    draft = TranslatedLM(CachedLM(model, 2), translation, 4)
     draft.start([1])
     draft.forward([1, 2])  # pending, and never committed
     draft.start([1])
-    draft.forward([0, 2])
+    found = draft.forward([0, 2])
+    expected = model(input_ids=torch.tensor([[0, 0, 1, 1]])).logits[0, 2:, :2]
+    torch.testing.assert_close(found[:, 1:3], expected, atol=1e-5, rtol=0)
     draft.commit(range(1))
     assert draft.draft.length == 3  # a, and then a and b

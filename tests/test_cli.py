@@ -296,7 +296,7 @@ def test_what_a_method_is_given(ask, monkeypatch):
     """The tokenizer's size, for embeddings are often padded beyond it; with --graphs models that
     run so and have been checked so; what prompts share, made anew for each run; and `eos`."""
     seen, checked = [], []
-    monkeypatch.setattr("cli.main.check_passes", lambda *checks: checked.append(checks))
+    monkeypatch.setattr("cli.main.check", lambda *checks: checked.append(checks))
 
     def spying(target, draft, prompt, *, pool=None, eos=None, sample=None, log=None):
         seen.append((pool, eos, *((lm.model, lm.vocab, type(lm)) for lm in (target, draft))))

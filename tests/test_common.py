@@ -369,7 +369,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
         raise OSError("not here")
     monkeypatch.setattr("cli.loading.get_session", type("Session", (), {"head": ask}))
     monkeypatch.setattr("common.AutoTokenizer.from_pretrained", read)
-    with pytest.raises(InputError, match="got 'nope/model': no network$"):
+    with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
         load_checked("nope/model", None, None)
     monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, name: "config.json")
     for path in "nope/model", str(ROOT / "models/target"):

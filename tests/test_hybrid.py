@@ -148,12 +148,23 @@ def test_a_part_reads_all_pairs_that_wait(kind):
         found.append(chances)
     for chances in found[1:]:
         assert found[0] == pytest.approx(chances, rel=1e-4) and len(chances) == RANKS
-    if kind in guessers.LAYERS:  # branches in any order
+    if kind == "dflash":  # each depth by its own row of the block, and its temperature
+        weights.temperatures[1] = 2.0
+        logits = weights.add_markov(part.passes[""][1], torch.tensor(6)) / 2
+        assert max(part.predict("\x07").values()) == pytest.approx(logits.softmax(-1).max().item())
+    if kind in guessers.LAYERS:  # branches in any order, each below its own path
         paths = ["\x07", "\x08", "\x07\x09"]
         asked = {path: part.predict(path) for path in paths}
+        assert part.layer.parents == [-1, -1, 0]
         part.start(Pairs(target.features[:8], text[1:]))
         for path in reversed(paths):
             assert part.predict(path) == pytest.approx(asked[path], rel=1e-4)
+    # Row i of the part's LM head stands for token vocab[i].
+    renamed = dict(zip(*(as_text(x.tolist()) for x in (weights.vocab, weights.vocab.flip(0)))))
+    weights.vocab = weights.vocab.flip(0)
+    part.start(Pairs(target.features[:8], text[1:]))
+    expected = {renamed[token]: chance for token, chance in found[0].items()}
+    assert part.predict() == pytest.approx(expected, rel=1e-4)
     for p in weights.parameters():
         p.requires_grad_(False).fill_(torch.nan)
     part.start(Pairs(target.features, text))
@@ -166,7 +177,7 @@ def test_each_depth_of_a_block_pays_its_share(kind, seconds, monkeypatch):
     EAGLE's nodes."""
     monkeypatch.setattr(guessers, "row_costs", lambda lm, rows: [8.0] * (1 + rows))
     part = Trained(random_part(tiny("llama"), kind)[0], kind, "part")
-    part.rows = {}
+    part.passes = {}
     assert part.time_pass() == seconds and part.count_passes("xy") == (1 if kind == "dflash" else 3)
 
 

@@ -66,14 +66,18 @@ for mark, colour in ("(", 32), ("<", 31), (")", 0), (">", 0):
     COLOURED = COLOURED.replace(mark, f"\033[{colour}m")
 
 
-@pytest.mark.parametrize("expected", [PLAIN, COLOURED], ids=["plain", "terminal"])
-def test_the_trajectory(expected, capsys, monkeypatch):
+WHOLE = PLAIN.partition("\n\n")[0] + "\n\n\nc\n"
+
+
+@pytest.mark.parametrize("limit, expected", [(3, PLAIN), (3, COLOURED), (2, WHOLE)],
+                         ids=["plain", "terminal", "whole"])
+def test_the_trajectory(limit, expected, capsys, monkeypatch):
     """A line a state, columns in line, and the text at the end. Wrong tokens are in brackets, or
     red on a terminal. Nothing is shown of an earlier prompt, whose last block was cut, and of a
     block that is cut here what is final. The command line makes the first chunk itself."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: expected == COLOURED)
     log = [*EARLIER]
-    chunks = until(jacobi(counting(8), [0], n=3, log=log), 3)
+    chunks = until(jacobi(counting(8), [0], n=3, log=log), limit)
     show_trajectory(itertools.chain([next(chunks)], chunks), Words(), False, log)
     assert capsys.readouterr().out == expected
 

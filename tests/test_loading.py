@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, models
 from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig,
                           PreTrainedTokenizerFast)
 
-from cli.loading import (check_passes, encode_data, encode_pair, encode_prompts,
+from cli.loading import (check_window, encode_data, encode_pair, encode_prompts,
                          load_checked)
-from common import CachedLM, InputError, load, vocab_size
+from common import CachedLM, InputError, check, load, vocab_size
 from families import FAMILIES, MORE_FAMILIES, SHAPE, tiny
 from helpers import ROOT, fork, script
 from training.layers import context_length
@@ -145,7 +145,8 @@ def test_what_is_wrong_with_a_directory_is_said(folder, damage, said):
 def test_a_window_counts_where_the_family_uses_it(family):
     """A key of the file may be a stray one. Beyond its window a prepared model computes what its
     own pass does."""
-    model = check_passes(tiny(family, sliding_window=9))
+    model = check(tiny(family, sliding_window=9))
+    check_window(model)
     lm = CachedLM(model)
     text = torch.randint(5, 60, (28,), generator=torch.Generator().manual_seed(1)).tolist()
     lm.start(text[:20])
@@ -168,7 +169,7 @@ def test_longrope_nested_by_kind_of_layer():
               "sliding_attention": factors | {"original_max_position_embeddings": 40}}
     config = Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=9, rope_parameters=nested,
                               layer_types=["sliding_attention", "full_attention"])
-    model = check_passes(AutoModelForCausalLM.from_config(config).eval())
+    model = check(AutoModelForCausalLM.from_config(config).eval())
     assert context_length(model) == 40
 
 

@@ -2,6 +2,7 @@
 import itertools
 import math
 
+import pytest
 import torch
 
 from common import Sampler
@@ -57,9 +58,9 @@ def saying(*draft):
 
 
 def test_specdec_follows_its_two_limits():
-    """All 16 drafts of two tokens. By hand: which tokens pass after 0, 1, 2 and 3, the best one
-    first. How far log p lies below the best: `gaps`; three tokens tie after 3, and of them the
-    argmax alone passes where output is to be greedy."""
+    """All 16 drafts of two tokens after 0 and after 3. By hand: which tokens pass after 0, 1, 2, 3,
+    the best one first. How far log p lies below the best: `gaps`; three tokens tie after 3, and
+    of them the argmax alone passes where output is to be greedy."""
     rows = ([0.1, 0.4, 0.3, 0.2], [0.05, 0.05, 0.1, 0.8], [0.7, 0.1, 0.15, 0.05],
             [0.3, 0.3, 0.1, 0.3])
     gaps = [1.39, 0, 0.29, 0.69], [2.77, 2.77, 2.08, 0], [0, 1.95, 1.54, 2.64], [0, 0, 1.10, 0]
@@ -72,13 +73,13 @@ def test_specdec_follows_its_two_limits():
             (3, 0.7, "123", "3", "0", "013"), (3, 1.6, "123", "3", "02", "013"),
             (4, 2.5, "1230", "32", "021", "0132"), (4, math.inf, "1230", "3201", "0213", "0132")):
         passing = [[int(x) for x in some] for some in passing]
-        for x, y in itertools.product(range(4), repeat=2):
-            expected, log = passing[0][:1], []
-            if x in passing[0]:
+        for root, x, y in itertools.product((0, 3), range(4), range(4)):
+            expected, log = passing[root][:1], []
+            if x in passing[root]:
                 expected = [x, y, passing[y][0]] if y in passing[x] else [x, passing[x][0]]
-            got = next(specdec(table(*rows), saying(x, y), [0], gamma=2, beta=beta, tau=tau,
+            got = next(specdec(table(*rows), saying(x, y), [root], gamma=2, beta=beta, tau=tau,
                                log=log))
-            assert got == expected, (beta, tau, x, y)
+            assert got == expected, (beta, tau, root, x, y)
             assert log == [{"drafted": 2, "accepted": len(expected) - 1}]
 
 
@@ -86,6 +87,14 @@ def test_specdec_drafts_however_unsure_it_is():
     flat, log = lambda tokens: torch.zeros(20), []
     next(specdec(ScriptedLM(flat), ScriptedLM(flat), [0], gamma=2, log=log))
     assert log == [{"drafted": 2, "accepted": 2}]
+
+
+@pytest.mark.parametrize("fallback, rows", [(0.0, 2), (2.0, 1)])
+def test_the_draft_is_fed_no_final_token_twice(fallback, rows):
+    """A round feeds it the root, and the guesses of which all are rejected, or none is made."""
+    draft, target = table([9.0, 1.0], [9.0, 1.0]), table([0.0, 1.0], [0.0, 1.0])
+    chunks = bild(target, draft, [1], gamma=2, fallback=fallback)
+    assert [next(chunks) for _ in range(3)] == [[1]] * 3 and draft.rows == 3 * rows
 
 
 def test_specdec_draws_at_a_temperature():

@@ -41,16 +41,19 @@ def paths_of(ids, parents) -> list[tuple]:
 
 @pytest.mark.parametrize("vocab", [2, 8, 56322, 70000])
 def test_the_lookup_equals_a_scan_of_every_place(vocab):
-    """Texts repeat parts of each other, and one store grew token by token. Token ids are among and
-    beyond the surrogates too. Of equally frequent prefixes any may be taken."""
+    """Texts repeat parts of each other or themselves, and one store grew a few tokens at a time.
+    Token ids are among and beyond the surrogates too. Of equally frequent prefixes any may be
+    taken."""
     rng = random.Random(vocab)
     kinds = range(max(0, vocab - 6), vocab)  # few kinds, so that suffixes are found
     for _ in range(60):
         texts = [rng.choices(kinds, k=rng.randint(1, 40)) for _ in range(4)]
         texts[0] += texts[1][:rng.randint(1, 30)] + rng.choices(kinds, k=5)
-        query, own = rng.choice(texts)[:rng.randint(1, 40)], Datastore()
+        query = rng.choice([*texts, rng.choices(kinds, k=3) * 20])[:rng.randint(1, 60)]
+        own = Datastore()
         for i in range(0, len(query), 3):
             own.add(as_text(query[i:i + 3]))
+        assert own.order == Datastore(own.text).order
         n, longest = rng.choice([0, 1, 2, 5, 20, 500]), rng.choice([1, 3, LONGEST])
         ids, parents = retrieve([own, store_of(*texts)], as_text(query), n, longest)
         found, seen, taken = set(paths_of(ids, parents)), set(), 0
@@ -67,7 +70,8 @@ def test_the_lookup_equals_a_scan_of_every_place(vocab):
 
 def test_suffixdecoding_by_hand():
     """After 7 1 2 stands 8, once. After 1 2 stand 3 4 5, three times of four. With two guesses of
-    D = 3/4 the shorter suffix wins; where each token allows one half, the longer one does."""
+    D = 3/4 the shorter suffix wins; where each token allows one half, the longer one does. Of
+    equal scores the earlier store's counts."""
     store = store_of([7, 1, 2, 8], *[[1, 2, 3, 4, 5]] * 3)
 
     def guesses(alpha, n=9, text=(7, 1, 2)):
@@ -75,6 +79,14 @@ def test_suffixdecoding_by_hand():
     assert guesses(1) == [(3,), (3, 4)] and guesses(0.5) == [(8,)]
     assert guesses(2) == [(3,), (3, 4), (3, 4, 5), (8,)] and guesses(2, n=1) == [(8,)]
     assert guesses(2, text=[6]) == []
+    equal = retrieve_by_score([store_of([1, 8]), store_of([1, 9])], as_text([1]), 9, LONGEST, 1)
+    assert equal == ([1, 8], [-1, 0])
+
+
+def test_shorter_suffixes_are_looked_up_only_for_more_guesses():
+    asked = []
+    store = SimpleNamespace(find_following=lambda s: asked.append(as_tokens(s)) or [as_text([5])])
+    assert retrieve([store], as_text([1, 2, 3]), 1) == ([3, 5], [-1, 0]) and asked == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("n, counted", [(100, 100), (101, 51), (201, 67)])
@@ -118,9 +130,9 @@ def test_as_many_guesses_as_pay(grow, monkeypatch):
     monkeypatch.setattr(module, "retrieve", lambda *given: seen.append(given[2]) or ([3], [-1]))
     gain = dict(zip((1, 2, 4, 8, 16, 32, 64), (1, 1.9, 2.5, 2.6, 2.7, 2.8, 2.9)))
     measured = {m: TokensPerCall(*((1, x) if grow else (x, 1))) for m, x in gain.items()}
-    lm = CachedLM(tiny("llama"))
+    lm, store = CachedLM(tiny("llama")), Datastore("", measured)
     for searched in (grow, not grow):
-        next(rest(lm, [3, 14, 15], store=Datastore("", measured), grow=searched))
+        next(rest(lm, [3, 14, 15], store=store, grow=searched))
     assert seen == [3, 0]
 
 
