@@ -362,9 +362,9 @@ MUTANTS = {
     "models/train.py": [
         ('fit(name, model, loss_on("train"), loss_on("test")',
          'fit(name, model, loss_on("test"), loss_on("test")', "the held-out split is trained on"),
-        ("vocab, teacher,\n                                   student).mean()",
-         "vocab, student,\n                                   teacher).mean()",
-         "teacher and student are swapped")],
+        ("vocab, target_read,\n                                   read).mean()",
+         "vocab, read,\n                                   target_read).mean()",
+         "target and draft are swapped")],
     "models/tasks.py": [
         ('% 10 == 0\n        if held_out == (split == "test")',
          '% 10 == 0\n        if held_out or split != "test"',

@@ -91,8 +91,8 @@ def test_models_are_made_and_loaded_on_the_simulated_gpu(small_llama):
     """transformers loads nothing under a default device of cuda, so none is set."""
     with FakeCuda():
         model, tokenizer = common.load(small_llama, "cuda", "float32")
-        assert model.device.type == train.load(small_llama, "cuda").device.type == "cuda"
-        assert train.make_model("draft", tokenizer, "cuda").device.type == "cuda"
+        made = train.make_model("draft", tokenizer, "cuda")
+        assert model.device.type == made.device.type == "cuda"
 
 
 # ---------------------------------------------------------------------------- command lines
