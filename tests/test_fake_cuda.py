@@ -114,7 +114,8 @@ def test_what_a_method_asks_of_a_gpu_is_counted_without_its_prompt():
     """Autoregressive decoding makes a call for each token, and waits for that token alone."""
     with FakeCuda() as gpu:
         lm = TimedLM(tiny("llama").to("cuda"))
-        methods = [Ours(autoregressive, {"target": lm}, n, set(), Sampler(0)) for n in (3, 30)]
-        rows = [count(gpu, "AR", method, [[5] * 9]) for method in methods]
+        methods = [Ours(autoregressive, {"target": lm}, n, set(), Sampler(0)) for n in (1, 3, 30)]
+        none, *rows = [count(gpu, "AR", method, [[5] * 9]) for method in methods]
+    assert none == ["AR", *["nan"] * 4]  # the first round makes all tokens
     assert rows[0] == rows[1] and rows[0][0] == "AR" and rows[0][2] == "1.0"
     assert int(rows[0][1]) > 20
