@@ -381,7 +381,8 @@ MUTANTS = {
          "unseen slots are seen"),
         ("name = self.cache.slots, ", "name = 0, ", "graphs of old buffers are replayed")],
     "cli/loading.py": [
-        ("if filled == other:", "if False:", "a template that leaves the prompt out passes"),
+        ("if text not in filled and filled", "if False and filled",
+         "a template that leaves the prompt out passes"),
         ("answer = answer[:end]", "answer = answer[:end - 1]",
          "an answer that is learnt does not end"),
         ('if (folder / "adapter_config.json").exists():', "if False:",
