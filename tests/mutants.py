@@ -323,7 +323,7 @@ MUTANTS = {
         ("vocab = torch.arange(len(offsets)) + offsets", "vocab = offsets",
          "offsets of tokens are taken for tokens"),
         ("weights_only=True", "weights_only=False", "a pickled file may run code"),
-        ("found.shape != table.shape or belongs", "True or belongs",
+        ("empty.shape != table.shape or belongs", "True or belongs",
          "another model's head passes")],
     "training/layers.py": [
         ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",

@@ -202,7 +202,8 @@ def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):
     def tokenizer(**words):
         return SimpleNamespace(get_vocab=lambda: words)
     monkeypatch.setattr(parts, "load", lambda *given: (given, tokenizer(a=0, b=1)))
-    assert draft_for(LLAMA, tokenizer(a=0, b=1), "path") == ("path", "cpu", torch.float32)
+    model = tiny("llama").bfloat16()
+    assert draft_for(model, tokenizer(a=0, b=1), "path") == ("path", "cpu", torch.bfloat16)
     for other in tokenizer(b=0, a=1), tokenizer(a=0, c=1), tokenizer(a=0):
         with pytest.raises(InputError, match="the target's tokenizer, got another vocabulary"):
             draft_for(LLAMA, other, "path")

@@ -186,7 +186,8 @@ def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(tmp_path, monkeyp
 
 
 def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
-    """A link to a file, and a folder, which goes as a whole."""
+    """A link to a file, and a folder, which goes as a whole. The new one is made beside its place,
+    since nothing can be moved from one disk to another."""
     file, folder = tmp_path / "file", tmp_path / "folder"
     (tmp_path / "link").symlink_to(file)
     write_text(tmp_path / "link", "old")
@@ -195,6 +196,7 @@ def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
         (folder / name).write_text("old")
 
     def write(fresh):
+        assert fresh.parent.parent == tmp_path
         fresh.mkdir()
         for name in "model.safetensors", "config.json":
             (fresh / name).write_text("new")
@@ -439,9 +441,11 @@ def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
         again = collect_answers(model, WORDLESS, prompts, 8, file.parent)
         assert [a == b for a, b in zip(again, answers)].count(False) == 1 and [1, 2, 3] in again
         assert file.read_text() == "\n".join([*marked, ""])
-    file.write_bytes(file.read_bytes() + b"\xff\n")
-    with pytest.raises(InputError, match="an earlier run kept in line 5; .*, got .*answers-"):
-        collect_answers(model, WORDLESS, prompts, 8, file.parent)
+    whole = file.read_bytes()
+    for damaged in b"\xff\n", b"{}\n", b"5\n":
+        file.write_bytes(whole + damaged)
+        with pytest.raises(InputError, match="an earlier run kept in line 5; .*, got .*answers-"):
+            collect_answers(model, WORDLESS, prompts, 8, file.parent)
 
 
 def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
@@ -471,6 +475,7 @@ def test_held_out_answers_are_drawn_from_the_whole_file(split, capsys):
     assert max(p[0] for p, _ in held_out) - min(p[0] for p, _ in held_out) > 20
     assert "50 answers of 200 tokens; 0 others repeated, with" in capsys.readouterr().out
     assert split([[n, 5] for n in range(50)], seed=1)[1] != held_out
+    assert len(split([[n, 5] for n in range(1500)])[1]) == 100  # and no more
 
 
 def test_prompts_without_room_for_an_answer_are_skipped(split):
@@ -479,7 +484,7 @@ def test_prompts_without_room_for_an_answer_are_skipped(split):
         with use_settings(Settings(max_length=most)):
             data, held_out = split([[3] * room, [4] * (room + 1), [5] * 2, [3] * room])
         assert sorted(len(p) for p, _ in data + held_out) == [2, room]
-    with pytest.raises(InputError, match="--prompts must be 2 or more .* 2 tokens .* got 1"):
+    with pytest.raises(InputError, match="expected 2 prompts or more .* 2 tokens .* got 1"):
         split([[5] * 2, [7]])  # nothing predicts an answer of one token
     with use_settings(Settings(max_length=20)), pytest.raises(InputError, match="must be below 20"):
         split([[3]])
