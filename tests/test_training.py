@@ -22,7 +22,7 @@ from training import loop as training
 from training.files import write_text, write_whole
 from training.layers import FeatureLM
 from training.loop import (Settings, Training, answer_all, collect_answers, compute_in_parts,
-                           cosine, divergence, find_frequent, low_precision,
+                           cosine, divergence, find_frequent, fit_part, low_precision,
                            prepare_training, read_texts, sample_alike, sample_rows,
                            use_settings, warm_cosine, warm_linear)
 from trainings import PROMPTS, TRAININGS, WORDLESS, list_changes, make_llama, run
@@ -119,6 +119,20 @@ def test_reports(capsys):
     assert lines[0] == "step 0: in all 1.600" and len(lines) == 14
 
 
+def test_a_part_gets_the_figures_after_the_last_step():
+    """The layers of the frozen model are computed again in losses, and nowhere else."""
+    w, numbers, model = torch.nn.Parameter(torch.ones(2)), itertools.count(), tiny("llama")
+    part, layer = SimpleNamespace(trainable=lambda: {"w": w}), vars(model.model.layers[0])
+
+    def loss_of(rng):
+        assert "forward" in layer
+        return w.sum()
+    with use_settings(Settings(recompute=True)):
+        fit_part(part, model, (), [], [], loss_of, lambda: ({"accept": next(numbers)}, ""),
+                 name="x", steps=1, lr=0.1)
+    assert part.accept == 1 and "forward" not in layer
+
+
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite_is_refused(scale):
     with pytest.raises(InputError, match="--lr must be below 0.1: the loss is"):
@@ -139,14 +153,29 @@ def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
 def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
+    """Also where a training multiplies in bfloat16. No text keeps the states of its batch."""
     monkeypatch.setattr(training, "TOKENS", 40)
     model, texts = tiny(family), [[5] * n + [7, 8] for n in (3, 17, 1, 9, 30, 2)]
     lm, found = FeatureLM(model), read_texts(model, texts)
     for text, states in zip(texts, found, strict=True):
         lm.start(text)
-        assert states.dtype == torch.bfloat16 and states.untyped_storage().nbytes() == 64 * len(
-            text)
+        assert states.dtype == torch.bfloat16
         torch.testing.assert_close(states.float(), lm.features, atol=0.02, rtol=0.02)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, found, read_texts(model, texts)))
+    for text, states in zip(texts, read_texts(model.bfloat16(), texts)):
+        assert states.untyped_storage().nbytes() == 64 * len(text)
+
+
+def test_states_of_a_frozen_model_are_kept_only_if_they_are_small(monkeypatch):
+    """Five texts of 4 tokens with 3 numbers each are 120 bytes in bfloat16."""
+    data = [([n], [5, 6, 7]) for n in range(5)]
+    for most, computed, texts in (120, [5], math.inf), (119, [2], training.TEXTS):
+        monkeypatch.setattr(training, "KEPT", most)
+        sizes = []
+        states_of, few = training.compute_frozen(
+            lambda pairs: sizes.append(len(pairs)) or [prompt for prompt, _ in pairs], data, 3)
+        assert states_of([3, 1]) == [[3], [1]] and sizes == computed and few == texts
 
 
 def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
