@@ -162,7 +162,8 @@ HEADS = {  # kind, configuration, arguments of the tensors
     "Qwen2's": ("eagle", GROUPS | dict(qkv_bias=True), dict(bias=True, biases="qkv")),
     "all biases": ("eagle", SHAPE | dict(attention_bias=True), dict(kv=4, biases="qkvo")),
     "scaled": ("eagle", GROUPS | dict(rope_scaling=SCALED, hidden_act="gelu"), {}),
-    "yuhuili's": ("eagle3", GROUPS | dict(draft_vocab_size=D, num_hidden_layers=40), {}),
+    "yuhuili's": ("eagle3", GROUPS | dict(draft_vocab_size=D, num_hidden_layers=40,
+                                          norm_output=False), {}),
     "speculators'": ("eagle3", {"transformer_layer_config": GROUPS}, dict(tokens=V)),
     "3.1": ("eagle3", GROUPS | dict(fc_norm=True, norm_output=True, eagle_config={
         "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}), dict(norms=True))}  # outputs of layers
