@@ -122,12 +122,11 @@ def fill_template(tokenizer, text: str) -> str:
 
     raises   InputError where there is no template, or where it does not take the prompt
     """
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     try:
-        filled, other = (
-            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False,
-                                          add_generation_prompt=True)
-            for content in (text, f"{text}?"))
-        if filled == other:
+        filled = render([{"role": "user", "content": text}])
+        # A template may change a text, such as its blanks. Then another text shows if it is used.
+        if text not in filled and filled == render([{"role": "user", "content": f"{text}?"}]):
             raise ValueError("it leaves the prompt out")
     except Exception as error:  # a template is a program of somebody else's
         raise InputError("--chat must find a chat template that takes a prompt, but the model's "
@@ -175,6 +174,8 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
             prompt, answer = render_pair(tokenizer, messages, row.get("tools"))
         if isinstance(prompt, str):
             prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
+            if tokenizer.eos_token_id is None:
+                raise ValueError("the tokenizer has no EOS, with which an answer of text ends")
             answer = [*answer, tokenizer.eos_token_id]
             end = next(i for i, token in enumerate(answer, 1) if token in eos)
             answer = answer[:end]

@@ -22,6 +22,9 @@ distilled from the target.
    al., arXiv 2211.17192, Cor. 3.6).
 4. The evaluation measures the losses on held-out examples, the accuracy on each task, how many
    answers loop, and the acceptance rate.
+
+To add a model, give it a line in SIZES and in TOKENS, a function like `make_draft` that trains and
+saves it, and a name in STAGES.
 """
 import argparse
 import itertools
@@ -37,8 +40,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, t
 from tokenizers.models import BPE
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM,
-                          PreTrainedTokenizerFast)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tasks
 
@@ -52,7 +54,7 @@ from training.files import save_model, write_text  # noqa: E402
 from training.layers import depth_of, take_layers  # noqa: E402
 from training.loop import (Pair, Training, answer_all, digest, divergence,  # noqa: E402
                            divergence_in_parts, low_precision, multiplies_bfloat16,
-                           prepare_training, read_answers, warm_linear)
+                           prepare_training, read_answers, sample_alike, warm_linear)
 from training.parts import require, score_with  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
@@ -179,11 +181,9 @@ def sample_answers(source, tokenizer, size: int, rng: random.Random) -> list[Pai
     rng      the generator
     returns  pairs of a prompt and its answer, token ids
     """
-    pool = sorted(itertools.islice(mix_examples("train", rng.getrandbits(60)), size // 24),
-                  key=lambda e: len(e.prompt))
     few = size // 96  # A prompt with its answer has about 96 tokens.
-    first = rng.randrange(0, len(pool) - few + 1)
-    prompts = [e.prompt for e in pool[first:first + few]]
+    pool = itertools.islice(mix_examples("train", rng.getrandbits(60)), 4 * few)
+    prompts = sample_alike([e.prompt for e in pool], few, rng, len)
     torch.manual_seed(rng.getrandbits(60))
     return answer_prompts(source, tokenizer, prompts, temperature=1.0)
 
@@ -208,10 +208,10 @@ def make_distance(target, draft):
 
     def measure(pairs: list[Pair]) -> torch.Tensor:
         with torch.no_grad():
-            teacher, _ = read_answers(target, pairs)
-        student, _ = read_answers(draft, pairs)
-        return divergence_in_parts("forward-kl", score_target, score_draft, vocab, teacher,
-                                   student).mean()
+            target_read, _ = read_answers(target, pairs)
+        read, _ = read_answers(draft, pairs)
+        return divergence_in_parts("forward-kl", score_target, score_draft, vocab, target_read,
+                                   read).mean()
     return measure
 
 
@@ -230,7 +230,7 @@ class Muon(torch.optim.Muon):
     """torch's Muon, which always multiplies in bfloat16, except where float32 is faster."""
 
     def step(self, closure=None):
-        """Update the weights. `closure` is passed on to torch, which allows for None."""
+        """Update the weights, and return what torch's `step` returns of `closure`."""
         device = self.param_groups[0]["params"][0].device
         mode = nullcontext() if multiplies_bfloat16(device) else KeepFloat32()
         with mode:
@@ -246,27 +246,27 @@ def make_optimizers(model, lr: float) -> list:
             torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def fit(name: str, model, loss_of, held_out, fingerprint: tuple, *, lr: float, steps: int,
+def fit(name: str, model, loss_of, held_out_loss, fingerprint: tuple, *, lr: float, steps: int,
         work: Path, models: tuple = ()) -> None:
     """Train all weights that are not frozen; the rate falls linearly to 0 after a warm-up.
 
-    name         the name of the run and of its checkpoints
-    loss_of      a function of a random generator that samples examples and gives their loss
-    held_out     a function like `loss_of` that samples held-out examples
-    fingerprint  what the losses depend on besides the weights that are trained
-    lr, steps    the learning rate and the number of updates
-    work         the folder of checkpoints
-    models       all models that the losses run
+    name           the name of the run and of its checkpoints
+    loss_of        a function of a random generator that samples examples and gives their loss
+    held_out_loss  a function like `loss_of` that samples held-out examples
+    fingerprint    what the losses depend on besides the weights that are trained
+    lr, steps      the learning rate and the number of updates
+    work           the folder of checkpoints
+    models         all models that the losses run. Default: the model itself
     """
     models = models or (model,)
 
     @torch.no_grad()
     def evaluate():
         with low_precision(model.device, *models):
-            loss = sum(held_out(random.Random(i)).item() for i in range(4)) / 4
+            loss = sum(held_out_loss(random.Random(i)).item() for i in range(4)) / 4
         return {"loss": loss}, f"held-out loss {loss:.4f}"
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    Training(trained, fingerprint, name=name, steps=max(1, steps), lr=lr, rate=warm_linear,
+    Training(trained, fingerprint, name=name, steps=steps, lr=lr, rate=warm_linear,
              optimizers=make_optimizers(model, lr), folder=work,
              models=models).train(loss_of, evaluate)
 
@@ -277,7 +277,7 @@ def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int
 
     mix         each task's share of the examples
     size        about the number of tokens of a batch
-    lr, tokens  the learning rate, and the number of tokens of all batches
+    lr, tokens  the learning rate, and the number of tokens of all batches together
     work        the folder of checkpoints
     """
     def loss_on(split: str):
@@ -354,9 +354,8 @@ def make_draft_of_layers(target, layers: list[int]):
     The draft's embeddings and LM head are the target's, and frozen.
     """
     draft = take_layers(target, layers).float().requires_grad_(False)
-    draft.get_decoder().requires_grad_(True)
-    for embedding in draft.get_input_embeddings(), draft.get_output_embeddings():
-        embedding.requires_grad_(False)
+    draft.get_decoder().requires_grad_(True)  # the LM head is not in it, but embeddings are
+    draft.get_input_embeddings().requires_grad_(False)
     return draft
 
 
@@ -386,12 +385,12 @@ def distil(model, tokenizer, prompts: list[list[int]], *, layers: list[int], out
     guessed, accepted = measure_agreement(model, draft, held_out)
     print(f"on {len(held_out)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
           f"{accepted:.3f}")
-    save(draft, tokenizer, out)
+    save_model(out, draft.to(torch.bfloat16), tokenizer)
 
 
 @torch.inference_mode()
 def measure_agreement(target, draft, pairs: list[Pair]) -> tuple[float, float]:
-    """Compare two models on the tokens of answers.
+    """Measure on the tokens of answers how often two models agree.
 
     returns  the share of tokens that both choose, and the mean of 1 - TVD
     """
@@ -435,7 +434,7 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
         loss = total = 0.0
         for i in range(0, n, 25):
             ids, weights = pad_rows(rows[i:i + 25])
-            weights = (weights == 1.0).float()
+            weights = (weights == 1.0).float()  # of the answers, and none of the prompts
             loss += next_token_loss(model, ids, weights).item() * weights[:, 1:].sum().item()
             total += weights[:, 1:].sum().item()
         ids = [answer for _, answer in answer_prompts(model, tokenizer, prompts, 0.0)]
@@ -447,18 +446,6 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
     return figures
 
 
-def save(model, tokenizer, folder: Path) -> None:
-    """Save a model in bfloat16 with its tokenizer; the model goes on in float32."""
-    save_model(folder, model.to(torch.bfloat16), tokenizer)
-    model.float()
-
-
-def load(folder: Path, device: str):
-    """Load a model in float32; code that a checkpoint brings along is not run."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
-                                                trust_remote_code=False).to(device)
-
-
 # ------------------------------------------------------------------------------------- stages
 
 def make_target(tokenizer, args: argparse.Namespace) -> None:
@@ -468,23 +455,24 @@ def make_target(tokenizer, args: argparse.Namespace) -> None:
                    work=args.work)
     train_on_tasks("target-later", target, tokenizer, LATER, 3072, lr=5e-4,
                    tokens=TOKENS["target-later"], work=args.work)
-    save(target, tokenizer, HERE / "target")
+    save_model(HERE / "target", target.to(torch.bfloat16), tokenizer)
 
 
 def make_draft(tokenizer, args: argparse.Namespace) -> None:
     """Train a draft on tasks, then distil it from the target."""
-    target = load(HERE / "target", args.device)
+    target, _ = common.load(HERE / "target", args.device, "float32")
     draft = make_model("draft", tokenizer, args.device)
     train_on_tasks("draft", draft, tokenizer, MIX, 4096, lr=4e-3, tokens=TOKENS["draft"],
                    work=args.work)
     distil_on_tasks("distilled", target, draft, tokenizer, tokens=TOKENS["distilled"],
                     work=args.work)
-    save(draft, tokenizer, HERE / "draft")
+    save_model(HERE / "draft", draft.to(torch.bfloat16), tokenizer)
 
 
 def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
     """Measure the target and the draft that are there, and write the figures down."""
-    target, draft = (load(HERE / name, args.device) for name in ("target", "draft"))
+    target, draft = (common.load(HERE / name, args.device, "float32")[0]
+                     for name in ("target", "draft"))
     prompts = [e.prompt for e in itertools.islice(mix_examples("test", 1), 150)]
     figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
                "acceptance": measure_acceptance(target, draft, tokenizer, prompts)}

@@ -9,10 +9,11 @@ round, and the median over the rounds is shown. Prompts whose AR output loops ar
 counted, since a model in a loop accepts every guess.
 
 A row is a command line without `python`: a method and its options. ALL has every method at its
-defaults, tables.py has the rows of single pages, and --row adds one.
+defaults, tables.py has the rows of single pages, and --row adds one. A new method file is found by
+itself, and needs a row in ALL. A new kind of figure is a cell in `make_line`.
 
-FILE holds a prompt a line. A line may also be JSON with "prompt", "question" or "turns", of which
-the first counts, and with a "category".
+FILE holds a prompt a line. A line may also be JSON. Its prompt is its "prompt", or else its
+"question", or else the first of its "turns". It may have a "category", which gets a column.
 """
 import argparse
 import functools
@@ -71,10 +72,10 @@ class Ours:
 
     method   the method, a generator
     models   the cached models by the names of the method's arguments
-    limit    tokens of an answer
+    limit    the most tokens of an answer
     options  further arguments of the method
 
-    What the prompts of a round share, like a pool of phrases, begins anew with each round.
+    The prompts of a round share a pool of phrases, and each round begins with an empty one.
     """
 
     def __init__(self, method, models: dict[str, TimedLM], limit: int, eos: set[int],
@@ -84,6 +85,7 @@ class Ours:
         self.new_round()
 
     def new_round(self) -> None:
+        """Make what the prompts of the next round share, such as a pool of phrases."""
         takes = inspect.signature(self.method).parameters
         made = {"pool": PhrasePool(), "successors": Successors(), "eos": self.eos}
         self.shared = {name: x for name, x in made.items() if name in takes}
@@ -106,7 +108,7 @@ class Theirs:
     """Run transformers' generate.
 
     bench    has its models
-    names    of the models that it runs beside the target: "draft", or none
+    names    the models that it runs beside the target: "draft", or none
     options  further arguments of generate
 
     The pass over the prompt is a call like any other, since it gives a token.
@@ -160,7 +162,12 @@ def keep_fitting(names, act: Callable) -> dict:
 
 
 def find_methods() -> dict:
-    """Find the methods of all files: what keeps a log. The bench has no second tokenizer."""
+    """Find the methods of all files: the functions that take a `log`.
+
+    A method that takes `tokenizers` is left out, since all models of the bench have one tokenizer.
+
+    returns  {name: method}
+    """
     found = {}
     survey = {*ROOT.glob("survey/*.py")} - {ROOT / "survey/common.py"}  # it gives way to common.py
     for file in sorted([*ROOT.glob("*.py"), *survey]):
@@ -218,13 +225,13 @@ class Bench:
             raise InputError(f"expected a prompt whose AR output does not loop, got {self.dropped} "
                              "that do")
         self.categories = [*dict.fromkeys(name for name, _ in self.pairs)]
-        # By prompt: the answers of tasks can be graded
+        # The task of each prompt, by which an answer can be graded. Prompts of a file have none.
         examples = [example for some in taken.values() for example in some]
         self.examples = {tuple(prompt): example for prompt, example in zip(every, examples)}
 
     @functools.cache
     def load(self, path: str):
-        """Load a model, and check it as it will be run. All have the first one's tokenizer."""
+        """Load a model, which must have the tokenizer of the first one that was loaded."""
         if path is None:
             raise InputError("expected a --draft")
         model, tokenizer = load_checked(path, self.args.device, self.args.dtype)
@@ -232,7 +239,7 @@ class Bench:
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(f"expected a model with the target's tokenizer, got {path!r}, which "
                              "has another vocabulary")
-        return check(model, self.run_as)
+        return check(model, GraphedLM) if self.args.graphs else model  # once more, by replays
 
     def cache(self, path: str) -> TimedLM:
         """Give a model a cache of its own."""
@@ -242,9 +249,9 @@ class Bench:
     def row(self, line: str) -> Ours:
         """Build the method that a command line names, as a user's own command would run it.
 
-        line     a command line without `python`: a method and its options. What it does not say of
-                 models, sampling and lengths is the bench's own
-        returns  the method. What it reads from files is loaded in its first call
+        line     a command line without `python`: a method and its options. The bench's own models,
+                 sampling and lengths take the place of those that it does not give
+        returns  the method. It reads its files in its first call
         """
         name, *words = shlex.split(line)
         if name not in METHODS:
@@ -254,25 +261,31 @@ class Bench:
                  f"--seed={own.seed}"]
         if name != "cllm":  # which decodes a model of its own
             usual.append(f"--target={own.target}")
-        args = parse_decoding([method], (), "cllm", usual + words)  # the last word counts
+        # Of an option that is given twice the last value counts, so the line's own ones win.
+        args = parse_decoding([method], (), "cllm", usual + words)
         lms = {"target": self.cache(args.target)}
-        options = self.find_files(method, select_options(args, method))
+        given = self.find_files(method, select_options(args, method))
         if "nodes" in read_options(method):
-            options.setdefault("nodes", own.nodes)
+            given.setdefault("nodes", own.nodes)
         if "draft" in inspect.signature(method).parameters:
             lms["draft"], *more = map(self.cache, args.draft or [own.draft])
             if more:
-                options["more_drafts"] = more
+                given["more_drafts"] = more
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        return Ours(method, lms, args.max_new_tokens, self.eos, sample, **options)
+        return Ours(method, lms, args.max_new_tokens, self.eos, sample, **given)
 
     def find_files(self, method, options: dict) -> dict:
-        """Let options that name files of models/ by default name those of --adapters."""
-        usual = {name: default for name, (_, default) in read_options(method).items()}
-        files = {name: file for name, file in usual.items()
+        """Let options that name files of models/ by default name those of --adapters.
+
+        options  the options that a row gives, which stay as they are
+        returns  these, and the options that name files
+        """
+        every = {name: default for name, (_, default) in read_options(method).items()} | options
+        files = {name: file for name, file in every.items()
                  if isinstance(file, str) and file.startswith(f"{MODELS}/")}
-        kind = (usual | options).get("heads") or (usual | options).get("guess", "none")
-        if kind != "none":  # medusa and the hybrid: the option says which file
+        # Medusa's option `heads` and the hybrid's option `guess` say which file it is.
+        kind = every.get("heads") or every.get("guess", "none")
+        if kind != "none":
             files["adapter"] = f"{kind}.safetensors"
         return {name: str(self.args.adapters / Path(file).name)
                 for name, file in files.items()} | options
@@ -380,7 +393,7 @@ def table(rows: list[list[str]]) -> str:
 def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
     """Build transformers' own `generate` in each of its forms.
 
-    returns  {a row of ours: (the name of what is nearest to it in transformers, that)}
+    returns  {a row of ours: (the name of the form of `generate` that is nearest to it, the form)}
     """
     peers = {"autoregressive": ("`generate`", Theirs(bench))}
     if bench.args.draft:
@@ -405,7 +418,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     per_call, ratios = results.per_call(method), results.ratios(method, AR)
     total, target, draft = (results.per_token(method, x) for x in ("total", "target", "draft"))
     log = [record for some in results.counts[method] for _, x in some for record in x.log]
-    # The layers that run one after the other. A method that skips none does not log them.
+    # How many layers ran one after the other. A method whose calls run all layers logs no number.
     layers = (sum(record.get("layers", 0) for record in log)
               or depth_of(bench.target) * sum(results.sums(method, "calls")))
     cells = {"method": method, "tokens per target call": f"{per_call:.2f}",

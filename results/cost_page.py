@@ -3,9 +3,10 @@
     make cost                                  # five methods on the embedded models: costs.html
     python results/cost_page.py --target DIR --adapters FOLDER --prompts FILE --chat --out FILE
 
-Each method decodes the prompts at its defaults, where the clock of this machine chooses the tree,
-and once more with the largest tree. The second run says what each smaller tree is worth
-(cli/costs.py). Calls of every width are timed in between. --trace has the same panel for a run.
+Each method decodes the prompts with the largest tree, and once more at its defaults, where the
+clock of this machine chooses the tree. The first run says what each smaller tree is worth
+(cli/costs.py). After each run calls of every width are timed. The pages of --trace have the same
+panel for one run.
 """
 import re
 import sys
@@ -36,7 +37,7 @@ def record(ours: Ours, prompts: list[list[int]]) -> Trace:
 
 
 def collect(bench: Bench) -> list[dict]:
-    """Record five methods, those of them whose files fit the target.
+    """Record those of five methods whose files fit the target.
 
     returns   what the panel shows of each
     """
@@ -57,7 +58,7 @@ def write_page(entries: list[dict]) -> str:
     head = re.search(r"^.*?</style>\n", PAGE.read_text(encoding="utf-8"), re.S)[0]
     head = re.sub("<title>.*?</title>", "<title>Five methods on one machine</title>", head)
     return (f"{head}<h1>Five methods on one machine</h1>\n{write_panel(entries)}"
-            "<noscript>This page draws itself by a script, which stands in it.</noscript>\n"
+            "<noscript>This page is drawn by a script inside it.</noscript>\n"
             "</html>\n")
 
 

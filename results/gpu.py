@@ -10,7 +10,6 @@ step saves each row as soon as it is measured. So a run that was cut off is stil
     exact       tests/test_lossless.py with all models on the GPU, and all tests marked `cuda`
     decode      every method on the embedded models by graphs, in float32 and bfloat16, and some
                 methods without graphs
-    launches    kernels, waits and copies of some methods, as torch's profiler counts them
     sizes       milliseconds of calls of 1 to 64 rows, and the weights that a call of 1 row reads in
                 a second, of models as large as Llama's 1B, 3B and 8B, whose weights are random
                 numbers in bfloat16
@@ -22,8 +21,6 @@ import os
 import subprocess
 import sys
 from argparse import RawDescriptionHelpFormatter
-from collections import Counter
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -35,10 +32,11 @@ from bench import ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting, 
 from cli.graphs import GraphedLM
 from cli.run import TimedLM
 from survey.clock import WIDTHS
-from training.files import check_result, write_text
+from training.files import check_result, shorten, write_text
 
 SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]
+# The methods that run without graphs as well:
 FEW = {"autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "bita", "medusa", "eagle",
        "rest", "hybrid --guess none", "cllm", "`generate`"}
 TIED = memory.BIG | {"intermediate_size": 8192, "tie_word_embeddings": True}
@@ -46,8 +44,6 @@ SIZES = {"8B": memory.BIG,
          "1B": TIED | {"hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64},
          "3B": TIED | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
                        "head_dim": 128}}
-CALLS = {"launches": ("cudaLaunch", "cuLaunch"), "waits": ("Memcpy DtoH",),
-         "copies": ("Memcpy HtoD",), "ends": ("cudaDeviceSynchronize",)}
 
 
 def seconds_of(act) -> float:
@@ -60,7 +56,7 @@ def try_row(make, *args) -> dict:
     try:
         return make(*args)
     except Exception as error:  # a GPU fails in many ways, and the next row may work
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {"error": f"{type(error).__name__}: {shorten(error)}"}
 
 
 def machine(args):
@@ -83,7 +79,7 @@ def exact(args):
     parts = [(f"{part}/{shards}", line) for part in range(shards)]
     processes = []
     for part, line in [*parts, ("0/1", ["-m", "cuda", "tests"])]:
-        # Interrupted, pytest says what has failed so far. What goes on after that is killed.
+        # Interrupted, pytest says which tests have failed so far. If it goes on, it is killed.
         command = ["timeout", "-k", "9", "-s", "INT", str(STEPS[exact] - 20), sys.executable, "-m",
                    "pytest", "-q", "-rf", "--tb=line", *line]
         processes.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PART": part},
@@ -95,18 +91,15 @@ def exact(args):
         yield f"part {part}", {"said": lines[-1], "failed": "; ".join(failed)}
 
 
-def load_bench(args, dtype: str, how: str) -> tuple[Bench, dict]:
-    """Load the embedded models, and build the methods: all of them, or FEW without graphs."""
-    line = ["--device", args.device, "--dtype", dtype, "-n", "1", "--rounds", "1", "--nodes", "16",
-            "--max-new-tokens", "6" if args.small else "48"]
-    bench = Bench(options(__doc__).parse_args(line + ["--graphs"] * (how == "graphs")))
-    runs = dict(build_peers(bench).values()) | keep_fitting(ALL, bench.row)
-    return bench, {name: run for name, run in runs.items() if how == "graphs" or name in FEW}
-
-
 def decode(args):
+    line = ["--device", args.device, "-n", "1", "--rounds", "1", "--nodes", "16",
+            "--max-new-tokens", "6" if args.small else "48"]
     for dtype, how in KINDS:
-        bench, runs = load_bench(args, dtype, how)
+        more = ["--dtype", dtype, *["--graphs"] * (how == "graphs")]
+        bench = Bench(options(__doc__).parse_args(line + more))
+        runs = dict(build_peers(bench).values()) | keep_fitting(ALL, bench.row)
+        if how == "eager":
+            runs = {name: run for name, run in runs.items() if name in FEW}
         found, plain = Results({}), "`generate`"
 
         def measure(name: str) -> dict:
@@ -117,25 +110,6 @@ def decode(args):
                     "as generate": found.same(name, plain)}
         for name in runs:  # `generate` is the first
             yield f"{dtype}, {how}: {name}", try_row(measure, name)
-
-
-def launches(args):
-    bench, runs = load_bench(args, "float32", "eager")
-    activity = torch.profiler.ProfilerActivity
-    kinds = [activity.CUDA if args.device == "cuda" and torch.version.cuda else activity.CPU]
-    _, prompt = bench.pairs[0]
-
-    def count(run) -> dict:
-        run(prompt)  # whatever is made once is made now
-        chunks = run.start_run().decode(prompt, 99, run.sample)
-        next(chunks)  # the prompt is left out
-        with torch.profiler.profile(activities=kinds) as profile:
-            tokens = sum(map(len, islice(chunks, 1 if args.small else 8)))
-        names = Counter(event.name for event in profile.events())
-        return {kind: sum(n for name, n in names.items() if name.startswith(begins)) / tokens
-                for kind, begins in CALLS.items()}
-    for name in runs.keys() - {"`generate`"}:
-        yield name, try_row(count, runs[name])
 
 
 @torch.inference_mode()
@@ -172,7 +146,8 @@ def trainings(args):
         gc.collect()
 
 
-STEPS = {machine: 30, exact: 110, decode: 130, launches: 20, sizes: 35, trainings: 40}  # seconds
+# Each step yields rows, a name and a dictionary of figures. It may take so many seconds:
+STEPS = {machine: 30, exact: 110, decode: 130, sizes: 35, trainings: 40}
 
 
 def perform(args, step) -> None:

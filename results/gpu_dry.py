@@ -12,9 +12,10 @@ A small model on a fast GPU waits more than it computes. Four numbers say for wh
     copies     how often numbers of Python go to the GPU
     ends       how often Python waits until a call of any model has ended, so as to time the call
 
-The prompt is left out, and with it the first round. tests/fake_cuda.py says what is simulated and
-how it is counted.
+The prompt is left out, and with it the first round. A method whose first round makes all tokens has
+no figures (nan). tests/fake_cuda.py describes what is simulated, and how it is counted.
 """
+import math
 import sys
 from collections import Counter
 
@@ -34,6 +35,7 @@ def count(gpu: FakeCuda, name: str, method: Ours, prompts: list[list[int]]) -> l
         gpu.counts.clear()
         tokens += sum(map(len, chunks))
         counts += gpu.counts
+    tokens = tokens or math.nan
     print(name, file=sys.stderr)
     return [name, f"{counts['launches'] / tokens:.0f}",
             *(f"{counts[kind] / tokens:.1f}" for kind in ("waits", "copies", "syncs"))]

@@ -1,17 +1,17 @@
 """List the rows of single pages, for `python results/bench.py --table NAME`.
 
-Every row is a command line without `python`, and AR is beside them. What the rows of a page do not
-say, such as prompts and rounds, are options of bench.py.
+Every row is a command line without `python`, and AR is beside them. Prompts, rounds and all else
+that is the same for the rows of a page are options of bench.py.
 """
 
 
 def vary(line: str, option: str, *values: float) -> list[str]:
-    """List a command line with each of these values of an option."""
+    """Return a command line with each of these values of an option."""
     return [f"{line} --{option} {value}" for value in values]
 
 
 def list_sizes(*lines: str) -> list[str]:
-    """List command lines with trees of several sizes."""
+    """Return command lines with trees of several sizes."""
     return [row for line in lines for row in vary(line, "nodes", 4, 8, 16, 32, 64)]
 
 

@@ -305,7 +305,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
                eagle3.safetensors and dflash.safetensors, or of some of them
     max_new_tokens: the most tokens of an answer
     """
-    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work)
+    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work or Path(f"{out}.work"))
     # Leave these answers out of the datastore, which would know them all by heart. A text of the
     # datastore begins with BEGIN tokens of a prompt. The tokens after these tell whether it is one
     # of the answers.

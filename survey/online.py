@@ -183,7 +183,7 @@ def cut_stream(file, prompts: list[list[int]], requests: int, every: int) -> Non
     raises    InputError unless the file has the answers to the first prompts, to at least
               `requests` and at most `requests` + `every` of them, and nothing else
     """
-    answered = [row["prompt"] for row in read_kept(file)]
+    answered = read_kept(file, lambda row: row["prompt"])
     few = requests <= len(answered) <= requests + every
     if not few or answered != prompts[:len(answered)]:
         raise InputError(f"--out must hold the answers to the first {requests} prompts, of which "

@@ -321,7 +321,7 @@ MUTANTS = {
         ("vocab = torch.arange(len(offsets)) + offsets", "vocab = offsets",
          "offsets of tokens are taken for tokens"),
         ("weights_only=True", "weights_only=False", "a pickled file may run code"),
-        ("found.shape != table.shape or belongs", "True or belongs",
+        ("empty.shape != table.shape or belongs", "True or belongs",
          "another model's head passes")],
     "training/layers.py": [
         ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
@@ -360,9 +360,9 @@ MUTANTS = {
     "models/train.py": [
         ('fit(name, model, loss_on("train"), loss_on("test")',
          'fit(name, model, loss_on("test"), loss_on("test")', "the held-out split is trained on"),
-        ("vocab, teacher,\n                                   student).mean()",
-         "vocab, student,\n                                   teacher).mean()",
-         "teacher and student are swapped")],
+        ("vocab, target_read,\n                                   read).mean()",
+         "vocab, read,\n                                   target_read).mean()",
+         "target and draft are swapped")],
     "models/tasks.py": [
         ('% 10 == 0\n        if held_out == (split == "test")',
          '% 10 == 0\n        if held_out or split != "test"',
@@ -379,7 +379,8 @@ MUTANTS = {
          "unseen slots are seen"),
         ("name = self.cache.slots, ", "name = 0, ", "graphs of old buffers are replayed")],
     "cli/loading.py": [
-        ("if filled == other:", "if False:", "a template that leaves the prompt out passes"),
+        ("if text not in filled and filled", "if False and filled",
+         "a template that leaves the prompt out passes"),
         ("answer = answer[:end]", "answer = answer[:end - 1]",
          "an answer that is learnt does not end"),
         ('if (folder / "adapter_config.json").exists():', "if False:",

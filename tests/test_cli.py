@@ -437,6 +437,8 @@ def test_nothing_that_is_there_is_replaced(tmp_path, ask):
                 check_result("out", file, begins)
                 taken += 1
         assert taken == kinds and file.read_text() == text
+    with pytest.raises(InputError, match="nothing can be written into"):
+        check_result("out", file / "x")
 
 
 # ------------------------------------------------------------------------- several drafts, tuning

@@ -91,8 +91,8 @@ def test_models_are_made_and_loaded_on_the_simulated_gpu(small_llama):
     """transformers loads nothing under a default device of cuda, so none is set."""
     with FakeCuda():
         model, tokenizer = common.load(small_llama, "cuda", "float32")
-        assert model.device.type == train.load(small_llama, "cuda").device.type == "cuda"
-        assert train.make_model("draft", tokenizer, "cuda").device.type == "cuda"
+        made = train.make_model("draft", tokenizer, "cuda")
+        assert model.device.type == made.device.type == "cuda"
 
 
 # ---------------------------------------------------------------------------- command lines
@@ -114,7 +114,8 @@ def test_what_a_method_asks_of_a_gpu_is_counted_without_its_prompt():
     """Autoregressive decoding makes a call for each token, and waits for that token alone."""
     with FakeCuda() as gpu:
         lm = TimedLM(tiny("llama").to("cuda"))
-        methods = [Ours(autoregressive, {"target": lm}, n, set(), Sampler(0)) for n in (3, 30)]
-        rows = [count(gpu, "AR", method, [[5] * 9]) for method in methods]
+        methods = [Ours(autoregressive, {"target": lm}, n, set(), Sampler(0)) for n in (1, 3, 30)]
+        none, *rows = [count(gpu, "AR", method, [[5] * 9]) for method in methods]
+    assert none == ["AR", *["nan"] * 4]  # the first round makes all tokens
     assert rows[0] == rows[1] and rows[0][0] == "AR" and rows[0][2] == "1.0"
     assert int(rows[0][1]) > 20

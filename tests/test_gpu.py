@@ -9,7 +9,7 @@ from fake_cuda import FakeCuda
 from results import gpu
 
 
-@pytest.mark.parametrize("step", [gpu.decode, gpu.launches, gpu.sizes, gpu.trainings])
+@pytest.mark.parametrize("step", [gpu.decode, gpu.sizes, gpu.trainings])
 def test_steps_run_on_the_simulated_gpu(step, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "ALL", gpu.ALL[:2])
     monkeypatch.setattr(gpu, "KINDS", [("float32", "graphs")])

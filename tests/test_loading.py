@@ -260,6 +260,7 @@ def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embe
     ({"prompt": [5], "answer": [1536]}, "it has no tokens, or others than those from 0 to 1535"),
     ({"prompt": [5], "answer": [-1]}, "it has no tokens"),
     ({"messages": TALK, "template": None}, "chat_template is not set"),
+    ({"prompt": "3 +", "answer": " 4", "eos": None}, "the tokenizer has no EOS"),
     ({"messages": [ASKED, SAID | {"thoughts": "2"}]}, "the chat template leaves out 'thoughts'"),
     ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS},
      "the chat template leaves out 'content'"),
@@ -267,5 +268,6 @@ def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embe
      "the chat template begins answers with 'model>', but not this one")])
 def test_answers_that_cannot_be_learnt_from_are_refused(row, said, embedded, chat):
     chat.chat_template = row.get("template", TEMPLATE)
+    chat.eos_token = row.get("eos", "</s>")
     with pytest.raises(InputError, match=f"^--data must .*, got line 1: .*{said}"):
         encode_pair(embedded[0], chat, row | {"where": "line 1"}, False)

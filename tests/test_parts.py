@@ -15,7 +15,7 @@ from helpers import ROOT
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa
 from training import parts
 from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_trained,
-                            save_facts, save_part, save_trained, some_embeddings)
+                            save_facts, save_part, save_trained, score_with, some_embeddings)
 from training.released import is_head
 from trainings import make_llama, run
 
@@ -127,6 +127,8 @@ def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained
         part = load(trained(line), model)
         if save:
             assert {p.dtype for p in part.trainable().values()} == {dtype}
+            # Rotary frequencies are buffers, and bfloat16 would round them.
+            assert torch.bfloat16 not in {x.dtype for x in part.buffers()}
             save(tmp_path / "again", part, model)
             again, found = read(tmp_path / "again")
             assert again == header and found.keys() == tensors.keys()
@@ -195,6 +197,7 @@ def test_a_head_for_few_tokens_has_their_rows_in_their_order(bias, dtype):
     few, vocab, x = head_for(head, torch.tensor([7, 0, 3])), [7, 0, 3], torch.randn(4, 6).to(dtype)
     assert few.weight.dtype == dtype and few.weight.shape == (3, 6)
     torch.testing.assert_close(few(x), head(x)[:, vocab])
+    assert score_with(LLAMA, few)(x).dtype == torch.float32
     assert not any(p.requires_grad for p in few.parameters()) and head.weight.requires_grad
 
 
@@ -202,7 +205,8 @@ def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):
     def tokenizer(**words):
         return SimpleNamespace(get_vocab=lambda: words)
     monkeypatch.setattr(parts, "load", lambda *given: (given, tokenizer(a=0, b=1)))
-    assert draft_for(LLAMA, tokenizer(a=0, b=1), "path") == ("path", "cpu", torch.float32)
+    model = tiny("llama").bfloat16()
+    assert draft_for(model, tokenizer(a=0, b=1), "path") == ("path", "cpu", torch.bfloat16)
     for other in tokenizer(b=0, a=1), tokenizer(a=0, c=1), tokenizer(a=0):
         with pytest.raises(InputError, match="the target's tokenizer, got another vocabulary"):
             draft_for(LLAMA, other, "path")

@@ -162,9 +162,11 @@ HEADS = {  # kind, configuration, arguments of the tensors
     "Qwen2's": ("eagle", GROUPS | dict(qkv_bias=True), dict(bias=True, biases="qkv")),
     "all biases": ("eagle", SHAPE | dict(attention_bias=True), dict(kv=4, biases="qkvo")),
     "scaled": ("eagle", GROUPS | dict(rope_scaling=SCALED, hidden_act="gelu"), {}),
-    "yuhuili's": ("eagle3", GROUPS | dict(draft_vocab_size=D, num_hidden_layers=40), {}),
+    "yuhuili's": ("eagle3", GROUPS | dict(draft_vocab_size=D, num_hidden_layers=40,
+                                          norm_output=False), {}),
     "speculators'": ("eagle3", {"transformer_layer_config": GROUPS}, dict(tokens=V)),
-    "3.1": ("eagle3", GROUPS | dict(fc_norm=True, norm_output=True), dict(norms=True))}
+    "3.1": ("eagle3", GROUPS | dict(fc_norm=True, norm_output=True, eagle_config={
+        "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}), dict(norms=True))}  # outputs of layers
 PICKLED, TUNED = ("Vicuna's", "yuhuili's"), ("LLaMA3's", "3.1")
 SPECULATORS = {"speculators'": {"norm_before_residual": True}}
 close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
@@ -278,6 +280,7 @@ def test_what_is_exported_is_the_head_bit_for_bit(tmp_path, embedded, name):
     before = config.get("transformer_layer_config", config) | SPECULATORS.get(name, {})
     same = {x: y for x, y in before.items() if x in told and x != "max_position_embeddings"}
     assert told.items() >= (same | EXPORTED[engine.get("engine", kind)]).items()
+    assert ("rope_scaling" in told) == ("rope_scaling" in before)
     assert not any("layer_id" in x or x == "eagle_config" for x in told)
     again = KINDS[kind].load(tmp_path / "a", embedded[0])
     assert kind == "medusa" or (again.lm.get_input_embeddings().weight is table) != (name in TUNED)

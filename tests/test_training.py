@@ -22,7 +22,7 @@ from training import loop as training
 from training.files import write_text, write_whole
 from training.layers import FeatureLM
 from training.loop import (Settings, Training, answer_all, collect_answers, compute_in_parts,
-                           cosine, divergence, find_frequent, low_precision,
+                           cosine, divergence, find_frequent, fit_part, low_precision,
                            prepare_training, read_texts, sample_alike, sample_rows,
                            use_settings, warm_cosine, warm_linear)
 from trainings import PROMPTS, TRAININGS, WORDLESS, list_changes, make_llama, run
@@ -119,6 +119,20 @@ def test_reports(capsys):
     assert lines[0] == "step 0: in all 1.600" and len(lines) == 14
 
 
+def test_a_part_gets_the_figures_after_the_last_step():
+    """The layers of the frozen model are computed again in losses, and nowhere else."""
+    w, numbers, model = torch.nn.Parameter(torch.ones(2)), itertools.count(), tiny("llama")
+    part, layer = SimpleNamespace(trainable=lambda: {"w": w}), vars(model.model.layers[0])
+
+    def loss_of(rng):
+        assert "forward" in layer
+        return w.sum()
+    with use_settings(Settings(recompute=True)):
+        fit_part(part, model, (), [], [], loss_of, lambda: ({"accept": next(numbers)}, ""),
+                 name="x", steps=1, lr=0.1)
+    assert part.accept == 1 and "forward" not in layer
+
+
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite_is_refused(scale):
     with pytest.raises(InputError, match="--lr must be below 0.1: the loss is"):
@@ -139,14 +153,29 @@ def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
 def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
+    """Also where a training multiplies in bfloat16. No text keeps the states of its batch."""
     monkeypatch.setattr(training, "TOKENS", 40)
     model, texts = tiny(family), [[5] * n + [7, 8] for n in (3, 17, 1, 9, 30, 2)]
     lm, found = FeatureLM(model), read_texts(model, texts)
     for text, states in zip(texts, found, strict=True):
         lm.start(text)
-        assert states.dtype == torch.bfloat16 and states.untyped_storage().nbytes() == 64 * len(
-            text)
+        assert states.dtype == torch.bfloat16
         torch.testing.assert_close(states.float(), lm.features, atol=0.02, rtol=0.02)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, found, read_texts(model, texts)))
+    for text, states in zip(texts, read_texts(model.bfloat16(), texts)):
+        assert states.untyped_storage().nbytes() == 64 * len(text)
+
+
+def test_states_of_a_frozen_model_are_kept_only_if_they_are_small(monkeypatch):
+    """Five texts of 4 tokens with 3 numbers each are 120 bytes in bfloat16."""
+    data = [([n], [5, 6, 7]) for n in range(5)]
+    for most, computed, texts in (120, [5], math.inf), (119, [2], training.TEXTS):
+        monkeypatch.setattr(training, "KEPT", most)
+        sizes = []
+        states_of, few = training.compute_frozen(
+            lambda pairs: sizes.append(len(pairs)) or [prompt for prompt, _ in pairs], data, 3)
+        assert states_of([3, 1]) == [[3], [1]] and sizes == computed and few == texts
 
 
 def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
@@ -186,7 +215,8 @@ def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(tmp_path, monkeyp
 
 
 def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
-    """A link to a file, and a folder, which goes as a whole."""
+    """A link to a file, and a folder, which goes as a whole. The new one is made beside its place,
+    since nothing can be moved from one disk to another."""
     file, folder = tmp_path / "file", tmp_path / "folder"
     (tmp_path / "link").symlink_to(file)
     write_text(tmp_path / "link", "old")
@@ -195,6 +225,7 @@ def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
         (folder / name).write_text("old")
 
     def write(fresh):
+        assert fresh.parent.parent == tmp_path
         fresh.mkdir()
         for name in "model.safetensors", "config.json":
             (fresh / name).write_text("new")
@@ -439,9 +470,11 @@ def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
         again = collect_answers(model, WORDLESS, prompts, 8, file.parent)
         assert [a == b for a, b in zip(again, answers)].count(False) == 1 and [1, 2, 3] in again
         assert file.read_text() == "\n".join([*marked, ""])
-    file.write_bytes(file.read_bytes() + b"\xff\n")
-    with pytest.raises(InputError, match="an earlier run kept in line 5; .*, got .*answers-"):
-        collect_answers(model, WORDLESS, prompts, 8, file.parent)
+    whole = file.read_bytes()
+    for damaged in b"\xff\n", b"{}\n", b"5\n":
+        file.write_bytes(whole + damaged)
+        with pytest.raises(InputError, match="an earlier run kept in line 5; .*, got .*answers-"):
+            collect_answers(model, WORDLESS, prompts, 8, file.parent)
 
 
 def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
@@ -471,6 +504,7 @@ def test_held_out_answers_are_drawn_from_the_whole_file(split, capsys):
     assert max(p[0] for p, _ in held_out) - min(p[0] for p, _ in held_out) > 20
     assert "50 answers of 200 tokens; 0 others repeated, with" in capsys.readouterr().out
     assert split([[n, 5] for n in range(50)], seed=1)[1] != held_out
+    assert len(split([[n, 5] for n in range(1500)])[1]) == 100  # and no more
 
 
 def test_prompts_without_room_for_an_answer_are_skipped(split):
@@ -479,7 +513,7 @@ def test_prompts_without_room_for_an_answer_are_skipped(split):
         with use_settings(Settings(max_length=most)):
             data, held_out = split([[3] * room, [4] * (room + 1), [5] * 2, [3] * room])
         assert sorted(len(p) for p, _ in data + held_out) == [2, room]
-    with pytest.raises(InputError, match="--prompts must be 2 or more .* 2 tokens .* got 1"):
+    with pytest.raises(InputError, match="expected 2 prompts or more .* 2 tokens .* got 1"):
         split([[5] * 2, [7]])  # nothing predicts an answer of one token
     with use_settings(Settings(max_length=20)), pytest.raises(InputError, match="must be below 20"):
         split([[3]])

@@ -4,9 +4,10 @@
     write_whole    writes a file or a folder beside its place, and moves it there once it is whole
     write_text     does the same with a text
     save_model     does the same with a model and its tokenizer
-    check_file     refuses what stands for a file and is none
+    check_file     refuses a pointer of git-lfs that lies in the place of the file itself
+    shorten        puts an error or a message on one short line
+    explain        does the same with an error that a reader of a file has raised
     explain_errors  names the file in one line, in place of any error in reading or writing it
-    shorten        puts an error or a message on one short line; `explain` does so with a reader's
     read_json      reads a JSON file
     read_kept      reads the lines of JSON that a stopped run has kept
 """
@@ -97,9 +98,10 @@ def save_model(folder: Path, model, tokenizer) -> None:
 # ---------------------------------------------------------------- why a file cannot be read
 
 def check_file(path: str | Path) -> None:
-    """Raise a ValueError for a pointer of git-lfs that stands for a file, an OSError for a folder.
+    """Raise a ValueError for a pointer of git-lfs in the place of a file, an OSError for a folder.
 
-    Readers of tensors only say "header too large" and "No such device" of them.
+    Readers of tensors would only say "header too large" of the one and "No such device" of the
+    other.
 
     path   the file
     """
@@ -124,7 +126,7 @@ def shorten(said, most: int = 300) -> str:
 
 
 def explain(error: Exception) -> str:
-    """Put an error of a reader on one line. A KeyError by itself says no more than the key."""
+    """Put an error of a reader on one line. The text of a KeyError is only the missing key."""
     return f"it has no {error}" if isinstance(error, KeyError) else shorten(error)
 
 
@@ -150,13 +152,15 @@ def read_json(path: str | Path):
 
 # ------------------------------------------------------------------- what a stopped run has kept
 
-def read_kept(file) -> list:
+def read_kept(file, parse: Callable) -> list:
     """Read the lines of JSON that earlier runs kept, and cut off a last line that is not whole.
 
     file     opened with "a+b": bytes, since a truncated file is measured in bytes, and since a last
              line that was cut off may end within a character
-    returns  what each line holds
-    raises   InputError for a line that holds something else
+    parse    a function from what a line holds to what the caller needs of it. It raises any error
+             for a line of another kind
+    returns  what `parse` returned for each line
+    raises   InputError for a line that is no JSON or of another kind
     """
     file.seek(0)
     lines = [line for line in file if line.endswith(b"\n")]
@@ -165,5 +169,5 @@ def read_kept(file) -> list:
     for number, line in enumerate(lines, 1):
         with explain_errors(f"JSON that an earlier run kept in line {number}; without the file all "
                             "is made anew", file.name):
-            rows.append(json.loads(line))
+            rows.append(parse(json.loads(line)))
     return rows

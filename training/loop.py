@@ -14,6 +14,14 @@ A checkpoint is written only between updates. The hash in its name is of the par
 begin, the frozen model, the data and all settings. So a run goes on only from a checkpoint of
 exactly the same run.
 
+The `train` function of a method, such as survey/eagle.py, mostly has these steps:
+
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, …)
+    def loss_of(rng): …        # sample some of `data` by `rng`, and return their loss
+    def evaluate(): …          # return ({"accept": figures of held_out}, "a line to print")
+    fit_part(part, model, form, data, held_out, loss_of, evaluate, name=…, steps=…, lr=…, work=work)
+    save_trained(out, part, model, **form)      # a file that `load_trained` of parts.py reads
+
 Four things keep the memory of a training small where the model is large:
 
     Settings          every training can accumulate passes, recompute layers, and limit its texts
@@ -43,15 +51,15 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import InputError, eos_ids
+from common import InputError, eos_ids, until
 from training.files import explain_errors, read_kept, write_whole
 from training.layers import context_length, tap_layers
 from training.parts import require
 
 PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
-TOKENS = 16_384  # the most tokens that texts have which a model reads or answers at once
+TOKENS = 16_384  # the most tokens of a batch of texts, with padding, and of their answers
 LOGITS = 2 ** 25  # the most logits that a loss has at once: 128 MiB in float32
-TEXTS = 16  # the most texts whose rows are learnt from in a pass, where a part learns from rows
+TEXTS = 16  # the most texts that a frozen model reads for one pass, if no states are kept
 KEPT = 2 ** 30  # the most bytes that the states of a frozen model may take if they are kept
 
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
@@ -74,9 +82,9 @@ def digest(weights: dict[str, torch.Tensor], *settings) -> str:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Tell whether products in bfloat16 are faster than in float32: not on CPUs without AVX-512.
+    """Tell whether products of matrices are faster in bfloat16 than in float32.
 
-    Products of large matrices take tens of times longer there.
+    On a CPU without AVX-512 those of large matrices take tens of times longer in bfloat16.
 
     device  where the products are computed
     """
@@ -90,9 +98,11 @@ def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autoc
     models   all that take part
     returns  what a `with` takes
     """
-    mixed = any(model.dtype != torch.float32 for model in models)
+    # What is trained is float32. It could not be multiplied with a model of half precision, unless
+    # autocast gives both one type.
+    half = any(model.dtype != torch.float32 for model in models)
     return torch.autocast(device.type, dtype=torch.bfloat16,
-                          enabled=mixed or multiplies_bfloat16(device))
+                          enabled=half or multiplies_bfloat16(device))
 
 
 # --------------------------------------------------------- what every training can be told
@@ -128,7 +138,9 @@ class Settings:
     pairs: list[Pair] | None = None
 
 
-SETTINGS = ContextVar("settings", default=Settings())  # those of the training that runs now
+# The settings of the training that runs now. They are no arguments, since a method would only pass
+# them on.
+SETTINGS = ContextVar("settings", default=Settings())
 
 
 @contextmanager
@@ -176,23 +188,22 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
     yields       for each prompt its number and the token ids of its answer, in the order of
                  `split_by_tokens`. An EOS that ended an answer stays
     """
-    sampled = temperature > 0
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) or None,
-                              do_sample=sampled, temperature=temperature if sampled else None,
-                              top_k=0 if sampled else None,
+                              do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0,
                               pad_token_id=0)  # padding is masked before, cut off after
     # Prompts are filled up on the left, so that all answers begin at the same place.
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     for numbers in split_by_tokens(prompts, limit):
         batch = [torch.tensor(prompts[number]) for number in numbers]
-        ids, real = (pad(x).to(model.device) for x in (batch, [*map(torch.ones_like, batch)]))
+        ids = pad(batch).to(model.device)
+        real = pad([torch.ones_like(x) for x in batch]).to(model.device)
         # `generate` adds the model's own settings to those it is given, so they are taken away.
         settings = model.generation_config
         model.generation_config = config
         rows = model.generate(ids, attention_mask=real)[:, ids.shape[1]:].tolist()
         model.generation_config = settings
-        ends = [next((n + 1 for n, x in enumerate(row) if x in eos), limit) for row in rows]
-        yield from ((number, row[:end]) for number, row, end in zip(numbers, rows, ends))
+        for number, row in zip(numbers, rows):
+            yield number, next(until(iter([row]), limit, eos))
 
 
 def answer_all(model, eos: set[int], prompts: list[list[int]], limit: int,
@@ -218,7 +229,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
     work.mkdir(parents=True, exist_ok=True)
     path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
     with open(path, "a+b") as file:
-        answer_of = {tuple(row["prompt"]): row["answer"] for row in read_kept(file)}
+        answer_of = dict(read_kept(file, lambda row: (tuple(row["prompt"]), row["answer"])))
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in answer_of]
         answers = generate_answers(model, eos, todo, limit)
         for number, answer in tqdm(answers, "answers", len(todo)):
@@ -228,36 +239,34 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
     return [answer_of[tuple(p)] for p in prompts]
 
 
-def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, out: Path,
-                  work: Path | None, seed: int = 0) -> list[Pair]:
-    """Collect the model's own answers, in random order; each prompt counts once.
+def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, work: Path,
+                  seed: int = 0) -> list[Pair]:
+    """Collect the model's own answers to prompts, in random order.
 
     Where the settings have pairs, these take the place of the prompts and the model's answers. They
-    are cut to the most tokens of a text.
+    are cut to the most tokens of a text. Of equal prompts only the first one counts.
 
+    prompts  token ids of each prompt. One that leaves no room for an answer of `limit` is left out
     limit    the most tokens of an answer
-    out      the file that is made of the pairs
-    work     the folder of the answers. None: OUT.work
-    seed     another seed, another order
-    returns  pairs of a prompt and its answer
-    raises   InputError if fewer than two prompts leave room for an answer, and have one of two
-             tokens or more
+    work     the folder in which `collect_answers` keeps the answers
+    seed     another seed gives another order
+    returns  pairs of a prompt and its answer, which has two tokens or more
+    raises   InputError if there are fewer than two of these pairs
     """
     longest = min(context_length(model), SETTINGS.get().max_length)
-    option, pairs = "data", SETTINGS.get().pairs
+    pairs = SETTINGS.get().pairs
     if pairs is None:
-        option = "prompts"
         require(limit < longest, "max_new_tokens", f"below {longest}, the most tokens of a text",
                 limit)
         fitting = [p for p in prompts if len(p) <= longest - limit]
-        answers = collect_answers(model, tokenizer, fitting, limit, work or Path(f"{out}.work"))
-        pairs = [*zip(fitting, answers)]
+        pairs = [*zip(fitting, collect_answers(model, tokenizer, fitting, limit, work))]
     answer_of = {}
     for prompt, answer in pairs:
         answer_of.setdefault(tuple(prompt), answer[:max(0, longest - len(prompt))])
     data = [([*prompt], answer) for prompt, answer in answer_of.items() if len(answer) > 1]
-    require(len(data) > 1, option, "2 or more that leave room for an answer of 2 tokens or more",
-            len(data))
+    if len(data) < 2:
+        raise InputError("expected 2 prompts or more with room for an answer of 2 tokens or more, "
+                         f"got {len(data)}")
     print(f"{len(data)} answers of {sum(len(a) for _, a in data):,} tokens; "
           f"{len(prompts) - len(data)} others repeated, without room or too short")
     random.Random(seed).shuffle(data)
@@ -272,13 +281,14 @@ def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work
     out      the file that the training makes
     work     the folder of answers and checkpoints. None: OUT.work
     most     a tenth of the pairs is held out, but no more than this number
-    returns  the folder, pairs to train on, and held-out pairs
+    returns  the folder, the pairs to train on, and the held-out pairs
 
     The other arguments are those of `collect_pairs`.
     """
-    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, out, work, seed)
+    work = work or Path(f"{out}.work")
+    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work, seed)
     few = max(1, min(most, len(data) // 10))
-    return work or Path(f"{out}.work"), data[few:], data[:few]
+    return work, data[few:], data[:few]
 
 
 def repeats(tokens: list[int], text: str) -> bool:
@@ -341,11 +351,10 @@ def read_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden[learns], ids[:, 1:][learns]
 
 
-@torch.inference_mode()
 def find_frequent(data: list[Pair], n: int) -> list[int]:
     """Find the n most frequent tokens of prompts and answers, or all where there are fewer."""
     counts = Counter(token for prompt, answer in data for token in prompt + answer)
-    return [token for token, _ in counts.most_common()[:n]]
+    return [token for token, _ in counts.most_common(n)]
 
 
 # ------------------------------------------------------------- what a large model has no room for
@@ -384,8 +393,9 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
     return compute_in_parts(losses_of, vocab, target_read, read)
 
 
-# It computes something, keeps what it was given, and computes it again where gradients need it.
-# Nothing in a layer or a loss is random, so no state of a generator has to be brought back.
+# compute_again(compute, *given) returns compute(*given), and keeps only what was given. For the
+# gradients it computes the rest once more. Nothing in a layer or a loss is random, so no state of a
+# generator has to be brought back.
 compute_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -434,7 +444,7 @@ def compute_frozen(compute: Callable, data: list[Pair], width: int) -> tuple[Cal
 
     The states of a frozen model never change. Those of a small model are computed once, since a
     head learns in a tenth of the time that the model needs for its states. Those of a model of 8B
-    are 8 KB a token: 40 GB for 5 million tokens. There the steps compute them, each its own.
+    are 8 KB a token: 40 GB for 5 million tokens. There each step computes those that it reads.
 
     compute  compute(pairs) returns something for each pair
     data     all pairs
@@ -460,7 +470,7 @@ def sample_rows(states_of: Callable, texts: float, lengths: list[int], batch: in
     rng        the generator
     returns    for each tensor of the tuples [batch, ...]
     """
-    # A text is drawn the more often the more rows it has. So all rows of all texts are alike.
+    # A text of n rows is drawn n times as often as one of 1 row. So all rows are equally likely.
     drawn = rng.choices(range(len(lengths)), lengths, k=min(texts, batch))
     numbers = [*dict.fromkeys(drawn)]
     states = [torch.cat(x) for x in zip(*states_of(numbers))]
@@ -474,10 +484,10 @@ def sample_rows(states_of: Callable, texts: float, lengths: list[int], batch: in
 def divergence(kind: str, target_logits, draft_logits):
     """Compute D(target, draft) in nats at each position (DistillSpec, Table 1).
 
-    kind                         forward-kl, reverse-kl, jsd or tvd. The acceptance rate of
-                                 speculative sampling is 1 - tvd (Leviathan et al., Cor. 3.6). Or
-                                 cross-entropy, which is forward-kl and the target's entropy
-    target_logits, draft_logits  [..., V]
+    kind                         forward-kl, reverse-kl, jsd, tvd or cross-entropy. The acceptance
+                                 rate of speculative sampling is 1 - tvd (Leviathan et al.,
+                                 Cor. 3.6). Cross-entropy is forward-kl plus the target's entropy
+    target_logits, draft_logits  [..., V], or [N, V] for cross-entropy
     returns                      [...]
     """
     if kind == "cross-entropy":
@@ -520,10 +530,11 @@ class Training:
     name         the name of the run, of its checkpoints and of its progress bar
     steps        the number of updates
     lr           the learning rate
-    rate         a function of (done, steps) by which the learning rate is multiplied
+    rate         rate(done, steps) is a factor of the learning rate after `done` of `steps` updates
     max_norm     a longer gradient is scaled down to this length
     max_value    larger values of the gradient are then cut to this size
-    optimizers   they take the place of AdamW without weight decay; all have the same rate
+    optimizers   what updates the parameters, all with the same rate. None: AdamW without weight
+                 decay
     seed         another seed samples other data
     folder       the folder of checkpoints; None keeps none
     models       the models that losses run, whose layers `Settings.recompute` is for

@@ -1,8 +1,9 @@
 """Changes of low rank: a matrix W of a model becomes W + B A, and only A and B are trained.
 
-Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. layerskip.py,
-masks.py and cllm.py (--rank) tune a model this way, where their papers train all weights. What is
-trained is then a small part of the model, and so is a file of it.
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
+
+layerskip.py, masks.py and cllm.py (--rank) tune a model this way, while their papers train all of
+its weights. So what is trained is small beside the model, and so is its file.
 
     x ──┬── W [out, in], frozen ─────────────────────────── + ── y
         └── A [rank, in] ── B [out, rank]: the branch ──────┘
@@ -28,7 +29,7 @@ from training.layers import list_layers, share_weights
 import torch
 import torch.nn.functional as F
 
-MERGED = 2 ** 32  # the most bytes that the matrices W + B A of a model may have
+MERGED = 2 ** 32  # the most bytes that the matrices W + B A of a model may have in all
 
 
 class LowRank(torch.nn.Module):
@@ -88,7 +89,7 @@ def choose_weights(model, rank: int, seed: int) -> dict[str, torch.nn.Parameter]
 
 
 class Tuned:
-    """Be a part, as `save_trained` takes it, that is a model with changes of low rank.
+    """This is a model with changes of low rank, as a part that `save_trained` takes.
 
     original  the model that is tuned. It stays as it is, and shares its weights
     rank      the rank of each change
@@ -120,7 +121,7 @@ def list_changed(model) -> list[torch.nn.Linear]:
 def merge_changes(model):
     """Put W + B A in the place of each matrix W and its branch.
 
-    A weight W is not changed itself, since another model may share it.
+    The sum is a new tensor, since another model may share W.
 
     model    a model to which `add_low_rank` gave changes
     returns  the same model, without branches and with no weight that is trained

@@ -1,15 +1,15 @@
 """This file keeps what was trained or measured for a model, and has helpers of trained parts.
 
-    Part, match_type          a module that is trained beside a frozen model
-    save_trained              a file of a Part, which `load_trained` reads
+    require                   refuses a value of an option
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
+    Part                      a module that is trained beside a frozen model
+    save_trained, load_trained    a file of a Part, which is one of `save_part`
     save_facts, load_facts    a JSON file of what was measured
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
     follow                    the path of a tree along a known text
-    head_for                  a smaller LM head, for a part of the vocabulary
-    require                   what an option must be
+    head_for                  an LM head that has only some of a model's tokens
 
 A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
 that it was made for. So a file of another model is refused.
@@ -78,8 +78,8 @@ def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **
     """Write trained tensors for a model to a safetensors file, floating-point ones in bfloat16.
 
     path     the file to make. Its folder is made if there is none
-    kind     what the part is, in words that an error message can use
-    model    the model that the part is for
+    kind     what the tensors are, in words that an error message can use
+    model    the model that they are for
     tensors  the tensors, by name
     header   other facts about the part, which JSON can hold
     """
@@ -95,10 +95,11 @@ def load_part(path: str | Path, kind: str, model) -> tuple[dict, dict[str, torch
     """Read a file that `save_part` made.
 
     path     the file
-    kind     what the part must be, in the words that `save_part` was given
-    model    the model that the part must be for
-    returns  the header, a dictionary of the other facts, and the tensors by name. Any error, for
-             `explain_errors`, if the file is damaged, of another kind, or for another model
+    kind     what it must hold, in the words that `save_part` was given
+    model    the model that it must be for
+    returns  the header, a dictionary of the other facts, and the tensors by name
+    raises   any error if the file is damaged, of another kind, or for another model. The caller has
+             it explained by `explain_errors`
     """
     check_file(path)
     with safe_open(path, "pt") as file:
@@ -120,8 +121,8 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
          path: str | Path) -> None:
     """Set the parameters of a part to the tensors of its file.
 
-    An InputError is raised if names or shapes differ, and for numbers that are whole or not finite.
-    Whole numbers are quantised weights, which mean nothing without their scales.
+    An InputError is raised if names or shapes differ, and for integers, nan and infinity. Integers
+    are quantised weights, which mean nothing without their scales.
 
     parameters  the parameters that are set, by name
     tensors     their values, by name
@@ -142,14 +143,15 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
 
 
 class Part(torch.nn.Module):
-    """Be a module that is trained beside a frozen model.
+    """This is a module that is trained beside a frozen model, such as a head.
 
     Other classes, such as `Tuned` of low_rank.py, are parts too if they have these attributes,
-    `trainable()` and `parameters()`.
+    `trainable()` and `parameters()`. A part that can lack tokens has keep(tokens) as well, which
+    lets it guess only these, in this order.
 
     title   what it is, in words that an error message can use
     taps    the layers whose inputs it reads (layers.py). None: it reads what the LM head reads
-    facts   names of attributes that JSON can hold, which its file keeps
+    facts   names of attributes that its file keeps, as JSON. Training sets them (`fit_part`)
     vocab   [V'], the tokens that it can guess. None: it is for all tokens of the model
     """
     title = ""
@@ -157,17 +159,17 @@ class Part(torch.nn.Module):
     facts = ("accept",)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return by name what is trained and kept in a file: all that is not the model's."""
+        """Return by name the parameters that are trained, and kept in a file."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
 def save_trained(path: Path, part: Part, model, **form) -> None:
-    """Write a part to a file. Its vocabulary is written where it lacks tokens of the model.
+    """Write a part to a file, which names the part's tokens only if it lacks some of the model's.
 
     path    the safetensors file to make
     part    the part
     model   the model that it is for
-    form    what makes the part again, which JSON can hold
+    form    what `make` of `load_trained` needs to make such a part again, and JSON can hold
     """
     header = form | {name: getattr(part, name) for name in part.facts}
     every = len(model.get_output_embeddings().weight)
@@ -182,8 +184,8 @@ def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Par
     path     the file
     title    what the part must be
     model    the model that it must be for
-    make     a function from the header to a part of this form. It raises any error if the header is
-             wrong
+    make     a function from the header, which has the `form` of `save_trained`, to a part with any
+             weights. It may raise any error if the header is wrong
     returns  the part. InputError if the file is damaged, of another kind, or for another model
     """
     with explain_errors(f"a file of {title} for this model", path):
@@ -214,7 +216,7 @@ def save_facts(path: Path, models: dict, **facts) -> None:
 
     path    the file to make. Its folder is made if there is none
     models  {the name of a model in the file: the model}. Their fingerprints are kept
-    facts   what was measured, which JSON can hold
+    facts   what was measured, which JSON can hold, by names that no model has
     """
     fingerprints = {}
     for name, model in models.items():
@@ -267,8 +269,9 @@ def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
         logits = cap · tanh(c x / cap)
 
     Most models have c = 1 and no cap. Then the logits are x itself. Granite and Cohere scale by c,
-    and Gemma 2 has a cap. A cap stands in the config. The factor c is measured in one pass over
-    four tokens: once the cap is undone, it is the slope of the logits over x.
+    and Gemma 2 has a cap. The cap is read from the config. The factor c has a different name in
+    each config, so it is measured in one pass over four tokens. It is the slope of the logits over
+    x, once the cap is undone.
 
     model    the model
     returns  a function from x to logits
@@ -308,8 +311,9 @@ def follow(ids: list[int], parents: list[int], text: list[int]) -> list[int]:
     text           the tokens after the root
     returns        the nodes of the path, the root first
     """
-    depths = ancestor_mask(parents).sum(-1) - 1
-    # None comes after the text's last token.
+    depths = ancestor_mask(parents).sum(-1) - 1  # [n], 0 of the root
+    # A node at depth d is followed by the text's token d. After the end of the text comes -1, which
+    # no node holds.
     after = [*text[:len(ids)], *[-1] * len(ids)]
     return walk(ids, parents, [after[depth] for depth in depths.tolist()])[0]
 

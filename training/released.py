@@ -8,8 +8,8 @@ tensors tell what kind of head it is, since configurations say it in many ways o
     EAGLE       fc.weight, and none of EAGLE-3's                       eagle.py
     Medusa      0.0.linear.weight, of head 0                           medusa.py
 
-A head of any other kind is refused, and so is a file with a tensor whose name is not expected. A
-pickled file may hold tensors alone, and no code of it is run.
+A head of any other kind is refused, and so is a file with a tensor whose name is not expected. Of
+pickled files only those are read that hold nothing but tensors, and none of their code is run.
 """
 import json
 import re
@@ -35,9 +35,11 @@ KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
     "an EAGLE head": r"fc\.weight"}
+# The settings of a layer that are read from a head's configuration, and written to it:
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-         "head_dim", "rms_norm_eps", "hidden_act")  # what a configuration says of a layer, and
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters")  # of its positions, in one way or another
+         "head_dim", "rms_norm_eps", "hidden_act")
+# The settings of its rotary positions. A configuration has the first two or the third:
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
 # The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance is not known.
 # A word is a node below the root: its digits are the ranks along its path.
@@ -73,7 +75,7 @@ def read_files(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """
     config = read_json(find_file(path, ["config.json"]))
     if config.get("transformer_layer_config"):  # the package speculators writes nested ones
-        # Where such a configuration does not say whether the residual stream is normed, it is.
+        # If such a configuration does not say whether the residual stream is normed, it is.
         config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
     files = [find_file(path, WEIGHTS)]
     if files[0].name.endswith(".index.json"):
@@ -84,7 +86,7 @@ def read_files(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
         check_file(file)
         if file.suffix == ".safetensors":
             tensors |= load_file(file)
-        else:  # a pickled file may hold tensors alone: no code of it is run
+        else:  # a pickled file. With weights_only none of its code is run
             tensors |= torch.load(file, weights_only=True, map_location="cpu")
     return config, {name.removeprefix("model."): x for name, x in tensors.items()}
 
@@ -94,7 +96,7 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
 
     path     a directory or hub id
     kind     the kind, in the words of KINDS
-    returns  its settings, and its tensors by name, where "model." is left out. InputError if a file
+    returns  its settings, and its tensors by name, without a leading "model.". InputError if a file
              is missing or damaged, and for a head of another kind
     """
     with explain_errors("a trained file, or a directory or hub id with config.json and weights",
@@ -110,9 +112,9 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
 # ---------------------------------------------------------------------------------- the layer
 
 def make_config(model, mlp: int = 0) -> LlamaConfig:
-    """Describe a Llama layer that is to be trained for a model, as wide as the model's own.
+    """Make the configuration of a Llama layer to train for a model, as wide as the model's layers.
 
-    mlp   the width of the MLP. 0: as wide as the model's
+    mlp   the width of the MLP. 0: that of the model's MLPs
     """
     text, h = model.config.get_text_config(), model.get_input_embeddings().weight.shape[1]
     heads = text.num_attention_heads
@@ -152,7 +154,7 @@ def read_eagle(path: str, model) -> tuple[LlamaConfig, dict[str, torch.Tensor]]:
     config, tensors = read_head(path, "an EAGLE head")
     layer = read_layer_config(path, config, model)
     layer.attention_bias = "layers.0.self_attn.q_proj.bias" in tensors
-    if layer.attention_bias:  # Qwen2's attention has no bias of its output, and Llama's has one
+    if layer.attention_bias:  # in Qwen2 the attention's output has none, and in Llama it has one
         tensors.setdefault("layers.0.self_attn.o_proj.bias", torch.zeros(layer.hidden_size))
     return layer, tensors
 
@@ -162,20 +164,22 @@ def read_eagle3(path: str, model) -> tuple:
 
     path     a directory or hub id
     model    the target
-    returns  the configuration of its layer, the layers that it reads, the tokens that it guesses,
-             {a setting of its form: whether it has that}, and its other tensors by name
+    returns  the configuration of its layer, the numbers of the layers whose inputs it reads, the
+             tokens that it guesses, its form, and its other tensors by name. The form is {name:
+             whether it has that} of "norm_before_residual", "norm_output" and "fc_norm"
     """
     config, found = read_head(path, "an EAGLE-3 head")
     taps = choose_taps(model)
-    # Engines count differently: to some, layer i is what enters it, to others what layer i gives.
-    name = "eagle_aux_hidden_state_layer_ids"
-    listed = config.get(name) or (config.get("eagle_config") or {}).get(name)
+    # Some engines give the layers whose inputs are read, and others the layers before these, whose
+    # outputs they are.
+    key = "eagle_aux_hidden_state_layer_ids"
+    listed = config.get(key) or (config.get("eagle_config") or {}).get(key)
     require(not listed or {*listed} in ({*taps}, {i - 1 for i in taps}), "adapter",
-            f"a head that reads layers {taps}", f"{path!r} with {name} {listed}")
+            f"a head that reads layers {taps}", f"{path!r} with {key} {listed}")
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
     form = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
     form["fc_norm"] = any(name.startswith("fc_norm.") for name in tensors)
-    # Row i of the LM head stands for token i + d2t[i]. t2d says for each token if any row does.
+    # Row i of the LM head stands for token i + d2t[i]. t2d says whether a token has a row.
     V = len(model.get_output_embeddings().weight)
     offsets = tensors.pop("d2t", torch.zeros(V, dtype=torch.int64))
     tensors.pop("t2d", None)
@@ -187,7 +191,9 @@ def read_eagle3(path: str, model) -> tuple:
 
 def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
                tensors: dict[str, torch.Tensor], path: str, model):
-    """Give a layer the tensors of a released head, and the head's embeddings where they differ.
+    """Give a layer the tensors of a released head.
+
+    A head may bring embeddings. They are used in place of the target's if they differ.
 
     draft       EAGLE's or EAGLE-3's layer, whose `lm` has the target's embeddings
     parameters  its parameters by the names of the released files
@@ -199,12 +205,13 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
     """
     table = draft.lm.get_input_embeddings().weight
     if "embed_tokens.weight" in tensors:
-        found = table.new_empty(len(table), draft.config.hidden_size)
-        own = torch.nn.Embedding.from_pretrained(found)
+        empty = table.new_empty(len(table), draft.config.hidden_size)
+        own = torch.nn.Embedding.from_pretrained(empty)
         fill(parameters | {"embed_tokens.weight": own.weight}, tensors, path)
         if not torch.equal(own.weight, table):
             draft.lm.set_input_embeddings(own)
-        require(found.shape != table.shape or belongs(some_embeddings(draft.lm), model), "adapter",
+        # Embeddings of another width than the target's cannot be compared with them.
+        require(empty.shape != table.shape or belongs(some_embeddings(draft.lm), model), "adapter",
                 "a head for this model", f"{path!r}, which is for another")
     else:
         fill(parameters, tensors, path)
@@ -216,7 +223,8 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
 def describe_layer(config: LlamaConfig, model) -> dict:
     """Describe a layer by the settings that engines read in a head's config.json.
 
-    Older engines read no dictionary of rotary positions, but a base and a scaling beside it.
+    Older engines do not read "rope_parameters", but "rope_theta" and "rope_scaling". So these two
+    are written.
 
     config   the layer's configuration
     model    the target
@@ -251,7 +259,7 @@ def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
 
 
 def require_all_tokens(adapter: Path, part: torch.nn.Module, model) -> None:
-    """Raise an InputError for a part of --adapter that guesses fewer tokens than its model has."""
+    """Raise an InputError for a part that lacks tokens of its model; `adapter` is its file."""
     every = len(part.vocab) == len(model.get_output_embeddings().weight)
     require(every, "adapter", "trained without --vocab", repr(str(adapter)))
 
@@ -259,7 +267,7 @@ def require_all_tokens(adapter: Path, part: torch.nn.Module, model) -> None:
 # ------------------------------------------------------------------------------- which head it is
 
 def some_weights(part: torch.nn.Module) -> list[float]:
-    """Take the fingerprint of a head: the first numbers of each tensor that can be trained."""
+    """Take the fingerprint of a head: the first 8 numbers of each tensor that can be trained."""
     trained = [p for p in part.parameters() if p.requires_grad]
     numbers = torch.cat([p.detach().flatten()[:8].float().cpu() for p in trained])
     return [float(f"{x:.4g}") for x in numbers.tolist()]
@@ -268,5 +276,5 @@ def some_weights(part: torch.nn.Module) -> list[float]:
 def is_head(fingerprint: list[float], part: torch.nn.Module) -> bool:
     """Tell whether a fingerprint, which `some_weights` took of a head, is of this head."""
     there, here = torch.tensor(fingerprint), torch.tensor(some_weights(part))
-    # A head may have been asked in another type, whose numbers are rounded.
+    # Either head may have been loaded in a half type, whose numbers are rounded.
     return there.shape == here.shape and torch.allclose(there, here, rtol=0.02, atol=1e-6)
