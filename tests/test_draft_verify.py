@@ -8,7 +8,7 @@ import torch
 from common import CachedLM, InputError
 from families import tiny
 from survey import draft_verify as module
-from survey.draft_verify import (agreement, draft_verify, load_blocks, measure_costs,
+from survey.draft_verify import (draft_verify, load_blocks, measure_agreement, measure_costs,
                                  move_threshold, predict_speed, search, without)
 from training.parts import save_facts
 from trainings import WORDLESS
@@ -114,10 +114,11 @@ def test_agreement_by_hand():
     model, guessed = three_layers(), []
     for _ in range(20):
         guessed.append(draft_logits(model, PROMPT + guessed).argmax().item())
-    assert agreement(model, SOME, [(PROMPT, guessed)]) == 1
+    assert measure_agreement(model, SOME, [(PROMPT, guessed)]) == 1
     right = sum(draft_logits(model, prompt + answer[:i]).argmax().item() == token
                 for prompt, answer in DATA for i, token in enumerate(answer))
-    assert agreement(model, SOME, DATA + [(PROMPT, guessed)]) == pytest.approx((right + 20) / 32)
+    found = measure_agreement(model, SOME, DATA + [(PROMPT, guessed)])
+    assert found == pytest.approx((right + 20) / 32)
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def clocked(monkeypatch) -> list:
     def costs(lm, most):
         timed.append(lm)
         kinds = [type(x).__name__ for x in lm.model.modules()]
-        return [0.0, *[0.5 + 2 * kinds.count("LlamaAttention") + kinds.count("LlamaMLP")] * 8]
+        return [0.0, *[0.5 + 2 * kinds.count("LlamaAttention") + kinds.count("LlamaMLP")] * most]
     monkeypatch.setattr(module, "row_costs", costs)
     return timed
 
@@ -161,7 +162,7 @@ def test_search_takes_a_block_back_where_the_others_agree_without_it(tmp_path, c
                       {"attention": [0], "mlp": [0]})
     shares = [(one, 1.0), (two, 0.99), ({"attention": [], "mlp": [0]}, 0.98), (both, 1.0),
               ({"attention": [0, 1], "mlp": []}, 0.85), ({"attention": [0, 1], "mlp": [0]}, 0.85)]
-    monkeypatch.setattr(module, "agreement", lambda model, skipped, data: next(
+    monkeypatch.setattr(module, "measure_agreement", lambda model, skipped, data: next(
         (share for known, share in shares if known == skipped), 0.0))
     model, file = three_layers(), tmp_path / "blocks.json"
     search(model, WORDLESS, [p for p, _ in DATA], out=file, max_new_tokens=4)
