@@ -91,14 +91,14 @@ def test_what_the_draft_learns_saves_calls():
 
 @pytest.fixture
 def model(monkeypatch):
-    """Make a model, whose draft is loaded from anywhere."""
+    """Make a model, whose drafts are near it as the name of each says."""
     model = tiny("llama", max_position_embeddings=64)
-    monkeypatch.setattr(module, "draft_for", lambda *_: near(model, 0.1))
+    monkeypatch.setattr(module, "draft_for", lambda *given: near(model, float(given[-1])))
     return model
 
 
 def answer(model, out, prompts=PROMPTS, **changes) -> None:
-    stream = dict(gamma=3, every=2, max_new_tokens=12, lr=1e-2)
+    stream = dict(draft="0.1", gamma=3, every=2, max_new_tokens=12, lr=1e-2)
     serve(model, WORDLESS, prompts, out=out, **stream | changes)
 
 
@@ -141,7 +141,8 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change, text", [
     *((dict(prompts=PROMPTS, **x), None) for x in (
-        dict(lr=1e-3), dict(every=1), dict(gamma=2), dict(divergence="jsd"))),
+        dict(lr=1e-3), dict(every=1), dict(gamma=2), dict(divergence="jsd"), dict(seed=1),
+        dict(temperature=1.0), dict(max_new_tokens=9), dict(draft="0.2"))),
     (dict(prompts=PROMPTS[::-1]), None), ({}, ""), ({}, "# a text\n"),
     ({}, '{"prompt": [4, 3, 7], "answer": [5]}\n'), ({}, '{"prompt": [1]}\n')])
 def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_path):
