@@ -105,15 +105,17 @@ class Learner:
         """
         text = list(prompt)
         failed = {}
+        longest = min(map(context_length, (self.target.model, self.lm.model)))
         # Both objects grow below, so that what is kept is right whenever the caller stops.
         self.kept.append((text, failed))
         for chunk in speculative(self.target, self.lm, prompt, gamma=gamma, sample=sample, log=log):
             accepted = log[-1]["accepted"]
-            if accepted < gamma:
-                # Row 0 of the target's call was the root, at the end of the text. Row `accepted`
-                # gave the token in place of the rejected guess.
-                place = len(text) - 1 + accepted
-                failed[place] = self.target.features[accepted].clone()
+            # Row 0 of the target's call was the root, at the end of the text. Row `accepted` gave
+            # the token in place of the rejected guess.
+            place = len(text) - 1 + accepted
+            # The last guesses may lie beyond the context, where the models are not made to read.
+            if accepted < gamma and place < longest:
+                failed[place] = self.target.features[accepted]
             text += chunk
             yield chunk
 

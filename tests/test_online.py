@@ -21,7 +21,7 @@ PROMPTS = [[x, 3, 7] for x in range(4, 10)]
 
 
 def learner_of(model, draft, kind: str = "forward-kl", *more) -> Learner:
-    return Learner(FeatureLM(model), FeatureLM(draft), kind, 1e-3, *more)
+    return Learner(FeatureLM(model, 50), FeatureLM(draft, 50), kind, 1e-3, *more)
 
 
 # ----------------------------------------------------------------------------- serve and learn
@@ -41,6 +41,15 @@ def test_what_is_kept_is_the_row_that_predicts_the_corrected_token():
     torch.testing.assert_close(logits, whole[expected], atol=1e-4, rtol=1e-4)
 
 
+def test_nothing_is_learnt_beyond_the_context():
+    """A table of positions ends there. The text goes on, as the last guesses do."""
+    model = tiny("opt", max_position_embeddings=20)
+    learner = learner_of(model, near(model, 0.1))
+    tokens_of(learner.serve(PROMPT, 4, Sampler(0), []), 40)
+    assert 3 < max(learner.kept[0][1]) < 20
+    learner.learn()
+
+
 @pytest.mark.parametrize("kind", module.KINDS)
 def test_a_step_is_towards_what_the_target_thought_there(kind, monkeypatch):
     """Also if the model scales its LM head's output, as Cohere does. The rows are dropped then, and
@@ -58,7 +67,7 @@ def test_a_step_is_towards_what_the_target_thought_there(kind, monkeypatch):
     [(used, *logits)] = given
     assert used == kind and min(len(places) for _, places in kept) > 2
     for rows, lm in zip(logits, (model, small)):
-        expected = [lm(input_ids=torch.tensor([text])).logits[0, [*places]]
+        expected = [lm(input_ids=torch.tensor([text])).logits[0, [*places], :50]
                     for text, places in kept]
         torch.testing.assert_close(rows.float(), torch.cat(expected), atol=0.3, rtol=0.05)
     assert all(torch.equal(x, before[name]) for name, x in small.state_dict().items())
@@ -85,6 +94,7 @@ def test_what_the_draft_learns_saves_calls():
         tokens_of(online(target, draft, PROMPT, every=1, lr=3e-3), 30)
         calls.append(target.calls)
     assert calls[-1] - calls[-2] < 0.7 * (calls[1] - calls[0])
+    assert draft.calls > target.calls  # those of the copy
 
 
 # ----------------------------------------------------------------------------------- a stream
