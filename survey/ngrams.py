@@ -51,7 +51,7 @@ class NGrams:
     """Tell what follows a text, by what followed its last tokens before.
 
     text         the text so far, as rest.as_text writes it
-    store        the datastore that is searched beside the text
+    store        the datastore that is searched beside the text. Each of its texts has ended
     trust        the trust of each class of entries, [source][often][variety]
     successors   what the target said after each token, which the caller keeps up to date
     """
@@ -93,8 +93,8 @@ class NGrams:
             row = self.successors.rows.get(token, []) if len(s) == 1 else []
             return Counter(dict(zip(as_text(row), self.successors.hits)))
         if s not in self.store_followers:
-            counts = Counter(self.store.text[i:i + 1] for i in self.store.find_places(s))
-            del counts[BOUNDARY], counts[""]  # the ends of texts are followed by nothing
+            counts = Counter(self.store.text[i] for i in self.store.find_places(s))
+            del counts[BOUNDARY]  # the end of a text is followed by nothing
             self.store_followers[s] = counts
         return self.store_followers[s]
 

@@ -86,24 +86,27 @@ def test_the_threshold_rises_where_too_little_is_accepted(share, full, moved):
     assert move_threshold(0.5, share, full) == pytest.approx(moved)
 
 
-def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(monkeypatch):
-    """Eq. 5 and 7, after rounds of two guesses of which 2, 0, 2, 2 and 2 are accepted. A block that
-    is left out counts as half a layer."""
-    script, given, log = iter([2, 0, 2, 2, 2]), [], []
-    shares, thresholds = [0.95, 0.475, 0.7375, 0.86875, 0.934375], [0.0, 0.0, 0.001, 0.002, 0.003]
+@pytest.mark.parametrize("guesses, thresholds", [
+    (2, [0.0, 0.0, 0.001, 0.002, 0.003]), (1, [1.5, 1.499, 1.5, 1.501, 1.502])])
+def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(guesses, thresholds, monkeypatch):
+    """Eq. 5 and 7, after rounds of which all, no, all, all and all guesses are accepted. They are
+    two, or one with a threshold above 1. A block that is left out counts as half a layer."""
+    script, given, log = iter([guesses, 0, guesses, guesses, guesses]), [], []
+    shares = [0.95, 0.475, 0.7375, 0.86875, 0.934375]
 
     def spy(threshold, share, full):
         given.append((threshold, share, full))
         return move_threshold(threshold, share, full)
     monkeypatch.setattr(module, "move_threshold", spy)
     monkeypatch.setattr(module, "verify", lambda *_: (next(script), 7))
-    chunks = draft_verify(CachedLM(three_layers()), PROMPT, gamma=2, threshold=0.0, skipped=SOME,
-                          log=log)
+    chunks = draft_verify(CachedLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
+                          skipped=SOME, log=log)
     for _ in shares:
         next(chunks)
     expected = [x for row in zip(thresholds, shares) for x in row]
     assert [x for row in given for x in row[:2]] == pytest.approx(expected)
-    assert all(full for *_, full in given) and {r["layers"] for r in log} == {2 * 2 + 3}
+    assert {full for *_, full in given} == {guesses == 2}
+    assert {r["layers"] for r in log} == {guesses * 2 + 3}
 
 
 # --------------------------------------------------------------------------- what is skipped
