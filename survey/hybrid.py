@@ -77,7 +77,7 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Iterable, Iterator
 
-from common import CachedLM, Sampler, greedy, walk
+from common import CachedLM, Sampler, greedy, vocab_size, walk
 from survey.clock import count_doublings, row_costs
 from survey.eagle import Pairs
 from survey.guessers import GUESSES, MOST, Trained, load_guesser
@@ -316,7 +316,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     begins = {as_text(answer[:few]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)
     store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
-    lm = FeatureLM(model)
+    lm = FeatureLM(model, vocab_size(model, tokenizer))
     parts = {}
     for kind in GUESSES[1:]:
         path = Path(adapters) / f"{kind}.safetensors"

@@ -244,7 +244,7 @@ def test_a_pool_is_fitted_to_what_is_right():
         assert pool_chances(p, q, exponents)["x"] == pytest.approx(share, abs=0.01)
     assert mended == pytest.approx(80 / 200, abs=1e-3)
     assert fit_pool("", [], []) == [0, 0, 0, 0] == fit_pool("x", [{}], [{}])
-    assert fit_pool("xw", [{"w": 0.6, "x": 0.5}] * 2, [{}] * 2)[3] == pytest.approx(1)
+    assert fit_pool("xw", [{"w": 0.6, "x": 0.5}] * 2, [{}, {"y": 1.0}])[3] == 1
 
 
 def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):

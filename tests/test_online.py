@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common import InputError, Sampler, autoregressive
 from families import near, tiny
-from helpers import tokens_of
+from helpers import interrupting, tokens_of
 from survey import online as module
 from survey.online import Learner, online, serve
 from training import loop as training
@@ -134,10 +134,11 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
         expected = tokens_of(autoregressive(FeatureLM(model), prompt), 12, {1})
         assert (row["prompt"], row["answer"]) == (prompt, expected)
         assert 0 <= row["accepted"] <= row["drafted"]
-    for stop in (2, 3, 4):  # before the first step, right after it, and later
+    for stop in (2, 3, 4, 5):  # before the first step, right after it, later, and in a step
         out = tmp_path / f"{stop}"
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(module, "speculative", stopped(module.speculative, stop))
+            patch.setattr(Learner, "learn", interrupting(Learner.learn, 2))
             answer(model, out)
         answer(model, out, PROMPTS[:4])
         with open(out, "a") as file:
