@@ -58,7 +58,6 @@ def time_calls(lm: CachedLM, most: int) -> list[tuple[int, float]]:
               this many rows or more
     returns   (rows, seconds) of each width, the least seconds that one of its calls took
     """
-    lm.truncate(lm.length)
     least = {width: torch.inf for width in WIDTHS if width < 2 * most}
     # All widths take turns, four times each, so that a busy moment of the machine meets all alike.
     for n in 4 * [*least]:
