@@ -247,14 +247,12 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
     datastore: a file made by `python -m survey.rest build`
     trust:     a file made by `python -m survey.hybrid fit`
 
-    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path", "passes"} a
-    call.
+    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "passes"} a call.
 
     The Successors `successors` are what the target said after each token. They are kept from prompt
     to prompt, and changed in place.
 
-    The log's "chances" are those of the guesses, in the order of the tree. Its "path" has the
-    numbers of the accepted guesses in this order, from 0. Its "passes" are those of the part.
+    The log's "chances" are those of the guesses, and its "passes" are those of the part.
     """
     require(guess in GUESSES, "guess", ", ".join(GUESSES), guess)
     store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
@@ -288,7 +286,7 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
         recent.append((len(ids), time.perf_counter() - began, passes * a_pass, len(chunk)))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
-                        "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
+                        "chances": chances[1:]})
         yield chunk
 
 

@@ -57,6 +57,7 @@ def test_the_longest_suffix_comes_first_and_of_equals_the_text():
     assert found == [*[(0, {"x": 1})] * 3, (1, {"y": 1}), (0, {"x": 1}), (1, {"y": 1})]
     assert ngrams.predict("fgh")["x"] == pytest.approx(1 - 0.2 ** 3)
     assert ngrams.count_followers(STORE, "g") is ngrams.count_followers(STORE, "g")  # kept
+    assert len([*NGrams("a", Datastore("ab" + BOUNDARY), sure).list_entries("")]) == 1
     ngrams = NGrams("pqbxxab", Datastore("aby"), sure)
     assert ngrams.predict("") == pytest.approx({"y": 0.8 + 0.2 * 0.2 * 0.8, "x": 0.2 * 0.8})
 

@@ -168,6 +168,12 @@ def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_p
     assert out.read_text() == known
 
 
+def test_guesses_that_were_cut_off_are_not_accepted(model, tmp_path):
+    """All are right. A chunk of 7 tokens has 6 guesses, and the cut one of 5 tokens has 5."""
+    answer(model, tmp_path / "a", [PROMPT], draft="0", gamma=6)
+    assert json.loads((tmp_path / "a").read_text())["accepted"] == 6 + 5
+
+
 def test_each_request_has_coins_of_its_own(model, tmp_path):
     answer(model, tmp_path / "a", [PROMPT] * 4, temperature=1.0)
     answers = [json.loads(line)["answer"] for line in open(tmp_path / "a")]

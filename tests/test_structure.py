@@ -18,7 +18,7 @@ from training.loop import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1150, "cli": 1060, "models": 1050, "results": 1100, "survey": 3012,
+LIMITS = {"root": 1150, "cli": 1060, "models": 1050, "results": 1100, "survey": 3011,
           "training": 1000, "tests": 8000}  # lines of code; prose has no limit
 
 
