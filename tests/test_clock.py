@@ -8,7 +8,8 @@ import pytest
 from cli.run import TimedLM
 from common import CachedLM
 from families import tiny
-from survey.clock import MASK_ROWS, best_tree, fastest, list_mask_trees, row_costs
+from survey.clock import (MASK_ROWS, best_tree, fastest, fill_tree, list_mask_trees,
+                          row_costs)
 
 
 def test_the_best_tree_is_the_best_of_all():
@@ -67,6 +68,8 @@ def test_the_tree_with_masks_that_pays(monkeypatch):
         monkeypatch.setattr("survey.clock.row_costs", lambda *_: costs)
         tree, found = max(list_mask_trees(None, accept), key=lambda plan: plan[1] / plan[2])[0]
         assert (len(tree), found) == (nodes, M) and tree == best_tree(accept[:M], nodes)
+    filled = fill_tree(best_tree(accept, 4), [[7, 8], [9]], 3)
+    assert filled == ([3, 7, 8, 9], [-1, 0, 0, 1])
 
 
 def test_what_is_made_once_is_set_up(monkeypatch):
