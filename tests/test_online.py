@@ -153,7 +153,8 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("change, text", [
     *((dict(prompts=PROMPTS, **x), None) for x in (
         dict(lr=1e-3), dict(every=1), dict(gamma=2), dict(divergence="jsd"), dict(seed=1),
-        dict(temperature=1.0), dict(max_new_tokens=9), dict(draft="0.2"))),
+        dict(temperature=1.0), dict(max_new_tokens=9), dict(draft="0.2"),
+        dict(model=tiny("llama", 1, max_position_embeddings=64)))),
     (dict(prompts=PROMPTS[::-1]), None), ({}, ""), ({}, "# a text\n"),
     ({}, '{"prompt": [4, 3, 7], "answer": [5]}\n'), ({}, '{"prompt": [1]}\n')])
 def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_path):
@@ -164,7 +165,7 @@ def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_p
         out.write_text(text)
     known = out.read_text()
     with pytest.raises(InputError, match="the answers to the first [04] prompts|kept in line 1; "):
-        answer(model, out, **change)
+        answer(**dict(model=model, out=out) | change)
     assert out.read_text() == known
 
 
