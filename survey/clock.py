@@ -1,7 +1,7 @@
 """This file chooses how large a tree is: what makes the most tokens a second on this machine.
 
-A larger tree is right more often and costs more. The methods that plan trees know how often each
-guess is right; this file measures what calls take here, and compares.
+A larger tree gives more tokens and costs more. The methods that plan trees know how often each
+guess is right. This file measures what calls take here, and compares.
 
     rate      how often a guess is accepted whose parent was
     chance    how often a node is accepted: the product of the rates along its path
@@ -25,7 +25,7 @@ class Node(NamedTuple):
     chance: float  # that the node is accepted: the product of the rates along its path
     parent: int
     depth: int  # the root has depth 0
-    rank: int  # among the children of its parent; the likeliest has rank 0
+    rank: int  # among the children of its parent. The likeliest has rank 0
 
 
 def best_tree(accept: list[list[float]], n: int) -> list[Node]:
@@ -34,17 +34,18 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
     A node's children are never likelier than the node itself, so the heap gives the nodes in the
     order of their chances, and each after its parent.
 
-    accept    accept[depth][rank] is the rate at which the child of this rank is accepted, where its
-              parent, a node of this depth, was
+    accept    accept[depth][rank] is the rate at which the child of this rank is accepted, if its
+              parent is accepted, which is a node of this depth
     n         how many nodes the tree has at most, the root among them
     returns   the nodes, the root first. The first m of them are the best tree of m nodes. The sum
               of all chances is the number of tokens to be expected of a call
     """
+    rates = [*accept, []]  # nodes of the last level have no children
     tree, heap = [], [(-1.0, Node(1.0, -1, 0, 0))]
     while heap and len(tree) < n:
         _, node = heapq.heappop(heap)
         tree.append(node)
-        for rank, rate in enumerate(accept[node.depth] if node.depth < len(accept) else []):
+        for rank, rate in enumerate(rates[node.depth]):
             child = Node(node.chance * rate, len(tree) - 1, node.depth + 1, rank)
             heapq.heappush(heap, (-child.chance, child))
     return tree
@@ -53,10 +54,10 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
 def time_calls(lm: CachedLM, most: int) -> list[tuple[int, float]]:
     """Measure what calls of some widths take at the present length of the context.
 
-    most      how many rows the widest call has room for, 128 or fewer
-    returns   (rows, seconds) of each width, the least that one of its calls took
+    most      a number of rows, 128 or fewer. The widest call is the narrowest of WIDTHS that has
+              this many rows or more
+    returns   (rows, seconds) of each width, the least seconds that one of its calls took
     """
-    lm.truncate(lm.length)
     least = {width: torch.inf for width in WIDTHS if width < 2 * most}
     # All widths take turns, four times each, so that a busy moment of the machine meets all alike.
     for n in 4 * [*least]:
@@ -77,19 +78,24 @@ def row_costs(lm: CachedLM, most: int) -> list[float]:
     return [min(cost for width, cost in table if width >= n) for n in range(1 + table[-1][0])]
 
 
-def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
-    """Choose what makes the most tokens a second on this machine.
+def count_doublings(lm: CachedLM) -> int:
+    """Return a number that grows when the length of the context reaches 256, 512, 1024 and so on.
 
-    Calls cost more on longer contexts. So the choice is made again at each power of two that the
-    context reaches, from 256 on.
+    Calls cost more on longer contexts. So what was measured is measured again at each number.
+    """
+    return max(lm.length, 255).bit_length()
+
+
+def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
+    """Choose what makes the most tokens a second on this machine, again after each doubling.
 
     name      a name for the question, as for `CachedLM.once`
     choices   a function that gives triples: a choice, the tokens to be expected of a round, and
               the seconds that the round takes
     returns   the choice with the most tokens a second
     """
-    power = max(lm.length, 255).bit_length()
-    return lm.once((name, power), lambda: max(choices(), key=lambda x: x[1] / x[2])[0])
+    name = (name, count_doublings(lm))
+    return lm.once(name, lambda: max(choices(), key=lambda x: x[1] / x[2])[0])
 
 
 def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], list[int]]:
@@ -123,7 +129,8 @@ def list_mask_trees(target: CachedLM, accept: list[list[float]]) -> Iterator[tup
     """Yield the trees that `bita --tree best` has to choose from, for `fastest`.
 
     target   the model, whose calls are timed
-    accept   how often the guess of each rank of each mask is right, as in bita's `Tuning`
+    accept   accept[j][rank]: how often the guess of this rank of mask j + 1 is right. It is the
+             rate for a node of depth j, as in bita's `Tuning`
     yields   a pair (nodes, M), the tokens to be expected of a call, and the seconds of the call.
              Each node has M masks after it, and is at most M levels below the root
     """

@@ -42,15 +42,15 @@ Departures:
 - Choice of the blocks. Paper: Bayesian optimization, by the measured speed of each candidate. Here:
   `search` ranks the blocks and then flips them, by a predicted speed. Why: drafts that differ in
   one block differ in time by less than the noise of a measurement.
-- Coins that judge the guesses. Paper: the released code tosses them before the draft, and they can
-  end the draft. Here: `verify` tosses them after the draft. Why: no guess may depend on the coin
-  that judges this guess.
+- The rule. Paper: guesses are judged one by one. The released code tosses their coins before the
+  draft, which they can end. Here: `verify_block` of speculative.py judges the draft after it was
+  made. Why: no guess may depend on the coin that judges it.
 """
 import re
 import sys
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Iterator
 
 from common import CachedLM, Sampler, attention_mask, eos_ids, greedy
 from speculative import verify_block as verify
@@ -71,8 +71,8 @@ MOST = 7  # the search considers drafts of 1 to 7 guesses
 class Skipped(torch.nn.Module):
     """Stand in for a block that is left out, and add nothing to the hidden states.
 
-    output   what the block gave in some pass: a tensor, or a tuple that begins with a tensor.
-             `forward` returns zeros in the same form, since the layer unpacks what a block gives
+    output   what the block gave in some pass: a tensor, or a tuple that begins with a tensor. The
+             layer unpacks what a block gives, so `forward` returns zeros in the same form
     """
 
     def __init__(self, output):
@@ -87,22 +87,13 @@ class Skipped(torch.nn.Module):
         return (nothing, *[None] * self.others) if self.is_tuple else nothing
 
 
-def record_outputs(model, modules: list[torch.nn.Module]) -> list:
-    """Run a model once on one token, and record what some of its modules give.
+def skip_block(layer, name: str, block, args: tuple, output) -> None:
+    """Put a Skipped in the place of a block after it ran, as a forward hook of the block.
 
-    modules   modules of the model
-    returns   the output of each module, in the same order
+    layer, name           the layer and its name for the block, which `partial` gives
+    block, args, output   the block, and what it was given and gave
     """
-    outputs = {}
-
-    def keep(module, args, output) -> None:
-        outputs[module] = output
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_hook(keep))
-        model(input_ids=torch.tensor([[3]], device=model.device), use_cache=False)
-    return [outputs[module] for module in modules]
+    layer._modules[name] = Skipped(output)
 
 
 @torch.inference_mode()
@@ -112,20 +103,18 @@ def without(model, skipped: dict[str, list[int]]):
     skipped   for each kind of block, "attention" and "mlp", the layers that lack it. Layers are
               counted from 0
     returns   the new model. The given one stays as it is
-    raises    InputError if a layer has no module that is this block and no more (OPT's MLP)
+    raises    InputError if a layer has no module for a block, as OPT has none for its MLP
     """
     new = share_weights(model)
-    places = []  # pairs of a layer and the name of a block in it
     for kind, numbers in skipped.items():
         for number in numbers:
             layer = list_layers(new)[number]
             name = name_of(layer, lambda x: re.search(BLOCKS[kind], type(x).__name__),
                            f"layers whose {kind} is a module, got {type(layer).__name__}")
-            places.append((layer, name))
-    # Whether a block gives a tensor or a tuple differs by family, so ask each block once.
-    outputs = record_outputs(new, [layer._modules[name] for layer, name in places])
-    for (layer, name), output in zip(places, outputs):
-        layer._modules[name] = Skipped(output)
+            layer._modules[name].register_forward_hook(partial(skip_block, layer, name))
+    # Whether a block gives a tensor or a tuple differs by family. So each block runs once, on one
+    # token, and is replaced then.
+    new(input_ids=torch.tensor([[3]], device=new.device), use_cache=False)
     return new
 
 
@@ -177,18 +166,16 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
         # Draft, one token a call. The draft begins after the rows that the target has committed.
         draft.length = target.length
         draft.parents = []
-        drawn, draft_probs = [], []
-        last = [root]
+        guesses, draft_probs = [], []
+        last = root
         for _ in range(gamma):
-            logits = draft.forward(last)  # [1, V]
+            logits = draft.forward([last])  # [1, V]
             draft_probs.append(sample.probs(logits))
-            last = sample.draw(draft_probs[-1])  # [1]
-            drawn.append(last)
-            chance = logits.float().softmax(-1)[0, last].item()
+            [last] = sample.draw(draft_probs[-1]).tolist()
+            guesses.append(last)
             # This guess is kept, but none comes after it. A broken draft's NaN ends a draft too.
-            if not chance >= threshold:
+            if not logits.float().softmax(-1)[0, last] >= threshold:
                 break
-        guesses = torch.cat(drawn).tolist()
         # Verify. The call begins at the same slot, so its rows replace those of the draft.
         target_probs = sample.probs(target.forward([root, *guesses]))
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
@@ -207,7 +194,7 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
 # -------------------------------------------------------------------------- what to leave out
 
 @torch.inference_mode()
-def agreement(model, skipped: dict[str, list[int]], data: list) -> float:
+def measure_agreement(model, skipped: dict[str, list[int]], data: list) -> float:
     """Measure how often the model without some blocks guesses the whole model's next token.
 
     skipped  the layers without attention and those without an MLP, as for `without`
@@ -246,8 +233,8 @@ def measure_costs(model) -> tuple[dict[str, float], float, list[float]]:
     All blocks of a kind are taken to cost the same. Together they cost the time by which the whole
     model is slower than a model without this kind of block.
 
-    returns  block, for each kind the seconds of one block on one row; rest, those of all that no
-             draft leaves out, such as the LM head; and whole, where whole[n] has the seconds of a
+    returns  block, for each kind the seconds of one block on one row. rest, the seconds of all that
+             no draft leaves out, such as the LM head. whole, where whole[n] is the seconds of a
              call of the whole model on n rows
     """
     L = depth_of(model)
@@ -260,23 +247,23 @@ def measure_costs(model) -> tuple[dict[str, float], float, list[float]]:
     return block, rest, whole
 
 
-def predict_speed(agreement: float, draft: float, whole: list[float]) -> tuple[float, int]:
+def predict_speed(agreement: float, draft_cost: float, whole: list[float]) -> tuple[float, int]:
     """Predict how fast decoding is with a draft, and how many guesses a round are best.
 
     Each guess is taken to be right with the same chance, however the others turn out. Every draft
     is taken to have the same number of guesses, since no threshold ends it.
 
-    agreement  how often the draft guesses right
-    draft      the seconds of a draft's call
-    whole      the seconds of a call of the whole model on n rows, by n
-    returns    the speed and gamma. The speed is a multiple of decoding token by token, and gamma is
-               how many guesses a round has at this speed
+    agreement   how often the draft guesses right
+    draft_cost  the seconds of a draft's call
+    whole       whole[n]: the seconds of a call of the whole model on n rows
+    returns     the speed and gamma. The speed is a multiple of decoding token by token, and gamma
+                is how many guesses a round has at this speed
     """
     speeds = []
     for gamma in range(1, MOST + 1):
         # Guess i is accepted if guesses 1 … i are right. One token of the whole model comes last.
         tokens = sum(agreement ** i for i in range(gamma + 1))
-        seconds = gamma * draft + whole[gamma + 1]
+        seconds = gamma * draft_cost + whole[gamma + 1]
         speeds.append((tokens * whole[1] / seconds, gamma))
     return max(speeds)
 
@@ -302,32 +289,33 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
     block_costs, rest, whole = measure_costs(model)
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
 
-    def predict(skipped: list[tuple[str, int]]) -> tuple[float, int]:
+    def predict(skipped: set[tuple[str, int]]) -> tuple[float, int]:
         """Predict the speed and the best gamma of a draft without some blocks."""
         kept = sum(block_costs[kind] for kind, layer in blocks if (kind, layer) not in skipped)
-        return predict_speed(agreement(model, by_kind(skipped), data), rest + kept, whole)
+        agreement = measure_agreement(model, by_kind(skipped), data)
+        return predict_speed(agreement, rest + kept, whole)
 
     # Step 1
     alone = {}  # block: the agreement when only this block is left out
     for block in tqdm(blocks, desc="blocks"):
-        alone[block] = agreement(model, by_kind([block]), data)
+        alone[block] = measure_agreement(model, by_kind({block}), data)
     ranked = sorted(blocks, key=lambda block: -alone[block])
     # Step 2
-    speeds = [predict(ranked[:n]) for n in range(1, len(blocks) // 2 + 1)]
+    speeds = [predict({*ranked[:n]}) for n in range(1, len(blocks) // 2 + 1)]
     fastest = max(speeds)
-    best = ranked[:1 + speeds.index(fastest)]
+    best = {*ranked[:1 + speeds.index(fastest)]}
     # Step 3
     for block in tqdm(blocks * passes, desc="flips"):
-        flipped = [x for x in best if x != block] if block in best else [*best, block]
+        flipped = best ^ {block}  # without the block if it is in the set, and with it if it is not
         predicted = predict(flipped)
         if predicted > fastest:
             fastest, best = predicted, flipped
-    times, gamma = fastest
-    print(f"{len(best)} of {len(blocks)} blocks, gamma {gamma}: {times:.2f}x token by token")
+    speed, gamma = fastest
+    print(f"{len(best)} of {len(blocks)} blocks, gamma {gamma}: {speed:.2f}x token by token")
     save_facts(out, {"model": model}, **by_kind(best))
 
 
-def by_kind(blocks: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+def by_kind(blocks: set[tuple[str, int]]) -> dict[str, list[int]]:
     """List for each kind of block the layers of some blocks that are of this kind.
 
     blocks   pairs of a kind, "attention" or "mlp", and the number of a layer

@@ -8,8 +8,8 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
     python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
     python -m survey.hybrid --prompt "..."
 
-    … the cat ── sat 1.00 ─┬─ on .71 ─┬─ the .52 ── mat .30     A child's chance is its parent's
-                           │          └─ a .11                  times its own.
+    … the cat ── sat 1.00 ─┬─ on .71 ─┬─ the .52 ── mat .30     A node's chance is its parent's,
+                           │          └─ a .11                  times that of following it.
                            ├─ in .12
                            ╎                                    The price of a row is .10 here, so
                            ╎  there .06                         "there" is not grown.
@@ -17,22 +17,26 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
     The nodes are added in the order on, the, mat, in, a. The call is expected to give
     1 + .71 + .52 + .30 + .12 + .11 = 2.76 tokens.
 
-The children of a node come from n-grams of the text and of a datastore, and from what the target
-said the last time that it was fed the node's token (ngrams.py). They are looked up after the text
-and the node's path. A trained part guesses as well (guessers.py). Its chance p and the n-grams' q
-of a token make one chance by three numbers, e^c p^a q^b over the sum of all (training/trust.py).
-`fit` fits these and the trust of the n-grams to answers that are replayed (trust.py).
+The children of a node come from n-grams (ngrams.py). The last tokens of the node's path are looked
+up in the text and in a datastore. What the target said the last time that it was fed the node's
+token counts as well. A trained part guesses besides (guessers.py). Its chance p and the n-grams' q
+of a token become one chance (training/trust.py):
+
+    score = e^c p^a q^b          chance = score / (1 + Σ score)
+
+`fit` finds c, a, b and the trust of the n-grams from answers that are replayed (trust.py).
 
 A pass of DFlash's draft guesses for all depths of its block, and one of EAGLE's layer only for the
-children of one node. Passes are bought like rows, below. Where a node is reached, and where the
-n-grams' likeliest token is wrong, the part puts the right one in a measured share of cases:
+children of one node. Passes are bought like rows, below. A pass helps only if its node is accepted
+and the n-grams' likeliest token after the node is wrong. In a measured share of these cases the
+part makes the right token one of the two likeliest:
 
     a pass brings   chance of the node · (1 - q of the n-grams' likeliest token) · share
     it must bring   seconds of a pass · final tokens a second
 
 So the part is asked at likely nodes where the n-grams are not sure, and always if asking takes
-no pass. If passes are expensive, it is asked only at the root, or never. With --nodes no
-clock is asked, and a pass must bring PASS tokens.
+no pass. If passes are expensive, it is asked only at the root, or never. With --nodes nothing is
+measured, and a pass must bring PASS tokens.
 
 The tree grows best first. It ends where a node's chance is below the price of a row:
 
@@ -57,11 +61,12 @@ small readable form of a rule that others found for batches of texts and for oth
     CaDDTree                        arXiv 2606.01813: chooses a tree and its number of nodes in
                                     each round, by expected tokens and modelled latencies
 
-Here the chances come from counts, there is one text, and guesses are nodes of a tree.
+Here the chances come from counts and from a trained part, there is one text, and guesses are nodes
+of a tree.
 
-The output is lossless, because the tree depends on final text, features and measured costs alone
-(`walk`). Chances are fitted for greedy decoding, and used at every temperature. A plan for
-temperature 1 made 1.5% more tokens a call there for EAGLE, and was not tried here.
+The output is lossless, because a tree is complete before the target's tokens are sampled (`walk`).
+Chances are fitted for greedy decoding, and used at every temperature. EAGLE makes 1.5% more tokens
+a call at temperature 1 if its tree is planned for this temperature. That was not tried here.
 """
 import heapq
 import sys
@@ -72,8 +77,8 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Iterable, Iterator
 
-from common import CachedLM, Sampler, greedy, walk
-from survey.clock import row_costs
+from common import CachedLM, Sampler, greedy, vocab_size, walk
+from survey.clock import count_doublings, row_costs
 from survey.eagle import Pairs
 from survey.guessers import GUESSES, MOST, Trained, load_guesser
 from survey.ngrams import NGrams, mix_entries
@@ -97,15 +102,14 @@ def predict_children(ngrams: NGrams, path: str, chance: float, trained: Trained 
                      pool: list[float], price: float) -> dict[str, float]:
     """Tell with which chance each token follows a node, if the node itself is accepted.
 
-    The part is asked if that takes no pass, or if its passes bring more than they cost. A pass is
-    worth something where the node is accepted, and where the n-grams' likeliest token is wrong:
-    there the part is right in a measured share of all cases.
+    The part is asked if that takes no pass, or if its passes bring as much as they cost.
 
     ngrams   the n-gram model with the text so far
-    path     the tokens from below the root down to the node, "" for the root
+    path     the guesses from the root's child down to the node, as rest.as_text writes them. ""
+             for the root
     chance   the node's chance
     trained  a trained part, or None
-    pool     how its guesses are joined with the n-grams', and that share (`fit_pool`)
+    pool     c, a, b, and mended, the share of the n-grams' errors that the part mends (`fit_pool`)
     price    what a pass costs, in tokens
     returns  {token: its chance}
     """
@@ -133,24 +137,24 @@ def grow_hybrid(ngrams: NGrams, trained: Trained | None, pool: list[float], most
 
     The other arguments are those of `predict_children`.
     """
-    nodes, parents, chances = [], [], []  # nodes: the path of each
+    paths, parents, chances = [], [], []  # of each node of the tree
     heap = [(-1.0, 0, -1, "")]  # (minus the chance, number, parent, path)
     pushed = 0  # a node's number: of equally likely nodes the one that was pushed first comes first
     while heap:
         negative, _, parent, path = heapq.heappop(heap)
         chance = -negative
-        nodes.append(path)
+        paths.append(path)
         parents.append(parent)
         chances.append(chance)
-        if len(nodes) == most:
+        if len(paths) == most:
             break
         children = predict_children(ngrams, path, chance, trained, pool, price)
         for token, share in children.items():
             if chance * share >= least:
                 pushed += 1
-                heapq.heappush(heap, (-chance * share, pushed, len(nodes) - 1, path + token))
+                heapq.heappush(heap, (-chance * share, pushed, len(paths) - 1, path + token))
     root = ngrams.text[-1]
-    return as_tokens(root + "".join(path[-1] for path in nodes[1:])), parents, chances
+    return as_tokens(root + "".join(path[-1] for path in paths[1:])), parents, chances
 
 
 def estimate_prices(costs: list[float], recent: Iterable[tuple]) -> tuple[float, float]:
@@ -168,8 +172,8 @@ def estimate_prices(costs: list[float], recent: Iterable[tuple]) -> tuple[float,
       tokens, so the rate leaves it out.
 
     costs    costs[n]: the seconds of a call of n rows, as the clock measured them
-    recent   (rows, seconds, those of the part's passes, final tokens) of each of the latest calls.
-             A wider tree takes more passes, which must not count as a price of its rows
+    recent   (rows, seconds, seconds of the part's passes, final tokens) of each of the latest
+             calls. A wider tree takes more passes, which must not count as a price of its rows
     returns  row, the seconds of one more row, and rate, the final tokens a second
     """
     one, sixteen = costs[1], costs[16]
@@ -201,32 +205,31 @@ def choose_width(chances: list[float], costs: list[float], rate: float) -> int:
 
 
 def measure_costs(target: CachedLM, trained: Trained | None) -> tuple[list[float], float]:
-    """Measure what calls and passes cost, again whenever the context has doubled.
+    """Measure what calls and passes cost, again after each doubling of the context.
 
     returns  costs, as `row_costs` returns them, and the seconds of a pass of the part
     """
-    power = max(target.length, 255).bit_length()
-    costs = target.once(("row costs", power), lambda: row_costs(target, MOST))
+    doublings = count_doublings(target)
+    costs = target.once(("row costs", doublings), lambda: row_costs(target, MOST))
     if trained is None:
         return costs, 0.0
-    return costs, target.once(("pass", trained.part, power), trained.time_pass)
+    return costs, target.once(("pass", trained.part, doublings), trained.time_pass)
 
 
 def choose_tree(ngrams: NGrams, trained: Trained | None, pool: list[float], costs: list[float],
                 a_pass: float, recent: Iterable[tuple]) -> tuple[list[int], list[int], list[float]]:
     """Grow the tree as far as a node's chance is above the price of a row, then cut it.
 
-    trained   a trained part that guesses, or None
-    pool      as for `predict_children`
-    costs     costs[n]: the seconds of a call of n rows
     a_pass    the seconds of a pass of the part
-    recent    as for `estimate_prices`
     returns   ids, parents and chances of the nodes
+
+    The other arguments are those of `predict_children` and `estimate_prices`.
     """
     row, rate = estimate_prices(costs, recent)
-    tree = grow_hybrid(ngrams, trained, pool, MOST, max(LEAST, row * rate), a_pass * rate)
-    m = choose_width(tree[2], costs, rate)
-    return tuple(x[:m] for x in tree)
+    least = max(LEAST, row * rate)
+    ids, parents, chances = grow_hybrid(ngrams, trained, pool, MOST, least, a_pass * rate)
+    n = choose_width(chances, costs, rate)
+    return ids[:n], parents[:n], chances[:n]
 
 
 def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes: int = 0,
@@ -238,20 +241,18 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
     guess:     the trained part that guesses beside the n-grams. Medusa and hydra guess the token
                after the root, and dflash a whole block. Eagle and eagle3 guess after any node, by
                a pass for each. With none only n-grams guess
-    nodes:     nodes of a tree, the root among them, 0 to 64. Then a pass of the part must bring
-               PASS tokens. With 0, nodes and passes are as many as pay in each call
+    nodes:     the most nodes of a tree, the root among them, 0 to 64. A pass of the part must then
+               bring 0.05 tokens. With 0, nodes and passes are as many as pay in each call
     adapter:   the file of the trained part, by default models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
     trust:     a file made by `python -m survey.hybrid fit`
 
-    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "path", "passes"} a
-    call.
+    Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "passes"} a call.
 
-    The Successors `successors` are what the target said after each token, kept from prompt to
-    prompt, and are changed in place.
+    The Successors `successors` are what the target said after each token. They are kept from prompt
+    to prompt, and changed in place.
 
-    The log's "chances" are those of the guesses, in the order of the tree. Its "path" has the
-    numbers of the accepted guesses in this order, from 0. Its "passes" are those of the part.
+    The log's "chances" are those of the guesses, and its "passes" are those of the part.
     """
     require(guess in GUESSES, "guess", ", ".join(GUESSES), guess)
     store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
@@ -285,7 +286,7 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
         recent.append((len(ids), time.perf_counter() - began, passes * a_pass, len(chunk)))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
-                        "chances": chances[1:], "path": [x - 1 for x in path[1:]]})
+                        "chances": chances[1:]})
         yield chunk
 
 
@@ -313,7 +314,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     begins = {as_text(answer[:few]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)
     store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
-    lm = FeatureLM(model)
+    lm = FeatureLM(model, vocab_size(model, tokenizer))
     parts = {}
     for kind in GUESSES[1:]:
         path = Path(adapters) / f"{kind}.safetensors"

@@ -48,9 +48,9 @@ Both methods are BiTA (../bita.py) with parts left out, and use its training:
              are no masks, so that drafting needs a call of its own
     SPACE    no prompt tokens, and the same mask token k times. Instead the model itself is tuned
 
-Their training needs `bita.mask_states`. It gives, for many places of an answer in one pass, what
-the LM head reads at each mask of a group after this place. A mask sees the text up to its place,
-the masks of its group before it, and itself.
+Their training needs `bita.mask_states`. In one pass it puts a group of masks after each of many
+places of an answer, and gives what the LM head reads at each mask. A mask sees the text up to its
+place, the masks of its group before it, and itself.
 
 PaSS is lossless. SPACE is lossless for the TUNED model, whose output it equals.
 
@@ -58,6 +58,8 @@ Departures:
 - Training. Paper: PaSS and SPACE learn from given data, SPACE at one random place of an answer.
   Here: from the model's own answers, at many places, as BiTA does. Why: decoding meets these, and a
   pass over an answer teaches more. PaSS's settings are our own, since its code is unknown to us.
+- The rule of PaSS. Paper: tokens are judged one by one. Here: `verify_block` of speculative.py
+  judges them. Why: it is as exact, and on average accepts no fewer guesses.
 - What SPACE tunes. Paper: all weights. Here: changes of low rank. Why: they are a small file.
 - The loss of SPACE. Paper: a step has masks or plain text, with a cross-entropy, and gradients go
   through the text. Here: it has both, plain text has the divergence from the untuned model, and
@@ -181,8 +183,8 @@ def plan_space(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
     all_right  how often the first guess is right, the first two are both right, and so on
     yields     k, the tokens to be expected of a call, and the seconds of the call
     """
-    measured = WIDTHS[-1]  # the clock measures no wider call, so no larger k is tried
-    choices = [k for k in range(1, 1 + len(all_right)) if (1 + k) ** 2 <= measured]
+    # The clock measures no wider call than WIDTHS[-1], so no larger k is tried.
+    choices = [k for k in range(1, 1 + len(all_right)) if (1 + k) ** 2 <= WIDTHS[-1]]
     costs = row_costs(lm, (1 + choices[-1]) ** 2)
     for k in choices:
         # The i-th guess adds a token if it and all guesses before it are right.
@@ -227,16 +229,16 @@ def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64)
     """
     rng, score = random.Random(0), score_with(model)
     V = len(model.get_output_embeddings().weight)
-    hits, total = 0, 0
+    hits, total = torch.zeros(len(masks)), torch.zeros(())
     for i in range(0, len(data), 16):
         ids, at, labels = sample_anchors(data[i:i + 16], len(masks), anchors, rng)
         states = mask_states(model, masks, [], ids, at).flatten(0, 2)
         guesses = compute_in_parts(lambda x: score(x).argmax(-1), V, states)
         guesses = guesses.view(labels.shape).cpu()  # [B, G, k]
         whole = (labels >= 0).all(-1)  # after the end of an answer a label is -100
-        hits = hits + (guesses == labels)[whole].cumprod(-1).sum(0)
-        total = total + whole.sum()
-    return (hits / total.clamp(min=1)).tolist() if data else [0.0] * len(masks)
+        hits += (guesses == labels)[whole].cumprod(-1).sum(0)
+        total += whole.sum()
+    return (hits / total.clamp(min=1)).tolist()
 
 
 def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:

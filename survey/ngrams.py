@@ -4,11 +4,11 @@
 
 The last 8, 4, 2 and 1 tokens are looked up, each in the text itself, then in a datastore (rest.py).
 An *entry* is one of these suffixes in one of these sources, with the tokens that followed it there
-and how often each did. The entry of the longest suffix comes first.
+and how often each did.
 
-A third source has entries of one token: what the target itself said the last time that it was fed
-this token (recycling.py). These are its likeliest tokens without their chances. How often a token
-of each rank was right so far stands for how often each followed.
+A third source has entries only for the last token: what the target itself said the last time that
+it was fed this token (recycling.py). These are its likeliest tokens, without their chances. How
+often a token of each rank was right so far counts as how often the token followed.
 
 Start with a mass of 1. Each entry, the longest suffix first, takes a fixed share of what is left,
 its *trust*, and divides it among its followers in proportion to their counts. After "… sat on the":
@@ -41,7 +41,8 @@ from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
-SOURCES = TEXT, STORE, TARGET = (0, 1, 2)
+TEXT, STORE, TARGET = 0, 1, 2
+SOURCES = (TEXT, STORE, TARGET)
 SEEN = (1, 2, 5, 15)  # the upper bounds of the first four values of `often`
 LEAST = 0.01  # where less mass than this is left, no further entry is asked
 
@@ -50,7 +51,7 @@ class NGrams:
     """Tell what follows a text, by what followed its last tokens before.
 
     text         the text so far, as rest.as_text writes it
-    store        the datastore that is searched beside the text
+    store        the datastore that is searched beside the text. Each of its texts has ended
     trust        the trust of each class of entries, [source][often][variety]
     successors   what the target said after each token, which the caller keeps up to date
     """
@@ -81,25 +82,27 @@ class NGrams:
 
         source   TEXT, STORE or TARGET
         s        the suffix
-        returns  {token: how often it followed}. Of many places in the datastore an even sample
-                 counts. Of what the target said, how often a token of its rank was right
+        returns  {token: how often it followed}. In the datastore, this is counted at a sample of
+                 many places. For what the target said, it is how often a token of this rank was
+                 right
         """
         if source == TEXT:
-            return self.text_followers.get(s, {})
+            return self.text_followers.get(s, Counter())
         if source == TARGET:
-            row = self.successors.rows.get(*as_tokens(s), []) if len(s) == 1 else []
+            token = as_tokens(s)[-1]
+            row = self.successors.rows.get(token, []) if len(s) == 1 else []
             return Counter(dict(zip(as_text(row), self.successors.hits)))
         if s not in self.store_followers:
-            counts = Counter(self.store.text[i:i + 1] for i in self.store.find_places(s))
-            del counts[BOUNDARY], counts[""]  # the ends of texts are followed by nothing
+            counts = Counter(self.store.text[i] for i in self.store.find_places(s))
+            del counts[BOUNDARY]  # the end of a text is followed by nothing
             self.store_followers[s] = counts
         return self.store_followers[s]
 
     def list_entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
         """Yield the entries for the end of the text and of a path of guesses below it.
 
-        The entry of the longest suffix comes first, and of those with the same suffix the text's,
-        then the datastore's.
+        The entries of the longest suffix come first. Those of the same suffix are in the order of
+        SOURCES.
 
         path    the guesses, "" for none
         yields  for each entry its class, and the counts of its followers
@@ -110,7 +113,7 @@ class NGrams:
             for n in reversed(LENGTHS):
                 counts = self.count_followers(source, end[-n:]) if n <= len(end) else None
                 if not counts:
-                    break  # no longer suffix was seen, because it would end in this one
+                    break  # a longer suffix ends in this one, so it was not seen either
                 found[n, source] = counts
         for n, source in product(LENGTHS, SOURCES):
             if (n, source) in found:

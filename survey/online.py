@@ -10,9 +10,9 @@ Every rejection of a request is a failure of the draft, and one row is kept for 
     guesses    on  my  hat       "on" is accepted, "my" is rejected, "hat" is not looked at
     kept       the row of "on"   the draft should have guessed like the target after "on"
 
-After some requests the draft makes one step on all rows that are kept. It reduces the mean of
-D(p, q) over these rows, where p is the target's distribution there and q the draft's. Then the rows
-are dropped.
+After some requests the draft makes one training step on all rows that are kept. The step reduces
+the mean of D(p, q) over these rows, where p is the target's distribution and q the draft's. Then
+the rows are dropped.
 
 The draft changes between requests only, because its cached keys and values were computed with the
 weights that it had when the request began. Whatever it learns, the output is the target's
@@ -70,9 +70,9 @@ class Learner:
     settings  everything else on which the weights of the copy will depend. A checkpoint of other
               settings is not read
     lm        the copy, with a cache of its own
-    training  makes the steps, counts them in `done`, and writes checkpoints. It does not run its
-              own loop, because a step is made when enough requests were served. So the number of
-              steps that it is made for does not count
+    training  makes the steps, counts them in `done`, and writes checkpoints. Its own loop is not
+              run, because a step is made when enough requests were served. So its `steps` mean
+              nothing here
     kept      [(text, failed)] for each request since the last step. text is all its tokens. failed
               is {place: feature}, for each rejection the place in the text of the last token before
               the rejected guess, and the target's feature there
@@ -105,15 +105,17 @@ class Learner:
         """
         text = list(prompt)
         failed = {}
-        # Both objects grow below, so that what is kept is right whenever the caller stops
+        longest = min(map(context_length, (self.target.model, self.lm.model)))
+        # Both objects grow below, so that what is kept is right whenever the caller stops.
         self.kept.append((text, failed))
         for chunk in speculative(self.target, self.lm, prompt, gamma=gamma, sample=sample, log=log):
             accepted = log[-1]["accepted"]
-            if accepted < gamma:
-                # Row 0 of the target's call was the root, at the end of the text. Row `accepted`
-                # gave the token in place of the rejected guess
-                place = len(text) - 1 + accepted
-                failed[place] = self.target.features[accepted].clone()
+            # Row 0 of the target's call was the root, at the end of the text. Row `accepted` gave
+            # the token in place of the rejected guess.
+            place = len(text) - 1 + accepted
+            # The last guesses may lie beyond the context, where the models are not made to read.
+            if accepted < gamma and place < longest:
+                failed[place] = self.target.features[accepted]
             text += chunk
             yield chunk
 
@@ -128,7 +130,7 @@ class Learner:
 
         def loss_of(rng: random.Random) -> torch.Tensor:
             features = torch.stack([x for _, failed in kept for x in failed.values()])
-            # The draft has to run again, because decoding keeps no gradients
+            # The draft has to run again, because decoding keeps no gradients.
             student = []
             for text, failed in kept:
                 ids = torch.tensor([text[:max(failed) + 1]], device=device)
@@ -160,7 +162,7 @@ def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     """
     learner = draft.once(("online", target, divergence, lr),
                          lambda: Learner(target, draft, divergence, lr))
-    # A step comes before a prompt, since nobody says when the last chunk of a prompt was taken
+    # A step comes before a prompt, since nobody says when the last chunk of a prompt was taken.
     if len(learner.kept) >= every:
         learner.learn()
     if log is None:
@@ -178,10 +180,10 @@ def cut_stream(file, prompts: list[list[int]], requests: int, every: int) -> Non
     file      a file of JSON lines, opened with "a+b"
     prompts   all prompts of the stream, in their order
     requests  how many of the first prompts the draft has learnt from
-    every     how many prompts are served before each step. So an earlier run may have answered as
-              many prompts more, of which the draft has not learnt yet
-    raises    InputError unless the file has the answers to the first prompts, to at least
-              `requests` and at most `requests` + `every` of them, and nothing else
+    every     how many prompts are served before each step. An earlier run may have answered up to
+              this many prompts since its last step
+    raises    InputError unless the file has the answers to the first prompts and nothing else, from
+              `requests` to `requests` + `every` of them
     """
     answered = read_kept(file, lambda row: row["prompt"])
     few = requests <= len(answered) <= requests + every
@@ -207,7 +209,7 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
            the numbers "drafted" and "accepted"
     work:  folder of the draft's checkpoints. When all prompts are answered, the draft is saved in
            its folder draft (default: OUT.work)
-    draft: the small model that the stream begins with
+    draft: the directory or hub id of the small model that the stream begins with
     gamma, every: as in `online`, 1 or more
     divergence: as in `online`
     temperature: 0 makes answers greedy. Above 0 they are sampled
@@ -220,19 +222,18 @@ def serve(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     longest = min(map(context_length, (model, small))) - max_new_tokens
     most = max(map(len, prompts))
     require(most <= longest, "prompts", f"texts of at most {longest} tokens", most)
-    require(gamma <= longest, "gamma", f"at most {longest}", gamma)
     out.parent.mkdir(parents=True, exist_ok=True)
     target = FeatureLM(model, vocab_size(model, tokenizer))
     first = CachedLM(small, vocab_size(small, tokenizer))
     settings = gamma, every, max_new_tokens, temperature, seed
     learner = Learner(target, first, divergence, lr, work, settings)
-    # A checkpoint is written after each step, so an earlier run learnt from so many requests
+    # A checkpoint is written after each step, so an earlier run has learnt from this many requests.
     served = learner.training.done * every
     with open(out, "a+b") as file:
         cut_stream(file, prompts, served, every)
         for i in tqdm(range(served, len(prompts)), desc="requests"):
             log = []
-            # The coins of a request depend on its number alone, also in a run that was stopped
+            # The coins of a request depend only on its number, even if the run was stopped before.
             sample = Sampler(temperature, seed=seed + i)
             answer, accepted = [], 0
             for chunk in until(learner.serve(prompts[i], gamma, sample, log), max_new_tokens, eos):

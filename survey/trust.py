@@ -1,4 +1,4 @@
-"""This file replays answers for `python -m survey.hybrid fit`, and reads the file that it makes.
+"""This file replays answers for `python -m survey.hybrid fit`, and reads the file that `fit` makes.
 
 Before each token of an answer, n-grams and trained parts are asked as in decoding. How far to trust
 them is fitted to what they said (training/trust.py).
@@ -23,27 +23,29 @@ LIKELY = 0.1  # the least chance of a token that does not end a round of `replay
 
 @torch.inference_mode()
 def replay_answers(lm: FeatureLM, data: list[tuple], store: Datastore,
-                   parts: dict[str, Trained]) -> tuple[str, list[list], dict[str, list[float]]]:
+                   parts: dict[str, Trained]) -> tuple[str, list[list], dict[str, list[dict]]]:
     """Ask n-grams and trained parts before each token of answers, as decoding would.
 
     lm       the target
     data     pairs of a prompt and an answer
     store    the datastore of the n-grams
     parts    {kind of part: the part}
-    returns  tokens, those of all answers as one text, entries, which has for each token what
-             `list_entries` yields before it, and {kind of part: what `predict` gave before each}
+    returns  tokens, those of all answers as rest.as_text writes them. entries, for each token the
+             list of what `list_entries` yields before it. guessed, for each kind of part a list of
+             what `predict` returns before each token
     """
     tokens = ""
     entries = []
     guessed = {kind: [] for kind in parts}
     # The input of the LM head is always tapped, since it gives the target's logits.
-    read = sorted({depth_of(lm.model), *chain(*(part.taps for part in parts.values()))})
+    top = depth_of(lm.model)
+    read = sorted({top, *chain(*(part.taps for part in parts.values()))})
     successors, score = Successors(), score_with(lm.model)
     for prompt, answer in tqdm(data, desc="answers"):
         ngrams = NGrams(as_text(prompt), store, [], successors)
         lm.start(prompt + answer, taps=read)
         tapped = dict(zip(read, lm.features.split(tap_widths(lm.model, read), -1)))
-        said = score(tapped[read[-1]][len(prompt) - 1:])[:, :lm.vocab]
+        said = score(tapped[top][len(prompt) - 1:])[:, :lm.vocab]  # [answer + 1, V]
         for i, token in enumerate(as_text(answer)):
             # The counts are copied, because they change as the text grows.
             entries.append([(group, Counter(x)) for group, x in ngrams.list_entries("")])
@@ -61,11 +63,14 @@ def replay_part(part: Trained, prompt: list[int], answer: list[int],
                 features: torch.Tensor) -> list[dict[str, float]]:
     """Ask a trained part before each token of an answer, in rounds as decoding has them.
 
-    Deeper guesses are worth less than those at the root. So a round goes on as long as the part
-    gives the answer's tokens a chance of LIKELY or more, and it has guesses for the depth.
+    In decoding, a part often guesses below the root, where it is right less often. So a round goes
+    on as long as the part gives the answer's tokens a chance of LIKELY or more. It ends at the
+    part's depth at the latest.
 
     part      the part
-    features  of all tokens of the prompt and the answer
+    prompt    the tokens of the prompt
+    answer    the tokens of the answer
+    features  [n, d] of all tokens of the prompt and the answer
     returns   for each token of the answer what `predict` returned before it
     """
     text = prompt + answer

@@ -208,7 +208,7 @@ MUTANTS = {
         ("verify(target_probs, probs[1:], guesses, sample)",
          "verify(target_probs, probs[:-1], guesses, sample)",
          "guesses are judged by the wrong rows' q"),
-        ("hits + (guesses == labels)[whole].cumprod(-1)", "hits + (guesses == labels)[whole]",
+        ("hits += (guesses == labels)[whole].cumprod(-1)", "hits += (guesses == labels)[whole]",
          "a guess counts without those before it")],
     "survey/hybrid.py": [
         ("if x[BEGIN:BEGIN + few] not in begins)", ")",

@@ -8,7 +8,7 @@ import torch
 from common import CachedLM, InputError
 from families import tiny
 from survey import draft_verify as module
-from survey.draft_verify import (agreement, draft_verify, load_blocks, measure_costs,
+from survey.draft_verify import (draft_verify, load_blocks, measure_agreement, measure_costs,
                                  move_threshold, predict_speed, search, without)
 from training.parts import save_facts
 from trainings import WORDLESS
@@ -86,24 +86,27 @@ def test_the_threshold_rises_where_too_little_is_accepted(share, full, moved):
     assert move_threshold(0.5, share, full) == pytest.approx(moved)
 
 
-def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(monkeypatch):
-    """Eq. 5 and 7, after rounds of two guesses of which 2, 0, 2, 2 and 2 are accepted. A block that
-    is left out counts as half a layer."""
-    script, given, log = iter([2, 0, 2, 2, 2]), [], []
-    shares, thresholds = [0.95, 0.475, 0.7375, 0.86875, 0.934375], [0.0, 0.0, 0.001, 0.002, 0.003]
+@pytest.mark.parametrize("guesses, thresholds", [
+    (2, [0.0, 0.0, 0.001, 0.002, 0.003]), (1, [1.5, 1.499, 1.5, 1.501, 1.502])])
+def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(guesses, thresholds, monkeypatch):
+    """Eq. 5 and 7, after rounds of which all, no, all, all and all guesses are accepted. They are
+    two, or one with a threshold above 1. A block that is left out counts as half a layer."""
+    script, given, log = iter([guesses, 0, guesses, guesses, guesses]), [], []
+    shares = [0.95, 0.475, 0.7375, 0.86875, 0.934375]
 
     def spy(threshold, share, full):
         given.append((threshold, share, full))
         return move_threshold(threshold, share, full)
     monkeypatch.setattr(module, "move_threshold", spy)
     monkeypatch.setattr(module, "verify", lambda *_: (next(script), 7))
-    chunks = draft_verify(CachedLM(three_layers()), PROMPT, gamma=2, threshold=0.0, skipped=SOME,
-                          log=log)
+    chunks = draft_verify(CachedLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
+                          skipped=SOME, log=log)
     for _ in shares:
         next(chunks)
     expected = [x for row in zip(thresholds, shares) for x in row]
     assert [x for row in given for x in row[:2]] == pytest.approx(expected)
-    assert all(full for *_, full in given) and {r["layers"] for r in log} == {2 * 2 + 3}
+    assert {full for *_, full in given} == {guesses == 2}
+    assert {r["layers"] for r in log} == {guesses * 2 + 3}
 
 
 # --------------------------------------------------------------------------- what is skipped
@@ -114,10 +117,11 @@ def test_agreement_by_hand():
     model, guessed = three_layers(), []
     for _ in range(20):
         guessed.append(draft_logits(model, PROMPT + guessed).argmax().item())
-    assert agreement(model, SOME, [(PROMPT, guessed)]) == 1
+    assert measure_agreement(model, SOME, [(PROMPT, guessed)]) == 1
     right = sum(draft_logits(model, prompt + answer[:i]).argmax().item() == token
                 for prompt, answer in DATA for i, token in enumerate(answer))
-    assert agreement(model, SOME, DATA + [(PROMPT, guessed)]) == pytest.approx((right + 20) / 32)
+    found = measure_agreement(model, SOME, DATA + [(PROMPT, guessed)])
+    assert found == pytest.approx((right + 20) / 32)
 
 
 @pytest.fixture
@@ -129,7 +133,7 @@ def clocked(monkeypatch) -> list:
     def costs(lm, most):
         timed.append(lm)
         kinds = [type(x).__name__ for x in lm.model.modules()]
-        return [0.0, *[0.5 + 2 * kinds.count("LlamaAttention") + kinds.count("LlamaMLP")] * 8]
+        return [0.0, *[0.5 + 2 * kinds.count("LlamaAttention") + kinds.count("LlamaMLP")] * most]
     monkeypatch.setattr(module, "row_costs", costs)
     return timed
 
@@ -161,7 +165,7 @@ def test_search_takes_a_block_back_where_the_others_agree_without_it(tmp_path, c
                       {"attention": [0], "mlp": [0]})
     shares = [(one, 1.0), (two, 0.99), ({"attention": [], "mlp": [0]}, 0.98), (both, 1.0),
               ({"attention": [0, 1], "mlp": []}, 0.85), ({"attention": [0, 1], "mlp": [0]}, 0.85)]
-    monkeypatch.setattr(module, "agreement", lambda model, skipped, data: next(
+    monkeypatch.setattr(module, "measure_agreement", lambda model, skipped, data: next(
         (share for known, share in shares if known == skipped), 0.0))
     model, file = three_layers(), tmp_path / "blocks.json"
     search(model, WORDLESS, [p for p, _ in DATA], out=file, max_new_tokens=4)

@@ -1,6 +1,7 @@
 """The hybrid: chances by hand, rows and passes that pay, and trust fitted to what happened.
 That its text is the target's is in test_lossless.py, and that its chances are honest in
 test_embedded.py."""
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,15 +13,17 @@ from survey import guessers
 from survey import hybrid as module
 from survey.eagle import Pairs
 from survey.guessers import RANKS, Trained
-from survey.hybrid import choose_tree, estimate_prices, fit, grow_hybrid, hybrid
+from survey.hybrid import (choose_tree, estimate_prices, fit, grow_hybrid, hybrid,
+                           measure_costs)
 from survey.medusa import Heads
-from survey.ngrams import NGrams
+from survey.ngrams import STORE, NGrams, class_of_variety
 from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 from survey.trust import CLASSES, load_trust, replay_answers, replay_part
 from test_lossless import FILES, METHODS
 from training.layers import FeatureLM
 from training.trust import fit_pool, fit_trust, pool_chances
+from trainings import WORDLESS
 
 HALF = [[[0.5] * 3] * 5] * 3
 POOL = [3.0, 0.5, 0.5, 0.9]
@@ -42,6 +45,7 @@ def test_the_example_of_the_header():
     trust[0][2][2], trust[0][3][1] = 0.6, 0.5
     ngrams = NGrams("xym1xym2xyh3ym4ym5yh6yc7yc8yc9yc0xy", Datastore(), trust)
     assert ngrams.predict("") == pytest.approx({"m": 0.48, "h": 0.24, "c": 0.08})
+    assert [class_of_variety(Counter(x)) for x in ("aaa", "aaabbb", "aabbb")] == [0, 1, 2]
 
 
 def test_the_longest_suffix_comes_first_and_of_equals_the_text():
@@ -52,6 +56,8 @@ def test_the_longest_suffix_comes_first_and_of_equals_the_text():
     found = [(k, dict(counts)) for (k, *_), counts in ngrams.list_entries("fgh")]
     assert found == [*[(0, {"x": 1})] * 3, (1, {"y": 1}), (0, {"x": 1}), (1, {"y": 1})]
     assert ngrams.predict("fgh")["x"] == pytest.approx(1 - 0.2 ** 3)
+    assert ngrams.count_followers(STORE, "g") is ngrams.count_followers(STORE, "g")  # kept
+    assert len([*NGrams("a", Datastore("ab" + BOUNDARY), sure).list_entries("")]) == 1
     ngrams = NGrams("pqbxxab", Datastore("aby"), sure)
     assert ngrams.predict("") == pytest.approx({"y": 0.8 + 0.2 * 0.2 * 0.8, "x": 0.2 * 0.8})
 
@@ -122,10 +128,14 @@ def test_a_pool_by_hand():
 @pytest.mark.parametrize("recent, row, rate", [
     ([], 0.1, 1 / 2.1), ([(1, 9.0, 0.0, 2)] * 20, 0, 41 / (2.1 + 180)),  # no slope without width
     ([(r, 2 + 0.5 * r, 0.4 * r, 3) for r in (2, 4, 8, 12) * 16], 0.1, 193 / (2.1 + 64 * 5.25))])
-def test_prices(recent, row, rate):
-    """As measured at first, then as late calls took, without the passes of the part."""
+def test_prices(recent, row, rate, monkeypatch):
+    """As measured at first, then as late calls took, without the passes of the part. A row and a
+    pass of 3 s must bring what their time is worth."""
     costs = [0.0] + [2 + 0.1 * r for r in range(1, 17)]  # of r rows
     assert estimate_prices(costs, recent) == pytest.approx((row, rate))
+    monkeypatch.setattr(module, "grow_hybrid", lambda *given: (given[4:], [-1, 0], [1.0, 1.0]))
+    found = choose_tree(None, None, [], costs, 3.0, recent)[0]
+    assert found == pytest.approx((max(0.01, row * rate), 3 * rate))
 
 
 # ------------------------------------------------------------------------------ a trained part
@@ -188,21 +198,34 @@ def test_trees_are_as_wide_as_pays(step, slope, least, most):
     recent = [(n, 1 + slope * (n - 1), 0.0, 1) for n in (1, 8, 16)] * 20
     costs = [1 + step * (n > 1) for n in range(65)]
     ngrams = NGrams("abcabdab", Datastore("q"), HALF)
-    assert least <= len(choose_tree(ngrams, None, [], costs, 0.0, recent)[0]) <= most
+    ids, parents, chances = choose_tree(ngrams, None, [], costs, 0.0, recent)
+    assert least <= len(ids) == len(parents) == len(chances) <= most
+
+
+def test_costs_are_measured_anew_for_a_longer_context_and_for_another_part(monkeypatch):
+    target, found = FeatureLM(tiny("llama")), []
+    parts = [None, *(SimpleNamespace(part=x, time_pass=lambda x=x: x) for x in (7, 8))]
+    monkeypatch.setattr(module, "row_costs", lambda lm, most: [lm.length, most])
+    for target.length in 3, 300, 4:
+        found += [measure_costs(target, part) for part in parts]
+    assert found == [([n, 64], x) for n in (3, 300, 3) for x in (0.0, 7, 8)]
 
 
 def test_prices_are_those_of_the_latest_calls(monkeypatch):
-    """Each call is noted with its rows, its passes of 0.5 s and its tokens. What the target said
-    after rejected nodes is learnt too."""
+    """Each call is noted with its rows, its passes of 0.5 s and its tokens, and the time in which
+    costs are measured is no part of it. What the target said after rejected nodes is learnt too."""
     target, _ = random_part(tiny("llama"), "eagle")
-    monkeypatch.setattr(module, "measure_costs", lambda *_: ([1.0] * 65, 0.5))
-    noted, log, known = [], [], Successors()
+    noted, log, known, measured = [], [], Successors(), []
+    monkeypatch.setattr(module, "RECENT", 3)
+    monkeypatch.setattr("time.perf_counter", lambda: len(measured))
+    monkeypatch.setattr(module, "measure_costs",
+                        lambda *_: measured.append(0) or ([1.0] * 65, 0.5))
     monkeypatch.setattr(module, "choose_tree", lambda ngrams, part, pool, costs, a_pass, recent:
                         noted.append([*recent]) or grow_hybrid(ngrams, part, pool, 9, 0.01))
     chunks = hybrid(target, [3, 1, 4], log=log, successors=known, **FILES)
     lengths = [len(next(chunks)) for _ in range(5)]
-    calls = [(r["guessed"] + 1, 0.5 * r["passes"], n) for r, n in zip(log, lengths)]
-    assert [(rows, passes, n) for rows, _, passes, n in noted[-1]] == calls[:4] and log[0]["passes"]
+    calls = [(r["guessed"] + 1, 0, 0.5 * r["passes"], n) for r, n in zip(log, lengths)]
+    assert noted[-1] == calls[1:4] and log[0]["passes"]
     assert len(known.rows) > sum(lengths)
 
 
@@ -217,9 +240,9 @@ def test_em_by_hand():
     assert found[0][0][0] == pytest.approx(30.5 / 101, abs=1e-3) and found[0][1][1] == 0.5
     assert found[1][2][1] == pytest.approx(35.5 / 71, abs=1e-3)
     assert fit_trust([[(A, 1.0)]] * 500, CLASSES)[0][0][0] == pytest.approx(0.99)
-    # The second entry is right wherever the first is, and elsewhere too: the first is not needed.
-    chains = [[(A, 0.5), (B, 0.5)]] * 30 + [[(A, 0.0), (B, 1.0)]] * 10 + [[(A, 0.0), (B, 0.0)]] * 20
-    assert fit_trust(chains, CLASSES)[0][0][0] < 0.1
+    # In the first step A gives 1/2 · 1/2 and B gives 1/4 · 1/4: .8 comes from A, and .2 from B.
+    found = fit_trust([[(A, 0.5), (B, 0.25)]], CLASSES, rounds=1)
+    assert (found[0][0][0], found[1][2][1]) == pytest.approx((1.3 / 2, 0.7 / 1.2), abs=1e-3)
 
 
 def test_a_pool_is_fitted_to_what_is_right():
@@ -234,24 +257,30 @@ def test_a_pool_is_fitted_to_what_is_right():
         assert pool_chances(p, q, exponents)["x"] == pytest.approx(share, abs=0.01)
     assert mended == pytest.approx(80 / 200, abs=1e-3)
     assert fit_pool("", [], []) == [0, 0, 0, 0] == fit_pool("x", [{}], [{}])
+    assert fit_pool("xw", [{"w": 0.6, "x": 0.5}] * 2, [{}, {"y": 1.0}])[3] == 1
 
 
 def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
-    """What the datastore has of the answers is left out of it."""
+    """What the datastore has of the answers is left out of it. The n-grams name x, which is right
+    once of two times, and the part names y."""
     model, stores, texts, file = tiny("llama"), [], [""], str(tmp_path / "t.json")
+    group, guessed = (0, 2, 1), [{"y": 0.6}] * 2
     (tmp_path / "hydra.safetensors").touch()
 
     def replay(lm, data, store, parts):
         stores.append(store.text)
         texts[0] = BOUNDARY.join([*(as_text(p[-2:] + a) for p, a in data), "kept"])
-        return "", [], dict.fromkeys(parts, [])
+        return "xy", [[(group, Counter(x=3, z=1))]] * 2, dict.fromkeys(parts, guessed)
     monkeypatch.setattr(module, "load_datastore", lambda *_: Datastore(texts[0]))
     monkeypatch.setattr(module, "replay_answers", replay)
     monkeypatch.setattr(guessers, "load_heads", lambda *_: Heads(model, "hydra", 3 - len(stores)))
     for _ in range(2):
-        fit(model, SimpleNamespace(eos_token_id=None), [[x, 9, 7] for x in range(4, 24)], out=file,
+        fit(model, WORDLESS, [[x, 9, 7] for x in range(4, 24)], out=file,
             work=tmp_path, max_new_tokens=12, adapters=tmp_path)
-    assert stores == ["", "kept"] and [*load_trust(file, model)["pools"]] == ["none", "hydra"]
+    known, trust = load_trust(file, model), fit_trust([[(group, 0.75)], [(group, 0.0)]], CLASSES)
+    chances = [{x: trust[0][2][1] * share for x, share in (("x", 0.75), ("z", 0.25))}] * 2
+    assert stores == ["", "kept"] and known["trust"] == trust
+    assert known["pools"] == {"none": [], "hydra": fit_pool("xy", guessed, chances)}
     for guess, said in (("eagle", "--guess must be one that .* was fitted for, got eagle"),
                         ("hydra", "--trust must be a .* fitted for this part of hydra, got")):
         with pytest.raises(InputError, match=said):
@@ -276,7 +305,8 @@ def test_a_part_is_replayed_in_rounds():
 
 def test_answers_are_replayed_as_in_decoding(monkeypatch):
     """A part is told what enters its taps, side by side. What the target said is what it says after
-    the text's own tokens, before the next token is known."""
+    the text's own tokens, before the next token is known. It is kept for the next answer. Entries
+    are as they were before each token."""
     model, told, seen, real = tiny("llama"), {}, [], NGrams.list_entries
     parts = {kind: SimpleNamespace(
         taps=taps, depth=1, start=lambda pairs, kind=kind: told.setdefault(kind, pairs.features),
@@ -284,11 +314,17 @@ def test_answers_are_replayed_as_in_decoding(monkeypatch):
         for kind, taps in (("hydra", [2]), ("dflash", [0, 1]))}
     monkeypatch.setattr(NGrams, "list_entries", lambda self, path: seen.append(
         (as_tokens(self.text), dict(self.successors.rows))) or real(self, path))
-    replay_answers(FeatureLM(model), [([3, 9, 7], [4, 5, 4, 9])], Datastore(), parts)
+    data = [([3, 9, 7], [4, 5, 4, 9]), ([9, 3], [5, 4])]
+    store = Datastore(as_text([7, 6]) + BOUNDARY)
+    tokens, entries, guessed = replay_answers(FeatureLM(model, 50), data, store, parts)
+    assert tokens == as_text([4, 5, 4, 9, 5, 4]) and [*map(len, guessed.values())] == [6, 6]
+    assert entries[0] == [((1, 0, 0), Counter(as_text([6])))]
+    assert entries[3][0] == ((0, 0, 0), Counter(as_text([5])))
     expected = {}
     for text, rows in seen:
         assert rows == expected
-        expected[text[-1]] = model(torch.tensor([text])).logits[0, -1].topk(8).indices.tolist()
+        logits = model(torch.tensor([text])).logits[0, -1, :50]
+        expected[text[-1]] = logits.topk(8).indices.tolist()
     states = model.model(torch.tensor([[3, 9]]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(told["hydra"], states[2][0])
     torch.testing.assert_close(told["dflash"], torch.cat(states[:2], -1)[0])

@@ -11,7 +11,7 @@ from common import CachedLM, Sampler
 from families import tiny
 from helpers import mask_logits
 from survey import masks as module
-from survey.masks import measure_all_right, pass_sampling, plan_space, tune
+from survey.masks import measure_all_right, pass_sampling, plan_space, space, tune
 from training import loop as training
 from trainings import PROMPTS, WORDLESS
 
@@ -41,6 +41,23 @@ def test_pass_guesses_from_what_training_sees(name, monkeypatch):
             expected = mask_logits(model, tokens.masks[:2], [], ids, at)[0, 0].softmax(-1)
         torch.testing.assert_close(drawn[-1], expected, atol=1e-4, rtol=1e-4)
         text = text + chunk
+
+
+def test_space_guesses_from_what_training_sees(monkeypatch):
+    """Of few tokens guesses are often accepted. They are the likeliest ones at any temperature."""
+    model, made, lengths = tiny("llama", vocab_size=8), [], set()
+    mask = random_tokens(model, 1).masks
+    monkeypatch.setattr(module, "greedy", lambda x: made.append(x.argmax(-1).tolist()) or made[-1])
+    text, target = [5, 3, 4, 1, 2, 6], CachedLM(model)
+    target.memo["space", "own"] = CachedLM(model), mask, []
+    chunks = space(target, text, k=2, tuning="own", sample=Sampler(1.0))
+    for _ in range(9):
+        chunk = next(chunks)
+        text, lengths = text + chunk, lengths | {len(chunk)}
+        ids, at = torch.tensor([text[:-1]]), torch.tensor([[len(text) - 2]])
+        expected = mask_logits(model, mask.expand(2, -1), [], ids, at)[0, 0].argmax(-1)
+        assert made[-1] == expected.tolist()
+    assert len(lengths) > 1 and target.calls == 9
 
 
 def test_as_many_masks_as_pay(monkeypatch):

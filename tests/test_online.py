@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common import InputError, Sampler, autoregressive
 from families import near, tiny
-from helpers import tokens_of
+from helpers import interrupting, tokens_of
 from survey import online as module
 from survey.online import Learner, online, serve
 from training import loop as training
@@ -21,7 +21,7 @@ PROMPTS = [[x, 3, 7] for x in range(4, 10)]
 
 
 def learner_of(model, draft, kind: str = "forward-kl", *more) -> Learner:
-    return Learner(FeatureLM(model), FeatureLM(draft), kind, 1e-3, *more)
+    return Learner(FeatureLM(model, 50), FeatureLM(draft, 50), kind, 1e-3, *more)
 
 
 # ----------------------------------------------------------------------------- serve and learn
@@ -41,6 +41,15 @@ def test_what_is_kept_is_the_row_that_predicts_the_corrected_token():
     torch.testing.assert_close(logits, whole[expected], atol=1e-4, rtol=1e-4)
 
 
+def test_nothing_is_learnt_beyond_the_context():
+    """A table of positions ends there. The text goes on, as the last guesses do."""
+    model = tiny("opt", max_position_embeddings=20)
+    learner = learner_of(model, near(model, 0.1))
+    tokens_of(learner.serve(PROMPT, 4, Sampler(0), []), 40)
+    assert 3 < max(learner.kept[0][1]) < 20
+    learner.learn()
+
+
 @pytest.mark.parametrize("kind", module.KINDS)
 def test_a_step_is_towards_what_the_target_thought_there(kind, monkeypatch):
     """Also if the model scales its LM head's output, as Cohere does. The rows are dropped then, and
@@ -58,7 +67,7 @@ def test_a_step_is_towards_what_the_target_thought_there(kind, monkeypatch):
     [(used, *logits)] = given
     assert used == kind and min(len(places) for _, places in kept) > 2
     for rows, lm in zip(logits, (model, small)):
-        expected = [lm(input_ids=torch.tensor([text])).logits[0, [*places]]
+        expected = [lm(input_ids=torch.tensor([text])).logits[0, [*places], :50]
                     for text, places in kept]
         torch.testing.assert_close(rows.float(), torch.cat(expected), atol=0.3, rtol=0.05)
     assert all(torch.equal(x, before[name]) for name, x in small.state_dict().items())
@@ -85,20 +94,21 @@ def test_what_the_draft_learns_saves_calls():
         tokens_of(online(target, draft, PROMPT, every=1, lr=3e-3), 30)
         calls.append(target.calls)
     assert calls[-1] - calls[-2] < 0.7 * (calls[1] - calls[0])
+    assert draft.calls > target.calls  # those of the copy
 
 
 # ----------------------------------------------------------------------------------- a stream
 
 @pytest.fixture
 def model(monkeypatch):
-    """Make a model, whose draft is loaded from anywhere."""
+    """Make a model, whose drafts are near it as the name of each says."""
     model = tiny("llama", max_position_embeddings=64)
-    monkeypatch.setattr(module, "draft_for", lambda *_: near(model, 0.1))
+    monkeypatch.setattr(module, "draft_for", lambda *given: near(model, float(given[-1])))
     return model
 
 
 def answer(model, out, prompts=PROMPTS, **changes) -> None:
-    stream = dict(gamma=3, every=2, max_new_tokens=12, lr=1e-2)
+    stream = dict(draft="0.1", gamma=3, every=2, max_new_tokens=12, lr=1e-2)
     serve(model, WORDLESS, prompts, out=out, **stream | changes)
 
 
@@ -124,10 +134,11 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
         expected = tokens_of(autoregressive(FeatureLM(model), prompt), 12, {1})
         assert (row["prompt"], row["answer"]) == (prompt, expected)
         assert 0 <= row["accepted"] <= row["drafted"]
-    for stop in (2, 3, 4):  # before the first step, right after it, and later
+    for stop in (2, 3, 4, 5):  # before the first step, right after it, later, and in a step
         out = tmp_path / f"{stop}"
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(module, "speculative", stopped(module.speculative, stop))
+            patch.setattr(Learner, "learn", interrupting(Learner.learn, 2))
             answer(model, out)
         answer(model, out, PROMPTS[:4])
         with open(out, "a") as file:
@@ -141,7 +152,9 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change, text", [
     *((dict(prompts=PROMPTS, **x), None) for x in (
-        dict(lr=1e-3), dict(every=1), dict(gamma=2), dict(divergence="jsd"))),
+        dict(lr=1e-3), dict(every=1), dict(gamma=2), dict(divergence="jsd"), dict(seed=1),
+        dict(temperature=1.0), dict(max_new_tokens=9), dict(draft="0.2"),
+        dict(model=tiny("llama", 1, max_position_embeddings=64)))),
     (dict(prompts=PROMPTS[::-1]), None), ({}, ""), ({}, "# a text\n"),
     ({}, '{"prompt": [4, 3, 7], "answer": [5]}\n'), ({}, '{"prompt": [1]}\n')])
 def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_path):
@@ -152,8 +165,14 @@ def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_p
         out.write_text(text)
     known = out.read_text()
     with pytest.raises(InputError, match="the answers to the first [04] prompts|kept in line 1; "):
-        answer(model, out, **change)
+        answer(**dict(model=model, out=out) | change)
     assert out.read_text() == known
+
+
+def test_guesses_that_were_cut_off_are_not_accepted(model, tmp_path):
+    """All are right. A chunk of 7 tokens has 6 guesses, and the cut one of 5 tokens has 5."""
+    answer(model, tmp_path / "a", [PROMPT], draft="0", gamma=6)
+    assert json.loads((tmp_path / "a").read_text())["accepted"] == 6 + 5
 
 
 def test_each_request_has_coins_of_its_own(model, tmp_path):

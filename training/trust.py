@@ -9,7 +9,7 @@ from heapq import nlargest
 
 import torch
 
-FLOOR = 0.001  # the least chance that a trained part or the n-grams give, where both are joined
+FLOOR = 0.001  # the least chance that a trained part or the n-grams give, if both are joined
 
 
 def fit_trust(chains: list, classes: tuple[int, ...], rounds: int = 15) -> list:
@@ -73,12 +73,12 @@ def pool_chances(guessed: dict[str, float], chances: dict[str, float],
         score(x) = e^c p(x)^a q(x)^b          chance(x) = score(x) / (1 + Σ score)
 
     The 1 stands for all tokens that neither names. A token that both name is likelier than either
-    says, as in a product of experts. One that only one of them names has FLOOR in the other.
+    says, as in a product of experts. A token that only one of them names has FLOOR from the other.
 
     guessed     {token: p}
     chances     {token: q}
     exponents   c, a and b
-    returns     {token: its chance}, for all tokens that one of them names
+    returns     {token: its chance}, for all tokens that either names
     """
     c, a, b = exponents
     scores = {x: math.exp(c) * max(guessed.get(x, 0.0), FLOOR) ** a
@@ -95,25 +95,27 @@ def fit_pool(tokens: str, guessed: list[dict], chances: list[dict]) -> list[floa
     tokens    the right tokens
     guessed   for each of them what a trained part gave before it
     chances   for each of them what the n-grams gave before it
-    returns   c, a, b and mended: of the cases in which the n-grams' likeliest token is expected to
-              be wrong, the share in which the right token comes to be one of the two likeliest,
-              which are what a tree mostly has of a node's children
+    returns   c, a, b and mended, the share of the n-grams' errors that the part mends. The errors
+              are how often the n-grams' likeliest token is wrong, by its own chance. Of those the
+              part mends as many as there are more right tokens among the two likeliest with it than
+              without it. A tree mostly has the two likeliest of a node's children
     """
-    features, owner, right = [], [], []  # of each token that is named
-    for i, (token, p, q) in enumerate(zip(tokens, guessed, chances)):
+    # Each token that is to be guessed is a case. Each token that is named in a case has one row.
+    features, cases, right = [], [], []
+    for case, (token, p, q) in enumerate(zip(tokens, guessed, chances)):
         for x in p | q:
             features.append([1.0, *(math.log(max(y.get(x, 0.0), FLOOR)) for y in (p, q))])
-            owner.append(i)
+            cases.append(case)
             right.append(x == token)
     X = torch.tensor(features, dtype=torch.float64).view(-1, 3)
-    owner, right = torch.tensor(owner, dtype=torch.long), torch.tensor(right, dtype=torch.bool)
+    cases, right = torch.tensor(cases, dtype=torch.long), torch.tensor(right, dtype=torch.bool)
     exponents = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([exponents], max_iter=200, line_search_fn="strong_wolfe")
 
     def compute_loss() -> torch.Tensor:
         optimizer.zero_grad()
         scores = X @ exponents
-        totals = torch.ones(len(tokens), dtype=torch.float64).index_add(0, owner, scores.exp())
+        totals = torch.ones(len(tokens), dtype=torch.float64).index_add(0, cases, scores.exp())
         loss = totals.log().sum() - scores[right].sum()
         loss = loss / (1 + len(tokens)) + 1e-5 * exponents.square().sum()
         loss.backward()
