@@ -158,9 +158,8 @@ def test_a_part_reads_all_pairs_that_wait(kind):
         found.append(chances)
     for chances in found[1:]:
         assert found[0] == pytest.approx(chances, rel=1e-4) and len(chances) == RANKS
-    if kind == "dflash":  # each depth by its own row of the block, and its temperature
-        weights.temperatures[1] = 2.0
-        logits = weights.add_markov(part.passes[""][1], torch.tensor(6)) / 2
+    if kind == "dflash":  # each depth by its own row of the block
+        logits = weights.add_markov(part.passes[""][1], torch.tensor(6))
         assert max(part.predict("\x07").values()) == pytest.approx(logits.softmax(-1).max().item())
     if kind in guessers.LAYERS:  # branches in any order, each below its own path
         paths = ["\x07", "\x08", "\x07\x09"]
