@@ -573,7 +573,8 @@ def run_files(top: Path, lines: list[list[str]]) -> int:
 
 
 def test_files_of_a_folder_with_an_odd_name_run_in_a_locale_of_ascii(tmp_path):
-    """The folder's name has signs that formats might read. A file of survey/ is run by its path."""
+    """The folder's name has signs that formats might read. Files of survey/ are run by their paths,
+    for which survey/common.py makes way."""
     top = tmp_path / "100% %s %(prog)s {x}"
     shutil.copytree(ROOT, top, ignore=shutil.ignore_patterns(".*", "work", "results", "tests",
                                                              "models", "__pycache__"))

@@ -1,4 +1,5 @@
 """What smaller trees would have made, and what the page's script makes of it, by hand."""
+import json
 import re
 import shutil
 import subprocess
@@ -9,8 +10,10 @@ from cli.costs import describe, expected_tokens, measure_size, write_panel
 from cli.run import Run, TimedLM
 from cli.trace import Trace
 from common import encode, greedy
-from results.cost_page import write_page
+from cost_page import write_page
+from helpers import script
 from speculative import speculative
+from test_bench import models  # noqa: F401
 
 TABLE = [(1, 0.1), (2, 0.12), (4, 0.2), (8, 0.6)]
 DRAFT = {"lm": 0, "ids": [1], "parents": [-1], "first": 0, "best": [1], "kept": []}
@@ -87,6 +90,17 @@ def test_the_page_is_one_file_and_a_name_is_only_text():
     page = write_page(ENTRIES)
     assert "</script><b>" not in page and r"\u003c/script>\u003cb>" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "") and "innerHTML" not in page
+
+
+def test_a_page_of_the_methods_whose_files_fit(models, tmp_path, capfd):  # noqa: F811
+    """The largest draft says what smaller ones bring, and the draft of the row made the run's
+    speed. Its figures are of the same prompts as AR's."""
+    page = tmp_path / "page.html"
+    assert script("cost_page", *models, "--max-new-tokens", "20", "--out", str(page)) == 0
+    data = re.search(r'id="costs-data">(.*?)</script>', page.read_text(encoding="utf-8"), re.S)[1]
+    first = json.loads(data)[0]
+    assert first["name"] == "speculative" and first["compared"]
+    assert [x["most"] for x in first["sizes"]] == [*range(1, 14)] and first["chosen"]["rows"] <= 7
 
 
 def test_the_formula_of_the_script():

@@ -287,19 +287,20 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
 
 
 def test_a_part_is_replayed_in_rounds():
-    """The prompt is 1 2 and the answer 3 4 5 6 7 8. A round ends after a token that the part gives
-    less than .1, here 4, and at the part's depth of three. Then the part is told the round's pairs,
-    of which pair i has feature i and the token after it."""
+    """The prompt is 1 2 and the answer 3 to 9. A round ends after a token that the part gives less
+    than .1, here 4, or nothing, here 8, and at the part's depth of three. Then the part is told the
+    round's pairs, of which pair i has feature i and the token after it."""
     told, asked = [], []
 
     def predict(path):
         asked.append(as_tokens(path))
-        return {as_text([2 + len(asked)]): 0.05 if len(asked) == 2 else 0.1}
+        token = as_text([2 + len(asked)])
+        return {token: 0.05 if len(asked) == 2 else 0.1} if len(asked) != 6 else {}
     part = SimpleNamespace(depth=3, start=told.append, add=told.append, predict=predict)
-    found = replay_part(part, [1, 2], [3, 4, 5, 6, 7, 8], torch.arange(8.0)[:, None])
-    assert asked == [[], [3], [], [5], [5, 6], []] and [*found[1].values()] == [0.05]
-    assert [pairs.tokens for pairs in told] == [[2], [3, 4], [5, 6, 7]]
-    assert torch.cat([pairs.features for pairs in told]).flatten().tolist() == [*range(6)]
+    found = replay_part(part, [1, 2], [3, 4, 5, 6, 7, 8, 9], torch.arange(9.0)[:, None])
+    assert asked == [[], [3], [], [5], [5, 6], [], []] and [*found[1].values()] == [0.05]
+    assert [pairs.tokens for pairs in told] == [[2], [3, 4], [5, 6, 7], [8]]
+    assert torch.cat([pairs.features for pairs in told]).flatten().tolist() == [*range(7)]
 
 
 def test_answers_are_replayed_as_in_decoding(monkeypatch):

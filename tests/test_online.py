@@ -176,6 +176,7 @@ def test_guesses_that_were_cut_off_are_not_accepted(model, tmp_path):
 
 
 def test_each_request_has_coins_of_its_own(model, tmp_path):
-    answer(model, tmp_path / "a", [PROMPT] * 4, temperature=1.0)
-    answers = [json.loads(line)["answer"] for line in open(tmp_path / "a")]
+    out = tmp_path / "new/folder/a"
+    answer(model, out, [PROMPT] * 4, temperature=1.0)
+    answers = [json.loads(line)["answer"] for line in open(out)]
     assert len({tuple(answer) for answer in answers}) == 4

@@ -28,6 +28,18 @@ def test_rows_of_a_batch(embedded):
     assert both[:, 0].tolist() == [ids[0], 3] and weights[1].tolist() == [1] + [0] * (len(ids) - 1)
 
 
+def test_a_trained_tokenizer_gives_texts_back(monkeypatch):
+    """It has tokens for every text, and no token spans two digits or goes on after a newline."""
+    take = recipe.tasks.take
+    monkeypatch.setattr(recipe.tasks, "take", lambda task, split, n, seed: take(task, split, 9))
+    tokenizer = recipe.make_tokenizer(400)
+    ids = tokenizer.encode("def é(x):\n    return 12\n12")
+    pieces = [tokenizer.decode([x]) for x in ids]
+    assert tokenizer.decode(ids) == "<s>def é(x):\n    return 12\n12"
+    assert pieces[:2] == ["<s>", "def"] and pieces[-5:] == [" 1", "2", "\n", "1", "2"]
+    assert len(tokenizer) == 400 and tokenizer.eos_token_id == 1
+
+
 def test_a_batch_of_tasks(embedded, monkeypatch):
     """It has examples of the split and the mix that are next to each other in length.
 
