@@ -257,6 +257,8 @@ def test_a_pool_is_fitted_to_what_is_right():
     assert mended == pytest.approx(80 / 200, abs=1e-3)
     assert fit_pool("", [], []) == [0, 0, 0, 0] == fit_pool("x", [{}], [{}])
     assert fit_pool("xw", [{"w": 0.6, "x": 0.5}] * 2, [{}, {"y": 1.0}])[3] == 1
+    guessed = [{"w": 0.6, "x": 0.5, "v": 0.4}] * 4  # a third token is not mended
+    assert fit_pool("wwxv", guessed, [{}] * 4)[3] == pytest.approx(3 / 4, abs=1e-3)
 
 
 def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):

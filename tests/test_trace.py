@@ -125,7 +125,7 @@ def test_text_is_shown_and_never_run(embedded):
 
 
 def test_the_picture_is_small_and_shows_the_output(embedded):
-    """Well-formed; the text of each run, and a bar for each call."""
+    """Well-formed; the name and the text of each run, and below them a bar for each call."""
     target, draft, tokenizer = embedded
     prompt = encode(tokenizer, "Write a function <b>. " + TEXT)
     trace, outputs = watch_runs(prompt, 30, (speculative, {"target": target, "draft": draft}),
@@ -134,8 +134,9 @@ def test_the_picture_is_small_and_shows_the_output(embedded):
     assert len(drawn.encode()) < 60_000
     root, name = ElementTree.fromstring(drawn), "{http://www.w3.org/2000/svg}"
     texts = ["".join(x.itertext()) for x in root.iter(f"{name}text")]
-    for output in outputs:
-        assert {*tokenizer.decode(output, skip_special_tokens=True).split("\n")} <= {*texts}
+    lines = [tokenizer.decode(x, skip_special_tokens=True).split("\n") for x in outputs]
+    assert {"speculative", "token by token", *lines[0], *lines[1]} <= {*texts}
     bars = [x.attrib["class"] for x in root.iter(f"{name}rect")]
+    assert {x.attrib["y"] for x in root.iter(f"{name}rect")} == {f"{62 + 19 * max(map(len, lines))}"}
     calls = [call for run in trace.runs for step in run["rounds"] for call in step["calls"]]
     assert len(bars) == len(calls) and {*bars} == {"target", "draft"}
