@@ -56,7 +56,6 @@ def measure_acceptance(draft, held_out: list[Text]) -> list[list[float]]:
     for ids, features, length in held_out:
         first = max(0, length - 2)  # the first row that guesses a token of the answer
         lm = FeatureLM(draft.lm)
-        lm.start([])
         features, tokens = features[:-2].to(draft.lm.device), ids[1:-1]
         above = None  # the rows of step 0 are a chain
         reached = torch.ones(len(ids), 1, dtype=torch.bool, device=draft.vocab.device)
