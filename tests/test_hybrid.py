@@ -165,7 +165,8 @@ def test_a_part_reads_all_pairs_that_wait(kind):
         paths = ["\x07", "\x08", "\x07\x09"]
         asked = {path: part.predict(path) for path in paths}
         assert part.layer.parents == [-1, -1, 0]
-        part.start(Pairs(target.features[:8], text[1:]))
+        part.start(Pairs(target.features[:3], text[1:4]))
+        part.add(Pairs(target.features[3:8], text[4:]))  # six pairs wait
         for path in reversed(paths):
             assert part.predict(path) == pytest.approx(asked[path], rel=1e-4)
     # Row i of the part's LM head stands for token vocab[i].

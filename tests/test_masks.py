@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from bita import Tuning
-from common import CachedLM, Sampler
+from common import CachedLM, Sampler, autoregressive
 from families import tiny
-from helpers import mask_logits
+from helpers import mask_logits, tokens_of
 from survey import masks as module
-from survey.masks import measure_all_right, pass_sampling, plan_space, space, tune
+from survey.masks import (guess_answers, measure_all_right, pass_sampling, plan_space, space,
+                          tune)
 from training import loop as training
 from trainings import PROMPTS, WORDLESS
 
@@ -105,3 +106,10 @@ def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
     assert given[0][0] == "forward-kl" and given[0][1] == pytest.approx(0, abs=1e-5)
     assert all(x[2] for x in given) and len(given) == 12 and given[5][1] > 0
     assert not torch.equal(*masks)
+
+
+def test_a_model_guesses_its_own_greedy_answers():
+    model = tiny("gemma3")
+    pairs = [(x, tokens_of(autoregressive(CachedLM(model), x), 2 + i)) for i, x in enumerate(PROMPTS)]
+    guesses, labels = guess_answers(model, pairs + pairs[:1])
+    assert guesses.tolist() == labels.tolist() == sum((y for _, y in pairs + pairs[:1]), [])
