@@ -9,11 +9,17 @@ import torch
 
 from fake_cuda import FakeCuda
 from results import gpu
+from test_bench import models  # noqa: F401
 
 
 @pytest.mark.parametrize("step", [gpu.decode, gpu.sizes, gpu.trainings])
-def test_steps_run_on_the_simulated_gpu(step, tmp_path, monkeypatch):
-    real = gpu.Timer.timeit
+def test_steps_run_on_the_simulated_gpu(step, models, tmp_path, monkeypatch):  # noqa: F811
+    def with_tiny_models(doc):
+        parser = options(doc)
+        parser.set_defaults(**vars(parser.parse_args(models)))
+        return parser
+    real, options = gpu.Timer.timeit, gpu.options
+    monkeypatch.setattr(gpu, "options", with_tiny_models)
     monkeypatch.setattr(gpu, "ALL", gpu.ALL[:2])
     monkeypatch.setattr(gpu, "KINDS", [("float32", "graphs")])
     monkeypatch.setattr(gpu.Timer, "timeit", lambda timer, n: real(timer, 1))

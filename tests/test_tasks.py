@@ -44,7 +44,9 @@ CODE = first("code", lambda x: " % 2 == 0" in x)
 @pytest.mark.parametrize("example, wrong", [
     (SQL, SQL.answer.replace(" DESC", "")), (SQL, SQL.answer.replace("SELECT ", "SELECT id, ")),
     (CODE, CODE.answer.replace("2 == 0", "2 == 1")), (CODE, "\n    while True: pass")])
-def test_graders_see_small_mistakes(example, wrong):
+def test_graders_see_small_mistakes(example, wrong, monkeypatch):
+    run = tasks.subprocess.run
+    monkeypatch.setattr(tasks.subprocess, "run", lambda *a, **b: run(*a, **b | {"timeout": 1}))
     assert not tasks.grade(example, wrong)
 
 
