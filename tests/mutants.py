@@ -676,12 +676,12 @@ def try_mutant(mutant: Mutant) -> str:
     """
     ast.parse(mutant.source)  # a mistake of spelling would be killed by every test
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "project"
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
-        killer = find_killer(folder, commands_of(mutant.file))
-        (folder / mutant.file).write_text(read(mutant.file), encoding="utf-8")
-        if killer.startswith("tests/") and find_killer(folder, [[killer]]):
+        wrong, right = Path(parent) / "wrong", Path(parent) / "right"
+        for folder in wrong, right:  # a mistake may make a test write over files of its copy
+            shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        (wrong / mutant.file).write_text(mutant.source, encoding="utf-8")
+        killer = find_killer(wrong, commands_of(mutant.file))
+        if killer.startswith("tests/") and find_killer(right, [[killer]]):
             raise ValueError(f"expected tests that pass without a mistake, but {killer} fails")
         return killer
 
