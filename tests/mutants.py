@@ -669,21 +669,21 @@ def find_killer(folder: Path, commands: list[list[str]]) -> str:
     return ""
 
 
-def try_mutant(mutant: Mutant) -> str:
+def try_mutant(mutant: Mutant, clean: Path) -> str:
     """Make a mutant in a copy of the project; return what killed it, or an empty text.
 
-    Raises ValueError if the test that killed it fails without the mistake, too.
+    The test that killed it runs once more without the mistake. It runs in another copy, `clean`,
+    since a mistake may make a test write over files. Raises ValueError if it fails there, too.
     """
     ast.parse(mutant.source)  # a mistake of spelling would be killed by every test
     with tempfile.TemporaryDirectory() as parent:
-        wrong, right = Path(parent) / "wrong", Path(parent) / "right"
-        for folder in wrong, right:  # a mistake may make a test write over files of its copy
-            shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        (wrong / mutant.file).write_text(mutant.source, encoding="utf-8")
-        killer = find_killer(wrong, commands_of(mutant.file))
-        if killer.startswith("tests/") and find_killer(right, [[killer]]):
-            raise ValueError(f"expected tests that pass without a mistake, but {killer} fails")
-        return killer
+        folder = Path(parent) / "project"
+        shutil.copytree(clean, folder)
+        (folder / mutant.file).write_text(mutant.source, encoding="utf-8")
+        killer = find_killer(folder, commands_of(mutant.file))
+    if killer.startswith("tests/") and find_killer(clean, [[killer]]):
+        raise ValueError(f"expected tests that pass without a mistake, but {killer} fails")
+    return killer
 
 
 def choose(words: list[str], generated: int, seed: int) -> list[Mutant]:
@@ -708,11 +708,14 @@ def main() -> int:
     survived = 0
     chosen = choose(args.words, args.generated, args.seed)
     import_packages()
-    for mutant in chosen:
-        killer = try_mutant(mutant)
-        survived += killer == ""
-        end = f"killed by {killer}" if killer else "SURVIVED"
-        print(f"{mutant.number:3} {mutant.file}: {mutant.mistake}: {end}", flush=True)
+    with tempfile.TemporaryDirectory() as parent:
+        clean = Path(parent) / "project"
+        shutil.copytree(ROOT, clean, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for mutant in chosen:
+            killer = try_mutant(mutant, clean)
+            survived += killer == ""
+            end = f"killed by {killer}" if killer else "SURVIVED"
+            print(f"{mutant.number:3} {mutant.file}: {mutant.mistake}: {end}", flush=True)
     print(f"{survived} survived")
     return int(survived > 0)
 
