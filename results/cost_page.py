@@ -17,7 +17,7 @@ from cli.costs import describe, write_panel
 from cli.trace import PAGE, Trace
 from training.files import write_text
 
-WIDEST = 64  # rows of the largest trees, which the second runs have
+WIDEST = 64  # rows of the largest trees, which the first runs have
 LONGEST = 12  # tokens of the longest drafts
 
 

@@ -16,7 +16,7 @@ torch.backends.cuda.matmul.allow_tf32 = False
 import families  # noqa: E402  (the path is set above)
 from cli.run import TimedLM  # noqa: E402
 from common import autoregressive, encode, load  # noqa: E402
-from families import FAMILIES, tiny  # noqa: E402
+from families import FAMILIES, near, tiny  # noqa: E402
 from helpers import tokens_of  # noqa: E402
 
 
@@ -60,6 +60,19 @@ def small_llama(tmp_path_factory) -> str:
     tiny("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, embedded) -> list[str]:
+    """Make random models with the embedded tokenizer, and return the bench's arguments for them."""
+    *_, tokenizer = embedded
+    path = tmp_path_factory.mktemp("models")
+    target = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=400)
+    for name, model in ("target", target), ("draft", near(target, 0.01)):
+        model.save_pretrained(path / name)
+        tokenizer.save_pretrained(path / name)
+    return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
+            str(path), "--device", "cpu", "-n", "1", "--rounds", "1"]
 
 
 @pytest.fixture(scope="session")

@@ -29,19 +29,6 @@ def tables_of(text: str) -> list[dict[str, dict[str, str]]]:
     return [table for table in tables if table]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory, embedded):
-    """The command line's arguments for random models with the embedded tokenizer."""
-    *_, tokenizer = embedded
-    path = tmp_path_factory.mktemp("models")
-    target = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=400)
-    for name, model in ("target", target), ("draft", near(target, 0.01)):
-        model.save_pretrained(path / name)
-        tokenizer.save_pretrained(path / name)
-    return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
-            str(path), *TINY]
-
-
 def made(*argv) -> Bench:
     return Bench(options("").parse_args(argv))
 

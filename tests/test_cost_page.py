@@ -13,7 +13,6 @@ from common import encode, greedy
 from cost_page import write_page
 from helpers import script
 from speculative import speculative
-from test_bench import models  # noqa: F401
 
 TABLE = [(1, 0.1), (2, 0.12), (4, 0.2), (8, 0.6)]
 DRAFT = {"lm": 0, "ids": [1], "parents": [-1], "first": 0, "best": [1], "kept": []}
@@ -92,7 +91,7 @@ def test_the_page_is_one_file_and_a_name_is_only_text():
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "") and "innerHTML" not in page
 
 
-def test_a_page_of_the_methods_whose_files_fit(models, tmp_path, capfd):  # noqa: F811
+def test_a_page_of_the_methods_whose_files_fit(models, tmp_path, capfd):
     """The largest draft says what smaller ones bring, and the draft of the row made the run's
     speed. Its figures are of the same prompts as AR's."""
     page = tmp_path / "page.html"

@@ -9,11 +9,10 @@ import torch
 
 from fake_cuda import FakeCuda
 from results import gpu
-from test_bench import models  # noqa: F401
 
 
 @pytest.mark.parametrize("step", [gpu.decode, gpu.sizes, gpu.trainings])
-def test_steps_run_on_the_simulated_gpu(step, models, tmp_path, monkeypatch):  # noqa: F811
+def test_steps_run_on_the_simulated_gpu(step, models, tmp_path, monkeypatch):
     def with_tiny_models(doc):
         parser = options(doc)
         parser.set_defaults(**vars(parser.parse_args(models)))

@@ -13,7 +13,7 @@ from cli.run import TimedLM
 from common import InputError
 from helpers import script
 from survey.rest import Datastore, as_text
-from test_bench import models, tables_of  # noqa: F401
+from test_bench import tables_of
 from who_picture import Curve, draw_figure, read_figures
 
 
@@ -114,7 +114,7 @@ def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes(monkeypatch):
 
 # ------------------------------------------------------------------------------- all of it
 
-def test_tables_and_the_figure_are_made(models, tmp_path, monkeypatch, capfd):  # noqa: F811
+def test_tables_and_the_figure_are_made(models, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(module, "FEWEST", 3)
     assert script("who_guesses", *models, "--adapters", str(tmp_path), "--max-new-tokens", "10",
                   "--timed", "1", "--picture", str(tmp_path / "who.svg")) == 0
@@ -129,6 +129,6 @@ def test_tables_and_the_figure_are_made(models, tmp_path, monkeypatch, capfd):  
 @pytest.mark.parametrize("argv, said", [
     (["--temperature", "1"], "--temperature must be 0, got 1.0"),
     (["--max-new-tokens", "2"], "--max-new-tokens must be 3 or more")])
-def test_what_cannot_be_compared_is_refused(argv, said, models, capfd):  # noqa: F811
+def test_what_cannot_be_compared_is_refused(argv, said, models, capfd):
     assert script("who_guesses", *models, *argv) == 2
     assert said in capfd.readouterr().err
