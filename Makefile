@@ -23,11 +23,12 @@ PIP := $(RUN) -m pip install --no-compile --quiet --disable-pip-version-check
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
 
-# Two halves of the tests run at once, one on each of two cores.
+# Two processes, one on each of two cores, run the tests from both ends until they meet.
 test: .venv/ready
-	@PART=0/2 $(RUN) -m pytest -q tests > .half.log 2>&1 & half=$$!; \
-	PART=1/2 $(RUN) -m pytest -q tests; second=$$?; \
-	wait $$half; first=$$?; cat .half.log; rm .half.log; exit $$((first + second))
+	@folder=$$(mktemp -d); run="$(RUN) -m pytest -q tests --share $$folder"; \
+	$$run --backwards > $$folder/log 2>&1 & other=$$!; trap "kill $$other" INT; \
+	$$run; first=$$?; \
+	wait $$other; second=$$?; cat $$folder/log; rm -r $$folder; exit $$((first + second))
 
 # All mutants take hours. Some of them: make mutants ONLY="survey/rest.py 12"
 mutants: .venv/ready

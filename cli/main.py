@@ -30,7 +30,7 @@ from cli.costs import say_costs
 from cli.loading import encode_data, encode_prompts, load_checked
 from cli.options import MODELS, parse_command, parse_decoding, read_options, select_options
 from cli.run import Run, TimedLM, count_guesses
-from cli.text import MOST, read_texts, set_encodings, stream
+from cli.text import MOST, read_arguments, set_encodings, stream
 from cli.trace import Trace, make_page
 from common import InputError, Sampler, autoregressive, check, eos_ids, vocab_size
 from training.files import check_result, shorten, write_text
@@ -133,7 +133,7 @@ class Session:
             self.run_as = GraphedLM
             for model in self.models.values():
                 check(model, GraphedLM)  # once more, by what a replay gives
-        self.texts = read_texts(args.prompt) if args.prompt else args.prompts
+        self.texts = read_arguments(args.prompt) if args.prompt else args.prompts
         self.prompts = encode_prompts(target, tokenizer, self.texts, args.chat)
         self.eos = eos_ids(target, tokenizer)
         self.context = min(map(context_length, self.models.values()))

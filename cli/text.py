@@ -27,7 +27,7 @@ def set_encodings() -> None:
             stream.reconfigure(encoding=encoding, errors="replace")
 
 
-def read_texts(given: list[str]) -> list[str]:
+def read_arguments(given: list[str]) -> list[str]:
     """Return the texts of --prompt, among which "-" stands for standard input.
 
     All are UTF-8. Standard input may begin with a byte order mark. Where the locale is another one,

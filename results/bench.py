@@ -457,7 +457,7 @@ def print_tables(bench: Bench) -> None:
 
 # ---------------------------------------------------------------------------- the command line
 
-def options(description: str) -> argparse.ArgumentParser:
+def parser_of(description: str) -> argparse.ArgumentParser:
     """Make a parser with the options that all tables take."""
     parser = Parser(description=description.partition("\n")[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -495,7 +495,7 @@ def open_bench(parser: argparse.ArgumentParser) -> Bench:
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[],
                         help="AR and the rows named so, or whose names begin so")
     parser.add_argument("--row", action="append", default=[],

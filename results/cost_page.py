@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from bench import AR, Bench, Ours, keep_fitting, open_bench, options, run_script  # it sets the path
+from bench import AR, Bench, Ours, keep_fitting, open_bench, parser_of, run_script  # sets the path
 from cli.costs import describe, write_panel
 from cli.trace import PAGE, Trace
 from training.files import write_text
@@ -63,7 +63,7 @@ def write_page(entries: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("costs.html"), help="the page")
     parser.set_defaults(n=3, max_new_tokens=100)
     bench = open_bench(parser)

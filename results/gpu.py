@@ -17,9 +17,9 @@ step saves each row as soon as it is measured. So a run that was cut off is stil
 """
 import gc
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
@@ -28,7 +28,8 @@ import transformers
 from torch.utils.benchmark import Timer
 
 import memory  # it sets the path for what follows
-from bench import ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting, options, run_script
+from bench import (ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting, parser_of,
+                   run_script)
 from cli.graphs import GraphedLM
 from cli.run import TimedLM
 from survey.clock import WIDTHS
@@ -73,22 +74,21 @@ def machine(args):
 
 
 def exact(args):
-    shards = 1 if args.small else SHARDS
     chosen = "llama and speculative and greedy" if args.small else "not law"
     line = ["--device", args.device, "tests/test_lossless.py", "-k", chosen]
-    parts = [(f"{part}/{shards}", line) for part in range(shards)]
+    lines = [line] * (1 if args.small else SHARDS)
     processes = []
-    for part, line in [*parts, ("0/1", ["-m", "cuda", "tests"])]:
-        # Interrupted, pytest says which tests have failed so far. If it goes on, it is killed.
-        command = ["timeout", "-k", "9", "-s", "INT", str(STEPS[exact] - 20), sys.executable, "-m",
-                   "pytest", "-q", "-rf", "--tb=line", *line]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PART": part},
-                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                          encoding="utf-8"))
-    for part, process in enumerate(processes):
-        lines = process.communicate()[0].splitlines()
-        failed = [line[:400] for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
-        yield f"part {part}", {"said": lines[-1], "failed": "; ".join(failed)}
+    with tempfile.TemporaryDirectory() as folder:  # where each process says what it has begun
+        for line in [*lines, ["-m", "cuda", "tests"]]:
+            # Interrupted, pytest says which tests have failed so far. If it goes on, it is killed.
+            command = ["timeout", "-k", "9", "-s", "INT", str(STEPS[exact] - 20), sys.executable,
+                       "-m", "pytest", "-q", "-rf", "--tb=line", "--share", folder, *line]
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
+                                              stderr=subprocess.STDOUT, encoding="utf-8"))
+        for part, process in enumerate(processes):
+            lines = process.communicate()[0].splitlines()
+            failed = [line[:400] for line in lines if line.startswith(("FAILED", "ERROR", "E  "))]
+            yield f"part {part}", {"said": lines[-1], "failed": "; ".join(failed)}
 
 
 def decode(args):
@@ -96,7 +96,7 @@ def decode(args):
             "--max-new-tokens", "6" if args.small else "48"]
     for dtype, how in KINDS:
         more = ["--dtype", dtype, *["--graphs"] * (how == "graphs")]
-        bench = Bench(options(__doc__).parse_args(line + more))
+        bench = Bench(parser_of(__doc__).parse_args(line + more))
         runs = dict(build_peers(bench).values()) | keep_fitting(ALL, bench.row)
         if how == "eager":
             runs = {name: run for name, run in runs.items() if name in FEW}

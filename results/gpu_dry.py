@@ -19,7 +19,7 @@ import math
 import sys
 from collections import Counter
 
-from bench import ALL, ROOT, Bench, Ours, keep_fitting, options, run_script, table
+from bench import ALL, ROOT, Bench, Ours, keep_fitting, parser_of, run_script, table
 
 sys.path.append(str(ROOT / "tests"))
 from fake_cuda import FakeCuda  # noqa: E402  (the path is set in bench.py and above)
@@ -42,7 +42,7 @@ def count(gpu: FakeCuda, name: str, method: Ours, prompts: list[list[int]]) -> l
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.set_defaults(device="cuda", dtype="float32", n=1, max_new_tokens=40, nodes=16)
     args = parser.parse_args()
     with FakeCuda() as gpu:

@@ -7,7 +7,7 @@ call is over, 30 times slower than it was.
 import sys
 from html import escape
 
-from bench import AR, ROOT, Bench, options, run_script  # it sets the path for what follows
+from bench import AR, ROOT, Bench, parser_of, run_script  # it sets the path for what follows
 from cli.text import split_text
 from cost_page import record
 from training.files import write_text
@@ -95,7 +95,7 @@ def draw_picture(runs: list[dict], tokenizer, width: int = 860) -> str:
 
 def main() -> None:
     """Trace Ouroboros and token by token on the last example, after a run of each."""
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.set_defaults(prompts=str(ROOT / "models/examples.jsonl"), max_new_tokens=120,
                         device="cpu")
     bench = Bench(parser.parse_args())

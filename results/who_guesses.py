@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from bench import (AR, Bench, Ours, guesses_of, keep_fitting, open_bench, options, run_script,
+from bench import (AR, Bench, Ours, guesses_of, keep_fitting, open_bench, parser_of, run_script,
                    table)  # it sets the path for what follows
 from bita import load_tuning
 from cli.costs import expected_tokens, read_table
@@ -240,7 +240,7 @@ def compare(bench: Bench) -> None:
 # ---------------------------------------------------------------------------- the command line
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="the SVG file to draw")
     parser.add_argument("--timed", type=int, default=6,
                         help="prompts that are decoded while the clock runs")

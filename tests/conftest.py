@@ -1,7 +1,8 @@
 """This file has the fixtures of all tests. What a test imports is in families.py (tiny random
 models), fake_models.py (scripted ones), laws.py (distributions) and helpers.py."""
-import os
+import gc
 import sys
+from hashlib import sha1
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ from helpers import tokens_of  # noqa: E402
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where test_lossless.py runs its models")
+    parser.addoption("--share", metavar="FOLDER",
+                     help="run the tests that no other process with this folder has begun")
+    parser.addoption("--backwards", action="store_true", help="begin with the last test")
 
 
 def pytest_configure(config):
@@ -29,15 +33,28 @@ def pytest_configure(config):
     families.DEVICE = config.getoption("--device")
 
 
-def pytest_collection_modifyitems(items):
-    """Keep one part of the tests: PART=0/2 and PART=1/2 are the halves for two cores."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out what needs a GPU where there is none, and put the tests into their order."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
-    if "PART" in os.environ:
-        part, parts = map(int, os.environ["PART"].split("/"))
-        items[:] = items[part::parts]
+    if config.getoption("--backwards"):
+        items.reverse()
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported is never searched for garbage, which takes time
+
+
+def pytest_runtest_protocol(item):
+    """Pass over a test that another process has begun. Each that begins leaves an empty file."""
+    if folder := item.config.getoption("--share"):
+        try:
+            Path(folder, sha1(item.nodeid.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return True
+    return None
 
 
 @pytest.fixture(params=FAMILIES)

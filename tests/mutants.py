@@ -36,7 +36,7 @@ from typing import Iterator, NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", "work", ".half.log")  # of the copy
+LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", "work")  # of the copy
 LIMIT = 600  # seconds for the tests of a mutant: one that never ends is killed too
 
 MUTANTS = {

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench import AR, Bench, options
+from bench import AR, Bench, parser_of
 from helpers import ROOT
 
 ROWS = {  # calls of the target for the first 24 tokens of three answers
@@ -23,7 +23,7 @@ TUNED = ("layerskip", "space", "cllm")  # they write the text of a tuned model
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return Bench(options("").parse_args("--device cpu -n 1 --max-new-tokens 24".split()))
+    return Bench(parser_of("").parse_args("--device cpu -n 1 --max-new-tokens 24".split()))
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from results import gpu
 @pytest.mark.parametrize("step", [gpu.decode, gpu.sizes, gpu.trainings])
 def test_steps_run_on_the_simulated_gpu(step, models, tmp_path, monkeypatch):
     def with_tiny_models(doc):
-        parser = options(doc)
+        parser = whole(doc)
         parser.set_defaults(**vars(parser.parse_args(models)))
         return parser
-    real, options = gpu.Timer.timeit, gpu.options
-    monkeypatch.setattr(gpu, "options", with_tiny_models)
+    real, whole = gpu.Timer.timeit, gpu.parser_of
+    monkeypatch.setattr(gpu, "parser_of", with_tiny_models)
     monkeypatch.setattr(gpu, "ALL", gpu.ALL[:2])
     monkeypatch.setattr(gpu, "KINDS", [("float32", "graphs")])
     monkeypatch.setattr(gpu.Timer, "timeit", lambda timer, n: real(timer, 1))

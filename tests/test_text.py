@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from cli.text import KEPT, TokenTexts, read_texts, set_encodings, split_text, stream
+from cli.text import KEPT, TokenTexts, read_arguments, set_encodings, split_text, stream
 from cli.trace import collect_tokens, say_tokens
 from mutants import read
 from training.files import shorten
@@ -39,12 +39,12 @@ class Bytes(io.TextIOWrapper):
 def test_standard_input_is_utf_8(monkeypatch, data):
     """With or without a byte order mark, and with the line ends of any system."""
     monkeypatch.setattr(sys, "stdin", Bytes(data.encode()))
-    assert read_texts(["-"]) == ["é\n漢"]
+    assert read_arguments(["-"]) == ["é\n漢"]
 
 
 def test_arguments_in_another_locale():
     """Python hides the bytes that the locale does not know."""
-    assert read_texts(["é漢", "é漢".encode().decode("ascii", "surrogateescape")]) == ["é漢", "é漢"]
+    assert read_arguments(["é漢", "é漢".encode().decode("ascii", "surrogateescape")]) == ["é漢", "é漢"]
 
 
 @pytest.mark.parametrize("name, terminal, printed", [
