@@ -308,20 +308,16 @@ def test_what_no_engine_would_read_is_not_exported(tmp_path, embedded, monkeypat
 # -------------------------------------------------------------------------- what is not accepted
 
 OTHER = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(5))
-ONES = torch.ones(9)
 REFUSED = [  # a kind, what its head has instead, in its tensors or its configuration, the message
     ("eagle", {"fc.weight": None}, "be an EAGLE head, got .*, a file without a head that is known"),
-    ("eagle", {"0.0.linear.weight": ONES}, "be an EAGLE head, got .*, Medusa heads"),
+    ("eagle", {"0.0.linear.weight": OTHER}, "be an EAGLE head, got .*, Medusa heads"),
     ("eagle3", {"midlayer.hidden_norm.weight": None}, "be an EAGLE-3 head, got .*, an EAGLE head"),
-    ("eagle", {"layers.0.input_layernorm.weight": ONES}, "got .* with {'layers.0.input_layern"),
+    ("eagle", {"layers.0.input_layernorm.weight": OTHER}, "got .* with {'layers.0.input_layern"),
     ("eagle", {"hidden_size": 128}, "features of 128 numbers, as the layer has, got 256 and 256"),
     ("eagle", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type default, linear, llama3"),
     ("eagle", {"num_attention_heads": 3}, "config.json describes a layer, got .*: .* multiple"),
     ("eagle", {"embed_tokens.weight": OTHER}, "which is for another"),
-    ("eagle", {"embed_tokens.weight": OTHER.to(torch.int8)}, "finite floating-point numbers"),
-    ("eagle", {"embed_tokens.weight": OTHER[1:]}, "'embed_tokens.weight': .1536, 256"),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "layer_ids"),
-    ("eagle3", {"d2t": None}, "'lm_head.weight': .1536, 256"),
     ("eagle3", {"d2t": torch.full((D,), V)}, "must be a head for 1536 tokens")]
 
 
