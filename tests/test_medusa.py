@@ -7,7 +7,7 @@ import torch
 
 from common import Sampler
 from fake_models import path_to
-from families import tiny
+from families import rand, tiny
 from survey import medusa as module
 from survey.clock import best_tree
 from survey.medusa import (KINDS, Heads, accuracy, collect_features, fill_tree, medusa,
@@ -18,11 +18,7 @@ ACCEPT = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.1]]  # trees of up to three level
 
 
 def random_heads(model, kind: str, K: int = 3) -> Heads:
-    heads, rng = Heads(model, kind, K), torch.Generator().manual_seed(0)
-    for p in heads.trainable().values():
-        p.data = torch.randn(p.shape, generator=rng)
-    heads.accept = ACCEPT
-    return heads
+    return rand(Heads(model, kind, K), ACCEPT, 1.0)
 
 
 def random_features(n: int) -> torch.Tensor:

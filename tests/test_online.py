@@ -108,19 +108,6 @@ def answer(model, out, prompts=PROMPTS, **changes) -> None:
     serve(model, WORDLESS, prompts, out=out, **stream | changes)
 
 
-def stopped(method, call: int):
-    """Let Ctrl-C stop a method in the second chunk of its call of this number."""
-    calls = []
-
-    def run(*args, **options):
-        calls.append(args)
-        for i, chunk in enumerate(method(*args, **options), 1):
-            if (len(calls), i) == (call, 2):
-                raise KeyboardInterrupt
-            yield chunk
-    return run
-
-
 def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
     """Its answers, and what the draft has learnt, are those of a whole run, wherever it is stopped.
     A request answered since the last step is answered again. More prompts may come."""
@@ -130,10 +117,10 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
         expected = tokens_of(autoregressive(FeatureLM(model), prompt), 12, {1})
         assert (row["prompt"], row["answer"]) == (prompt, expected)
         assert 0 <= row["accepted"] <= row["drafted"]
-    for stop in (2, 5):  # before the first step, and in the second
+    for stop in (2, 5):  # in a request before the first step, and in the second step
         out = tmp_path / f"{stop}"
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(module, "speculative", stopped(module.speculative, stop))
+            patch.setattr(module, "speculative", interrupting(module.speculative, stop))
             patch.setattr(Learner, "learn", interrupting(Learner.learn, 2))
             answer(model, out)
         answer(model, out, PROMPTS[:4])

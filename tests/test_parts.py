@@ -79,10 +79,6 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
 
 # ---------------------------------------------------------------- files that trainings leave
 
-def load_space(path, model):
-    return masks.load_space(path, CachedLM(model))
-
-
 PARTS = {  # a training: functions that load the file that it leaves, and that save it again
     "bita train --P 3 --M 2": (bita.load_tuning, bita.save_tuning),
     "survey.medusa train --K 2": (lambda path, model: medusa.load_heads(path, "medusa", model),
@@ -98,7 +94,8 @@ PARTS = {  # a training: functions that load the file that it leaves, and that s
         early_exit.load_exit, lambda path, part, model: save_trained(
             path, part, model, E=part.E, width=len(part.W_1.weight))),
     "survey.layerskip tune --E 1 --rank 2": (layerskip.load_tuned, None),
-    "survey.masks tune --k 2 --rank 2": (load_space, None),
+    "survey.masks tune --k 2 --rank 2": (
+        lambda path, model: masks.load_space(path, CachedLM(model)), None),
 }
 OPTIONAL = {"vocab", "config", "mlp", "bias", "own_head"}  # older files lack them
 ROW = pytest.mark.parametrize("line", PARTS)
