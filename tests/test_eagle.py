@@ -115,7 +115,8 @@ def test_acceptance_by_hand():
     """True rows up to a place, then n rows of guessed features and true tokens, all computed anew.
     A guess counts where the likeliest guesses above it are right."""
     model, text = tiny("llama", vocab_size=5), [i * i % 37 % 5 for i in range(40)]
-    draft, right, total = rand(EagleLayer(model), [], 0.2), torch.zeros(LEVELS, 4), torch.zeros(LEVELS, 1)
+    draft = rand(EagleLayer(model), [], 0.2)
+    right, total = torch.zeros(LEVELS, 4), torch.zeros(LEVELS, 1)
     draft.keep([4, 0, 3, 1])
     for end in range(4, len(text)):  # the first token that is guessed
         for d in range(min(LEVELS, len(text) - end)):
