@@ -23,9 +23,9 @@ MODEL = tiny("llama", num_hidden_layers=7)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), own_head=True) -> Eagle3Layer:
+def make_draft(taps=(2, 3, 4), vocab=range(61), **options) -> Eagle3Layer:
     """Make a draft whose every trained weight is random."""
-    return rand(Eagle3Layer(MODEL, make_config(MODEL), [*taps], vocab, form, own_head=own_head))
+    return rand(Eagle3Layer(MODEL, make_config(MODEL), [*taps], vocab, **options))
 
 
 # ----------------------------------------------------------------------------------------- taps
