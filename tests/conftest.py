@@ -15,10 +15,8 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 import families  # noqa: E402  (the path is set above)
-from cli.run import TimedLM  # noqa: E402
-from common import autoregressive, encode, load  # noqa: E402
+from common import load  # noqa: E402
 from families import FAMILIES, near, tiny  # noqa: E402
-from helpers import tokens_of  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -90,14 +88,3 @@ def models(tmp_path_factory, embedded) -> list[str]:
         tokenizer.save_pretrained(path / name)
     return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
             str(path), "--device", "cpu", "-n", "1", "--rounds", "1"]
-
-
-@pytest.fixture(scope="session")
-def held_out(embedded) -> list[tuple[list[int], list[int]]]:
-    """Take held-out prompts of each task, and the embedded target's first 100 greedy tokens."""
-    import tasks
-    model, _, tokenizer = embedded
-    prompts = [encode(tokenizer, example.prompt) for task in tasks.TASKS
-               for example in tasks.take(task, "test", 2, seed=40)]
-    target, eos = TimedLM(model), {tokenizer.eos_token_id}
-    return [(p, tokens_of(autoregressive(target, p), 100, eos)) for p in prompts]

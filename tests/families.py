@@ -5,6 +5,7 @@
     SCALED         configurations whose logits are not what the LM head says
     tiny(family)   a random model of a family, prepared for CachedLM
     near(model)    a copy with noise in its weights, so a draft that is often right
+    rand(part)     a trained part with random weights
     DEVICE         where test_lossless.py runs its models, pytest's option --device
 
 All have VOCAB tokens and a context of CONTEXT positions, so that a test reaches the end of it."""
@@ -114,3 +115,13 @@ def near(model, noise: float):
         for p in draft.parameters():
             p.add_(noise * torch.randn(p.shape).to(p))  # the same numbers on all devices
     return draft
+
+
+def rand(part: torch.nn.Module, accept: list[list[float]] = (), scale: float = 0.5):
+    """Set the weights of a trained part to random numbers, and its acceptance rates."""
+    rng = torch.Generator().manual_seed(0)
+    for p in part.parameters():
+        if p.requires_grad:
+            p.data = (scale * torch.randn(p.shape, generator=rng)).to(p.device)
+    part.accept = [*accept]
+    return part.requires_grad_(False)

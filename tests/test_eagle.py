@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fake_models import path_to
-from families import FAMILIES, SCALED, tiny
+from families import FAMILIES, SCALED, rand, tiny
 from survey import eagle as module
 from survey.clock import best_tree
 from survey.eagle import EagleLayer, compute_features, eagle, eagle_loss
@@ -16,14 +16,6 @@ from training.parts import score_with
 from trainings import run
 
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
-
-
-def random_draft(model, accept=()) -> EagleLayer:
-    draft, rng = EagleLayer(model), torch.Generator().manual_seed(1)
-    for p in draft.trainable().values():
-        p.data = 0.2 * torch.randn(p.shape, generator=rng)
-    draft.accept = [*accept]
-    return draft.requires_grad_(False)
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -60,7 +52,7 @@ def grow_by_hand(model, draft, text, n, dynamic) -> set[tuple]:
 def test_a_tree_has_the_likeliest_paths(accept, dynamic, nodes, n, monkeypatch):
     """The target is fed the tree after a prompt that is read in two parts."""
     model, trees, text = tiny("llama", vocab_size=5), [], [i * i % 5 for i in range(131)]
-    draft, target = random_draft(model, accept), FeatureLM(model)
+    draft, target = rand(EagleLayer(model), accept, 0.2), FeatureLM(model)
     draft.keep([4, 0, 3, 1, 2])
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda *tree, **how: trees.append(tree) or
@@ -123,7 +115,8 @@ def test_acceptance_by_hand():
     """True rows up to a place, then n rows of guessed features and true tokens, all computed anew.
     A guess counts where the likeliest guesses above it are right."""
     model, text = tiny("llama", vocab_size=5), [i * i % 37 % 5 for i in range(40)]
-    draft, right, total = random_draft(model), torch.zeros(LEVELS, 4), torch.zeros(LEVELS, 1)
+    draft = rand(EagleLayer(model), [], 0.2)
+    right, total = torch.zeros(LEVELS, 4), torch.zeros(LEVELS, 1)
     draft.keep([4, 0, 3, 1])
     for end in range(4, len(text)):  # the first token that is guessed
         for d in range(min(LEVELS, len(text) - end)):

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from cli.run import TimedLM
 from common import InputError
-from families import tiny
+from families import rand, tiny
 from naive import NaiveLM
 from survey.eagle import Pairs
 from survey.eagle3 import (Eagle3Layer, Form, choose_lessons, load_draft, make_config, read_target,
@@ -23,14 +23,9 @@ MODEL = tiny("llama", num_hidden_layers=7)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-def make_draft(taps=(2, 3, 4), vocab=range(61), form=Form(), own_head=True) -> Eagle3Layer:
+def make_draft(taps=(2, 3, 4), vocab=range(61), **options) -> Eagle3Layer:
     """Make a draft whose every trained weight is random."""
-    draft = Eagle3Layer(MODEL, make_config(MODEL), [*taps], vocab, form, own_head=own_head)
-    rng = torch.Generator().manual_seed(1)
-    for p in draft.trainable().values():
-        p.data = (p.ndim == 1) + 0.2 * torch.randn(p.shape, generator=rng)
-    draft.accept = [[0.5, 0.3, 0.1]] * 4
-    return draft.requires_grad_(False)
+    return rand(Eagle3Layer(MODEL, make_config(MODEL), [*taps], vocab, **options))
 
 
 # ----------------------------------------------------------------------------------------- taps

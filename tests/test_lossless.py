@@ -49,7 +49,7 @@ from cli.graphs import GraphedLM
 from cli.run import TimedLM
 from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
-from families import FAMILIES, MORE_FAMILIES, tiny
+from families import FAMILIES, MORE_FAMILIES, rand, tiny
 from helpers import tokens_of
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from naive import KnowingLM, NaiveLM
@@ -84,16 +84,6 @@ class Line(NamedTuple):
     vocab: int = 3  # tokens that are sampled from
     memo: Callable = lambda target: {}  # what the method would read from files: the target's memo
     text_of: torch.nn.Module | None = None  # the model whose text it writes. None: the target
-
-
-def rand(part: torch.nn.Module, accept: list[list[float]] = (), scale: float = 0.5):
-    """Set the weights of a trained part to random numbers, and its acceptance rates."""
-    rng = torch.Generator().manual_seed(0)
-    for p in part.parameters():
-        if p.requires_grad:
-            p.data = (scale * torch.randn(p.shape, generator=rng)).to(p.device)
-    part.accept = [*accept]
-    return part.requires_grad_(False)
 
 
 def eagle3_layer(model) -> eagle3.Eagle3Layer:

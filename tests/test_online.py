@@ -50,15 +50,15 @@ def test_nothing_is_learnt_beyond_the_context():
     learner.learn()
 
 
-@pytest.mark.parametrize("kind", module.KINDS)
-def test_a_step_is_towards_what_the_target_thought_there(kind, monkeypatch):
-    """Also if the model scales its LM head's output, as Cohere does. The rows are dropped then, and
-    the draft that was given stays. A step without rows changes nothing, and counts."""
-    model, given = tiny("cohere2"), []
+def test_a_step_is_towards_what_the_target_thought_there(monkeypatch):
+    """Also if the model scales its LM head's output, as Cohere does. The copy is nearer to it after
+    that, and the draft that was given stays. The rows are dropped. A step without rows changes
+    nothing, and counts."""
+    model, kind, given = tiny("cohere2"), "reverse-kl", []
     small, divergence = near(model, 0.1), training.divergence
     before, learner = copy.deepcopy(small.state_dict()), learner_of(model, small, kind)
     for prompt in PROMPT, [9, 9, 2]:
-        tokens_of(learner.serve(prompt, 4, Sampler(0), []), 30)
+        tokens_of(learner.serve(prompt, 4, Sampler(0), []), 15)
     kept = list(learner.kept)
     monkeypatch.setattr(training, "divergence", lambda *x: given.append(x) or divergence(*x))
     learner.learn()
@@ -66,34 +66,30 @@ def test_a_step_is_towards_what_the_target_thought_there(kind, monkeypatch):
     assert learner.kept == [] and learner.training.done == 2
     [(used, *logits)] = given
     assert used == kind and min(len(places) for _, places in kept) > 2
+
+    def read_rows(model):
+        return torch.cat([model(input_ids=torch.tensor([text])).logits[0, [*places], :50]
+                          for text, places in kept])
     for rows, lm in zip(logits, (model, small)):
-        expected = [lm(input_ids=torch.tensor([text])).logits[0, [*places], :50]
-                    for text, places in kept]
-        torch.testing.assert_close(rows.float(), torch.cat(expected), atol=0.3, rtol=0.05)
+        torch.testing.assert_close(rows.float(), read_rows(lm), atol=0.3, rtol=0.05)
+    before_and_after = (read_rows(x) for x in (small, learner.lm.model))
+    far, near_to = (divergence(kind, logits[0], rows).mean() for rows in before_and_after)
+    assert near_to < far
     assert all(torch.equal(x, before[name]) for name, x in small.state_dict().items())
 
 
 def test_the_draft_changes_between_prompts_only():
     model, weights = tiny("llama"), []
     target, draft = FeatureLM(model), FeatureLM(near(model, 0.1))
-    for _ in range(7):
-        chunks = online(target, draft, PROMPT, every=3, lr=1e-2)
+    for _ in range(5):
+        chunks = online(target, draft, PROMPT, every=2, lr=1e-2)
         next(chunks)
         [learner] = [x for key, x in draft.memo.items() if key[0] == "online"]
         weights.append(learner.lm.model.lm_head.weight.detach().clone())
         tokens_of(chunks, 8)
         assert torch.equal(weights[-1], learner.lm.model.lm_head.weight)
     changed = [not torch.equal(a, b) for a, b in zip(weights, weights[1:])]
-    assert changed == [False, False, True, False, False, True]
-
-
-def test_what_the_draft_learns_saves_calls():
-    model, calls = tiny("llama"), [0]
-    target, draft = FeatureLM(model), FeatureLM(near(model, 0.1))
-    for _ in range(12):
-        tokens_of(online(target, draft, PROMPT, every=1, lr=3e-3), 30)
-        calls.append(target.calls)
-    assert calls[-1] - calls[-2] < 0.7 * (calls[1] - calls[0])
+    assert changed == [False, True, False, True]
     assert draft.calls > target.calls  # those of the copy
 
 
@@ -112,19 +108,6 @@ def answer(model, out, prompts=PROMPTS, **changes) -> None:
     serve(model, WORDLESS, prompts, out=out, **stream | changes)
 
 
-def stopped(method, call: int):
-    """Let Ctrl-C stop a method in the second chunk of its call of this number."""
-    calls = []
-
-    def run(*args, **options):
-        calls.append(args)
-        for i, chunk in enumerate(method(*args, **options), 1):
-            if (len(calls), i) == (call, 2):
-                raise KeyboardInterrupt
-            yield chunk
-    return run
-
-
 def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
     """Its answers, and what the draft has learnt, are those of a whole run, wherever it is stopped.
     A request answered since the last step is answered again. More prompts may come."""
@@ -134,10 +117,10 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
         expected = tokens_of(autoregressive(FeatureLM(model), prompt), 12, {1})
         assert (row["prompt"], row["answer"]) == (prompt, expected)
         assert 0 <= row["accepted"] <= row["drafted"]
-    for stop in (2, 3, 4, 5):  # before the first step, right after it, later, and in a step
+    for stop in (2, 5):  # in a request before the first step, and in the second step
         out = tmp_path / f"{stop}"
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(module, "speculative", stopped(module.speculative, stop))
+            patch.setattr(module, "speculative", interrupting(module.speculative, stop))
             patch.setattr(Learner, "learn", interrupting(Learner.learn, 2))
             answer(model, out)
         answer(model, out, PROMPTS[:4])
@@ -150,23 +133,23 @@ def test_a_stopped_stream_goes_on(model, tmp_path, monkeypatch):
         assert learnt.keys() and all(torch.equal(x, whole[name]) for name, x in learnt.items())
 
 
-@pytest.mark.parametrize("change, text", [
-    *((dict(prompts=PROMPTS, **x), None) for x in (
-        dict(lr=1e-3), dict(every=1), dict(gamma=2), dict(divergence="jsd"), dict(seed=1),
-        dict(temperature=1.0), dict(max_new_tokens=9), dict(draft="0.2"),
-        dict(model=tiny("llama", 1, max_position_embeddings=64)))),
-    (dict(prompts=PROMPTS[::-1]), None), ({}, ""), ({}, "# a text\n"),
-    ({}, '{"prompt": [4, 3, 7], "answer": [5]}\n'), ({}, '{"prompt": [1]}\n')])
-def test_no_other_file_is_gone_on_with_or_overwritten(change, text, model, tmp_path):
+OTHERS = [  # another run
+    dict(lr=1e-3), dict(every=1), dict(gamma=2), dict(divergence="jsd"), dict(seed=1),
+    dict(temperature=1.0), dict(max_new_tokens=9), dict(draft="0.2"),
+    dict(model=tiny("llama", 1, max_position_embeddings=64)), dict(prompts=PROMPTS[::-1])]
+TEXTS = ["", "# a text\n", '{"prompt": [4, 3, 7], "answer": [5]}\n', '{"prompt": [1]}\n']
+
+
+def test_no_other_file_is_gone_on_with_or_overwritten(model, tmp_path):
     """Neither answers of another run nor less than what the draft has learnt from."""
     out = tmp_path / "a"
-    answer(model, out, PROMPTS[:4])
-    if text is not None:
-        out.write_text(text)
+    answer(model, out, PROMPTS[:3])
     known = out.read_text()
-    with pytest.raises(InputError, match="the answers to the first [04] prompts|kept in line 1; "):
-        answer(**dict(model=model, out=out) | change)
-    assert out.read_text() == known
+    for change, text in [*((x, known) for x in OTHERS), *(({}, x) for x in TEXTS)]:
+        out.write_text(text)
+        with pytest.raises(InputError, match="the answers to the first [02] prompts|in line 1; "):
+            answer(**dict(model=model, out=out) | change)
+        assert out.read_text() == text, change
 
 
 def test_guesses_that_were_cut_off_are_not_accepted(model, tmp_path):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from cli.run import TimedLM
-from common import InputError
+from common import InputError, autoregressive
 from helpers import tokens_of
 from survey import eagle, eagle3, medusa
 from training.released import MEDUSA_TREE, is_head, read_files, some_weights
@@ -234,16 +234,15 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own
 # -------------------------------------------------------------------------- decoding with a head
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_head_decodes_with_the_released_tree(tmp_path, embedded, held_out, name):
+def test_a_head_decodes_with_the_released_tree(tmp_path, embedded, name):
     """And it is told from other heads, also if a half type rounded its numbers."""
     kind, (model, *_), log = KINDS[name], embedded, []
     method = vars(kind.module)[name]
     target, adapter = TimedLM(model), write(tmp_path / "head", kind.config, kind.tensors())
-    for prompt, expected in held_out[:2]:
-        chunks = method(target, prompt, adapter=adapter, log=log)
-        assert tokens_of(chunks, len(expected[:12])) == expected[:12]
-    assert {record["guessed"] for record in log} == {kind.guesses}
+    expected = tokens_of(autoregressive(target, TEXT), 4)
+    assert tokens_of(method(target, TEXT, adapter=adapter, log=log), 4) == expected
     next(method(target, TEXT, adapter=adapter, nodes=7, log=log))
+    assert {record["guessed"] for record in log[:-1]} == {kind.guesses}
     assert log[-1]["guessed"] == 6
     part = target.memo[name, adapter]
     for scale in (1.01, 1.1):
@@ -309,20 +308,16 @@ def test_what_no_engine_would_read_is_not_exported(tmp_path, embedded, monkeypat
 # -------------------------------------------------------------------------- what is not accepted
 
 OTHER = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(5))
-ONES = torch.ones(9)
 REFUSED = [  # a kind, what its head has instead, in its tensors or its configuration, the message
     ("eagle", {"fc.weight": None}, "be an EAGLE head, got .*, a file without a head that is known"),
-    ("eagle", {"0.0.linear.weight": ONES}, "be an EAGLE head, got .*, Medusa heads"),
+    ("eagle", {"0.0.linear.weight": OTHER}, "be an EAGLE head, got .*, Medusa heads"),
     ("eagle3", {"midlayer.hidden_norm.weight": None}, "be an EAGLE-3 head, got .*, an EAGLE head"),
-    ("eagle", {"layers.0.input_layernorm.weight": ONES}, "got .* with {'layers.0.input_layern"),
+    ("eagle", {"layers.0.input_layernorm.weight": OTHER}, "got .* with {'layers.0.input_layern"),
     ("eagle", {"hidden_size": 128}, "features of 128 numbers, as the layer has, got 256 and 256"),
     ("eagle", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type default, linear, llama3"),
     ("eagle", {"num_attention_heads": 3}, "config.json describes a layer, got .*: .* multiple"),
     ("eagle", {"embed_tokens.weight": OTHER}, "which is for another"),
-    ("eagle", {"embed_tokens.weight": OTHER.to(torch.int8)}, "finite floating-point numbers"),
-    ("eagle", {"embed_tokens.weight": OTHER[1:]}, "'embed_tokens.weight': .1536, 256"),
     ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "layer_ids"),
-    ("eagle3", {"d2t": None}, "'lm_head.weight': .1536, 256"),
     ("eagle3", {"d2t": torch.full((D,), V)}, "must be a head for 1536 tokens")]
 
 

@@ -17,8 +17,7 @@ from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_
                          build, load_datastore, measure_tokens_per_call, rest, retrieve,
                          retrieve_by_score)
 from training.parts import load_part, save_part
-
-WORDLESS = SimpleNamespace(eos_token_id=None, pad_token_id=None)  # a tokenizer that ends nothing
+from trainings import WORDLESS
 
 
 def store_of(*texts):
