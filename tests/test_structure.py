@@ -137,7 +137,7 @@ def decode_alone(top, text: str) -> int:
             options = {"tuning": module.Tuning(models[0]), "tree": "efficient"}
         lms = [function.__annotations__[x](model) for x, model in zip(names, models)]
         chunks = function(*lms, common.encode(tokenizers[0], text), **options)
-        print(method, sum(len(chunk) for chunk in common.until(chunks, 9)))
+        print(method, sum(len(chunk) for chunk in common.until(chunks, 4)))
     return 0
 
 
@@ -156,7 +156,7 @@ def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path):
     found, errors = out.read().splitlines(), err.read()
     process.join()
     assert process.exitcode == 0, errors
-    assert found == [f"{method} 9" for _, method in METHODS]
+    assert found == [f"{method} 4" for _, method in METHODS]
 
 
 # -------------------------------------------------------------------------------- short, narrow
