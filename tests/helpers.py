@@ -16,7 +16,6 @@ import torch
 from bita import mask_states
 from cli.main import main as run_command_line
 from common import until
-from training.layers import FeatureLM
 from training.parts import score_with
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,14 +37,6 @@ def prefill(lm, ids: list[int]) -> torch.Tensor:
 def mask_logits(model, *given) -> torch.Tensor:
     """Return the logits [B, G, M, V] of the states that `bita.mask_states` gives."""
     return score_with(model)(mask_states(model, *given))
-
-
-def per_call(method, model, held_out, **options) -> float:
-    """Count tokens per target call on held-out prompts, where the output is AR's."""
-    target = FeatureLM(model)
-    for prompt, expected in held_out:
-        assert tokens_of(method(target, prompt, **options), len(expected)) == expected
-    return sum(len(expected) for _, expected in held_out) / target.calls
 
 
 def main(*args, **special) -> int:
@@ -125,10 +116,3 @@ def interrupting(act, number: int, after: bool = False):
             raise KeyboardInterrupt
         return result
     return stopped
-
-
-def said_in_one_line(said: str, capfd) -> None:
-    """Check that a refused command printed one line alone, on stderr, but for progress bars."""
-    out, err = capfd.readouterr()
-    lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
-    assert out == "" and len(lines) == 1 and said in lines[0], err

@@ -14,10 +14,10 @@ from cli.run import TimedLM
 from common import InputError, autoregressive, check
 from survey.clock import WIDTHS
 from fake_cuda import FakeCuda
-from families import few_families, near, tiny
+from families import near, tiny
 from helpers import tokens_of
 from speculative import speculative
-from test_common import CLOSE, check_trees
+from test_common import CLOSE
 from test_lossless import tuning_of
 
 PROMPT = [5, 9, 3, 14, 7] * 24
@@ -116,9 +116,8 @@ def check_replayed(method, lms: list[GraphedLM], gpu, **options) -> None:
     assert gpu["replays"] - before["replays"] == sum(lm.calls for lm in lms) + prompts
 
 
-@few_families
-def test_families_can_be_captured(family, gpu):
-    model = on_gpu(family)
+def test_masks_of_two_kinds_are_captured(gpu):
+    model = on_gpu("gemma3")
     check_replayed(speculative, [GraphedLM(model), GraphedLM(near(model, 0.01))], gpu)
 
 
@@ -129,11 +128,6 @@ def test_captured_embeddings_and_prefix_rows(gpu):
     for _ in range(2):
         check_replayed(bita, [lm], gpu, tree="full", k=2, tuning=tuning_of(model, 4, 3))
     assert {len(shape) for *_, shape in lm.captured} == {2, 3} and lm.prefix == 4
-
-
-def test_captured_random_trees_equal_their_paths(gpu):
-    check_trees(on_gpu("qwen2-window"), GraphedLM)
-    assert gpu["replays"] > 2 * gpu["graphs"] > 6
 
 
 def test_new_buffers_need_new_captures(gpu):

@@ -1,9 +1,9 @@
-"""The peak of a training that results/memory.py counts by shapes is what real tensors would take."""
+"""The peak of a training, as results/memory.py counts it by shapes, is what real tensors take."""
 from unittest.mock import patch
 
 import pytest
 
-from helpers import said_in_one_line, script
+from helpers import script
 from results import memory
 
 
@@ -22,4 +22,5 @@ def test_the_peak_of_a_training(line, megabytes):
 
 def test_a_training_that_there_is_not_is_refused(capfd):
     assert script("results.memory", "nonsense") == 2
-    said_in_one_line("expected a training, one of answers, medusa, ", capfd)
+    out, err = capfd.readouterr()
+    assert out == "" and "expected a training, one of answers, medusa, " in err
