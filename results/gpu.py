@@ -93,7 +93,7 @@ def exact(args):
 
 def decode(args):
     line = ["--device", args.device, "-n", "1", "--rounds", "1", "--nodes", "16",
-            "--max-new-tokens", "6" if args.small else "48"]
+            "--max-new-tokens", "4" if args.small else "48"]
     for dtype, how in KINDS:
         more = ["--dtype", dtype, *["--graphs"] * (how == "graphs")]
         bench = Bench(parser_of(__doc__).parse_args(line + more))

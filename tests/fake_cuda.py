@@ -51,10 +51,7 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 def on_gpu(x: Tensor) -> bool:
     """Say whether a tensor has the mark."""
-    try:
-        return getattr(x.untyped_storage(), "on_gpu", False)
-    except (RuntimeError, NotImplementedError):  # x has no storage
-        return False
+    return getattr(x.untyped_storage(), "on_gpu", False)
 
 
 def mark(x: Tensor, gpu: bool) -> Tensor:
@@ -215,8 +212,6 @@ class Functions(TorchFunctionMode):
 
     def to(self, x, *args, copy=False, **kwargs):
         device, dtype, *_ = parse_to(*args, **kwargs)
-        if device is not None and device.type == "meta":
-            return x.to(device, dtype)
         out = x if device is None else self.gpu.move(x, is_gpu(device))
         with self.gpu.set(inside=on_gpu(out)):
             return out.to(dtype or out.dtype, copy=copy and out is x)

@@ -16,8 +16,6 @@ These make one, or the logits for one:
     markov(seed, vocab)           random logits that depend on the last two tokens: for sampling,
                                   as the law of such an output can be enumerated (laws.py)
     drifting(seed)                as markov, by the length too: greedy text does not loop
-    uncached(model)               a real model that runs each text anew from its beginning, which
-                                  a model with a cache must agree with
 
 Variants:
 
@@ -27,8 +25,6 @@ Variants:
 
 A method that needs weights (heads on features, a layer of its own) gets a tiny random model of
 families.py instead. There `near(model, noise)` is a draft that is often right."""
-import functools
-
 import torch
 import torch.nn.functional as F
 
@@ -110,15 +106,6 @@ def drifting(seed: int, vocab: int = 5):
     length: greedy text does not repeat itself."""
     tables = [markov(100 * seed + i, vocab, scale=1.0) for i in range(31)]
     return lambda tokens: tables[len(tokens) % 31](tokens)
-
-
-def uncached(model) -> ScriptedLM:
-    """Stand in for CachedLM(model): the model runs the whole text before each node alone."""
-    @functools.cache
-    @torch.inference_mode()
-    def logits_of(*tokens):
-        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-    return ScriptedLM(lambda tokens: logits_of(*tokens))
 
 
 class Zeros(Sampler):

@@ -12,7 +12,6 @@ All have VOCAB tokens and a context of CONTEXT positions, so that a test reaches
 import copy
 import itertools
 
-import pytest
 import torch
 from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, DeepseekV3Config,
                           Gemma2Config, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, GptOssConfig,
@@ -63,10 +62,6 @@ SCALED = {  # whose logits are not what the LM head says
     "gemma2-capped": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False,
                                   query_pre_attn_scalar=8, final_logit_softcapping=4.0),
 }
-
-# for variants of what is tested over all
-few_families = pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-
 
 MADE = {}  # all models that `tiny` has made, each with torch's random state after that
 

@@ -116,10 +116,3 @@ def interrupting(act, number: int, after: bool = False):
             raise KeyboardInterrupt
         return result
     return stopped
-
-
-def said_in_one_line(said: str, capfd) -> None:
-    """Check that a refused command printed one line alone, on stderr, but for progress bars."""
-    out, err = capfd.readouterr()
-    lines = [line for line in err.replace("\r", "\n").splitlines() if line and "it/s" not in line]
-    assert out == "" and len(lines) == 1 and said in lines[0], err

@@ -35,7 +35,7 @@ REFUSED = {
     "a sum": lambda here, there: here + there,
     "a table and its index": lambda here, there: here[there.long()],
     "numbers that are put": lambda here, there: there.index_put_((there.long(),), here),
-    "searching": lambda here, there: torch.searchsorted(there, here),
+    "numbers of both": lambda here, there: torch.stack([there[0], here[0]]),
     "a layer": lambda here, there: torch.nn.Linear(3, 3)(there),
     "numpy": lambda here, there: there.numpy(),
     "the CPU's generator": lambda here, there: there.uniform_(generator=torch.Generator()),
@@ -68,22 +68,25 @@ def test_what_cuda_takes_and_what_is_counted():
 
 # ----------------------------------------------------------------------------------- trainings
 
+TWINS = {  # of which another line runs all the code
+    "bita train --P 3 --M 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
+    "survey.eagle train", "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0 --vocab 9"}
 OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "survey.hybrid fit",
           "survey.online serve --every 1 --gamma 2"]  # they measure or learn as trainings do
 
 
-@pytest.mark.parametrize("line", [*TRAININGS, *OTHERS])
+@pytest.mark.parametrize("line", [*(x for x in TRAININGS if x not in TWINS), *OTHERS])
 def test_a_training_runs_on_the_simulated_gpu(line, tmp_path, monkeypatch):
-    """It makes two steps, and whatever comes before and after them."""
+    """It makes a step, and whatever comes before and after it."""
     monkeypatch.setattr(sequoia, "TOKENS", 4)
-    changes = {"steps": 2} if line in TRAININGS else {}
+    changes = {"steps": 1} if line in TRAININGS else {}
     with FakeCuda() as gpu, use_settings(Settings(recompute=True)):
         model = make_llama().to("cuda")
         if line == "survey.hybrid fit":
-            store = run("survey.rest build", tmp_path / "store", model, PROMPTS[:3])
+            store = run("survey.rest build", tmp_path / "store", model, PROMPTS[:2])
             changes = dict(datastore=store, adapters=tmp_path)
         gpu.counts.clear()
-        made = run(line, tmp_path, model, PROMPTS[:3], **changes)
+        made = run(line, tmp_path, model, PROMPTS[:2], **changes)
     assert gpu.counts["launches"] > 100 and made.exists()
 
 
@@ -114,7 +117,7 @@ def test_what_a_method_asks_of_a_gpu_is_counted_without_its_prompt():
     """Autoregressive decoding makes a call for each token, and waits for that token alone."""
     with FakeCuda() as gpu:
         lm = TimedLM(tiny("llama").to("cuda"))
-        methods = [Ours(autoregressive, {"target": lm}, n, set(), Sampler(0)) for n in (1, 3, 30)]
+        methods = [Ours(autoregressive, {"target": lm}, n, set(), Sampler(0)) for n in (1, 3, 9)]
         none, *rows = [count(gpu, "AR", method, [[5] * 9]) for method in methods]
     assert none == ["AR", *["nan"] * 4]  # the first round makes all tokens
     assert rows[0] == rows[1] and rows[0][0] == "AR" and rows[0][2] == "1.0"

@@ -22,6 +22,8 @@ def test_steps_run_on_the_simulated_gpu(step, models, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "ALL", gpu.ALL[:2])
     monkeypatch.setattr(gpu, "KINDS", [("float32", "graphs")])
     monkeypatch.setattr(gpu.Timer, "timeit", lambda timer, n: real(timer, 1))
+    monkeypatch.setattr(gpu, "WIDTHS", (1, 2))
+    monkeypatch.setattr(gpu.memory, "SMALL", gpu.memory.SMALL | {"num_hidden_layers": 1})
     monkeypatch.setattr(gpu.memory, "LINES", gpu.memory.LINES[:2])
     for name in "reset_peak_memory_stats", "max_memory_allocated":
         monkeypatch.setattr(torch.cuda, name, lambda: 0)

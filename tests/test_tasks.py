@@ -46,19 +46,19 @@ CODE = first("code", lambda x: " % 2 == 0" in x)
     (CODE, CODE.answer.replace("2 == 0", "2 == 1")), (CODE, "\n    while True: pass")])
 def test_graders_see_small_mistakes(example, wrong, monkeypatch):
     run = tasks.subprocess.run
-    monkeypatch.setattr(tasks.subprocess, "run", lambda *a, **b: run(*a, **b | {"timeout": 1}))
+    monkeypatch.setattr(tasks.subprocess, "run", lambda *a, **b: run(*a, **b | {"timeout": 0.5}))
     assert not tasks.grade(example, wrong)
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_embedded_target_knows_its_tasks(task, embedded):
-    """At a true accuracy of 80%, fewer than 4 of 10 are right with a probability of 9e-4."""
+    """At a true accuracy of 80%, fewer than 2 of 6 are right with a probability of 2e-3."""
     from train import answer_prompts
     target, _, tokenizer = embedded
-    held_out = tasks.take(task, "test", 10, seed=30)
+    held_out = tasks.take(task, "test", 6, seed=30)
     pairs = answer_prompts(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
     texts = tokenizer.batch_decode([answer for _, answer in pairs], skip_special_tokens=True)
-    assert sum(map(tasks.grade, held_out, texts)) >= 4
+    assert sum(map(tasks.grade, held_out, texts)) >= 2
     assert not any(tasks.loops(answer) for _, answer in pairs)
 
 

@@ -162,34 +162,30 @@ def test_layers_that_cannot_be_taken_are_refused(layers, tmp_path):
         recipe.distil(tiny("llama"), None, [], layers=layers, out=tmp_path / "out")
 
 
-def test_a_model_that_writes_no_new_prompt_is_refused(tmp_path, monkeypatch, embedded):
-    """It would run for ever. What it wrote before is kept beside the file of an earlier run."""
-    tokenizer = copy.deepcopy(embedded[2])
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    row = tokenizer.encode("apples", add_special_tokens=False)
-    rows = [row, [*row, tokenizer.eos_token_id]]  # the first one does not end
-    monkeypatch.setattr(recipe, "answer_all", lambda *_: rows)
-    (tmp_path / "out").write_text("old")
-    with pytest.raises(InputError, match="no new one of 3, 1 before"):
-        recipe.prompts(tiny("llama"), tokenizer, out=tmp_path / "out", batch=3, count=2)
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
-        "out": "old", "out.part": '{"prompt": "apples"}\n'}
-
-
 def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypatch):
-    """It continues its template from where the user speaks, here at the text's beginning."""
-    target, _, tokenizer = embedded
-    seen, answer_all = [], recipe.answer_all
+    """It continues its template from where the user speaks. What it does not end is left out.
+
+    A model that writes nothing new would run for ever. What it wrote before is kept beside the file
+    of an earlier run."""
+    tokenizer, most = copy.deepcopy(embedded[2]), 99
+
+    def answer_all(model, eos, begun, limit, temperature):
+        assert begun == [tokenizer.encode("def ")] * 3
+        ended = [f"{number}</s>" for number in torch.randint(most, (2,)).tolist()]
+        return tokenizer(["not ended", *ended], add_special_tokens=False).input_ids
+
+    def write(name: str, count: int, seed: int) -> list[str]:
+        recipe.prompts(tiny("llama"), tokenizer, out=tmp_path / name, batch=3, count=count,
+                       seed=seed)
+        return read_prompts(tmp_path / name)
+    monkeypatch.setattr(recipe, "answer_all", answer_all)
     with pytest.raises(InputError, match="must find a chat template"):
-        recipe.prompts(target, tokenizer, out=tmp_path / "x")
-    tokenizer = copy.deepcopy(tokenizer)
+        write("one", 3, 0)
     tokenizer.chat_template = "<s>def {% for m in messages %}{{ m.content }}</s>{% endfor %}"
-    monkeypatch.setattr(recipe, "answer_all", lambda model, eos, rows, *how: seen.extend(
-        rows) or answer_all(model, eos, rows, *how))
-    for name, count, seed in (("one", 3, 0), ("again", 2, 0), ("other", 2, 1)):
-        recipe.prompts(target, tokenizer, out=tmp_path / name, max_new_tokens=64, batch=4,
-                       count=count, seed=seed)
-    one, again, other = (read_prompts(tmp_path / name) for name in ("one", "again", "other"))
+    one, again, other = write("one", 3, 0), write("again", 2, 0), write("other", 2, 1)
     assert one[:2] == again != other and len(other) == 2 and len(set(one)) == len(one) == 3
-    assert all(row == tokenizer.encode("def ") for row in seen)
-    assert not any("</s>" in text or text.startswith("def ") for text in one)
+    assert all(text.isdecimal() for text in one)
+    most = 1
+    with pytest.raises(InputError, match="no new one of 3, 1 before"):
+        write("one", 3, 0)
+    assert read_prompts(tmp_path / "one") == one and read_prompts(tmp_path / "one.part") == ["0"]

@@ -87,7 +87,7 @@ def test_rests_chain_is_what_followed_most_often():
 
 
 def test_every_drafter_guesses_a_chain_and_writes_what_ar_writes(monkeypatch):
-    bench = Bench(parser_of("").parse_args("-n 1 --max-new-tokens 14 --device cpu".split()))
+    bench = Bench(parser_of("").parse_args("-n 1 --max-new-tokens 11 --device cpu".split()))
     [_, (_, prompt), _] = bench.pairs
     expected, forward, calls = bench.row(AR)(prompt).output, TimedLM.forward, []
 
