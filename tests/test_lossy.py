@@ -38,11 +38,11 @@ def test_bild_follows_its_two_thresholds():
 
 def test_what_reaches_a_limit_exactly_passes():
     """A guess of probability 1 is drafted at a fallback of 1, and -log 1 is not above a rollback of
-    0. SpecDec's guess lies 3 below the best one."""
+    0. SpecDec's guess lies 3 below the best one. It is drafted, however unsure the draft is."""
     sure = [[0.0, 1.0, 0.0]] * 2
     chunks = bild(table(*sure), table(*sure), [0], gamma=3, fallback=1.0, rollback=0.0)
     assert next(chunks) == [1, 1, 1, 1]
-    target, draft = torch.tensor([3.0, 0.0, -1.0]), torch.tensor([0.0, 9.0, 0.0])
+    target, draft = torch.tensor([3.0, *[0.0] * 20]), torch.tensor([0.0, 0.1, *[0.0] * 19])
     chunk = next(specdec(ScriptedLM(lambda _: target), ScriptedLM(lambda _: draft), [0], gamma=1,
                          tau=3.0))
     assert chunk == [1, 0]
