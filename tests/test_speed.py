@@ -69,7 +69,7 @@ def test_buffers_double_and_nothing_else_grows(run_as):
             before = collections.Counter(map(type, gc.get_objects()))
     gc.collect()
     grown = collections.Counter(map(type, gc.get_objects())) - before
-    assert max(grown.values(), default=0) < 70, grown
+    assert max(grown.values(), default=0) < 100, grown
     assert len({*sizes}) < 12 and sizes == sorted(sizes)
 
 
