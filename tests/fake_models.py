@@ -21,7 +21,6 @@ Variants:
 
     Recorder   keeps the token tree of each call in `trees`, to compare it with one drawn by hand
     Zeros      a sampler whose coins are all 0, the smallest there are, on which anything passes
-    Decoder    the inside of a fake transformers model, for code that reads features with a hook
 
 A method that needs weights (heads on features, a layer of its own) gets a tiny random model of
 families.py instead. There `near(model, noise)` is a draft that is often right."""
@@ -113,13 +112,6 @@ class Zeros(Sampler):
 
     def uniform(self, shape, device):
         return torch.zeros(shape, dtype=torch.float64)
-
-
-class Decoder(torch.nn.Module):
-    """Stand in for the inside of a transformers model: what it is called with are the features."""
-
-    def forward(self, features=None, **_):
-        return (features,)
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

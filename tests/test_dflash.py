@@ -147,19 +147,6 @@ def test_a_tree_has_the_likeliest_of_all_paths():
         assert grow_block(draft, z, 7, n) == (ids[:n], parents[:n])
 
 
-def test_many_rows_come_in_parts():
-    draft, tapped = make_draft(), torch.randn(140, 64, generator=torch.Generator().manual_seed(0))
-    parts, whole, H = BlockLM(draft.lm), BlockLM(draft.lm), draft.fuse(tapped)
-    for lm in (parts, whole):
-        lm.start([])
-    whole.forward(H)
-    whole.commit(range(140))
-    whole.block = 4
-    expected = whole.forward(draft.embed_blocks(torch.tensor(7), H[-1]))
-    assert torch.allclose(run_block(draft, parts, tapped, 7), expected, atol=1e-4)
-    assert parts.length == 140 and parts.parents == []
-
-
 # ----------------------------------------------------------------------------- what is measured
 
 def test_tokens_by_hand(monkeypatch):

@@ -43,19 +43,15 @@ def draft_logits(model, text: list[int]) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------ the draft
 
-@pytest.mark.parametrize("skipped", [SOME, {"attention": [0, 2], "mlp": []},
-                                     {"attention": [], "mlp": [1, 2]}])
-def test_a_model_without_blocks_is_one_whose_blocks_add_nothing(skipped):
+def test_a_model_without_blocks_is_one_whose_blocks_add_nothing():
     """It shares the model's weights, and leaves the model as it is."""
-    model, ids = three_layers(), torch.tensor([PROMPT])
+    model, ids, skipped = three_layers(), torch.tensor([PROMPT]), {"attention": [0], "mlp": [0, 2]}
     before, draft = model(input_ids=ids).logits, without(model, skipped)
     expected = zeroed(skipped)(input_ids=ids).logits
     torch.testing.assert_close(draft(input_ids=ids).logits, expected)
     torch.testing.assert_close(model(input_ids=ids).logits, before)
     assert {id(p) for p in draft.parameters()} <= {id(p) for p in model.parameters()}
 
-
-# ---------------------------------------------------------------------------------- decoding
 
 # ------------------------------------------------------------------------------- the threshold
 
@@ -115,13 +111,13 @@ def test_agreement_by_hand():
     """Each guess comes from the whole model's rows of what stands before it. So an answer of such
     guesses is guessed whole, and one with other tokens in a part."""
     model, guessed = three_layers(), []
-    for _ in range(20):
+    for _ in range(8):
         guessed.append(draft_logits(model, PROMPT + guessed).argmax().item())
     assert measure_agreement(model, SOME, [(PROMPT, guessed)]) == 1
     right = sum(draft_logits(model, prompt + answer[:i]).argmax().item() == token
                 for prompt, answer in DATA for i, token in enumerate(answer))
     found = measure_agreement(model, SOME, DATA + [(PROMPT, guessed)])
-    assert found == pytest.approx((right + 20) / 32)
+    assert found == pytest.approx((right + 8) / 20)
 
 
 @pytest.fixture
@@ -149,7 +145,7 @@ def test_search_finds_the_blocks_that_add_nothing(tmp_path, clocked):
     draft costs the sum of its blocks and of the rest. The file is of this model alone."""
     nothing, file = {"attention": [1], "mlp": [0, 2]}, tmp_path / "blocks.json"
     model = zeroed(nothing)
-    search(model, WORDLESS, [p for p, _ in DATA], out=file, max_new_tokens=20)
+    search(model, WORDLESS, [p for p, _ in DATA], out=file, max_new_tokens=8)
     assert len(clocked) == 3 and load_blocks(str(file), model) == nothing
     with pytest.raises(InputError, match="expected blocks that .* found for this model, got"):
         load_blocks(str(file), three_layers(seed=1))

@@ -13,12 +13,11 @@ from survey.several_drafts import (DrawnDraft, decode_by_rule, find_rho, k_seq, 
 RULES = {"multi_step": multi_step, "k_seq": k_seq}
 
 
-def random_pairs(n=3, vocab=4):
+def random_pairs():
     """Distributions (p, q): close, far, equal, with zeros, one-hot."""
     torch.manual_seed(0)
     for scale in (0.3, 1.0, 3.0):
-        for _ in range(n):
-            yield tuple((scale * torch.randn(vocab)).double().softmax(-1) for _ in "pq")
+        yield tuple((scale * torch.randn(4)).double().softmax(-1) for _ in "pq")
     p, (x, y, z, _) = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), torch.eye(4).double()
     yield from ((p, p), ((x + y) / 2, p), (p, 0.2 * y + 0.8 * z), (z, z), (z, y))
 
@@ -53,15 +52,15 @@ def test_several_drafts_are_exact_by_enumeration(rule):
         assert abs(rates[0] - torch.minimum(p, q).sum()) < 1e-6
 
 
-# ------------------------------------------------------------------------- several draft models
-
 def test_draws_of_several_models_are_exact_by_enumeration():
     """Each draw comes from another q, and is judged by it."""
-    pairs = list(random_pairs())
+    pairs = [*random_pairs()]
     for (p, q), (_, other), (_, third) in zip(pairs, pairs[1:], pairs[2:]):
-        for some in ([q, other], [q, p], [q, other, third]):
-            result, _ = outcome(multi_step, p, torch.stack(some))
-            torch.testing.assert_close(result, p, atol=1e-6, rtol=0)
+        result, _ = outcome(multi_step, p, torch.stack([q, other, third]))
+        torch.testing.assert_close(result, p, atol=1e-6, rtol=0)
+
+
+# ------------------------------------------------------------------------- several draft models
 
 
 def test_models_take_turns():
@@ -92,7 +91,7 @@ def test_at_temperature_0_drafts_begin_with_different_tokens():
 
 def test_each_model_makes_its_own_drafts_alone():
     """Of 3 drafts the second of two models makes one: a row for each of its tokens."""
-    target, first, second = (ScriptedLM(lambda tokens: torch.zeros(10 ** 6)) for _ in range(3))
+    target, first, second = (ScriptedLM(lambda tokens: torch.zeros(10 ** 4)) for _ in range(3))
     next(specinfer(target, first, [1, 2], gamma=3, K=3, more_drafts=[second], sample=Sampler(1.0)))
     assert (first.rows, second.rows) == (5, 3)
 
@@ -137,7 +136,7 @@ def test_two_drafts_that_begin_alike():
 
 # ----------------------------------------------------------------------------------- SpecTr's ρ
 
-@pytest.mark.parametrize("K", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("K", [1, 3, 9])
 def test_rho_is_the_smallest_that_keeps_the_rule_exact(K):
     """1 - (1 - β(ρ))^K is not above ρ β(ρ), and is above it a millionth before. So what is left of
     p has no negative entries."""
