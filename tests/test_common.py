@@ -84,13 +84,13 @@ def grow(lm, rng, context: list[int], ids: list[int]) -> None:
     torch.testing.assert_close(lm.features, features, **CLOSE)
 
 
-def check_trees(model, run_as) -> None:
-    """Check that random trees equal their paths, and that the cache is always as a fresh one.
-
-    One model with a cache does it all, so that what earlier trees left in its buffers must reach
-    nothing.
-    """
-    rng, lm = random.Random(1), run_as(model)
+@pytest.mark.parametrize("name, run_as", [*((name, TimedLM) for name in ALL),
+                                          *((name, GraphedLM) for name in FEW)])
+def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
+    """One model with a cache does it all, so that what earlier trees left in its buffers must reach
+    nothing."""
+    rng, model = random.Random(1), tiny(name)
+    lm = run_as(model)
     for length in (0, 4, 30) * 2:  # less than a sliding window, and more
         context = rng.choices(range(VOCAB), k=length)
         lm.start(context + [7, 7])
@@ -112,12 +112,6 @@ def check_trees(model, run_as) -> None:
             for ours, theirs in zip(buffers_of(lm), buffers_of(fresh)):
                 torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length],
                                            **CLOSE)
-
-
-@pytest.mark.parametrize("name, run_as", [*((name, TimedLM) for name in ALL),
-                                          *((name, GraphedLM) for name in FEW)])
-def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
-    check_trees(tiny(name), run_as)
 
 
 def test_each_layer_has_its_buffers_where_its_keys_are():
