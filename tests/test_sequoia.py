@@ -12,8 +12,8 @@ from fake_models import Zeros
 from families import VOCAB, near, tiny
 from helpers import tokens_of
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
-from survey.sequoia import (calibrate, draw_children, plan_sequoia, load_rates, parents_of, sequoia,
-                            shape_of, tabulate, verify)
+from survey.sequoia import (calibrate, draw_children, draw_tree, load_rates, parents_of, plan_sequoia,
+                            sequoia, shape_of, tabulate, verify)
 from training import parts
 from training.parts import save_facts
 from test_several_drafts import random_pairs
@@ -94,8 +94,9 @@ def test_measured_costs_choose_the_tree(monkeypatch):
 # --------------------------------------------------------------------- sampling, by enumeration
 
 def log_of(q: torch.Tensor) -> torch.Tensor:
-    """Turn q into logits as `draw_tree` makes them."""
-    return q.log().clamp(min=-1e9)
+    """Return the logits that `draw_tree` draws the root's children by, where q is the draft's."""
+    draft = SimpleNamespace(forward=lambda ids: q.log()[None], commit=lambda path: None)
+    return draw_tree(draft, [0], shape_of([-1, 0]), Sampler(1.0))[1][0]
 
 
 def law_of_one_node(p, q, k):
