@@ -41,9 +41,7 @@ TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
 ONE, TWO = ["--prompt", SHORT], ["--prompt", SHORT, "--prompt", PROMPT]
 
 
-@functools.cache
-def loaded(path: str, device=None, dtype=None):
-    return load(path, device, dtype)
+loaded = functools.cache(load)
 
 
 @pytest.fixture(autouse=True)

@@ -142,8 +142,7 @@ METHODS = {
         speculative.speculative, dict(gamma=4, confidence=0.3), [near(model, 0.02)],
         dict(gamma=2, confidence=0.4)),
     "speculative, token by token": lambda model: Line(
-        speculative.speculative, dict(gamma=4, verification="token"), [near(model, 0.02)],
-        dict(gamma=2)),
+        speculative.speculative, dict(gamma=4, verification="token"), [near(model, 0.02)]),
     "specinfer": lambda model: Line(
         several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
     "specinfer, two drafts": lambda model: Line(
