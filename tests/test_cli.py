@@ -39,8 +39,6 @@ PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
 TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
 ONE, TWO = ["--prompt", SHORT], ["--prompt", SHORT, "--prompt", PROMPT]
-
-
 loaded = functools.cache(load)
 
 

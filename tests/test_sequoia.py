@@ -12,8 +12,8 @@ from fake_models import Zeros
 from families import VOCAB, near, tiny
 from helpers import tokens_of
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
-from survey.sequoia import (calibrate, draw_children, draw_tree, load_rates, parents_of, plan_sequoia,
-                            sequoia, shape_of, tabulate, verify)
+from survey.sequoia import (calibrate, draw_children, draw_tree, load_rates, parents_of,
+                            plan_sequoia, sequoia, shape_of, tabulate, verify)
 from training import parts
 from training.parts import save_facts
 from test_several_drafts import random_pairs
