@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # kernels that call other operations
 FROM_LISTS = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 # Operations without a kernel, by their names in ATen
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh",
@@ -78,7 +79,7 @@ def tensors_in(*values) -> list[Tensor]:
 
 @functools.cache
 def is_composite(operation: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operation, "CompositeImplicitAutograd")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation, COMPOSITE)
 
 
 def parse_to(*args, parse=torch._C._nn._parse_to, **kwargs) -> tuple:
@@ -246,7 +247,7 @@ class Operations(TorchDispatchMode):
             return operation(*args, **kwargs)
         if is_composite(operation.name()):  # inference mode hands these over whole
             with self:
-                return operation.decompose(*args, **kwargs)
+                return operation._op_dk(COMPOSITE, *args, **kwargs)
         name, given = operation._schema.name.removeprefix("aten::"), tensors_in(args, kwargs)
         there = [x for x in given if on_gpu(x)]
         if there:
