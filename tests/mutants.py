@@ -393,6 +393,7 @@ MUTANTS = {
 SURVIVORS = {  # (file, how the line with the slip begins): why no output changes
     ("cli/run.py", 'if "layers" in run.log[-1]'): "all records of a log have the same names",
     ("cli/text.py", "if len(self.ids) <= 2"): "old tokens are dropped a token later",
+    ("cli/text.py", "if text.endswith(rest) and gone < self"): "some text stays, so both agree",
     ("cllm.py", "y_star = states[-2]"): "what stays from one state to the next is in both",
     ("common.py", "past_key_values=self.cache, use_cache=False"): "a given cache is filled anyway",
     ("models/tasks.py", "for seed in range(4)"): "answers are graded on one more database",
@@ -401,6 +402,7 @@ SURVIVORS = {  # (file, how the line with the slip begins): why no output change
      "results.counts[method][-1]"): "greedy output is the same in all rounds",
     ("results/gpu_dry.py", "method(prompts[-1])  # whatever"): "any prompt warms up",
     ("survey/early_exit.py", "states_of, texts = compute_frozen(collect, data, 3"): "an estimate",
+    ("survey/early_exit.py", "held_early, held_last = (torch.cat(x).split(511"): "other parts",
     ("survey/eagle3.py", "super().__init__(config, 1)"): "a cache makes room for any layer",
     ("survey/hybrid.py", "heap = [(-1.0, 1, -1"): "the root is the only node in it",
     ("survey/layerskip.py", "best = [head(x).topk(ranks).indices.cpu() for x in "

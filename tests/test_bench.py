@@ -71,9 +71,10 @@ def test_rounds_interleave_the_methods():
     for graphs, warming in ([], (1, 2, 3)), (["--graphs"], (1, 2, 3, 4, 5)):
         bench.args = parser_of("").parse_args(["--rounds", "2", *graphs])
         methods.reset_mock()
-        bench.measure({"x": methods.x, "y": methods.y})
+        counts = bench.measure({"x": methods.x, "y": methods.y}).counts
         warm = [getattr(call, name)(i) for name in "xy" for i in warming]
         assert methods.mock_calls == warm + one * 2
+        assert [*map(len, counts["x"])] == [5, 5]
 
 
 def test_ratios_are_taken_within_a_round():

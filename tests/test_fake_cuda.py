@@ -15,7 +15,7 @@ from common import InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
-from helpers import main
+from helpers import ROOT, main
 from survey import sequoia
 from training.loop import Settings, use_settings
 from trainings import PROMPTS, TRAININGS, make_llama, run
@@ -90,12 +90,15 @@ def test_a_training_runs_on_the_simulated_gpu(line, tmp_path, monkeypatch):
     assert gpu.counts["launches"] > 100 and made.exists()
 
 
-def test_models_are_made_and_loaded_on_the_simulated_gpu(small_llama):
-    """transformers loads nothing under a default device of cuda, so none is set."""
-    with FakeCuda():
-        model, tokenizer = common.load(small_llama, "cuda", "float32")
-        made = train.make_model("draft", tokenizer, "cuda")
-        assert model.device.type == made.device.type == "cuda"
+def test_models_are_made_and_loaded_on_the_simulated_gpu(embedded):
+    """transformers loads nothing under a default device of cuda, so none is set. The models that
+    are made are as large as the embedded ones."""
+    for name, known in zip(("target", "draft"), embedded):
+        with FakeCuda():
+            model, tokenizer = common.load(ROOT / "models" / name, "cuda", "float32")
+            made = train.make_model(name, tokenizer, "cuda")
+            assert model.device.type == made.device.type == "cuda"
+        assert [p.shape for p in made.parameters()] == [p.shape for p in known.parameters()]
 
 
 # ---------------------------------------------------------------------------- command lines

@@ -19,7 +19,7 @@ from training.loop import Settings
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 LIMITS = {"root": 1150, "cli": 1035, "models": 1030, "results": 1085, "survey": 2990,
-          "training": 990, "tests": 7750}  # lines of code; prose has no limit
+          "training": 990, "tests": 7760}  # lines of code; prose has no limit
 
 
 def name_of(file: str) -> str:
