@@ -411,6 +411,7 @@ SURVIVORS = {  # (file, how the line with the slip begins): why no output change
     ("survey/sequoia.py", "TEMPERATURES = (0.0, 0.3, 0.6, 2.0"): "any temperature has rates",
     ("training/loop.py", "config = GenerationConfig(max_new_tokens=limit, eos_token_id="
      "sorted(eos) and"): "answers are cut after their EOS all the same",
+    ("training/released.py", "return there.shape == here.shape and torch.allclose(here"): "swapped",
 }
 
 
