@@ -67,7 +67,8 @@ def forget_project(folder=ROOT) -> None:
         return path.startswith(f"{folder}{os.sep}") and ".venv" not in path
     for name, module in [*sys.modules.items()]:
         # A folder without an __init__.py is a module too, which knows its modules, but has no file.
-        place = getattr(module, "__file__", None) or [*getattr(module, "__path__", []), ""][0]
+        known = vars(module)  # an attribute of a lazy module would be looked for in other packages
+        place = known.get("__file__") or [*known.get("__path__", []), ""][0]
         if lies_there(str(place)):
             del sys.modules[name]
     sys.path[:] = [path for path in sys.path if not lies_there(os.path.abspath(path) + os.sep)]
