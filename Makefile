@@ -30,7 +30,7 @@ test: .venv/ready
 	$$run; first=$$?; \
 	wait $$other; second=$$?; cat $$folder/log; rm -r $$folder; exit $$((first + second))
 
-# All mutants take hours. Some of them: make mutants ONLY="survey/rest.py 12"
+# All mutants take half an hour. Some of them: make mutants ONLY="survey/rest.py 12"
 mutants: .venv/ready
 	$(RUN) tests/mutants.py $(ONLY)
 
