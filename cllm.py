@@ -222,12 +222,12 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     lm, eos = CachedLM(model), eos_ids(model, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "a+b") as file:
-        kept = read_kept(file, lambda row: row.get("prompt", row))
+        kept = read_kept(file, lambda row: row if "model" in row else tuple(row["prompt"]))
         if not kept:  # the first line has the settings, and each other line a prompt
             file.write(json.dumps(settings).encode() + b"\n")
         elif kept[0] != settings:
             raise InputError(f"expected a file of {settings}, got {str(out)!r} of others")
-        done = {*map(tuple, kept[1:])}
+        done = {*kept[1:]}
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in done]
         for prompt in map(list, tqdm(todo, desc="trajectories")):
             # A prompt that fills the context gets no answer, and so has no blocks

@@ -119,6 +119,9 @@ def test_collecting_goes_on_where_it_was(tmp_path):
         with pytest.raises(InputError, match="expected a file of {'model': .* of others"):
             collect(lm, WORDLESS, PROMPTS, out=half, **options | other)
         assert half.read_text() == whole.read_text()
+    half.write_text(lines[0] + '{"prompt": 5}\n')
+    with pytest.raises(InputError, match="that an earlier run kept in line 2"):
+        collect(model, WORDLESS, PROMPTS, out=half, **options)
     collect(model, WORDLESS, PROMPTS, out=tmp_path / "plain", **options | {"augment": 0})
     assert read(tmp_path / "plain")[1:] != read(whole)[1:]
 
