@@ -232,7 +232,7 @@ METHODS = {
         dict(nodes=3, depth=1), vocab=4,
         memo=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
 }
-REFUSED = {  # families that a method may refuse, which depends on the version of transformers
+REFUSED = {  # families that a method says it cannot run
     "bita": ["deepseek-v3"], "triforce": ["gemma2", "stablelm", "gpt-oss"],
     "early_exit": ["gpt2", "opt"], "layerskip": ["gpt2"]}
 
@@ -280,7 +280,8 @@ def test_greedy_text_is_autoregressive_text(name, family, monkeypatch):
     prompt is cached in parts."""
     model = model_of(family)
     if family in REFUSED.get(name, []):
-        with suppress(InputError):
+        either = family == "gemma2"  # transformers 5.17 lets TriForce replace its attention
+        with suppress(InputError) if either else pytest.raises(InputError):
             check_greedy(name, model, PROMPT, 16)
         return
     check_greedy(name, model, PROMPT, 16)

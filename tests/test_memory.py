@@ -23,4 +23,5 @@ def test_the_peak_of_a_training(line, megabytes):
 def test_a_training_that_there_is_not_is_refused(capfd):
     assert script("results.memory", "nonsense") == 2
     out, err = capfd.readouterr()
-    assert out == "" and "expected a training, one of answers, medusa, " in err
+    assert out == "" and err.count("\n") == 1
+    assert "expected a training, one of answers, medusa, " in err

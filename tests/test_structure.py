@@ -72,6 +72,13 @@ PROGRAMS = [name for name in PRODUCT if name.endswith(".py")]
 
 # ------------------------------------------------------------------------------ one file each
 
+def imported(nodes: list) -> set[str]:
+    """Return the modules that these statements import, also within functions."""
+    found = [x for node in nodes for x in ast.walk(node)]
+    return {getattr(x, "module", x.names[0].name) for x in found
+            if isinstance(x, (ast.Import, ast.ImportFrom))}
+
+
 ROOMS = {  # what the files of each room import, where they do not run their command line
     "common": set(), "root": {"common", "training"}, "training": {"common", "training"},
     "survey": {"common", "root", "survey", "training"},
@@ -92,9 +99,7 @@ def test_imports_run_one_way(name):
     if name == "survey.common":  # it makes way for the real one
         return
     *body, last = ast.parse(path_of(name).read_text()).body
-    kinds = ast.Import, ast.ImportFrom
-    inner = [x for x in ast.walk(ast.Module(body, [])) if isinstance(x, kinds)]
-    modules = {getattr(x, "module", x.names[0].name) for x in inner}
+    modules = imported(body)
     own = {x for x in modules if path_of(x).exists()}
     clock = {"survey"} if name == "bita" else set()  # of its best tree
     assert {*map(room_of, own)} <= ROOMS[room_of(name)] | clock
@@ -107,6 +112,7 @@ def test_imports_run_one_way(name):
         line = "from cli.main import main  # the command line is in cli/, a folder of this project"
         assert f"\n    {line}\n" in path_of(name).read_text()
         assert ast.unparse(last.test) == "__name__ == '__main__'"
+        assert {x.split(".")[0] for x in imported([last])} == {"cli"}
 
 
 def decode_alone(top, text: str) -> int:
