@@ -75,14 +75,13 @@ def machine(args):
 
 def exact(args):
     chosen = "llama and speculative and greedy" if args.small else "not law"
-    line = ["--device", args.device, "tests/test_lossless.py", "-k", chosen]
-    lines = [line] * (1 if args.small else SHARDS)
-    processes = []
+    lossless = ["--device", args.device, "tests/test_lossless.py", "-k", chosen]
+    shards, processes = 1 if args.small else SHARDS, []
     with tempfile.TemporaryDirectory() as folder:  # where each process says what it has begun
-        for line in [*lines, ["-m", "cuda", "tests"]]:
+        for tests in [*[lossless] * shards, ["-m", "cuda", "tests"]]:
             # Interrupted, pytest says which tests have failed so far. If it goes on, it is killed.
             command = ["timeout", "-k", "9", "-s", "INT", str(STEPS[exact] - 20), sys.executable,
-                       "-m", "pytest", "-q", "-rf", "--tb=line", "--share", folder, *line]
+                       "-m", "pytest", "-q", "-rf", "--tb=line", "--share", folder, *tests]
             processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
                                               stderr=subprocess.STDOUT, encoding="utf-8"))
         for part, process in enumerate(processes):
