@@ -2,6 +2,7 @@
 
 Tiny models are in families.py, scripted ones in fake_models.py, distributions in laws.py."""
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -15,10 +16,11 @@ import torch
 
 from bita import mask_states
 from cli.main import main as run_command_line
-from common import until
+from common import load, until
 from training.parts import score_with
 
 ROOT = Path(__file__).resolve().parent.parent
+loaded = functools.cache(load)  # for command lines in one process: each model is read once
 
 
 def tokens_of(chunks, n: int, eos=()) -> list[int]:

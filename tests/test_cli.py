@@ -26,8 +26,8 @@ from cli.graphs import GraphedLM
 from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run, TimedLM
-from common import CachedLM, InputError, autoregressive, encode, greedy, load
-from helpers import ROOT, forget_project, fork, main, script, tokens_of
+from common import CachedLM, InputError, autoregressive, encode, greedy
+from helpers import ROOT, forget_project, fork, loaded, main, script, tokens_of
 from speculative import speculative
 from survey.online import KEPT
 from test_structure import FILES, functions_of
@@ -39,7 +39,6 @@ PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
 TARGET, DRAFT = str(ROOT / "models/target"), str(ROOT / "models/draft")
 ONE, TWO = ["--prompt", SHORT], ["--prompt", SHORT, "--prompt", PROMPT]
-loaded = functools.cache(load)
 
 
 @pytest.fixture(autouse=True)

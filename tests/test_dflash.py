@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fake_models import path_to
-from families import tiny
+from families import rand, tiny
 from survey import dflash as module
 from survey.dflash import (EVERY, BlockDraft, BlockLM, block_loss, count_tree_tokens, grow_block,
                            list_anchors, make_blocks, plan_block, run_block, sample_roots)
@@ -20,11 +20,7 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 def make_draft(model=MODEL, taps=(1, 2), scale=0.3, **form) -> BlockDraft:
     """Make a draft whose every weight is random."""
-    draft = BlockDraft(model, [*taps], **dict(B=4, markov=8) | form)
-    rng = torch.Generator().manual_seed(1)
-    for p in draft.trainable().values():
-        p.data = scale * torch.randn(p.shape, generator=rng) + (p.ndim == 1)
-    return draft.requires_grad_(False)
+    return rand(BlockDraft(model, [*taps], **dict(B=4, markov=8) | form), [], scale)
 
 
 def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bita import Tuning
 from common import CachedLM, Sampler, autoregressive
 from families import tiny
 from helpers import mask_logits, tokens_of
@@ -14,15 +13,8 @@ from survey import masks as module
 from survey.masks import (guess_answers, measure_all_right, pass_sampling, plan_space, space,
                           tune)
 from training import loop as training
+from test_lossless import tuning_of
 from trainings import PROMPTS, WORDLESS
-
-
-def random_tokens(model, L=3) -> Tuning:
-    tokens = Tuning(model, 0, L)
-    rng = torch.Generator().manual_seed(0)
-    for p in tokens.parameters():
-        p.data = 0.5 * torch.randn(p.shape, generator=rng)
-    return tokens.requires_grad_(False)
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -31,7 +23,7 @@ def random_tokens(model, L=3) -> Tuning:
 def test_pass_guesses_from_what_training_sees(name, monkeypatch):
     """Round by round."""
     model, drawn = tiny(name), []
-    tokens, verify = random_tokens(model), module.verify
+    tokens, verify = tuning_of(model, 0, 3), module.verify
     monkeypatch.setattr(module, "verify",
                         lambda p, q, *more: drawn.append(q.clone()) or verify(p, q, *more))
     text, target = [5, 3, 14, 15, 9, 2, 6], CachedLM(model)
@@ -48,7 +40,7 @@ def test_pass_guesses_from_what_training_sees(name, monkeypatch):
 def test_space_guesses_from_what_training_sees(monkeypatch):
     """Of few tokens guesses are often accepted. They are the likeliest ones at any temperature."""
     model, made, lengths = tiny("llama", vocab_size=8), [], set()
-    mask = random_tokens(model, 1).masks
+    mask = tuning_of(model, 0, 1).masks
     monkeypatch.setattr(module, "greedy", lambda x: made.append(x.argmax(-1).tolist()) or made[-1])
     text, target = [5, 3, 4, 1, 2, 6], CachedLM(model)
     target.memo["space", "own"] = CachedLM(model), mask, []
@@ -75,7 +67,7 @@ def test_how_often_all_guesses_are_right_by_hand():
     model, rng, hits, total = tiny("llama", vocab_size=6), random.Random(1), [0, 0], 0
     data = [([rng.randrange(6) for _ in range(3)], [rng.randrange(6) for _ in range(n)])
             for n in (9, 2, 14, 3)]
-    masks = random_tokens(model, 2).masks
+    masks = tuning_of(model, 0, 2).masks
     for prompt, answer in data:
         text = prompt + answer
         for a in range(len(prompt) - 1, len(text) - 3):

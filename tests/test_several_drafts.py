@@ -62,7 +62,6 @@ def test_draws_of_several_models_are_exact_by_enumeration():
 
 # ------------------------------------------------------------------------- several draft models
 
-
 def test_models_take_turns():
     """Draft i is of model i mod n, and is judged by its q; equal draws stay apart."""
     drafts = [ScriptedLM(lambda tokens, x=x: 9.0 * torch.eye(4)[x]) for x in (2, 3, 2)]

@@ -1,5 +1,4 @@
 """`--trace`: the page's data are what was decoded, for every method; nothing in it is ever run."""
-import functools
 import json
 import re
 from inspect import signature
@@ -10,9 +9,9 @@ import torch
 
 from cli.run import Run, TimedLM
 from cli.trace import PAGE, Trace, make_page
-from common import autoregressive, encode, greedy, load
+from common import autoregressive, encode, greedy
 from families import tiny
-from helpers import ROOT, main, tokens_of
+from helpers import ROOT, loaded, main, tokens_of
 from picture import draw_picture
 from speculative import speculative
 from test_structure import FILES, functions_of
@@ -41,9 +40,6 @@ def checked(run: dict) -> list[int]:
     times = [x for call in calls for x in call["time"]]
     assert times == sorted(times) and times[0] >= 0
     return output
-
-
-loaded = functools.cache(load)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=[method.__name__ for method in METHODS])
