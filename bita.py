@@ -82,7 +82,7 @@ class Tuning(torch.nn.Module):
     accept    accept[j - 1][r] is how often the guess of rank r of mask j is right on held-out
               answers. Rank 0 is the likeliest. The list is empty until the tuning is measured
 
-    title, facts, vocab and trainable() are what `save_trained` of training/parts.py asks for.
+    title, facts, vocab and trainable() are what `save_trained` of support/parts.py asks for.
     """
     title = "prompt and mask tokens"
     facts = ("accept",)
@@ -173,7 +173,7 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
     while True:
         # Fig. 5: the candidates become a tree of n real tokens, the root first.
         if tree == "best":
-            from survey.clock import fastest, fill_tree, list_mask_trees
+            from support.clock import fastest, fill_tree, list_mask_trees
             plan, M = fastest(target, tuning, lambda: list_mask_trees(target, tuning.accept))
             ids, real = fill_tree(plan, candidates, root)
         else:
@@ -299,7 +299,7 @@ def sar_loss(states: torch.Tensor, labels: torch.Tensor, score: Callable,
 
     states  what the LM head reads at masks, [B, G, M, d]
     labels  [B, G, M], -100 where there is none
-    score   a function from states to logits, as `score_with` of training/parts.py makes it
+    score   a function from states to logits, as `score_with` of support/parts.py makes it
     vocab   the number of logits. There are many, so they are not all computed at once
     """
     from training.loop import compute_in_parts
@@ -320,7 +320,7 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int) -> tuple[float, li
     anchors  the most anchors of an answer
     returns  the loss, and how often each mask's guess of each rank is right, as `Tuning.accept`
     """
-    from training.parts import score_with
+    from support.parts import score_with
     score, rng = score_with(model), random.Random(0)
     loss, hits, total = 0.0, 0, 0
     for pair in data:
@@ -350,7 +350,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M weights too
     """
     from training.loop import count_tokens, fit_part, prepare_training, sample_alike
-    from training.parts import score_with
+    from support.parts import score_with
     tuning = Tuning(model.requires_grad_(False), P, M, seed).to(model.device)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
@@ -374,13 +374,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 def save_tuning(path: Path, tuning: Tuning, model) -> None:
     """Write a tuning to a file, with the model that it is for."""
-    from training.parts import save_trained
+    from support.parts import save_trained
     save_trained(path, tuning, model, P=tuning.prompts.shape[3], M=len(tuning.masks))
 
 
 def load_tuning(path: str, model) -> Tuning:
     """Read a tuning from a file. Raise InputError if the file was made for another model."""
-    from training.parts import load_trained
+    from support.parts import load_trained
     tuning = load_trained(path, Tuning.title, model,
                           lambda header: Tuning(model, header["P"], header["M"]))
     return tuning.to(model.device)

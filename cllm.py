@@ -215,7 +215,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     n:       tokens of a block, its root included, 2 or more
     augment: probability of correcting a wrong token, in half of the states, 0 to 1
     """
-    from training.files import read_kept
+    from support.files import read_kept
     from training.loop import digest, repeats
     settings = {"model": digest(model.state_dict()), "n": n, "max_new_tokens": max_new_tokens,
                 "augment": augment, "seed": seed}
@@ -375,10 +375,10 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
             with 10
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     """
-    from training.files import save_model
+    from support.files import save_model
     from training.loop import Training, digest, low_precision, require, warm_linear
     from training.low_rank import choose_weights, merge_changes
-    from training.parts import score_with
+    from support.parts import score_with
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
             "forward-kl, reverse-kl or jsd", divergence)
     n, examples, held_out = read_examples(data, seed)

@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Callable
 
-from training.files import explain
+from support.files import explain
 
 
 def read_prompts(path: str | Path) -> list[str]:

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 
 from cli.run import TimedLM
 from common import InputError, KVCache
-from survey.clock import WIDTHS
-from training.files import shorten
-from training.layers import FeatureLM
+from support.clock import WIDTHS
+from support.files import shorten
+from support.layers import FeatureLM
 
 
 def capture(function, inputs: tuple[torch.Tensor, ...]):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import chat_template_utils
 
 from common import InputError, check, encode, eos_ids, load
-from training.files import check_file, explain_errors, read_json, shorten
+from support.files import check_file, explain_errors, read_json, shorten
 from training.loop import Pair
 
 # The date that chat templates write into what a command learns from. With the date of the day a

@@ -33,10 +33,10 @@ from cli.run import Run, TimedLM, count_guesses
 from cli.text import MOST, read_arguments, set_encodings, stream
 from cli.trace import Trace, make_page
 from common import InputError, Sampler, autoregressive, check, eos_ids, vocab_size
-from training.files import check_result, shorten, write_text
-from training.layers import context_length
+from support.files import check_result, shorten, write_text
+from support.layers import context_length
+from support.parts import require
 from training.loop import Settings, use_settings
-from training.parts import require
 
 
 @dataclass

@@ -23,8 +23,8 @@ from typing import Iterable
 from cli.files import read_pairs, read_prompts
 from cli.text import Parser
 from common import InputError
+from support.parts import MODELS, require
 from training.loop import Settings
-from training.parts import MODELS, require
 
 # The annotations of keyword arguments that are options, and how argparse reads each of them
 KINDS = {bool: {"action": BooleanOptionalAction},
@@ -87,6 +87,8 @@ def make_parser(function, calls: list[str], target: str) -> ArgumentParser:
     name = os.path.relpath(file, MODELS.parent)
     if file.parent.name == "survey":
         name = f"-m survey.{file.stem}"
+    elif file.parent.name == "hybrid":
+        name = "-m hybrid"
     usage = "\n       ".join(f"python {name} {call}" for call in calls)
     doc = sys.modules[function.__module__].__doc__ or ""  # none under `python -OO`
     first, _, rest = doc.partition("\n\n")

@@ -4,7 +4,7 @@ from os.path import commonprefix
 from typing import Callable, Iterator
 
 from common import Sampler, until
-from training.layers import FeatureLM
+from support.layers import FeatureLM
 
 import torch
 
@@ -12,7 +12,7 @@ import torch
 class TimedLM(FeatureLM):
     """Be a CachedLM that knows how long things took, on a GPU as well.
 
-    It is a FeatureLM, because some methods read features (training/layers.py).
+    It is a FeatureLM, because some methods read features (support/layers.py).
 
     seconds          of the calls. Each call waits for the GPU, or it would end before the GPU does
     prompt_seconds   of caching prompts, which are no calls

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser
 from typing import Iterator
 
-from training.files import shorten
+from support.files import shorten
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer says for bytes that are no character yet
 KEPT = 64  # tokens that are decoded once more with every new one

@@ -43,8 +43,8 @@ import torch
 from cli.costs import calls_of, describe, list_rounds, write_panel
 from cli.text import split_text
 from common import CachedLM
-from survey.clock import WIDTHS, time_calls
-from training.layers import depth_of
+from support.clock import WIDTHS, time_calls
+from support.layers import depth_of
 
 PAGE = Path(__file__).with_name("trace.html")
 PATCHED = ("start", "forward", "commit", "truncate")

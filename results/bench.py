@@ -46,10 +46,10 @@ from common import InputError, Sampler, check, eos_ids, vocab_size  # noqa: E402
 from models import tasks  # noqa: E402
 from ouroboros import PhrasePool  # noqa: E402
 from results.tables import TABLES  # noqa: E402
-from survey.hybrid import GUESSES  # noqa: E402
+from hybrid.hybrid import GUESSES  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
-from training.files import check_result  # noqa: E402
-from training.layers import context_length, depth_of  # noqa: E402
+from support.files import check_result  # noqa: E402
+from support.layers import context_length, depth_of  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
 
 
@@ -169,8 +169,7 @@ def find_methods() -> dict:
     returns  {name: method}
     """
     found = {}
-    survey = {*ROOT.glob("survey/*.py")} - {ROOT / "survey/common.py"}  # it gives way to common.py
-    for file in sorted([*ROOT.glob("*.py"), *survey]):
+    for file in sorted([*ROOT.glob("*.py"), *ROOT.glob("survey/*.py"), ROOT / "hybrid/hybrid.py"]):
         module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
         for name, function in inspect.getmembers(module, inspect.isfunction):
             takes = inspect.signature(function).parameters

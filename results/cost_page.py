@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import AR, Bench, Ours, keep_fitting, open_bench, parser_of, run_script  # sets the path
 from cli.costs import describe, write_panel
 from cli.trace import PAGE, Trace
-from training.files import write_text
+from support.files import write_text
 
 WIDEST = 64  # rows of the largest trees, which the first runs have
 LONGEST = 12  # tokens of the longest drafts

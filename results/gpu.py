@@ -32,8 +32,8 @@ from bench import (ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting,
                    run_script)
 from cli.graphs import GraphedLM
 from cli.run import TimedLM
-from survey.clock import WIDTHS
-from training.files import check_result, shorten, write_text
+from support.clock import WIDTHS
+from support.files import check_result, shorten, write_text
 
 SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]

@@ -41,7 +41,8 @@ import bita
 from cli.options import parse_command, select_options
 from common import InputError, check
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa
-from training import acceptance, files, loop as training, parts
+from support import files, parts
+from training import acceptance, loop as training
 
 aten = torch.ops.aten
 COMPARISONS = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}

@@ -10,7 +10,7 @@ from html import escape
 from bench import AR, ROOT, Bench, parser_of, run_script  # it sets the path for what follows
 from cli.text import split_text
 from cost_page import record
-from training.files import write_text
+from support.files import write_text
 from who_picture import write_svg
 
 SLOWER = 30

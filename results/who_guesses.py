@@ -37,9 +37,10 @@ from bench import (AR, Bench, Ours, guesses_of, keep_fitting, open_bench, parser
 from bita import load_tuning
 from cli.costs import expected_tokens, read_table
 from common import InputError
-from survey import dflash, eagle, hybrid, medusa, recycling, rest
-from survey.clock import Node, best_tree, time_calls
-from training.files import write_text
+from hybrid import hybrid
+from survey import dflash, eagle, medusa, recycling, rest
+from support.clock import Node, best_tree, time_calls
+from support.files import write_text
 from training.loop import require
 from who_picture import GUESSES, draw_figure, read_curves
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench import Parser, run_script  # it sets the path for what follows
 from common import InputError
-from training.files import write_text as write_file
+from support.files import write_text as write_file
 
 STYLE = """
 svg { background: #ffffff; font: 20px system-ui, "Segoe UI", Arial, sans-serif; }

@@ -66,15 +66,15 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, Sampler, attention_mask, check, greedy, walk, windows_of
-from survey.clock import WIDTHS, fastest, row_costs
+from support.clock import WIDTHS, fastest, row_costs
+from support.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
+                            tap_widths)
+from support.parts import (MODELS, Part, follow, head_for, load_trained, require, save_trained,
+                           score_with)
 from survey.eagle import MOST, RANKS
 from training.acceptance import Text, compute_features
-from training.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
-                             tap_widths)
 from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
                            prepare_training, sample_alike, warm_cosine)
-from training.parts import (MODELS, Part, follow, head_for, load_trained, require, save_trained,
-                            score_with)
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ class BlockDraft(Part):
     """Guess a block of tokens in one pass. Making a draft freezes the target.
 
     model    the target
-    taps     the layers of the target whose inputs it reads, by number (training/layers.py)
+    taps     the layers of the target whose inputs it reads, by number (support/layers.py)
     layers   how many layers the draft has
     B        how many rows, and how many guesses, a block has
     markov   the rank of the Markov head. 0: there is none

@@ -54,10 +54,10 @@ from typing import Iterator
 
 from common import CachedLM, Sampler, attention_mask, eos_ids, greedy
 from speculative import verify_block as verify
-from survey.clock import row_costs
-from training.layers import depth_of, list_layers, name_of, share_weights
+from support.clock import row_costs
+from support.layers import depth_of, list_layers, name_of, share_weights
+from support.parts import MODELS, load_facts, save_facts
 from training.loop import answer_all
-from training.parts import MODELS, load_facts, save_facts
 
 import torch
 from tqdm import tqdm

@@ -53,14 +53,14 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, check, greedy, walk
-from survey.clock import Node, best_tree, fastest, row_costs
+from support.clock import Node, best_tree, fastest, row_costs
+from support.layers import FeatureLM
+from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
+from support.released import (RANKS, describe_layer, fill_layer, is_released, make_config,
+                              read_eagle, require_all_tokens, write_head)
 from training.acceptance import LEVELS, Text, compute_features, evaluate
-from training.layers import FeatureLM
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
                            fit_part, prepare_training, sample_alike, warm_cosine)
-from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from training.released import (RANKS, describe_layer, fill_layer, is_released, make_config,
-                               read_eagle, require_all_tokens, write_head)
 
 import torch
 import torch.nn.functional as F

@@ -60,14 +60,14 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
+from support.layers import FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths
+from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
+from support.released import (describe_layer, fill_layer, is_released, make_config, read_eagle3,
+                              write_head)
 from survey.eagle import decode
 from training.acceptance import compute_features, evaluate
-from training.layers import FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths
 from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
                            sample_alike, warm_linear)
-from training.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from training.released import (describe_layer, fill_layer, is_released, make_config, read_eagle3,
-                               write_head)
 
 import torch
 import torch.nn.functional as F

@@ -37,11 +37,11 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, greedy
+from support.layers import FeatureLM, depth_of, name_norm, split_layers
+from support.parts import MODELS, Part, load_trained, save_trained, score_with
 from survey.layerskip import collect_states, self_speculate
-from training.layers import FeatureLM, depth_of, name_norm, split_layers
 from training.loop import (compute_frozen, divergence_in_parts, fit_part, prepare_training,
                            sample_rows)
-from training.parts import MODELS, Part, load_trained, save_trained, score_with
 
 import torch
 import torch.nn.functional as F

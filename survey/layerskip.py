@@ -65,13 +65,13 @@ from typing import Callable, Iterator
 
 from common import Sampler, greedy
 from speculative import verify_block as verify
-from training.layers import (FeatureLM, depth_of, list_layers, move_counts, name_norm, pass_on,
-                             split_layers, tap_layers, view)
-from training.files import save_model
+from support.files import save_model
+from support.layers import (FeatureLM, depth_of, list_layers, move_counts, name_norm, pass_on,
+                            split_layers, tap_layers, view)
+from support.parts import MODELS, load_trained, logits_of, require, save_trained
 from training.loop import (compute_in_parts, count_tokens, fit_part, pad_pairs, prepare_training,
                            read_texts, sample_alike, warm_linear)
 from training.low_rank import Tuned, merge_changes, prepare_changes
-from training.parts import MODELS, load_trained, logits_of, require, save_trained
 
 import torch
 import torch.nn.functional as F

@@ -72,16 +72,16 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-from common import CachedLM, Sampler, greedy, walk
-from survey.clock import WIDTHS, fastest, row_costs
 import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
+from common import CachedLM, Sampler, greedy, walk
 from speculative import verify_block as verify
-from training.layers import move_counts
+from support.clock import WIDTHS, fastest, row_costs
+from support.layers import move_counts
+from support.parts import MODELS, load_trained, require, save_trained, score_with
 from training.loop import (Pair, compute_in_parts, count_tokens, divergence_in_parts, fit_part,
                            prepare_training, read_answers, sample_alike, warm_linear)
 from training.low_rank import Tuned, prepare_changes
-from training.parts import MODELS, load_trained, require, save_trained, score_with
 
 import torch
 

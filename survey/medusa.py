@@ -49,14 +49,14 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import CachedLM, Sampler, greedy, walk
-from survey.clock import Node, best_tree, fastest, row_costs
-from training.layers import FeatureLM
+from support.clock import Node, best_tree, fastest, row_costs
+from support.layers import FeatureLM
+from support.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
+                           require, save_trained)
+from support.released import (MEDUSA_TREE, RANKS, is_released, read_head, require_all_tokens,
+                              write_head)
 from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
-from training.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                            require, save_trained)
-from training.released import (MEDUSA_TREE, RANKS, is_released, read_head, require_all_tokens,
-                               write_head)
 
 import torch
 import torch.nn.functional as F

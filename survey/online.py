@@ -36,10 +36,10 @@ from typing import Iterator
 
 from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size
 from speculative import speculative
-from training.files import check_result, read_kept, save_model
-from training.layers import FeatureLM, context_length, move_counts
+from support.files import check_result, read_kept, save_model
+from support.layers import FeatureLM, context_length, move_counts
+from support.parts import MODELS, draft_for, require, score_with
 from training.loop import Training, digest, divergence_in_parts
-from training.parts import MODELS, draft_for, require, score_with
 
 import torch
 from tqdm import tqdm

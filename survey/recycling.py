@@ -34,7 +34,7 @@ import sys
 from typing import Iterator
 
 from common import CachedLM, Sampler, greedy, walk
-from survey.clock import Node, best_tree, fastest, fill_plan, row_costs
+from support.clock import Node, best_tree, fastest, fill_plan, row_costs
 
 import torch
 

@@ -71,10 +71,10 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, trie, walk
-from survey.clock import WIDTHS, fastest, row_costs
-from training.layers import context_length
+from support.clock import WIDTHS, fastest, row_costs
+from support.layers import context_length
+from support.parts import MODELS, explain_errors, follow, load_part, require, save_part
 from training.loop import collect_answers
-from training.parts import MODELS, explain_errors, follow, load_part, require, save_part
 
 import torch
 

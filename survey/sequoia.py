@@ -68,9 +68,9 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size, walk
-from survey.clock import WIDTHS, fastest, row_costs
-from training.layers import context_length
-from training.parts import MODELS, draft_for, load_facts, require, save_facts
+from support.clock import WIDTHS, fastest, row_costs
+from support.layers import context_length
+from support.parts import MODELS, draft_for, load_facts, require, save_facts
 
 import torch
 from tqdm import tqdm

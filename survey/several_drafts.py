@@ -42,7 +42,7 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 
 from common import CachedLM, Sampler, greedy, trie, walk
 from speculative import residual
-from training.parts import require
+from support.parts import require
 
 import torch
 

@@ -62,9 +62,9 @@ from typing import Iterator
 
 from common import CachedLM, InputError, KVCache, Sampler, greedy, grouped_attention
 from speculative import verify_block as verify
+from support.layers import move_counts
+from support.parts import require
 from survey.cascade import Level, review
-from training.layers import move_counts
-from training.parts import require
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface

@@ -17,7 +17,7 @@ import torch
 from bita import mask_states
 from cli.main import main as run_command_line
 from common import load, until
-from training.parts import score_with
+from support.parts import score_with
 
 ROOT = Path(__file__).resolve().parent.parent
 loaded = functools.cache(load)  # for command lines in one process: each model is read once

@@ -186,23 +186,25 @@ MUTANTS = {
          "rows of look-ahead tokens stay cached"),
         ("hits += (guesses == labels)[whole].cumprod(-1)", "hits += (guesses == labels)[whole]",
          "a guess counts without those before it")],
-    "survey/hybrid.py": [
-        ("if x[BEGIN:BEGIN + few] not in begins)", ")",
-         "the held-out answers stay in the datastore"),
+    "hybrid/hybrid.py": [
         ("chance * wrong * mended < price", "chance * mended < price",
          "the n-grams' certainty counts for nothing"),
         ("learn(ids, logits, chunk)  # rejected nodes too",
          "learn([ids[x] for x in path], logits[path], chunk)", "rejected nodes teach nothing")],
-    "survey/guessers.py": [
+    "hybrid/guessers.py": [
         ("add_markov(z[k], before)", "add_markov(z[0], before)",
          "every depth is guessed by the block's first row"),
         ("        self.passes = {}\n        if self.layer:  # r", "        if self.layer:  # r",
          "the passes of the round before guess"),
         ("self.layer.forward(inputs, [row])", "self.layer.forward(inputs, [-1])",
-         "all rows hang below the context")],
-    "survey/trust.py": [
-        ("said[i][None]", "said[i - 1][None]", "what the target said is that of the token before")],
-    "survey/clock.py": [
+         "all rows hang below the context"),
+        ("return {x: score / total", "return {x: score", "chances do not sum to 1")],
+    "hybrid/fit.py": [
+        ("if x[BEGIN:BEGIN + few] not in begins)", ")",
+         "the held-out answers stay in the datastore"),
+        ("said[i][None]", "said[i - 1][None]", "what the target said is that of the token before"),
+        ("left *= 1 - taken", "left *= taken", "the mass that is left is the part that was taken")],
+    "support/clock.py": [
         ("Node(node.chance * rate,", "Node(rate,", "a chance is not multiplied along the path"),
         ("key=lambda x: x[1] / x[2])", "key=lambda x: x[1])",
          "the most tokens win, whatever they cost")],
@@ -215,7 +217,7 @@ MUTANTS = {
         ("lambda pairs: collect_features(model, pairs, trained.K),",
          "lambda pairs: collect_features(model, held_out * 9, trained.K),",
          "held-out answers are trained on")],
-    "survey/ngrams.py": [
+    "hybrid/ngrams.py": [
         ("self.successors = successors or Successors()", "self.successors = Successors()",
          "what the target said is forgotten with each prompt"),
         ("end = self.text[-LENGTHS[0]:] + path", "end = self.text[-LENGTHS[0]:]",
@@ -277,10 +279,7 @@ MUTANTS = {
          "C_r keeps rows that saw a part of the text alone")],
     "training/acceptance.py": [
         ("& reached\n", "& True\n", "guesses below wrong guesses are counted")],
-    "training/trust.py": [
-        ("return {x: score / total", "return {x: score", "chances do not sum to 1"),
-        ("left *= 1 - taken", "left *= taken", "the mass that is left is the part that was taken")],
-    "training/parts.py": [
+    "support/parts.py": [
         ("if found != kind:", "if not found:", "a file of another kind passes"),
         ('if not belongs(tensors.pop("model"), model):', 'if not tensors.pop("model").any():',
          "another model's file passes"),
@@ -288,13 +287,13 @@ MUTANTS = {
          "tensors of another shape pass"),
         ("x.is_floating_point() and x.float().isfinite().all()", "x.is_floating_point()",
          "a nan passes")],
-    "training/released.py": [
+    "support/released.py": [
         ("vocab = torch.arange(len(offsets)) + offsets", "vocab = offsets",
          "offsets of tokens are taken for tokens"),
         ("weights_only=True", "weights_only=False", "a pickled file may run code"),
         ("empty.shape != table.shape or belongs", "True or belongs",
          "another model's head passes")],
-    "training/layers.py": [
+    "support/layers.py": [
         ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
          "features of a long prompt are those of its last part"),
         ("layer.load_state_dict(list_layers(model)[old].state_dict())",
@@ -318,7 +317,7 @@ MUTANTS = {
          "            finally:\n                pass",
          "Ctrl-C loses the updates since the last checkpoint"),
         ("if not loss.isfinite():", "if loss.isinf():", "a loss of nan goes on")],
-    "training/files.py": [
+    "support/files.py": [
         ("return not start or", "return True or", "a file of the user is lost"),
         ("path.is_dir() and not any(path.iterdir())", "path.is_dir()",
          "a folder of the user is lost"),
@@ -401,14 +400,14 @@ SURVIVORS = {  # (file, how the line with the slip begins): why no output change
     ("survey/early_exit.py", "states_of, texts = compute_frozen(collect, data, 3"): "an estimate",
     ("survey/early_exit.py", "held_early, held_last = (torch.cat(x).split(511"): "other parts",
     ("survey/eagle3.py", "super().__init__(config, 1)"): "a cache makes room for any layer",
-    ("survey/hybrid.py", "heap = [(-1.0, 1, -1"): "the root is the only node in it",
+    ("hybrid/hybrid.py", "heap = [(-1.0, 1, -1"): "the root is the only node in it",
     ("survey/layerskip.py", "best = [head(x).topk(ranks).indices.cpu() for x in "
      "states.split(511"): "the same rows in other parts",
     ("survey/medusa.py", "Node(1.0, words"): "nothing reads the chances of a released tree",
     ("survey/sequoia.py", "TEMPERATURES = (0.0, 0.3, 0.6, 2.0"): "any temperature has rates",
     ("training/loop.py", "config = GenerationConfig(max_new_tokens=limit, eos_token_id="
      "sorted(eos) and"): "answers are cut after their EOS all the same",
-    ("training/released.py", "return there.shape == here.shape and torch.allclose(here"): "swapped",
+    ("support/released.py", "return there.shape == here.shape and torch.allclose(here"): "swapped",
 }
 
 
@@ -541,7 +540,8 @@ def list_files(*folders: str) -> list[str]:
 
 def list_product() -> list[str]:
     """List the files that can have mistakes."""
-    return list_files(".", "cli", "models", "results", "survey", "training")
+    return list_files(".", "cli", "hybrid", "models", "results", "support", "survey",
+                      "training")
 
 
 @functools.cache

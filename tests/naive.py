@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from fake_models import path_to
-from training.layers import FeatureLM, tap_layers
+from support.layers import FeatureLM, tap_layers
 
 
 class Context:

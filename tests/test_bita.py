@@ -66,7 +66,7 @@ def test_a_tree_is_planned_for_a_tuning_and_a_length(monkeypatch):
         assert most == 64
         cheap = lm.length < 256
         return [1.0 if cheap != late else float(n) for n in range(65)]
-    monkeypatch.setattr("survey.clock.row_costs", costs_of)
+    monkeypatch.setattr("support.clock.row_costs", costs_of)
     target, prompt = CachedLM(tiny("llama", max_position_embeddings=999)), [3, 1, 4] * 84
     expected = tokens_of(autoregressive(target, prompt), 9)
     for late in False, True:

@@ -29,10 +29,10 @@ from cli.run import Run, TimedLM
 from common import CachedLM, InputError, autoregressive, encode, greedy
 from helpers import ROOT, forget_project, fork, loaded, main, script, tokens_of
 from speculative import speculative
+from support.files import FIGURES, check_result
 from survey.online import KEPT
 from test_structure import FILES, functions_of
 from training import loop as training
-from training.files import FIGURES, check_result
 from training.loop import Settings
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
@@ -390,7 +390,7 @@ survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
 survey.eagle3 train --out {odd}/new --mtp --norms
 survey.dflash train --out {odd}/new --layers 13
-survey.hybrid --guess rest
+hybrid.hybrid --guess rest
 survey.masks --L 9
 survey.triforce --budget 7
 survey.online --divergence tvd
@@ -556,35 +556,34 @@ def test_a_trace_is_written_of_what_was_decoded(ask, monkeypatch, tmp_path):
 # ------------------------------------------------------------------------ other processes
 
 def run_files(top: Path, lines: list[list[str]]) -> int:
-    """Be a process in a locale of ASCII that does what `python FILE …` does, line by line, with
-    files of a copy of the project: each finds the modules of its own folder, and no others."""
+    """Be a process in a locale of ASCII that does what `python FILE …` or `python -m MODULE …` does
+    in a copy of the project, line by line: each finds the modules of the copy, and no others."""
     for stream in sys.stdout, sys.stderr:
         stream.reconfigure(encoding="ascii")
     for file, *argv in lines:
         forget_project()
         forget_project(top)
-        sys.path.insert(0, os.path.dirname(top / file))
+        sys.path.insert(0, str(top))
         sys.argv = [file, *argv]
+        run = runpy.run_path if file.endswith(".py") else runpy.run_module
         with contextlib.suppress(SystemExit):
-            runpy.run_path(str(top / file), run_name="__main__")
+            run(str(top / file) if file.endswith(".py") else file, run_name="__main__")
     return 0
 
 
 def test_files_of_a_folder_with_an_odd_name_run_in_a_locale_of_ascii(tmp_path):
-    """The folder's name has signs that formats might read. Files of survey/ are run by their paths,
-    for which survey/common.py makes way."""
+    """The folder's name has signs that formats might read."""
     top = tmp_path / "100% %s %(prog)s {x}"
     shutil.copytree(ROOT, top, ignore=shutil.ignore_patterns(".*", "work", "results", "tests",
                                                              "models", "__pycache__"))
     (top / "models").symlink_to(ROOT / "models")
     text = os.fsencode("Zoë 漢 🙂").decode("ascii", "surrogateescape")
-    survey = [f"survey/{name.removeprefix('survey.')}.py" for name in FILES if "survey" in name]
     process, _, out, err = fork(run_files, top, [
         ["speculative.py", "--show", "--max-new-tokens", "8", "--prompt", text],
-        *([file, "--help"] for file in ("bita.py", *survey))])
+        *([name, "--help"] for name in ("bita.py", "hybrid", "survey.rest"))])
     said, errors = out.read(), err.read()
     process.join()
-    assert "\033[32m" in said and said.count("usage: python -m survey.") == len(survey), errors
+    assert "\033[32m" in said and said.count("usage: python ") == 3, errors
     assert "Traceback" not in errors and str(top) in said
 
 

@@ -8,8 +8,8 @@ import pytest
 from cli.run import TimedLM
 from common import CachedLM
 from families import tiny
-from survey.clock import (MASK_ROWS, best_tree, fastest, fill_tree, list_mask_trees,
-                          row_costs)
+from support.clock import (MASK_ROWS, best_tree, fastest, fill_tree, list_mask_trees,
+                           row_costs)
 
 
 def test_the_best_tree_is_the_best_of_all():
@@ -65,7 +65,7 @@ def test_the_tree_with_masks_that_pays(monkeypatch):
     for costs, nodes, M in (([1] * 7, 7, 2), ([1, 1, 1, 1.2, 9, 9, 9], 2, 1),
                             ([1, 1.6, 2, 4, 9, 9, 9], 1, 0), ([1, 1, 1, 1, 1.1, 9, 9], 5, 2)):
         costs = [costs[max(n - 1, 0).bit_length()] for n in range(MASK_ROWS + 1)]
-        monkeypatch.setattr("survey.clock.row_costs", lambda *_: costs)
+        monkeypatch.setattr("support.clock.row_costs", lambda *_: costs)
         tree, found = max(list_mask_trees(None, accept), key=lambda plan: plan[1] / plan[2])[0]
         assert (len(tree), found) == (nodes, M) and tree == best_tree(accept[:M], nodes)
     filled = fill_tree(best_tree(accept, 4), [[7, 8], [9]], 3)

@@ -14,11 +14,11 @@ from cli.loading import load_checked
 from cli.run import Run, TimedLM
 from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, check, eos_ids, greedy,
                     load, trie, until, walk)
-from training.layers import context_length
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, VOCAB, tiny
 from helpers import ROOT, prefill
 from laws import chi_square_ok
+from support.layers import context_length
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 BOTH = pytest.mark.parametrize("run_as", [TimedLM, GraphedLM])

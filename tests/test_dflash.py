@@ -7,12 +7,12 @@ import torch
 
 from fake_models import path_to
 from families import rand, tiny
+from support.layers import depth_of
+from support.parts import score_with
 from survey import dflash as module
 from survey.dflash import (EVERY, BlockDraft, BlockLM, block_loss, count_tree_tokens, grow_block,
                            list_anchors, make_blocks, plan_block, run_block, sample_roots)
 from training.acceptance import Text, compute_features
-from training.layers import depth_of
-from training.parts import score_with
 
 MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]

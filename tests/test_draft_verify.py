@@ -7,10 +7,10 @@ import torch
 
 from common import CachedLM, InputError
 from families import tiny
+from support.parts import save_facts
 from survey import draft_verify as module
 from survey.draft_verify import (draft_verify, load_blocks, measure_agreement, measure_costs,
                                  move_threshold, predict_speed, search, without)
-from training.parts import save_facts
 from trainings import WORDLESS
 
 PROMPT = [3, 14, 15]

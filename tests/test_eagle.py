@@ -7,12 +7,12 @@ import torch
 
 from fake_models import path_to
 from families import FAMILIES, SCALED, rand, tiny
+from support.clock import best_tree
+from support.layers import FeatureLM
+from support.parts import score_with
 from survey import eagle as module
-from survey.clock import best_tree
 from survey.eagle import EagleLayer, compute_features, eagle, eagle_loss
 from training.acceptance import LEVELS, measure_acceptance
-from training.layers import FeatureLM
-from training.parts import score_with
 from trainings import run
 
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]

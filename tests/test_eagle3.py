@@ -10,13 +10,13 @@ from cli.run import TimedLM
 from common import InputError
 from families import rand, tiny
 from naive import NaiveLM
+from support.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths)
+from support.parts import head_for, score_with
 from survey.eagle import Pairs
 from survey.eagle3 import (Eagle3Layer, Form, choose_lessons, load_draft, make_config, read_target,
                            save_draft, unroll_loss)
 from test_lossless import METHODS, play_rounds
-from training.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths)
 from training.loop import pad_pairs
-from training.parts import head_for, score_with
 from trainings import run
 
 MODEL = tiny("llama", num_hidden_layers=7)

@@ -71,7 +71,7 @@ def test_what_cuda_takes_and_what_is_counted():
 TWINS = {  # of which another line runs all the code
     "bita train --P 3 --M 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
     "survey.eagle train", "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0 --vocab 9"}
-OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "survey.hybrid fit",
+OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "hybrid.hybrid fit",
           "survey.online serve --every 1 --gamma 2"]  # they measure or learn as trainings do
 
 
@@ -82,7 +82,7 @@ def test_a_training_runs_on_the_simulated_gpu(line, tmp_path, monkeypatch):
     changes = {"steps": 1} if line in TRAININGS else {}
     with FakeCuda() as gpu, use_settings(Settings(recompute=True)):
         model = make_llama().to("cuda")
-        if line == "survey.hybrid fit":
+        if line == "hybrid.hybrid fit":
             store = run("survey.rest build", tmp_path / "store", model, PROMPTS[:2])
             changes = dict(datastore=store, adapters=tmp_path)
         gpu.counts.clear()

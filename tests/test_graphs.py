@@ -11,11 +11,11 @@ from cli import graphs
 from cli.graphs import GraphedLM
 from cli.run import TimedLM
 from common import InputError, autoregressive, check
-from survey.clock import WIDTHS
 from fake_cuda import FakeCuda
 from families import near, tiny
 from helpers import tokens_of
 from speculative import speculative
+from support.clock import WIDTHS
 from test_common import CLOSE
 from test_lossless import tuning_of
 

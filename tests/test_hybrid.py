@@ -1,5 +1,5 @@
 """The hybrid: chances by hand, rows and passes that pay. That its text is the target's is in
-test_lossless.py, that its chances are honest in test_embedded.py, and the trust in test_trust.py.
+test_lossless.py, that its chances are honest in test_embedded.py, and the trust in test_fit.py.
 """
 from collections import Counter
 from types import SimpleNamespace
@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from families import tiny
-from survey import guessers
-from survey import hybrid as module
+from hybrid import guessers
+from hybrid import hybrid as module
+from hybrid.guessers import RANKS, Trained, pool_chances
+from hybrid.hybrid import choose_tree, estimate_prices, grow_hybrid, hybrid, measure_costs
+from hybrid.ngrams import STORE, NGrams, class_of_variety
+from support.layers import FeatureLM
 from survey.eagle import Pairs
-from survey.guessers import RANKS, Trained
-from survey.hybrid import choose_tree, estimate_prices, grow_hybrid, hybrid, measure_costs
-from survey.ngrams import STORE, NGrams, class_of_variety
 from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 from test_lossless import FILES, METHODS
-from training.layers import FeatureLM
-from training.trust import pool_chances
 
 HALF = [[[0.5] * 3] * 5] * 3
 POOL = [3.0, 0.5, 0.5, 0.9]

@@ -7,13 +7,13 @@ import torch
 from transformers import (AutoModelForCausalLM, Gemma3Config, OPTConfig, Qwen3MoeConfig,
                           SiglipVisionConfig, SmolLM3Config)
 
-import train as recipe
 from common import InputError
 from families import CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS
 from families import deep, tiny
+from support.layers import (FeatureLM, depth_of, list_layers, pass_on, split_layers, take_layers,
+                            view)
+import train as recipe
 from training import loop as training
-from training.layers import (FeatureLM, depth_of, list_layers, pass_on, split_layers, take_layers,
-                             view)
 from trainings import WORDLESS
 
 DEEP = SHAPE | dict(num_hidden_layers=4)

@@ -11,10 +11,10 @@ from cli.run import count_guesses
 from common import autoregressive
 from families import deep
 from helpers import tokens_of
+from support.layers import FeatureLM
+from support.parts import save_part
 from survey.layerskip import export, layerskip, load_tuned, measure_exit, tuning_loss
-from training.layers import FeatureLM
 from training.low_rank import add_low_rank
-from training.parts import save_part
 from trainings import WORDLESS
 
 PROMPT = [3, 14, 15]

@@ -15,7 +15,7 @@ from cli.loading import (check_window, encode_data, encode_pair, encode_prompts,
 from common import CachedLM, InputError, check, load, vocab_size
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import ROOT, fork, script
-from training.layers import context_length
+from support.layers import context_length
 
 
 @pytest.fixture

@@ -51,12 +51,13 @@ from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, rand, tiny
 from helpers import tokens_of
+from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from naive import KnowingLM, NaiveLM
+from support.released import some_weights
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
-                    hybrid, layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
+                    layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
                     several_drafts, triforce)
-from training.released import some_weights
 from toy_tokenizers import TOKENIZERS
 
 ALL = FAMILIES | MORE_FAMILIES

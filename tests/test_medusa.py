@@ -8,11 +8,11 @@ import torch
 from common import Sampler
 from fake_models import path_to
 from families import rand, tiny
+from support.clock import best_tree
+from support.layers import FeatureLM
 from survey import medusa as module
-from survey.clock import best_tree
 from survey.medusa import (KINDS, Heads, accuracy, collect_features, fill_tree, medusa,
                            typical_path)
-from training.layers import FeatureLM
 
 ACCEPT = [[0.5, 0.2, 0.1], [0.4, 0.3], [0.3, 0.1]]  # trees of up to three levels
 

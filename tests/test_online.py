@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from common import InputError, Sampler, autoregressive
 from families import near, tiny
 from helpers import interrupting, tokens_of
+from support.layers import FeatureLM
 from survey import online as module
 from survey.online import Learner, online, serve
 from training import loop as training
-from training.layers import FeatureLM
 from trainings import WORDLESS
 
 PROMPT = [3, 14, 15]

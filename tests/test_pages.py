@@ -83,7 +83,9 @@ def problem_of(command: list[str], capsys) -> str:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         return " ".join(x for x in words if "=" not in x and x not in targets)
     module = words[0] == "-m"
-    file = words[1].replace(".", "/") + ".py" if module else words[0]
+    file = words[0]
+    if module:
+        file = words[1].replace("hybrid", "hybrid.hybrid").replace(".", "/") + ".py"
     if not (ROOT / file).is_file():
         return file
     prompts = str(ROOT / "models/examples.jsonl")
@@ -92,7 +94,7 @@ def problem_of(command: list[str], capsys) -> str:
         words[i + 1] = prompts
     rows = [words[i + 1].split()[0] for i, word in enumerate(words) if word == "--row"]
     folder, _, stem = file.removesuffix(".py").rpartition("/")
-    name = f"survey.{stem}" if folder == "survey" else stem
+    name = f"{folder}.{stem}" if folder in ("survey", "hybrid") else stem
     status, said = script(name, *words), capsys.readouterr().err
     if status and "the following arguments are required" not in said:
         return said.splitlines()[-1]
@@ -141,7 +143,7 @@ def test_the_table_of_survey_is_true():
         assert ("yes" in exact) == ({*lossy} < {*methods}), file
         assert lossy == [] or "no" in exact or "tuned" in exact, file
         needed = {str(path_of(x).relative_to(ROOT)) for x in copied_with(name) - {name}
-                  if not x.startswith("training") and x != "survey.clock"}
+                  if not x.startswith(("training", "support"))}
         assert {*re.findall(r"`([\w/]+\.py)`", copies)} == needed, file
 
 

@@ -13,11 +13,11 @@ import bita
 from common import CachedLM, InputError
 from families import deep, tiny
 from helpers import ROOT
+from support import parts
+from support.parts import (belongs, draft_for, fill, head_for, load_facts, load_trained,
+                           save_facts, save_part, save_trained, score_with, some_embeddings)
+from support.released import is_head
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa
-from training import parts
-from training.parts import (belongs, draft_for, fill, head_for, load_facts, load_trained,
-                            save_facts, save_part, save_trained, score_with, some_embeddings)
-from training.released import is_head
 from trainings import make_llama, run
 
 LLAMA = tiny("llama")

@@ -3,9 +3,9 @@ is in test_lossless.py."""
 import pytest
 import torch
 
-from survey.clock import Node, best_tree
 from fake_models import counting
 from helpers import tokens_of
+from support.clock import Node, best_tree
 from survey import recycling as module
 from survey.recycling import WIDTH, Successors, recycling
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from cli.run import TimedLM
 from common import InputError, autoregressive
 from helpers import tokens_of
+from support.released import MEDUSA_TREE, is_head, read_files, some_weights
 from survey import eagle, eagle3, medusa
-from training.released import MEDUSA_TREE, is_head, read_files, some_weights
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
 WIDTH, V, D = 256, 1536, 512  # of the embedded target, and how many tokens some heads can guess
@@ -358,6 +358,6 @@ def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, embedded, monke
     index.unlink()
     torch.save({"fc.weight": Path("x")}, tmp_path / "pytorch_model.bin")
     refuse("Weights only load failed")
-    monkeypatch.setattr("training.released.cached_file", None)  # which asks the hub
+    monkeypatch.setattr("support.released.cached_file", None)  # which asks the hub
     with pytest.raises(InputError, match="No such file"):
         eagle3.load_draft("gone.safetensors", embedded[0])

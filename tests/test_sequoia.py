@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import survey.sequoia as module
 from common import CachedLM, InputError, Sampler, autoregressive
 from fake_models import Zeros
 from families import VOCAB, near, tiny
 from helpers import tokens_of
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
+from support import parts
+from support.parts import save_facts
+import survey.sequoia as module
 from survey.sequoia import (calibrate, draw_children, draw_tree, load_rates, parents_of,
                             plan_sequoia, sequoia, shape_of, tabulate, verify)
-from training import parts
-from training.parts import save_facts
 from test_several_drafts import random_pairs
 
 PROMPT = [3, 14, 15]

@@ -12,7 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from cli.text import KEPT, TokenTexts, read_arguments, set_encodings, split_text, stream
 from cli.trace import collect_tokens, say_tokens
 from mutants import read
-from training.files import shorten
+from support.files import shorten
 from test_structure import PROGRAMS
 
 

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common import InputError, autoregressive
 from families import FAMILIES, SCALED, tiny
 from helpers import interrupting, script, tokens_of
+from support.files import write_text, write_whole
+from support.layers import FeatureLM
 from survey.masks import guess_answers
 from training import loop as training
-from training.files import write_text, write_whole
-from training.layers import FeatureLM
 from training.loop import (Settings, Training, answer_all, collect_answers, compute_in_parts,
                            cosine, divergence, find_frequent, fit_part, low_precision,
                            prepare_training, read_texts, sample_alike, sample_rows,

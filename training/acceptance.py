@@ -3,9 +3,9 @@ from typing import NamedTuple
 
 import torch
 
-from training.layers import FeatureLM
+from support.layers import FeatureLM
+from support.released import RANKS
 from training.loop import low_precision, read_texts
-from training.released import RANKS
 
 LEVELS = 8  # the most levels of guesses that a tree has
 

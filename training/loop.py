@@ -52,9 +52,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, eos_ids, until
-from training.files import explain_errors, read_kept, write_whole
-from training.layers import context_length, tap_layers
-from training.parts import require
+from support.files import explain_errors, read_kept, write_whole
+from support.layers import context_length, tap_layers
+from support.parts import require
 
 PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
 TOKENS = 16_384  # the most tokens of a batch of texts, with padding, and of their answers

@@ -24,7 +24,7 @@ Departures from LoRA:
   layerskip.py and masks.py tune the whole model.
 """
 from common import InputError
-from training.layers import list_layers, share_weights
+from support.layers import list_layers, share_weights
 
 import torch
 import torch.nn.functional as F

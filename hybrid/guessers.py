@@ -4,24 +4,26 @@
     eagle, eagle3    the layer guesses the tokens after any path, by a pass for each of its nodes
     dflash           the draft guesses a whole block in one pass, and so for all paths
 """
+import math
 import timeit
 
 from common import CachedLM
-from survey.clock import row_costs
+from support.clock import row_costs
+from support.layers import BlockLM, FeatureLM, depth_of
+from support.parts import MODELS, load_facts, logits_of, require
+from support.released import is_head
 from survey.dflash import run_block
 from survey.dflash import load_draft as load_block
 from survey.eagle import Pairs, feed, load_draft
 from survey.eagle3 import load_draft as load_eagle3
 from survey.medusa import load_heads
 from survey.rest import as_text, as_tokens
-from training.layers import BlockLM, FeatureLM, depth_of
-from training.parts import MODELS, logits_of, require
-from training.released import is_head
 
 import torch
 
 MOST = 64  # the most nodes of a tree
 RANKS = 10  # how many guesses a trained part gives
+FLOOR = 0.001  # the least chance that a trained part or the n-grams give, if both are joined
 HEADS, LAYERS = ("medusa", "hydra"), ("eagle", "eagle3")
 GUESSES = ("none", *HEADS, *LAYERS, "dflash")
 
@@ -198,3 +200,38 @@ def load_guesser(target: CachedLM, guess: str, adapter: str, facts: dict,
     require(is_head(facts["parts"][guess], trained.part), "trust",
             f"a file that was fitted for this part of {guess}", f"{trust!r}, for another one")
     return trained
+
+
+def load_trust(path: str, model) -> dict:
+    """Read a file that `fit` made for this model.
+
+    path     the file
+    model    the model that the file must be for
+    returns  a dictionary with "trust", as for `NGrams`, "pools", {guess: what `fit_pool` of fit.py
+             returned}, and "parts", {guess: the part's fingerprint}. InputError if the file is
+             damaged, or for another model
+    """
+    expected = "a file that `python -m hybrid fit` made for this model"
+    return load_facts(path, {"model": model}, expected, lambda facts: {
+        name: facts[name] for name in ("trust", "pools", "parts")})
+
+
+def pool_chances(guessed: dict[str, float], chances: dict[str, float],
+                 exponents: list[float]) -> dict[str, float]:
+    """Compute one chance from the chances p of a trained part and q of the n-grams.
+
+        score(x) = e^c p(x)^a q(x)^b          chance(x) = score(x) / (1 + Σ score)
+
+    The 1 stands for all tokens that neither names. A token that both name is likelier than either
+    says, as in a product of experts. A token that only one of them names has FLOOR from the other.
+
+    guessed     {token: p}
+    chances     {token: q}
+    exponents   c, a and b
+    returns     {token: its chance}, for all tokens that either names
+    """
+    c, a, b = exponents
+    scores = {x: math.exp(c) * max(guessed.get(x, 0.0), FLOOR) ** a
+              * max(chances.get(x, 0.0), FLOOR) ** b for x in chances | guessed}
+    total = 1 + sum(scores.values())
+    return {x: score / total for x, score in scores.items()}

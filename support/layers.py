@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Callable, Iterable
 
 from common import CachedLM, InputError
-from training.files import explain_errors
+from support.files import explain_errors
 
 import torch
 from transformers import AutoModelForCausalLM

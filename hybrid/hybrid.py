@@ -5,8 +5,8 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
          EAGLE (eagle.py), EAGLE-3 (eagle3.py) or DFlash (dflash.py), in one tree. Others choose
          one source a step (SAM-Decoding, arXiv 2411.10666)
 
-    python -m survey.hybrid fit --prompts FILE --out hybrid.json              # the trust
-    python -m survey.hybrid --prompt "..."
+    python -m hybrid fit --prompts FILE --out hybrid.json              # the trust
+    python -m hybrid --prompt "..."
 
     … the cat ── sat 1.00 ─┬─ on .71 ─┬─ the .52 ── mat .30     A node's chance is its parent's,
                            │          └─ a .11                  times that of following it.
@@ -20,11 +20,11 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
 The children of a node come from n-grams (ngrams.py). The last tokens of the node's path are looked
 up in the text and in a datastore. What the target said the last time that it was fed the node's
 token counts as well. A trained part guesses besides (guessers.py). Its chance p and the n-grams' q
-of a token become one chance (training/trust.py):
+of a token become one chance (guessers.py):
 
     score = e^c p^a q^b          chance = score / (1 + Σ score)
 
-`fit` finds c, a, b and the trust of the n-grams from answers that are replayed (trust.py).
+`fit` finds c, a, b and the trust of the n-grams from answers that are replayed (fit.py).
 
 A pass of DFlash's draft guesses for all depths of its block, and one of EAGLE's layer only for the
 children of one node. Passes are bought like rows, below. A pass helps only if its node is accepted
@@ -73,23 +73,19 @@ import sys
 import time
 from collections import deque
 from itertools import accumulate
-from pathlib import Path
 from statistics import linear_regression
 from typing import Iterable, Iterator
 
-from common import CachedLM, Sampler, greedy, vocab_size, walk
-from survey.clock import count_doublings, row_costs
+from common import CachedLM, Sampler, greedy, walk
+from hybrid.fit import fit
+from hybrid.guessers import GUESSES, MOST, Trained, load_guesser, load_trust, pool_chances
+from hybrid.ngrams import NGrams
+from support.clock import count_doublings, row_costs
+from support.layers import FeatureLM
+from support.parts import MODELS, require
 from survey.eagle import Pairs
-from survey.guessers import GUESSES, MOST, Trained, load_guesser
-from survey.ngrams import NGrams, mix_entries
 from survey.recycling import Successors
-from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
-from survey.trust import CLASSES, load_trust, replay_answers
-from training.layers import FeatureLM
-from training.loop import collect_pairs
-from training.parts import MODELS, require, save_facts
-from training.released import some_weights
-from training.trust import fit_pool, fit_trust, pool_chances
+from survey.rest import DATASTORE, as_text, as_tokens, load_datastore
 
 LEAST = 0.01  # the least chance of a node
 PASS = 0.05  # the tokens that a pass of the part must bring where --nodes is given, without a clock
@@ -245,7 +241,7 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
                bring 0.05 tokens. With 0, nodes and passes are as many as pay in each call
     adapter:   the file of the trained part, by default models/GUESS.safetensors
     datastore: a file made by `python -m survey.rest build`
-    trust:     a file made by `python -m survey.hybrid fit`
+    trust:     a file made by `python -m hybrid fit`
 
     Yields chunks of 1 token or more; logs {"guessed", "accepted", "chances", "passes"} a call.
 
@@ -288,50 +284,6 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "eagle", nodes:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "passes": passes,
                         "chances": chances[1:]})
         yield chunk
-
-
-# --------------------------------------------------------------------------------- the trust
-
-def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-        datastore: str = DATASTORE, adapters: str = MODELS, max_new_tokens: int = 200) -> None:
-    """Measure on a model's own answers how far to trust n-grams, and trained parts beside them.
-
-    The result is the trust of each class of entries (ngrams.py), and for each trained part how its
-    guesses are joined with theirs. The parts should not have been trained on these prompts.
-
-    out:       the JSON file to make
-    work:      the folder of answers, by default OUT.work
-    datastore: a file made by `python -m survey.rest build`, from which these answers are left out
-    adapters:  the folder of medusa.safetensors, hydra.safetensors, eagle.safetensors,
-               eagle3.safetensors and dflash.safetensors, or of some of them
-    max_new_tokens: the most tokens of an answer
-    """
-    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work or Path(f"{out}.work"))
-    # Leave these answers out of the datastore, which would know them all by heart. A text of the
-    # datastore begins with BEGIN tokens of a prompt. The tokens after these tell whether it is one
-    # of the answers.
-    few = min(32, max_new_tokens)
-    begins = {as_text(answer[:few]) for _, answer in data}
-    texts = load_datastore(datastore, model).text.split(BOUNDARY)
-    store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
-    lm = FeatureLM(model, vocab_size(model, tokenizer))
-    parts = {}
-    for kind in GUESSES[1:]:
-        path = Path(adapters) / f"{kind}.safetensors"
-        if path.exists():
-            parts[kind] = Trained(lm, kind, str(path))
-    tokens, entries, guessed = replay_answers(lm, data, store, parts)
-    # For each entry before a token: its class, and the token's share of the followers.
-    chains = []
-    for token, found in zip(tokens, entries):
-        chains.append([(group, counts[token] / counts.total()) for group, counts in found])
-    trust = fit_trust(chains, CLASSES)
-    by_ngrams = [mix_entries(found, trust) for found in entries]
-    pools = {kind: fit_pool(tokens, p, by_ngrams) for kind, p in guessed.items()}
-    fingerprints = {kind: some_weights(part.part) for kind, part in parts.items()}
-    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools, parts=fingerprints)
-    print(f"{len(tokens):,} tokens; c, a, b and the share of the n-grams' errors that each part "
-          f"mends: {pools}")
 
 
 # ------------------------------------------------------------------------- the command line

@@ -8,15 +8,16 @@ import torch
 
 from common import InputError
 from families import tiny
-from survey import guessers
-from survey import hybrid as module
-from survey.hybrid import fit, hybrid
+from hybrid import fit as module
+from hybrid import guessers
+from hybrid import hybrid as hybrid_module
+from hybrid.fit import CLASSES, fit, fit_pool, fit_trust, replay_answers, replay_part
+from hybrid.guessers import load_trust, pool_chances
+from hybrid.hybrid import hybrid
+from hybrid.ngrams import NGrams
+from support.layers import FeatureLM
 from survey.medusa import Heads
-from survey.ngrams import NGrams
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
-from survey.trust import CLASSES, load_trust, replay_answers, replay_part
-from training.layers import FeatureLM
-from training.trust import fit_pool, fit_trust, pool_chances
 from trainings import WORDLESS
 
 
@@ -75,7 +76,8 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
         stores.append(store.text)
         texts[0] = BOUNDARY.join([*(as_text(p[-2:] + a) for p, a in data), "kept"])
         return "xy", [[(group, Counter(x=3, z=1))]] * 2, dict.fromkeys(parts, guessed)
-    monkeypatch.setattr(module, "load_datastore", lambda *_: Datastore(texts[0]))
+    for place in module, hybrid_module:
+        monkeypatch.setattr(place, "load_datastore", lambda *_: Datastore(texts[0]))
     monkeypatch.setattr(module, "replay_answers", replay)
     monkeypatch.setattr(guessers, "load_heads", lambda *_: Heads(model, "hydra", 3 - len(stores)))
     for _ in range(2):

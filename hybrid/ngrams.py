@@ -1,6 +1,6 @@
 """An n-gram model tells with which chance each token follows the last tokens of a text.
 
-    python -m survey.hybrid fit        # measures the trust; hybrid.py decodes with it
+    python -m hybrid fit        # measures the trust; hybrid.py decodes with it
 
 The last 8, 4, 2 and 1 tokens are looked up, each in the text itself, then in a datastore (rest.py).
 An *entry* is one of these suffixes in one of these sources, with the tokens that followed it there
@@ -22,7 +22,7 @@ The last .2 is given to no token.
 
 The trust of an entry depends on three things: on its source, on how often its suffix was seen, and
 on how many different tokens followed. Classes of these make 3 x 5 x 3 numbers, which are fitted by
-EM (training/trust.py). So the model is smoothed like that of Jelinek and Mercer, 1980, with weights
+EM (fit.py). So the model is smoothed like that of Jelinek and Mercer, 1980, with weights
 by counts.
 
 The *class* of an entry is a triple (source, often, variety) of indices into these numbers:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Callable
 
 from common import InputError, ancestor_mask, load, walk
-from training.files import check_file, explain_errors, read_json, write_text, write_whole
-from training.layers import FeatureLM
+from support.files import check_file, explain_errors, read_json, write_text, write_whole
+from support.layers import FeatureLM
 
 import torch
 import torch.nn.functional as F

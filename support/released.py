@@ -16,9 +16,9 @@ import re
 from pathlib import Path
 from typing import Sequence
 
-from training.files import check_file, explain_errors, read_json, write_text, write_whole
-from training.layers import choose_taps, context_length
-from training.parts import belongs, fill, match_type, require, some_embeddings
+from support.files import check_file, explain_errors, read_json, write_text, write_whole
+from support.layers import choose_taps, context_length
+from support.parts import belongs, fill, match_type, require, some_embeddings
 
 import torch
 from safetensors.torch import load_file, save_file
