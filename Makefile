@@ -8,7 +8,6 @@
 #   make picture    draw README's picture of a run on this machine
 #   make gpu        measure on a GPU: is it exact there, and how fast (it takes six minutes)
 #   make gpu-dry    count launches, waits and copies of each method on a simulated GPU (minutes)
-#   make cost       write costs.html: what calls cost here, and what guesses bring
 #   make models     train the embedded models anew (two hours). The commands that train the parts of
 #                   single methods are in models/README.md
 #   make clean      remove .venv and all that trainings have kept
@@ -18,7 +17,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip install --no-compile --quiet --disable-pip-version-check
 
-.PHONY: demo test mutants bench who gpu gpu-dry models picture cost clean
+.PHONY: demo test mutants bench who gpu gpu-dry models picture clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -35,7 +34,7 @@ mutants: .venv/ready
 	$(RUN) tests/mutants.py $(ONLY)
 
 bench: .venv/ready
-	$(RUN) results/bench.py
+	$(RUN) results/bench.py --first 3
 
 # Makes results/who_guesses.svg.
 who: .venv/ready
@@ -51,13 +50,10 @@ gpu-dry: .venv/ready
 models: .venv/ready
 	$(RUN) models/train.py
 
+# README's screenshot .github/trace.png is a page of ouroboros.py --trace at --window-size=1200,690
+# (chromium --headless --screenshot=FILE.png)
 picture: .venv/ready
 	$(RUN) results/picture.py
-
-# README's screenshots: .github/costs.png is this page at --window-size=1600,690, and trace.png at
-# 1200,690 is a page of ouroboros.py --trace (chromium --headless --screenshot=FILE.png)
-cost: .venv/ready
-	$(RUN) results/cost_page.py
 
 # Without a GPU the small build of PyTorch comes first. On Linux pip's own index has a large one.
 .venv/ready: requirements.txt

@@ -40,10 +40,10 @@ X is the prompt and y its answer. A group of masks follows the real token y_k.
 
 Departures:
     The tree. Paper: 1 + M k nodes, where k is how many candidates of a mask are tried, with M masks
-        after each (Fig. 5, --tree efficient). Here: by default (--tree best) the likeliest nodes
-        with the first few masks after each, as many as are fastest on this machine. Why: the
-        paper's tree has 64 rows. Where rows cost time it is slower than no guessing at all (0.67
-        times as fast, and the default 1.08 times).
+        after each (Fig. 5, --tree efficient). Here: without --tree the command line hands in the
+        likeliest nodes with the first few masks after each, as many as are fastest on this machine
+        (cli/trees.py). Why: the paper's tree has 64 rows. Where rows cost time it is slower than no
+        guessing at all (0.67 times as fast, and the one that is handed in 1.08 times).
     Eq. 1. Paper: the sum runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in the
         released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
         the masks predict the tokens after it.
@@ -63,7 +63,7 @@ from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, gree
 import torch
 import torch.nn.functional as F
 
-TREES = ("best", "efficient", "full", "chain")
+TREES = ("efficient", "full", "chain")
 RANKS = 10  # candidates of a mask whose accuracy is measured, for the best tree
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
@@ -142,17 +142,19 @@ def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
     return parents
 
 
-def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
-         adapter: str = ADAPTER, tuning: "Tuning | None" = None, sample: Sampler = greedy,
-         log: list | None = None) -> Iterator[list[int]]:
+def bita(target: CachedLM, prompt: list[int], *, tree: str = "", k: int = 5,
+         adapter: str = ADAPTER, tuning: "Tuning | None" = None, grow: Callable | None = None,
+         sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
 
     tuning   a tuning that is used instead of the file of --adapter
+    grow     grow(target, tuning.accept, candidates, root) returns ids and parents of a tree and the
+             number of masks after each node, for calls without --tree. None: the tree is efficient
 
-    tree:    best has the likeliest nodes, as many as pay on this machine. efficient is the paper's
-             tree, in which only the likeliest candidate of a mask has children. full has children
-             below every node. chain is the paper's straightforward decoding, which has one
-             candidate of each mask, and one group of masks, after the root
+    tree:    efficient is the paper's tree, in which only the likeliest candidate of a mask has
+             children. full has children below every node. chain is the paper's straightforward
+             decoding, which has one candidate of each mask, and one group of masks, after the root.
+             Without a name the command line's tree has as many nodes as pay on this machine
     k:       candidates of each mask token in efficient and full trees, 1 or more. Other trees do
              not read it
     adapter: file of prompt and mask tokens, made by `python bita.py train`
@@ -160,9 +162,13 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
     Yields chunks of 1 to M + 1 tokens; logs {"guessed", "accepted", "rows"} a call. They are the
     numbers of candidates, of accepted candidates, and of all rows of the call.
     """
-    if tree not in TREES:
+    if tree not in ("", *TREES):
         raise InputError(f"--tree must be {', '.join(TREES)}, got {tree}")
-    k = {"best": RANKS, "chain": 1}.get(tree, k)
+    grows = grow is not None and tree == ""
+    if grows:
+        k = RANKS
+    elif tree == "chain":
+        k = 1
     tuning = tuning or target.once(("bita", adapter), lambda: load_tuning(adapter, target.model))
     masks = tuning.masks.detach().to(target.weight)
     M = len(masks)
@@ -172,10 +178,8 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "best", k: int = 5,
     candidates = []  # for each mask its k likeliest tokens. The first call has none
     while True:
         # Fig. 5: the candidates become a tree of n real tokens, the root first.
-        if tree == "best":
-            from support.clock import fastest, fill_tree, list_mask_trees
-            plan, M = fastest(target, tuning, lambda: list_mask_trees(target, tuning.accept))
-            ids, real = fill_tree(plan, candidates, root)
+        if grows:
+            ids, real, M = grow(target, tuning.accept, candidates, root)
         else:
             ids, real = build_tree(candidates, root, full=tree == "full")
         n = len(ids)
@@ -396,4 +400,6 @@ def report(run) -> str:
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([bita], report, commands=[train], ranges={"tree": TREES}))
+    from cli.trees import MaskTrees
+    sys.exit(main([bita], report, commands=[train], shared={"grow": MaskTrees},
+                  ranges={"tree": TREES}))

@@ -213,9 +213,9 @@ class CachedLM:
     length           how many tokens of context are cached
     parents          the parents of the pending nodes: earlier pending nodes, or -1 for the context
     prefix           how many rows lie before the context, for nodes with `sees_prefix` (in BiTA)
-    calls, rows      how many calls there were, and how many rows they had together. Those of
-                     `start` do not count
-    seconds          how long Python spent in the calls; a GPU may still be at work after them
+    passes           for each pass its rows, how many of them the LM head read, and its seconds. A
+                     GPU may still be at work after them
+    calls            how many passes had rows that the LM head read
     memo             results of `once`, by name
     """
     PART = 128  # tokens of a prompt in one pass, which keeps its mask small
@@ -228,7 +228,7 @@ class CachedLM:
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
         self.cache = KVCache()
         self.prefix, self.length, self.parents = 0, 0, []
-        self.calls, self.rows, self.seconds = 0, 0, 0.0
+        self.passes, self.calls = [], 0
         self.memo = {}
 
     @torch.inference_mode()
@@ -248,12 +248,12 @@ class CachedLM:
             self.prefix = keys.shape[1]
         for i in range(0, len(ids), self.PART):
             # No part needs logits, which take much memory if the vocabulary is large.
-            self.forward(ids[i:i + self.PART], keep=0, counts=False)
+            self.forward(ids[i:i + self.PART], keep=0)
             self.commit(range(len(self.parents)))
 
     @torch.inference_mode()
     def forward(self, ids: list[int] | torch.Tensor, parents: list[int] | None = None, *,
-                sees_prefix: list[bool] | None = None, keep: int | None = None, counts=True):
+                sees_prefix: list[bool] | None = None, keep: int | None = None) -> torch.Tensor:
         """Run the model once over n new nodes, which join the pending tree.
 
         ids          tokens, a list or a tensor [n], or input embeddings [n, d]
@@ -261,8 +261,7 @@ class CachedLM:
                      chain from the last pending node
         sees_prefix  for each node whether it sees the prefix. None: no node does
         keep         how many of the last nodes the LM head reads. None: it reads all. 0: it reads
-                     none, if only the cache is wanted
-        counts       whether this counts as one of `calls`
+                     none, if only the cache is wanted. This is no call
         returns      the logits [n or keep, V] after each node that the LM head read
         """
         began = time.perf_counter()
@@ -280,10 +279,8 @@ class CachedLM:
         logits = self.run_model(inputs, positions, mask, n if keep is None else keep)
         # The tree changes only now, so a pass that raises leaves it as it was.
         self.parents = self.parents + parents
-        if counts:
-            self.calls += 1
-            self.rows += n
-            self.seconds += time.perf_counter() - began
+        self.passes.append((n, logits.shape[1], time.perf_counter() - began))
+        self.calls += logits.shape[1] > 0
         return logits[0, :, :self.vocab]
 
     def layout(self, parents: list[int], sees_prefix: list[bool]):

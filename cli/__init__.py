@@ -6,7 +6,7 @@ run.py         runs one method on prompts and counts its tokens, calls and secon
 loading.py     says which file of a model is at fault, and fills chat templates
 text.py        sets encodings, shortens messages, and prints tokens as text while they come
 trace.py       records every call for --trace; trace.html shows them
-costs.py       says what calls cost and what smaller trees would have made; costs.html shows it
 trajectory.py  draws a Jacobi decoding for --show
+trees.py       chooses the tree of bita.py that pays on this machine
 graphs.py      runs models by CUDA graphs, the default on a GPU
 """

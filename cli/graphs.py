@@ -11,6 +11,8 @@ launch. A graph needs shapes and places that never change, so a pass is made to 
 
 * The number of rows is rounded up to the next of WIDTHS. The last row is repeated, and no row sees
   the repeats.
+* A pass of a new shape runs as it is, and the second one captures it. A capture takes as long as
+  many passes, and a clock that is still learning may use a shape only once.
 * All slots of the buffers are attended to, and the mask hides those that hold nothing.
 * New keys and values are written where a tensor says, since a Python number would be baked in.
 * When the buffers have grown, graphs are captured again.
@@ -26,9 +28,11 @@ import torch.nn.functional as F
 
 from cli.run import TimedLM
 from common import InputError, KVCache
-from support.clock import WIDTHS
 from support.files import shorten
 from support.layers import FeatureLM
+
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the passes that are captured
 
 
 def capture(function, inputs: tuple[torch.Tensor, ...]):
@@ -96,14 +100,20 @@ class StaticCache(KVCache):
 class GraphedLM(TimedLM):
     """Be a CachedLM whose passes are captured, once for each shape, and then replayed.
 
-    captured  the graphs, by the number of slots, by the taps, and by the shape of their
-              inputs: [1, rows], of embeddings [1, rows, d]
+    captured         the graphs, by the number of slots, by the taps, and by the shape of their
+                     inputs: [1, rows], of embeddings [1, rows, d]. After the first pass of a shape
+                     it has the pass itself
+    capture_seconds  what captures took
+    waits            whether the first pass of a shape is not captured. The check on loading goes
+                     through a replay, so it does not wait
     """
 
-    def __init__(self, model, vocab: int | None = None):
+    def __init__(self, model, vocab: int | None = None, waits: bool = True):
         super().__init__(model, vocab)
         self.cache = StaticCache()
         self.captured = {}
+        self.capture_seconds = 0.0
+        self.waits = waits
 
     def run_model(self, inputs, positions, mask, keep: int):
         first, n = self.cache.start, inputs.shape[1]
@@ -118,12 +128,14 @@ class GraphedLM(TimedLM):
         run = self.whole_pass
         if width <= WIDTHS[-1]:
             name = self.cache.slots, str(self.taps), tensors[1].shape
-            if name not in self.captured:
+            if name not in self.captured and self.waits:
+                self.captured[name] = run
+            elif self.captured.get(name, run) == run:
                 began = time.perf_counter()
                 # Graphs of older buffers are freed. Another CachedLM may have renewed them.
                 self.captured = {x: self.captured[x] for x in self.captured if x[0] == name[0]}
                 self.captured[name] = self.graph_of(tensors)
-                self.setup_seconds += time.perf_counter() - began
+                self.capture_seconds += time.perf_counter() - began
             run = self.captured[name]
         logits, features = run(*tensors)
         self.features = features[:n].clone()

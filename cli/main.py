@@ -18,6 +18,7 @@ import sys
 from argparse import Namespace
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Callable, Container, Iterator
@@ -26,7 +27,6 @@ from huggingface_hub.utils import logging as hub
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from cli.costs import say_costs
 from cli.loading import encode_data, encode_prompts, load_checked
 from cli.options import MODELS, parse_command, parse_decoding, read_options, select_options
 from cli.run import Run, TimedLM, count_guesses
@@ -132,7 +132,7 @@ class Session:
             from cli.graphs import GraphedLM
             self.run_as = GraphedLM
             for model in self.models.values():
-                check(model, GraphedLM)  # once more, by what a replay gives
+                check(model, partial(GraphedLM, waits=False))  # once more, by what a replay gives
         self.texts = read_arguments(args.prompt) if args.prompt else args.prompts
         self.prompts = encode_prompts(target, tokenizer, self.texts, args.chat)
         self.eos = eos_ids(target, tokenizer)
@@ -204,9 +204,10 @@ def explain_slowdown(run: Run, ar: Run) -> str:
     target, alone = run.models["target"], ar.models["target"]
     one = alone.seconds / alone.calls
     guessing = run.seconds - target.seconds - target.prompt_seconds
-    costs = say_costs(target.rows / target.calls, target.seconds / target.calls / one,
-                      guessing / target.calls / one, run.tokens / target.calls)
-    return f"slower here: {costs}"
+    rows, seconds = target.rows / target.calls, target.seconds / target.calls
+    return (f"slower here: a call of {rows:.0f} rows costs {seconds / one:.1f} calls of one, its "
+            f"guesses cost {guessing / target.calls / one:.1f}, and it gives "
+            f"{run.tokens / target.calls:.1f} tokens")
 
 
 def compare(session: Session, run: Run, lossy: Container) -> int:
@@ -259,10 +260,9 @@ def record_trace(session: Session, path: Path) -> Iterator[None]:
     trace = session.trace = Trace()
     try:
         yield
-        trace.time_calls()  # not after Ctrl-C, when nobody wants to wait
     finally:
         if any(run["rounds"] for run in trace.runs):
-            write_text(path, make_page(trace.runs, session.tokenizers, trace.describe_costs()))
+            write_text(path, make_page(trace.runs, session.tokenizers))
             print(f"trace: {path.resolve()}", file=sys.stderr)
 
 

@@ -14,19 +14,29 @@ class TimedLM(FeatureLM):
 
     It is a FeatureLM, because some methods read features (support/layers.py).
 
-    seconds          of the calls. Each call waits for the GPU, or it would end before the GPU does
-    prompt_seconds   of caching prompts, which are no calls
-    setup_seconds    of what `once` made
+    Each pass waits for the GPU, or it would end before the GPU does.
+
+    rows             of all calls
+    seconds          of all calls
+    prompt_seconds   of all passes that are no calls, as those over prompts
+    setup_seconds    of what `once` made: of files that are read
     """
 
     def __init__(self, model, vocab: int | None = None):
         super().__init__(model, vocab)
-        self.prompt_seconds, self.setup_seconds = 0.0, 0.0
+        self.setup_seconds = 0.0
 
-    def start(self, *args, **options) -> None:
-        began = time.perf_counter()
-        super().start(*args, **options)
-        self.prompt_seconds += time.perf_counter() - began
+    @property
+    def rows(self) -> int:
+        return sum(rows for rows, read, _ in self.passes if read)
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for _, read, seconds in self.passes if read)
+
+    @property
+    def prompt_seconds(self) -> float:
+        return sum(seconds for _, read, seconds in self.passes if not read)
 
     def run_model(self, *args):
         logits = super().run_model(*args)
@@ -80,7 +90,7 @@ class Run:
     outputs  token ids of each answer
     tokens   the number of tokens of all answers
     log      the method's records, one of each round
-    seconds  the time of decoding, without that of what is prepared once for all prompts
+    seconds  the time of decoding, all but the set-up: the reading of files
     """
 
     def __init__(self, method, models: dict[str, TimedLM], options: dict, eos: set[int]):
@@ -125,11 +135,14 @@ class Run:
     def __str__(self) -> str:
         """Say in one line how fast the run was, and which model took how much of the time."""
         calls = self.models["target"].calls
+        captures = [getattr(lm, "capture_seconds", 0.0) for lm in self.models.values()]
         shares = []
         for name, lm in self.models.items():
             share = (lm.seconds + lm.prompt_seconds) / self.seconds
             shares.append(f"{name} {share:.0%}")
         setup = f"; set-up {self.setup:.1f} s" if self.setup else ""
+        if any(captures):
+            setup += f"; captures of graphs, {sum(captures):.1f} s, are counted"
         return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s "
                 f"({self.tokens / self.seconds:.1f} tokens/s), {calls} target calls "
                 f"({self.tokens / calls:.2f} tokens per call); of the time {', '.join(shares)}"

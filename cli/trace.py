@@ -1,8 +1,9 @@
 """Writes the page of `--trace FILE.html`, which steps through every call of a run.
 
-No method knows that it is recorded. While a run lasts, four methods of the class CachedLM (PATCHED)
-are replaced: each replacement calls the original, then writes down what happened. Afterwards the
-originals are put back. The recording's own time is in no call's time, and counts as set-up.
+No method knows that it is recorded. While a run lasts, three methods of the class CachedLM
+(PATCHED) are replaced: each replacement calls the original, then writes down what happened.
+Afterwards the originals are put back. The calls of `once` are left out. What takes time waits until
+the round is over, when no clock runs.
 
 An example is the round of a method that guesses 7 or 8 after the root 5:
 
@@ -14,7 +15,6 @@ It becomes this record, an entry of the run's "rounds":
 
     {"chunk": [7, 11],
      "log": {"accepted": 1},           the method's own record of the round
-     "seconds": 0.0041,                of the round, without the pass over the prompt
      "calls": [{
          "lm": 0,                      which model, a place in the run's "lms"
          "time": [12.1, 15.3],         milliseconds since the first call
@@ -40,37 +40,26 @@ from unittest.mock import patch
 
 import torch
 
-from cli.costs import calls_of, describe, list_rounds, write_panel
 from cli.text import split_text
 from common import CachedLM
-from support.clock import WIDTHS, time_calls
 from support.layers import depth_of
 
 PAGE = Path(__file__).with_name("trace.html")
-PATCHED = ("start", "forward", "commit", "truncate")
+PATCHED = ("forward", "commit", "truncate")
 TOLD = 16  # the first numbers of an embedding, which tell its token
 
 
 class Recorder:
-    """Write down the calls of all CachedLMs while a run answers a prompt.
+    """Write down the calls of all CachedLMs while a run answers a prompt."""
 
-    Times are those of a clock that stands still while something is recorded.
-
-    run   the `Run` that answers
-    """
-
-    def __init__(self, run):
-        self.run = run
-        self.spent = 0.0  # seconds that the recording itself took
+    def __init__(self):
         self.began = None  # when the first call began
-        self.prompts = 0.0  # seconds that passes over the prompt took
+        self.loading = 0  # how many `once` run, whose calls try what was read from a file
         self.lms = {}  # lm: its number, in the order of their first call
         self.calls = []  # of the present round
+        self.unread = []  # of this round: a call, its model, its rows, the likeliest tokens
         self.pending = defaultdict(dict)  # lm: {row: its call}, of rows that are not committed
         self.final = defaultdict(dict)  # lm: {place in the text: its call}, of committed rows
-
-    def clock(self) -> float:
-        return time.perf_counter() - self.spent
 
     def wrap(self, name: str) -> Callable:
         """Return what takes the place of a method of CachedLM: the method, then its note.
@@ -81,32 +70,47 @@ class Recorder:
 
         def recorded(lm, given, *args, **options):
             given = given if isinstance(given, (int, torch.Tensor)) else [*given]
-            began = self.clock()
+            began = time.perf_counter()
             result = original(lm, given, *args, **options)
-            ended = self.clock()
-            if options.get("counts", True):  # else a part of a prompt, or a call of the clock
+            ended = time.perf_counter()
+            # Before a model's first call, passes whose logits nobody reads are parts of a prompt.
+            if not self.loading and (lm in self.lms or options.get("keep") != 0):
                 note(lm, given, result, began, ended)
-                spent = self.clock() - ended
-                self.spent += spent
-                self.run.models["target"].setup_seconds += spent
             return result
         return recorded
 
-    def note_start(self, lm, ids, _, began, ended) -> None:
-        if len(ids) > 1:  # else a model is tried during set-up, whose time does not count anyway
-            self.prompts += ended - began
+    def wrap_once(self) -> Callable:
+        """Return what takes the place of `CachedLM.once`, whose calls are not written down."""
+        original = CachedLM.once
+
+        def once(*given):
+            self.loading += 1
+            try:
+                return original(*given)
+            finally:
+                self.loading -= 1
+        return once
 
     def note_forward(self, lm, ids, logits, began, ended) -> None:
         if self.began is None:
             self.began = began
         first = len(lm.parents) - len(ids)
-        best = logits.argmax(-1).tolist()
-        best = [-1] * (len(ids) - len(best)) + best  # the first rows may have no logits
-        call = {"lm": self.lms.setdefault(lm, len(self.lms)), "ids": find_tokens(lm, ids),
+        call = {"lm": self.lms.setdefault(lm, len(self.lms)), "parents": lm.parents[first:],
                 "time": [round(1000 * (x - self.began), 3) for x in (began, ended)],
-                "parents": lm.parents[first:], "first": first, "best": best, "kept": []}
+                "first": first, "kept": []}
         self.pending[lm] |= dict.fromkeys(range(first, len(lm.parents)), call)
         self.calls.append(call)
+        self.unread.append((call, lm, ids, logits.argmax(-1)))
+
+    def take_calls(self) -> list[dict]:
+        """Return the calls of the round that is over, with their tokens and the likeliest ones."""
+        for call, lm, ids, best in self.unread:
+            call["ids"] = find_tokens(lm, ids)
+            # The first rows may have no logits.
+            call["best"] = [-1] * (len(ids) - len(best)) + best.tolist()
+        calls = self.calls
+        self.calls, self.unread = [], []
+        return calls
 
     def note_commit(self, lm, path, *_) -> None:
         pending = self.pending.pop(lm, {})
@@ -131,8 +135,8 @@ def find_tokens(lm: CachedLM, ids) -> list[int]:
     if not torch.is_tensor(ids) or ids.ndim == 1:
         return [int(x) for x in ids]
     embed = lm.model.get_input_embeddings()
-    # Some families scale what the weights say. `once` of a TimedLM would count this time twice.
-    table = CachedLM.once(lm, "embeddings of all tokens", lambda: embed(
+    # Some families scale what the weights say.
+    table = lm.once("embeddings of all tokens", lambda: embed(
         torch.arange(len(embed.weight), device=embed.weight.device))[:, :TOLD])
     same = [(table == row).all(1).nonzero()[:, 0].tolist() for row in ids[:, :TOLD]]
     return [found[0] if found else -1 for found in same]
@@ -143,8 +147,6 @@ class Trace:
 
     def __init__(self):
         self.runs = []
-        self.verifier = None  # the model that verified in the method's runs
-        self.table = []  # (rows, seconds) of its calls, which are timed in the end
 
     def watch(self, run, prompt: list[int], chunks: Iterator[list[int]]) -> Iterator[list[int]]:
         """Yield the chunks of an answer, and keep the calls that made them.
@@ -152,43 +154,26 @@ class Trace:
         run     the `Run` that answers
         chunks  what run.decode gives for this prompt
         """
-        recorder = Recorder(run)
+        recorder = Recorder()
         known = {lm: name for name, lm in run.models.items()}
         record = {"method": run.method.__name__, "prompt": prompt, "rounds": []}
         self.runs.append(record)
-        logged, spent = len(run.log), run.seconds
-        with patch.multiple(CachedLM, **{name: recorder.wrap(name) for name in PATCHED}):
+        logged = len(run.log)
+        wrapped = {name: recorder.wrap(name) for name in PATCHED} | {"once": recorder.wrap_once()}
+        with patch.multiple(CachedLM, **wrapped):
             for chunk in chunks:
-                calls, recorder.calls = recorder.calls, []
+                calls = recorder.take_calls()
                 if not record["rounds"]:  # a round ends with a call of the model that verifies
                     record["target"] = calls[-1]["lm"]
                 # A model that the method made itself is called by the number of its layers.
                 record["lms"] = [known.get(lm, f"{depth_of(lm.model)} layers")
                                  for lm in recorder.lms]
                 log = run.log[-1] if len(run.log) > logged else {}
-                record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls,
-                                         "seconds": run.seconds - spent - recorder.prompts})
-                logged, spent, recorder.prompts = len(run.log), run.seconds, 0.0
-                if record["method"] != "autoregressive":
-                    self.verifier = [*recorder.lms][record["target"]]
+                record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls})
+                logged = len(run.log)
                 yield chunk
         for step in record["rounds"]:
             trim_round(step, record["target"])
-
-    def time_calls(self) -> None:
-        """Time calls of the model that verified, up to the widest that was recorded."""
-        widest = max((len(call["ids"]) for call in calls_of(list_rounds(self.runs))), default=0)
-        if self.verifier:
-            self.table = time_calls(self.verifier, min(widest, WIDTHS[-1]))
-
-    def describe_costs(self) -> list[dict]:
-        """Collect what the panel of costs shows: the method that was compared with AR, if any.
-
-        returns   a list of one entry, or of none where no call was timed
-        """
-        ar = [run for run in self.runs if run["method"] == "autoregressive"]
-        own = [run for run in self.runs if run["method"] != "autoregressive"]
-        return [describe(own[0]["method"], own, self.table, ar)] if self.table else []
 
 
 def trim_round(step: dict, target: int) -> None:
@@ -237,12 +222,10 @@ def say_tokens(ids: set[int], tokenizer) -> dict[int, str]:
             for token in sorted(ids - {-1})}
 
 
-def make_page(runs: list[dict], tokenizers: dict, costs: list[dict] = ()) -> str:
+def make_page(runs: list[dict], tokenizers: dict) -> str:
     """Write the runs into one HTML file that needs no other: its script draws them.
 
     tokenizers  those of the target and of drafts by name, since a draft may have its own tokens
-    costs       what the panel of costs shows, as `describe` of costs.py returns it; without any the
-                page has no panel
     """
     texts = {name: say_tokens(ids, tokenizers[name])
              for name, ids in collect_tokens(runs, [*tokenizers]).items()}
@@ -252,6 +235,4 @@ def make_page(runs: list[dict], tokenizers: dict, costs: list[dict] = ()) -> str
         pieces = split_text(tokenizers["target"], run["prompt"] + answer, skip_special_tokens=False)
         said.append(run | {"said": pieces})
     data = json.dumps({"runs": said, "texts": texts}).replace("<", "\\u003c")
-    page = PAGE.read_text(encoding="utf-8").replace("DATA", data, 1)
-    panel = write_panel(costs) if costs else ""
-    return page.replace("<noscript>", f"{panel}<noscript>", 1)
+    return PAGE.read_text(encoding="utf-8").replace("DATA", data, 1)

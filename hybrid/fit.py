@@ -11,12 +11,11 @@ is replayed, and these are fitted to it:
 """
 import math
 from collections import Counter
-from heapq import nlargest
 from itertools import chain
 from pathlib import Path
 
 from common import vocab_size
-from hybrid.guessers import FLOOR, GUESSES, Trained, pool_chances
+from hybrid.guessers import FLOOR, GUESSES, Trained
 from hybrid.ngrams import SEEN, SOURCES, NGrams, mix_entries
 from support.layers import FeatureLM, depth_of, tap_widths
 from support.parts import MODELS, save_facts, score_with
@@ -162,10 +161,7 @@ def fit_pool(tokens: str, guessed: list[dict], chances: list[dict]) -> list[floa
     tokens    the right tokens
     guessed   for each of them what a trained part gave before it
     chances   for each of them what the n-grams gave before it
-    returns   c, a, b and mended, the share of the n-grams' errors that the part mends. The errors
-              are how often the n-grams' likeliest token is wrong, by its own chance. Of those the
-              part mends as many as there are more right tokens among the two likeliest with it than
-              without it. A tree mostly has the two likeliest of a node's children
+    returns   c, a and b
     """
     # Each token that is to be guessed is a case. Each token that is named in a case has one row.
     features, cases, right = [], [], []
@@ -188,14 +184,7 @@ def fit_pool(tokens: str, guessed: list[dict], chances: list[dict]) -> list[floa
         loss.backward()
         return loss
     optimizer.step(compute_loss)
-    found = exponents.tolist()
-    wrong, mended = 1e-6, 0
-    for token, p, q in zip(tokens, guessed, chances):
-        pooled = pool_chances(p, q, found)
-        wrong += 1 - max(q.values(), default=0.0)
-        mended += token in nlargest(2, pooled, pooled.get)
-        mended -= token in nlargest(2, q, q.get)
-    return [*found, min(1.0, max(0.0, mended / wrong))]
+    return exponents.tolist()
 
 
 def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -208,8 +197,8 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     out:       the JSON file to make
     work:      the folder of answers, by default OUT.work
     datastore: a file made by `python -m survey.rest build`, from which these answers are left out
-    adapters:  the folder of medusa.safetensors, hydra.safetensors, eagle.safetensors,
-               eagle3.safetensors and dflash.safetensors, or of some of them
+    adapters:  the folder of medusa.safetensors, hydra.safetensors and dflash.safetensors, or of
+               some of them
     max_new_tokens: the most tokens of an answer
     """
     data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work or Path(f"{out}.work"))
@@ -236,5 +225,4 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     pools = {kind: fit_pool(tokens, p, by_ngrams) for kind, p in guessed.items()}
     fingerprints = {kind: some_weights(part.part) for kind, part in parts.items()}
     save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools, parts=fingerprints)
-    print(f"{len(tokens):,} tokens; c, a, b and the share of the n-grams' errors that each part "
-          f"mends: {pools}")
+    print(f"{len(tokens):,} tokens; c, a and b of each part: {pools}")

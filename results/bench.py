@@ -6,7 +6,9 @@
 The figures are printed as Markdown tables. Each round gives every prompt to every method, one
 method after another, so that a noisy machine slows all methods alike. A ratio is taken within a
 round, and the median over the rounds is shown. Prompts whose AR output loops are left out and
-counted, since a model in a loop accepts every guess.
+counted, since a model in a loop accepts every guess. All rows warm up with a few prompts. So a
+method that learns from its calls has learned already, and graphs are captured. `--first 3` adds
+what the first prompt of a new process takes, as in `python FILE.py --prompt`.
 
 A row is a command line without `python`: a method and its options. ALL has every method at its
 defaults, tables.py has the rows of single pages, and --row adds one. A new method file is found by
@@ -23,6 +25,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 from typing import Callable, NamedTuple
@@ -42,6 +45,7 @@ from cli.main import run_script  # noqa: E402
 from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
 from cli.run import Run, TimedLM, guesses_of  # noqa: E402
 from cli.text import Parser  # noqa: E402
+from cli.trees import MaskTrees  # noqa: E402
 from common import InputError, Sampler, check, eos_ids, vocab_size  # noqa: E402
 from models import tasks  # noqa: E402
 from ouroboros import PhrasePool  # noqa: E402
@@ -82,12 +86,14 @@ class Ours:
                  sample: Sampler, **options):
         self.method, self.models, self.limit, self.eos = method, models, limit, eos
         self.sample, self.options = sample, options
+        self.grow = MaskTrees()  # what it has learnt of this machine, it keeps
         self.new_round()
 
     def new_round(self) -> None:
         """Make what the prompts of the next round share, such as a pool of phrases."""
         takes = inspect.signature(self.method).parameters
-        made = {"pool": PhrasePool(), "successors": Successors(), "eos": self.eos}
+        made = {"pool": PhrasePool(), "successors": Successors(), "eos": self.eos,
+                "grow": self.grow}
         self.shared = {name: x for name, x in made.items() if name in takes}
 
     def start_run(self) -> Run:
@@ -95,13 +101,13 @@ class Ours:
         return Run(self.method, self.models, self.shared | self.options, self.eos)
 
     def __call__(self, prompt: list[int]) -> Count:
-        for lm in self.models.values():
-            lm.calls, lm.rows, lm.seconds, lm.prompt_seconds = 0, 0, 0.0, 0.0
-        run, target = self.start_run(), self.models["target"]
+        run, before = self.start_run(), {lm: len(lm.passes) for lm in self.models.values()}
         list(run.decode(prompt, self.limit, self.sample))
-        spent = {name: lm.seconds + lm.prompt_seconds for name, lm in self.models.items()}
-        return Count(run.tokens, target.calls, run.seconds, spent["target"],
-                     spent.get("draft", 0.0), run.outputs[0], run.log, target.rows)
+        new = {name: lm.passes[before[lm]:] for name, lm in self.models.items()}
+        spent = {name: sum(seconds for _, _, seconds in some) for name, some in new.items()}
+        rows = [rows for rows, read, _ in new["target"] if read]  # without passes over the prompt
+        return Count(run.tokens, len(rows), run.seconds, spent["target"], spent.get("draft", 0.0),
+                     run.outputs[0], run.log, sum(rows))
 
 
 class Theirs:
@@ -148,6 +154,19 @@ def by_category(path: str) -> dict[str, list[str]]:
     for row in read_rows(path):
         groups[str(row.get("category", "prompts"))].append(row["prompt"])
     return groups
+
+
+def measure_first(args: argparse.Namespace, line: str, prompt: list[int]) -> float:
+    """Say how many times as fast as AR a row is on the first prompt of this process.
+
+    args     the command line
+    line     the row
+    prompt   token ids
+    returns  the ratio of tokens a second. All that a user waits for counts, but for the loading
+    """
+    bench = Bench(args)
+    ours, ar = (bench.row(name)(prompt) for name in (line, AR))
+    return ours.tokens / ours.total * ar.total / ar.tokens
 
 
 def keep_fitting(names, act: Callable) -> dict:
@@ -217,16 +236,22 @@ class Bench:
         require(args.max_new_tokens <= room, "max_new_tokens",
                 f"at most {room} for these prompts and a context of {context}",
                 args.max_new_tokens)
-        answers = answer_all(self.target, self.eos, every, args.max_new_tokens)
-        self.pairs = [pair for pair, answer in zip(pairs, answers) if not tasks.loops(answer)]
-        self.dropped = len(pairs) - len(self.pairs)
+        self.pairs, self.dropped = pairs, 0
+        self.categories = [*texts]
+        # The task of each prompt, by which an answer can be graded. Prompts of a file have none.
+        examples = [example for some in taken.values() for example in some]
+        self.examples = {tuple(prompt): example for prompt, example in zip(every, examples)}
+
+    def drop_loops(self) -> None:
+        """Leave out the prompts whose AR output loops."""
+        every = [prompt for _, prompt in self.pairs]
+        answers = answer_all(self.target, self.eos, every, self.args.max_new_tokens)
+        kept = [pair for pair, answer in zip(self.pairs, answers) if not tasks.loops(answer)]
+        self.dropped, self.pairs = len(every) - len(kept), kept
         if not self.pairs:
             raise InputError(f"expected a prompt whose AR output does not loop, got {self.dropped} "
                              "that do")
         self.categories = [*dict.fromkeys(name for name, _ in self.pairs)]
-        # The task of each prompt, by which an answer can be graded. Prompts of a file have none.
-        examples = [example for some in taken.values() for example in some]
-        self.examples = {tuple(prompt): example for prompt, example in zip(every, examples)}
 
     @functools.cache
     def load(self, path: str):
@@ -238,7 +263,9 @@ class Bench:
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise InputError(f"expected a model with the target's tokenizer, got {path!r}, which "
                              "has another vocabulary")
-        return check(model, GraphedLM) if self.args.graphs else model  # once more, by replays
+        if self.args.graphs:
+            check(model, functools.partial(GraphedLM, waits=False))  # once more, by replays
+        return model
 
     def cache(self, path: str) -> TimedLM:
         """Give a model a cache of its own."""
@@ -439,12 +466,25 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     return cells
 
 
+def ask_processes(bench: Bench, line: str) -> str:
+    """Return the median and the range of `measure_first` over new processes, a prompt for each."""
+    first, found = bench.args.first, []
+    for _, prompt in bench.pairs[::max(1, len(bench.pairs) // first)][:first]:
+        with get_context("spawn").Pool(1) as process:
+            found.append(process.apply(measure_first, (bench.args, line, prompt)))
+    return f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
 def print_tables(bench: Bench) -> None:
     """Measure the rows that are asked for beside transformers' own, and print two tables."""
     runs = keep_fitting(choose_lines(bench.args), bench.row)
     peers = {} if bench.args.table else build_peers(bench)
     results = bench.measure(runs | dict(peers.values()))
     lines = [make_line(bench, results, method) for method in results.counts]
+    if bench.args.first:
+        for cells in tqdm(lines, desc="first prompts", leave=False):
+            known = cells["method"] in runs
+            cells["x AR, first prompt"] = ask_processes(bench, cells["method"]) if known else ""
     print(table([[*lines[0]], *([*line.values()] for line in lines)]))
     rows = [["ratio of tokens/s", "all", *bench.categories]]
     for ours, (theirs, _) in peers.items():
@@ -468,6 +508,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="put prompts into the model's chat template")
     add("-n", type=int, default=10, help="prompts of each task or category")
     add("--rounds", type=int, default=5)
+    add("--first", type=int, default=0,
+        help="new processes a row, each of which decodes one prompt, as a user's command does")
     add("--nodes", type=int, default=0,
         help="of all trees whose rows do not say it; 0: the methods' own defaults")
     add("--max-new-tokens", type=int, default=200)
@@ -486,6 +528,7 @@ def open_bench(parser: argparse.ArgumentParser) -> Bench:
         if path := getattr(args, option, None):
             check_result(option, Path(path))
     bench = Bench(args)
+    bench.drop_loops()
     print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
           f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
           f"threads, torch {torch.__version__}; medians of {args.rounds} rounds over "

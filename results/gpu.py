@@ -30,9 +30,8 @@ from torch.utils.benchmark import Timer
 import memory  # it sets the path for what follows
 from bench import (ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting, parser_of,
                    run_script)
-from cli.graphs import GraphedLM
+from cli.graphs import WIDTHS, GraphedLM
 from cli.run import TimedLM
-from support.clock import WIDTHS
 from support.files import check_result, shorten, write_text
 
 SHARDS = 8  # processes that share the tests

@@ -9,7 +9,7 @@ from html import escape
 
 from bench import AR, ROOT, Bench, parser_of, run_script  # it sets the path for what follows
 from cli.text import split_text
-from cost_page import record
+from cli.trace import Trace
 from support.files import write_text
 from who_picture import write_svg
 
@@ -93,6 +93,16 @@ def draw_picture(runs: list[dict], tokenizer, width: int = 860) -> str:
     return write_svg(width, height, title, STYLE, parts)
 
 
+def record(bench: Bench, line: str, prompt: list[int]) -> dict:
+    """Record the run of a row of the bench on a prompt, after a first run that warms up."""
+    ours = bench.row(line)
+    ours(prompt)
+    ours.new_round()
+    trace, run = Trace(), ours.start_run()
+    list(trace.watch(run, prompt, run.decode(prompt, ours.limit, ours.sample)))
+    return trace.runs[0]
+
+
 def main() -> None:
     """Trace Ouroboros and token by token on the last example, after a run of each."""
     parser = parser_of(__doc__)
@@ -100,7 +110,7 @@ def main() -> None:
                         device="cpu")
     bench = Bench(parser.parse_args())
     _, prompt = bench.pairs[-1]
-    runs = [record(bench.row(line), [prompt]).runs[0] for line in ("ouroboros", AR)]
+    runs = [record(bench, line, prompt) for line in ("ouroboros", AR)]
     out = ROOT / ".github/decode.svg"
     write_text(out, draw_picture(runs, bench.tokenizer))
     print(f"{out}: {out.stat().st_size:,} bytes", file=sys.stderr)

@@ -22,7 +22,9 @@ row. A round of a chain of k guesses takes the time to guess and a call of k + 1
 """
 import functools
 import itertools
+import operator
 import sys
+import timeit
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Callable
@@ -35,11 +37,10 @@ from tqdm import tqdm
 from bench import (AR, Bench, Ours, guesses_of, keep_fitting, open_bench, parser_of, run_script,
                    table)  # it sets the path for what follows
 from bita import load_tuning
-from cli.costs import expected_tokens, read_table
 from common import InputError
 from hybrid import hybrid
 from survey import dflash, eagle, medusa, recycling, rest
-from support.clock import Node, best_tree, time_calls
+from support.clock import Node, best_tree
 from support.files import write_text
 from training.loop import require
 from who_picture import GUESSES, draw_figure, read_curves
@@ -133,6 +134,20 @@ def measure_acceptance(log: list[dict]) -> list[tuple[int, int]]:
 
 # -------------------------------------------------------------------------------------- costs
 
+def time_calls(lm) -> list[tuple[int, float]]:
+    """Measure what calls of 1 to 16 rows take at the present length of the context.
+
+    returns   (rows, seconds) of each width, the least of four calls
+    """
+    def call(rows: int) -> float:
+        seconds = timeit.timeit(lambda: lm.forward([0] * rows), number=1)
+        lm.truncate(lm.length)
+        return seconds
+    # All widths take turns, so that a busy moment of the machine meets all alike.
+    widths = (1, 2, 4, 8, 16)
+    return [*zip(widths, map(min, zip(*([call(rows) for rows in widths] for _ in range(4)))))]
+
+
 def time_rounds(run: Ours, prompt: list[int], limit: int) -> list[tuple[float, float]]:
     """Measure the mean seconds of a round and its mean guesses, the first round left out.
 
@@ -152,7 +167,7 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     """Measure what rounds cost by the length of the chain.
 
     mosts    for each drafter the guesses of its longest chain
-    returns  {"calls": what clock.time_calls returned, "rounds": {name: [[guesses of a chain,
+    returns  {"calls": what `time_calls` returned, "rounds": {name: [[guesses of a chain,
              seconds of a round, guesses that it really has]]}}. AR is a name too, with 0 guesses
     """
     prompts = sorted((prompt for _, prompt in bench.pairs), key=len)[:bench.args.timed]
@@ -165,7 +180,7 @@ def measure_costs(bench: Bench, mosts: dict[str, int]) -> dict:
     spent, calls = {key: [] for key in runs}, []
     for prompt in tqdm(prompts, desc="prompts on the clock", leave=False):
         lm.start(prompt[:-1])
-        calls.append(time_calls(lm, 1 + GUESSES))
+        calls.append(time_calls(lm))
         for key, run in runs.items():
             spent[key] += time_rounds(run, prompt, limit)
     rounds = {}
@@ -190,11 +205,10 @@ def find_best(name: str, rates: list[float], costs: dict) -> tuple[int, float, f
     measured, [[_, unit, _]] = costs["rounds"][name], costs["rounds"][AR]
     found = []
     for k in range(1, 1 + len(rates)):
-        seconds = read_table([(x[0], x[1]) for x in measured], k)
-        guesses = read_table([(x[0], x[2]) for x in measured], k)
-        rows = read_table(costs["calls"], 1 + guesses) - costs["calls"][0][1]
+        seconds, guesses = (np.interp(k, *zip(*([x[0], x[i]] for x in measured))) for i in (1, 2))
+        rows = np.interp(1 + guesses, *zip(*costs["calls"])) - costs["calls"][0][1]
         guess = max(0.0, seconds - unit - rows) / guesses if guesses else 0.0
-        tokens = OWN[name] - 1 + expected_tokens(rates[:k])
+        tokens = OWN[name] + sum(itertools.accumulate(rates[:k], operator.mul))
         found.append((k, tokens, seconds / unit, guess / unit))
     return max(found, key=lambda best: best[1] / best[2])
 

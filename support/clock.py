@@ -1,23 +1,42 @@
 """This file chooses how large a tree is: what makes the most tokens a second on this machine.
 
 A larger tree gives more tokens and costs more. The methods that plan trees know how often each
-guess is right. This file measures what calls take here, and compares.
+guess is right. This file learns from the calls that they make what a call takes, and compares.
 
     rate      how often a guess is accepted whose parent was
     chance    how often a node is accepted: the product of the rates along its path
     tokens    to be expected of a call: the sum of the chances of all nodes, 1 of the root included
     speed     tokens / (seconds of the call + seconds of the guessing)
+
+No call is made to be timed. Any tree gives the right text, so learning is free: the first trees are
+only a little too large or too small. Seconds lie near a straight line over rows. So a line through
+the calls that were made, and through the pass over the prompt, also says what calls of other widths
+would take:
+
+    seconds of a call  =  a + b · rows
+
+        │                          ·  x  the pass over the prompt, 60 rows
+        │               ·
+        │    · x x x                     calls of the first rounds, about 12 rows
+        │ ·
+        a
+        └────────────────────────────    rows
 """
 import heapq
-import timeit
+import itertools
+import time
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM
 
-import torch
-
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the calls that the clock measures
-MASK_ROWS = 64  # the most rows of a call with masks after each node
+# Of a call, what one more row costs beside all else, before anything is known. These are 10M to 1B
+# parameters on two CPU cores, and 8B on a GPU.
+SLOPES = {"cpu": 0.03, "cuda": 0.003}
+FADE = 0.98  # the weight of what was noted, for each newer note: later contexts are longer
+PRIOR = 64  # two imagined notes, of 0 and of this many rows, keep the line from tilting by chance
+EVERY = 64  # a choice is made again after as many passes, at the latest
+MOST = 64  # the most nodes of a tree
+RANKS = 10  # the most children of a node
 
 
 class Node(NamedTuple):
@@ -51,52 +70,127 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
     return tree
 
 
-def time_calls(lm: CachedLM, most: int) -> list[tuple[int, float]]:
-    """Measure what calls of some widths take at the present length of the context.
+# ------------------------------------------------------------------------------------- the clock
 
-    most      a number of rows, 128 or fewer. The widest call is the narrowest of WIDTHS that has
-              this many rows or more
-    returns   (rows, seconds) of each width, the least seconds that one of its calls took
+class Costs:
+    """Learn what something takes by its number of rows: the line of least squares.
+
+    slope   what a row costs beside all else, as long as little is known
     """
-    least = {width: torch.inf for width in WIDTHS if width < 2 * most}
-    # All widths take turns, four times each, so that a busy moment of the machine meets all alike.
-    for n in 4 * [*least]:
-        seconds = timeit.timeit(lambda: lm.forward([0] * n, counts=False), number=1)
-        least[n] = min(least[n], seconds)
-        lm.truncate(lm.length)
-    return [*least.items()]
+
+    def __init__(self, slope: float):
+        self.slope = slope
+        self.sums = [0.0] * 5  # of 1, rows, seconds, rows², and rows · seconds, of all notes
+
+    def note(self, rows: float, seconds: float) -> None:
+        """Note that rows took so many seconds. In a busy moment at most twice the line's count."""
+        a, b = self.line()
+        seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds
+        new = 1.0, rows, seconds, rows * rows, rows * seconds
+        self.sums = [FADE * old + x for old, x in zip(self.sums, new)]
+
+    def line(self) -> tuple[float, float]:
+        """Return a and b, in seconds. Both are 0 if nothing was noted."""
+        n, x, y, xx, xy = self.sums
+        if n == 0:
+            return 0.0, 0.0
+        # The imagined notes lie on a line of the given slope through the middle of the others.
+        a = y / (n + self.slope * x)
+        far = a * (1 + self.slope * PRIOR)
+        n, x, y, xx, xy = n + 2, x + PRIOR, y + a + far, xx + PRIOR ** 2, xy + PRIOR * far
+        b = max(0.0, (n * xy - x * y) / (n * xx - x * x))
+        return max(0.0, (y - b * x) / n), b
 
 
-def row_costs(lm: CachedLM, most: int) -> list[float]:
-    """Measure what calls of 1 to `most` rows take at the present length of the context.
+class Choice(NamedTuple):
+    """Describe a round that a method could make."""
+    plan: object  # what the method needs to make it
+    tokens: float  # to be expected of the round
+    rows: float  # of the call
+    steps: float = 0  # of the guessing, such as passes of a draft
+    guesses: float = 0  # rows of all steps together
 
-    most      how many rows, 128 or fewer
-    returns   costs, where costs[n] is what the cheapest measured call took that has n rows or more,
-              in seconds
+
+class Clock:
+    """Choose, round after round, what makes the most tokens a second.
+
+    A method asks `choose` when a round begins, and says `note` when it ends:
+
+        while True:
+            tree = clock.choose(lambda: …)
+            …                                    guess, verify and commit
+            clock.note(1, len(tree))
+            yield chunk
+
+    lm        the model that verifies, whose passes are the calls
+    draft     a model whose passes are the steps of the guessing. Those over the prompt are the
+              first notes of what a step takes. None: guesses are free before the first note
+    calls     the Costs of calls by their rows
+    steps     the Costs of steps of the guessing by their rows, with all else in a round
     """
-    table = time_calls(lm, most)
-    return [min(cost for width, cost in table if width >= n) for n in range(1 + table[-1][0])]
+
+    def __init__(self, lm: CachedLM, draft: CachedLM | None = None):
+        slope = SLOPES.get(lm.weight.device.type, SLOPES["cuda"])
+        self.lm, self.calls, self.steps = lm, Costs(slope), Costs(slope)
+        for rows, _, seconds in draft.passes if draft else ():
+            self.steps.note(rows, seconds)
+        self.seen = 0  # passes of the model that are noted
+        self.due = 0  # the number of passes at which is chosen again
+        self.plan = None
+
+    def choose(self, list_choices: Callable[[], Iterable[Choice]]):
+        """Begin a round, and return the plan of the choice with the most tokens a second.
+
+        It is chosen again when there are twice as many passes, and after EVERY of them.
+
+        list_choices   a function that gives the choices
+        """
+        self.begin()
+        if self.plan is None or self.seen >= self.due:
+            (a, b), (c, d) = self.calls.line(), self.steps.line()
+
+            def rate(choice: Choice) -> float:
+                _, tokens, rows, steps, guesses = choice
+                # Before anything is known all takes no time, and most tokens are best.
+                return tokens / (1e-9 + a + b * rows + c * steps + d * guesses)
+            self.plan = max(list_choices(), key=rate).plan
+            self.due = self.seen + min(self.seen, EVERY)
+        return self.plan
+
+    def begin(self) -> None:
+        """Begin a round, and note the passes over the prompt, if there were any."""
+        self.read_passes()
+        self.began = time.perf_counter()
+
+    def read_passes(self) -> float:
+        """Note the passes that the model has made meanwhile; return their seconds."""
+        new = self.lm.passes[self.seen:]
+        self.seen += len(new)
+        for rows, _, seconds in new:
+            self.calls.note(rows, seconds)
+        return sum(seconds for _, _, seconds in new)
+
+    def note(self, steps: int, guesses: float) -> None:
+        """End a round: note what it took beside the model's passes.
+
+        steps     of the guessing. They are taken to be alike
+        guesses   rows of all steps together
+        """
+        seconds = time.perf_counter() - self.began - self.read_passes()
+        for _ in range(steps):
+            self.steps.note(guesses / steps, max(0.0, seconds) / steps)
 
 
-def count_doublings(lm: CachedLM) -> int:
-    """Return a number that grows when the length of the context reaches 256, 512, 1024 and so on.
+def list_sizes(tree: list[Node]) -> Iterator[Choice]:
+    """Yield the sizes of a tree that one step fills: choices whose plans are its first n nodes.
 
-    Calls cost more on longer contexts. So what was measured is measured again at each number.
+    tree   the nodes, the likeliest first
     """
-    return max(lm.length, 255).bit_length()
+    for n, tokens in enumerate(itertools.accumulate(node.chance for node in tree), 1):
+        yield Choice(tree[:n], tokens, n, 1, n)
 
 
-def fastest(lm: CachedLM, name, choices: Callable[[], Iterable[tuple]]):
-    """Choose what makes the most tokens a second on this machine, again after each doubling.
-
-    name      a name for the question, as for `CachedLM.once`
-    choices   a function that gives triples: a choice, the tokens to be expected of a round, and
-              the seconds that the round takes
-    returns   the choice with the most tokens a second
-    """
-    name = (name, count_doublings(lm))
-    return lm.once(name, lambda: max(choices(), key=lambda x: x[1] / x[2])[0])
-
+# ------------------------------------------------------------------------------ planned trees
 
 def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], list[int]]:
     """Put tokens into a planned tree.
@@ -121,34 +215,3 @@ def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], 
             ids.append(guesses[node.rank])
             parents.append(parent)
     return ids, parents
-
-
-# ------------------------------------------------------- a tree with masks after each node (BiTA)
-
-def list_mask_trees(target: CachedLM, accept: list[list[float]]) -> Iterator[tuple]:
-    """Yield the trees that `bita --tree best` has to choose from, for `fastest`.
-
-    target   the model, whose calls are timed
-    accept   accept[j][rank]: how often the guess of this rank of mask j + 1 is right. It is the
-             rate for a node of depth j, as in bita's `Tuning`
-    yields   a pair (nodes, M), the tokens to be expected of a call, and the seconds of the call.
-             Each node has M masks after it, and is at most M levels below the root
-    """
-    costs = row_costs(target, MASK_ROWS)
-    for M in range(len(accept) + 1):
-        tree = best_tree(accept[:M], MASK_ROWS // (1 + M))
-        for n in range(1, len(tree) + 1):
-            tokens = sum(node.chance for node in tree[:n])
-            yield (tree[:n], M), tokens, costs[n * (1 + M)]  # a node and its masks are 1 + M rows
-
-
-def fill_tree(plan: list[Node], candidates: list[list[int]],
-              root: int) -> tuple[list[int], list[int]]:
-    """Put tokens into a planned tree. Levels for which there are no candidates are left out.
-
-    candidates   for each level below the root its likeliest tokens, the best first
-
-    The other arguments, and what is returned, are those of `fill_plan`.
-    """
-    levels = dict(enumerate(candidates, 1))
-    return fill_plan(plan, root, lambda node, token: levels.get(node.depth, []))

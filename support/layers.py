@@ -244,7 +244,7 @@ def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
     Families fail the check if a layer reads more than hidden states and positions, or if the model
     adds positions before its first layer, as GPT-2 does.
 
-    target   the whole model. The check empties its cache
+    target   the whole model
     E        how many layers the first view has, 1 or more and fewer than all
     end      the module before the LM head of the first view. None: the model's last norm
     returns  early and late, each a CachedLM with a cache of its own. InputError if E does not fit
@@ -254,20 +254,18 @@ def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
     L = depth_of(model)
     if not 1 <= E < L:
         raise InputError(f"--E must be 1 to {L - 1} for a model of {L} layers, got {E}")
-    early = type(target)(view(model, 0, E, end), target.vocab)
-    late = type(target)(view(model, E, L), target.vocab)
+    parts = view(model, 0, E, end), view(model, E, L)
+    whole, early, late = (type(target)(x, target.vocab) for x in (model, *parts))
     ids, parents = [3, 1, 2, 0, 3], [-1, 0, 0, 1, 2]  # a tree, so masks are checked too
-    for lm in (target, early, late):
-        lm.start([])
-    whole = target.forward(ids, parents, counts=False).float()
-    early.forward(ids, parents, counts=False)
-    both = late.forward(early.features, parents, counts=False).float()
+    right = whole.forward(ids, parents).float()
+    early.forward(ids, parents)
+    both = late.forward(early.features, parents).float()
     # A view may round differently in 16 bits, and a wrong one is off by far more than this.
-    error = (both - whole).abs().mean() / whole.abs().mean()
+    error = (both - right).abs().mean() / right.abs().mean()
     if not error < (1e-5 if model.dtype == torch.float32 else 0.05):
         raise InputError("expected a model whose early and late layers make the whole, got "
                          f"{type(model).__name__}: off by {error:.1e}")
-    return early, late
+    return tuple(type(target)(x, target.vocab) for x in parts)  # which have made no pass yet
 
 
 def move_counts(part: CachedLM, whole: CachedLM) -> None:
@@ -277,12 +275,10 @@ def move_counts(part: CachedLM, whole: CachedLM) -> None:
            counts are 0
     whole  the model in whose place it ran. A report shows only the counts of this model
     """
+    whole.passes += part.passes
     whole.calls += part.calls
-    whole.rows += part.rows
-    whole.seconds += part.seconds
+    part.passes = []
     part.calls = 0
-    part.rows = 0
-    part.seconds = 0.0
 
 
 # ----------------------------------------------------------------------------------- copied layers

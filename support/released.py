@@ -40,7 +40,6 @@ SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
          "head_dim", "rms_norm_eps", "hidden_act")
 # The settings of its rotary positions. A configuration has the first two or the third:
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-RANKS = 10  # how many guesses of a head are measured, and how many children a node may have
 # The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance is not known.
 # A word is a node below the root: its digits are the ranks along its path.
 MEDUSA_TREE = """

@@ -258,12 +258,12 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     counts = [[gamma] + [tail] * drafts] + [[inner]] * drafts
     text = list(prompt)
     while True:
-        rows = target.rows
         tokens, _ = review(levels, counts, text, sample)
         text = text + tokens
         if log is not None:
-            # The target's call had a row for the root, and one for each guess
-            log.append({"drafted": target.rows - rows - 1, "accepted": len(tokens) - 1})
+            # The target's call had a row for the root, and one for each guess.
+            rows, _, _ = target.passes[-1]
+            log.append({"drafted": rows - 1, "accepted": len(tokens) - 1})
         yield tokens
 
 

@@ -61,17 +61,15 @@ import heapq
 import math
 import random
 import sys
-import timeit
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, Sampler, attention_mask, check, greedy, walk, windows_of
-from support.clock import WIDTHS, fastest, row_costs
+from support.clock import MOST, RANKS, Choice, Clock
 from support.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
                             tap_widths)
 from support.parts import (MODELS, Part, follow, head_for, load_trained, require, save_trained,
                            score_with)
-from survey.eagle import MOST, RANKS
 from training.acceptance import Text, compute_features
 from training.loop import (compute_frozen, count_tokens, find_frequent, fit_part, low_precision,
                            prepare_training, sample_alike, warm_cosine)
@@ -227,22 +225,13 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
-def plan_block(draft: BlockDraft, lm: CachedLM, target: CachedLM) -> Iterator[tuple]:
-    """Yield all sizes of a tree, for `fastest` to choose from.
+def plan_block(draft: BlockDraft) -> Iterator[Choice]:
+    """Yield all sizes of a tree, for the clock to choose from: plans that are numbers of nodes.
 
-    yields   a number of nodes, the tokens that a call with so many gave on held-out answers, and
-             the seconds of the draft's pass, of growing the tree and of the target's call
+    The tokens to be expected are those that a call with so many nodes gave on held-out answers.
     """
-    costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
-    # Each guess is e times as likely as the next one, so that a tree has nodes at all depths.
-    z = -torch.arange(float(len(draft.vocab)), device=draft.vocab.device).expand(draft.B, -1)
-    growing = [min(timeit.repeat(lambda: grow_block(draft, z, 0, n), number=1, repeat=3))
-               for n in WIDTHS if n < 2 * MOST]  # growing[i] is of 2 ** i nodes
-    yield 1, 1.0, costs[1]
-    for n, tokens in enumerate(draft.tokens[1:], 2):
-        # The draft's pass has a row for each token that became final, and those of the block.
-        rows = min(MOST, math.ceil(tokens) + draft.B)
-        yield n, tokens, costs[n] + draft_costs[rows] + growing[(n - 1).bit_length()]
+    for n, tokens in enumerate(draft.tokens, 1):
+        yield Choice(n, tokens, n, n > 1, n)  # a tree of one node needs no block
 
 
 def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
@@ -264,14 +253,13 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     root = prompt[-1]
     unread = []  # what was tapped of final tokens that the draft has not read yet
     if len(prompt) > 1:
-        # The prompt is read before the clock measures anything. The last features of its context
-        # wait for the first block, which is computed in one pass with them.
+        # The last features of the context wait for the first block, which is computed in one pass
+        # with them.
         feed(draft, lm, target.features[:-1])
         unread = [target.features[-1:]]
-    n = nodes
+    clock = target.once((draft, "clock"), lambda: Clock(target, lm))
     while True:
-        if nodes == 0:
-            n = fastest(target, draft, lambda: plan_block(draft, lm, target))
+        n = nodes or clock.choose(lambda: plan_block(draft))
         # A tree of one node needs no block. After a prompt of one token there is nothing to read.
         ids, parents = [root], [-1]
         if n > 1 and unread:
@@ -282,6 +270,8 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
         unread.append(target.features[path])
         root = chunk[-1]
         target.commit(path)
+        if nodes == 0 and n > 1:
+            clock.note(1, n)
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

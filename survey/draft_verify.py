@@ -48,13 +48,13 @@ Departures:
 """
 import re
 import sys
+import timeit
 from functools import partial
 from pathlib import Path
 from typing import Iterator
 
 from common import CachedLM, Sampler, attention_mask, eos_ids, greedy
 from speculative import verify_block as verify
-from support.clock import row_costs
 from support.layers import depth_of, list_layers, name_of, share_weights
 from support.parts import MODELS, load_facts, save_facts
 from training.loop import answer_all
@@ -227,6 +227,16 @@ def measure_agreement(model, skipped: dict[str, list[int]], data: list) -> float
     return correct / total
 
 
+def time_call(model, rows: int) -> float:
+    """Measure the seconds of a call of some rows: the least of four, since others may be busy."""
+    lm = CachedLM(model)
+
+    def call() -> None:
+        lm.start([])
+        lm.forward([0] * rows)
+    return min(timeit.repeat(call, number=1, repeat=4))
+
+
 def measure_costs(model) -> tuple[dict[str, float], float, list[float]]:
     """Measure how long calls of three models take: whole, without attention, without MLPs.
 
@@ -238,10 +248,10 @@ def measure_costs(model) -> tuple[dict[str, float], float, list[float]]:
              call of the whole model on n rows
     """
     L = depth_of(model)
-    whole = row_costs(CachedLM(model), MOST + 1)
+    whole = [0.0, *(time_call(model, rows) for rows in range(1, MOST + 2))]
     block = {}
     for kind in BLOCKS:
-        seconds = row_costs(CachedLM(without(model, {kind: [*range(L)]})), 1)[1]
+        seconds = time_call(without(model, {kind: [*range(L)]}), 1)
         block[kind] = max(0.0, whole[1] - seconds) / L  # noise must not make a cost negative
     rest = max(0.0, whole[1] - L * sum(block.values()))
     return block, rest, whole

@@ -48,15 +48,15 @@ Departures:
 import math
 import random
 import sys
-import timeit
+from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, check, greedy, walk
-from support.clock import Node, best_tree, fastest, row_costs
+from support.clock import MOST, RANKS, Choice, Clock, Node, best_tree
 from support.layers import FeatureLM
 from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from support.released import (RANKS, describe_layer, fill_layer, is_released, make_config,
+from support.released import (describe_layer, fill_layer, is_released, make_config,
                               read_eagle, require_all_tokens, write_head)
 from training.acceptance import LEVELS, Text, compute_features, evaluate
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
@@ -68,7 +68,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
-MOST = 64  # the most nodes that a tree has
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
 RELEASED_NODES = 60  # of the released code's tree, in which RANKS nodes of each level get children
@@ -194,26 +193,21 @@ def rank_tokens(draft: EagleLayer, logits: torch.Tensor,
     return draft.vocab[best.indices].tolist(), best.values.tolist()
 
 
-def plan_eagle(draft: EagleLayer, lm: CachedLM, target: CachedLM, dynamic: bool) -> Iterator[tuple]:
-    """Yield trees of all sizes and depths, for `fastest` to choose from.
+def plan_eagle(draft: EagleLayer, dynamic: bool) -> Iterator[Choice]:
+    """Yield trees of all sizes and depths, for the clock to choose from.
 
-    yields   the nodes and the levels of a tree, the tokens to be expected, and the seconds that
-             growing the tree and the target's call take together on this machine
+    A plan has the number of nodes of a tree, and its levels. A dynamic tree is taken to be as good
+    as the static tree of its size.
     """
-    costs, draft_costs = row_costs(target, MOST), row_costs(lm, MOST)
-    some = torch.zeros(4, len(draft.vocab), device=draft.vocab.device)
-    ranking = min(timeit.repeat(lambda: rank_tokens(draft, some, RANKS), number=1, repeat=4))
-    for depth in range(len(draft.accept) + 1):
-        tree = best_tree(draft.accept[:depth], MOST)
-        for n in range(1, len(tree) + 1):
+    whole = best_tree(draft.accept, MOST)
+    for depth in range(1 + len(draft.accept)):
+        tree = [node for node in whole if node.depth <= depth]
+        for n, tokens in enumerate(accumulate(node.chance for node in tree), 1):
             levels = scale_levels(n, depth) if dynamic else count_levels(tree[:n])
-            # A dynamic tree is taken to be as good as the static tree of its size.
-            tokens = sum(node.chance for node in tree[:n])
             # A pass has a row for each node that gets children. But the first one feeds a pair for
             # each token of the last chunk.
-            passes = [math.ceil(tokens), *levels[1:]][:len(levels)]
-            growing = sum(draft_costs[rows] + ranking for rows in passes)
-            yield (n, levels), tokens, costs[n] + growing
+            rows = [tokens, *levels[1:]][:len(levels)]
+            yield Choice((n, levels), tokens, n, len(levels), sum(rows))
 
 
 @torch.inference_mode()
@@ -320,10 +314,11 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
     n = nodes or RELEASED_NODES
     levels = (scale_levels(n, min(LEVELS, n - 1)) if dynamic else
               count_levels(best_tree(draft.accept, n)))
+    clock = target.once((draft, dynamic, "clock"), lambda: Clock(target, lm))
+    choices = [*plan_eagle(draft, dynamic)] if nodes == 0 and draft.accept else []
     while True:
-        if nodes == 0 and draft.accept:
-            n, levels = fastest(target, (draft, dynamic),
-                                lambda: plan_eagle(draft, lm, target, dynamic))
+        if choices:
+            n, levels = clock.choose(lambda: choices)
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has only the root, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
@@ -336,6 +331,8 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
         unfed.append(Pairs(target.features[path], chunk))
         root = chunk[-1]
         target.commit(path)
+        if choices:
+            clock.note(len(levels), len(chunk) + sum(levels[1:]))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

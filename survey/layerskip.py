@@ -99,7 +99,7 @@ def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt:
     late.start([])
     # The late layers cache the context from its hidden states. A long prompt comes in parts.
     for part in early.features.split(late.PART) if prompt[1:] else ():
-        late.forward(part, keep=0, counts=False)
+        late.forward(part, keep=0)
         late.commit(range(len(part)))
     root = prompt[-1]
     while True:

@@ -76,7 +76,7 @@ import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
 from common import CachedLM, Sampler, greedy, walk
 from speculative import verify_block as verify
-from support.clock import WIDTHS, fastest, row_costs
+from support.clock import Choice, Clock
 from support.layers import move_counts
 from support.parts import MODELS, load_trained, require, save_trained, score_with
 from training.loop import (Pair, compute_in_parts, count_tokens, divergence_in_parts, fit_part,
@@ -146,11 +146,14 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     lm, mask, all_right = target.once(("space", tuning), lambda: load_space(tuning, target))
     embed = lm.model.get_input_embeddings()
     lm.start(prompt[:-1])
-    if k == 0:
-        k = fastest(lm, ("space", tuning), lambda: plan_space(lm, all_right))
+    move_counts(lm, target)  # the tuned model's passes are the target's in all figures
+    clock = target.once(("space clock", tuning), lambda: Clock(target))
+    own = k  # the option; 0 lets the clock choose
     root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
+        k = own or clock.choose(lambda: plan_space(all_right))
+        candidates = candidates[:k]
         # Lay out a chain of root and guesses, then a group of k masks after each of these n.
         ids = [root, *candidates]
         n = len(ids)
@@ -160,7 +163,7 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
             real = embed(torch.tensor(ids, device=mask.device))
             inputs = torch.cat([real, mask.expand(n * k, -1)])  # [n + n k, d]
         logits = lm.forward(inputs, parents)
-        move_counts(lm, target)  # the tuned model's calls are the target's in all figures
+        move_counts(lm, target)
         # Verify. The masks' rows have no part in it.
         path, chunk = walk(ids, chain, sample(logits[:n]))
         lm.commit(path)
@@ -173,21 +176,16 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         yield chunk
 
 
-def plan_space(lm: CachedLM, all_right: list[float]) -> Iterator[tuple]:
-    """Yield what `fastest` chooses from, for SPACE.
+def plan_space(all_right: list[float]) -> Iterator[Choice]:
+    """Yield what the clock chooses from, for SPACE: plans that are numbers k of guesses.
 
     A call has the root and k guesses, with k masks after each. These are (1 + k) (1 + k) rows.
 
-    lm         the tuned model
     all_right  how often the first guess is right, the first two are both right, and so on
-    yields     k, the tokens to be expected of a call, and the seconds of the call
     """
-    # The clock measures no wider call than WIDTHS[-1], so no larger k is tried.
-    choices = [k for k in range(1, 1 + len(all_right)) if (1 + k) ** 2 <= WIDTHS[-1]]
-    costs = row_costs(lm, (1 + choices[-1]) ** 2)
-    for k in choices:
+    for k in range(1, 1 + len(all_right)):
         # The i-th guess adds a token if it and all guesses before it are right.
-        yield k, 1 + sum(all_right[:k]), costs[(1 + k) ** 2]
+        yield Choice(k, 1 + sum(all_right[:k]), (1 + k) ** 2)
 
 
 # ---------------------------------------------------------------------------------- training

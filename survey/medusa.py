@@ -44,16 +44,15 @@ Departures:
 """
 import random
 import sys
-import timeit
 from pathlib import Path
 from typing import Callable, Iterator
 
 from common import CachedLM, Sampler, greedy, walk
-from support.clock import Node, best_tree, fastest, row_costs
+from support.clock import MOST, RANKS, Clock, Node, best_tree, list_sizes
 from support.layers import FeatureLM
 from support.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                            require, save_trained)
-from support.released import (MEDUSA_TREE, RANKS, is_released, read_head, require_all_tokens,
+from support.released import (MEDUSA_TREE, is_released, read_head, require_all_tokens,
                               write_head)
 from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
@@ -63,7 +62,6 @@ import torch.nn.functional as F
 
 KINDS = ("medusa", "hydra")
 DECAY = {"medusa": 0.8, "hydra": 1.0}  # the weight of head k in the loss is DECAY ** k
-MOST = 64  # how many nodes the largest tree has that the clock may choose
 
 
 # ------------------------------------------------------------------------- the heads, their loss
@@ -222,31 +220,15 @@ def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
 def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
     """Plan a tree of a given size. Released heads get the released tree.
 
-    nodes     how many nodes the tree has, the root among them. 0: all nodes of the released tree,
-              whose chances are 0 since they are not known
+    nodes     how many nodes the tree has at most, the root among them. The chances of a released
+              tree are 0, since they are not known
     """
     if trained.accept:
         return best_tree(trained.accept, nodes)
     # A word is a node of the released tree: its digits are the ranks along the node's path.
-    words = ["", *(word for word in MEDUSA_TREE if len(word) <= trained.K)][:nodes or MOST]
+    words = ["", *(word for word in MEDUSA_TREE if len(word) <= trained.K)][:nodes]
     return [Node(0.0, -1, 0, 0)] + [
         Node(0.0, words.index(word[:-1]), len(word), int(word[-1])) for word in words[1:]]
-
-
-def plan_medusa(trained: Heads, target: CachedLM, f: torch.Tensor) -> Iterator[tuple]:
-    """Yield trees of all depths and sizes, planned as in Medusa's Section 2.3.3, for `fastest`.
-
-    f         a feature [1, d], from which trees are grown while the clock runs
-    yields    a tree, the tokens to be expected of a call, and the seconds of a round here
-    """
-    costs = row_costs(target, MOST)
-    for depth in range(trained.K + 1):
-        tree = best_tree(trained.accept[:depth], MOST)
-        # One measurement, of 16 nodes, serves every size, since each measurement costs time itself.
-        growing = min(timeit.repeat(lambda: fill_tree(trained, target, f, 0, tree[:16]), number=1,
-                                    repeat=3))
-        for n in range(1, len(tree) + 1):
-            yield tree[:n], sum(node.chance for node in tree[:n]), costs[n] + growing
 
 
 def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sample: Sampler,
@@ -303,10 +285,12 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    tree = plan_medusa_tree(trained, nodes)  # a plan has no tokens, which differ in each round
+    # A plan has no tokens, which differ in each round. The clock cuts it (Section 2.3.3).
+    whole = plan_medusa_tree(trained, nodes or MOST)
+    clock = target.once((trained, "clock"), lambda: Clock(target))
+    cuts = nodes == 0 and trained.accept != []
     while True:
-        if nodes == 0 and trained.accept:
-            tree = fastest(target, trained, lambda: plan_medusa(trained, target, f))
+        tree = clock.choose(lambda: list_sizes(whole)) if cuts else whole
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
         parents = [node.parent for node in tree]
         ids = fill_tree(trained, target, f, root, tree)
@@ -319,6 +303,8 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
         # The next root follows the last accepted node, so heads read that node's feature.
         root = chunk[-1]
         f = target.features[path[-1:]]  # [1, d]
+        if cuts:
+            clock.note(1, len(tree))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

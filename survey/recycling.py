@@ -34,13 +34,12 @@ import sys
 from typing import Iterator
 
 from common import CachedLM, Sampler, greedy, walk
-from support.clock import Node, best_tree, fastest, fill_plan, row_costs
+from support.clock import MOST, Clock, Node, best_tree, fill_plan, list_sizes
 
 import torch
 
 WIDTH = 8  # successors that are kept of a token
 DEPTH = 6  # levels of guesses in a tree
-MOST = 64  # nodes of a tree, at most
 # Before a text has shown anything: of 32 imagined tokens, how many were the j-th successor.
 FIRST = [13, 4, 2, 1, 1, 1, 1, 1]
 
@@ -94,19 +93,6 @@ class Successors:
         return fill_plan(planned, root, lambda node, token: self.rows.get(token, []))
 
 
-def plan_recycling(target: CachedLM, rates: list[float]) -> Iterator[tuple]:
-    """Yield trees of all sizes, for `fastest` to choose from.
-
-    target   the model whose calls are timed
-    rates    how often the j-th successor is right
-    yields   a tree, the tokens to be expected of a call, and the seconds of the call
-    """
-    costs = row_costs(target, MOST)
-    tree = best_tree([rates] * DEPTH, MOST)
-    for n in range(1, len(tree) + 1):
-        yield tree[:n], sum(node.chance for node in tree[:n]), costs[n]
-
-
 def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
               successors: Successors | None = None, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
@@ -124,15 +110,14 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
     successors.read(prompt)
     target.start(prompt[:-1])
     root = prompt[-1]
+    clock = target.once("recycling", lambda: Clock(target))
     while True:
-        rates = successors.rates()
+        # Plan: the likeliest tree by how often each successor was right so far.
+        accept = [successors.rates()] * DEPTH
         if nodes:
-            planned = best_tree([rates] * DEPTH, nodes)
+            planned = best_tree(accept, nodes)
         else:
-            # The clock chooses anew when there are twice as many counts. `fastest` does so as well
-            # when the context reaches a power of two, from 256 tokens on.
-            name = ("recycling", successors.tried.bit_length())
-            planned = fastest(target, name, lambda: plan_recycling(target, rates))
+            planned = clock.choose(lambda: list_sizes(best_tree(accept, MOST)))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.
@@ -142,6 +127,8 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
         # Recycle: the target gave logits after all nodes, and so all of them update M.
         successors.learn(ids, logits, chunk)
         root = chunk[-1]
+        if not nodes:
+            clock.note(1, len(planned))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

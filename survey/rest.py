@@ -71,7 +71,7 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, greedy, trie, walk
-from support.clock import WIDTHS, fastest, row_costs
+from support.clock import Choice, Clock
 from support.layers import context_length
 from support.parts import MODELS, explain_errors, follow, load_part, require, save_part
 from training.loop import collect_answers
@@ -83,7 +83,7 @@ LONGEST = 16  # tokens of s, at most
 AFTER = 10  # tokens that are read after s, at most
 MATCHES = 100  # the most places that are counted. Of more places an even sample counts
 BEGIN = 2  # tokens at the end of a prompt that a datastore keeps before the answer
-CALLS = WIDTHS[:7]  # rows of a call, 1 to 64, for which tokens per call are measured
+CALLS = (1, 2, 4, 8, 16, 32, 64)  # rows of a call, for which tokens per call are measured
 BOUNDARY = "\0"  # comes after each text of a datastore
 
 
@@ -250,17 +250,14 @@ def retrieve_by_score(stores: list[Datastore], text: str, n: int, longest: int,
     return make_tree(text, best)
 
 
-def plan_rest(store: Datastore, grow: bool, target: CachedLM) -> Iterator[tuple]:
-    """Yield what `fastest` chooses from.
+def plan_rest(store: Datastore, grow: bool) -> Iterator[Choice]:
+    """Yield what the clock chooses from: plans that are the most nodes of a call.
 
     store   a datastore with `tokens_per_call`
     grow    whether the text itself is searched as well
-    target  the model whose calls are timed
-    yields  the most nodes of a call, the tokens to be expected, and the seconds of the call
     """
-    costs = row_costs(target, CALLS[-1])
     for nodes, found in store.tokens_per_call.items():
-        yield nodes, found.with_text if grow else found.alone, costs[nodes]
+        yield Choice(nodes, found.with_text if grow else found.alone, nodes, 1, nodes)
 
 
 def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
@@ -294,9 +291,10 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
     stores = [text_store, store]
+    clock = target.once((store, grow), lambda: Clock(target))
     while True:
         # Look up what followed the end of the text elsewhere.
-        n = nodes or fastest(target, (store, grow), lambda: plan_rest(store, grow, target))
+        n = nodes or clock.choose(lambda: plan_rest(store, grow))
         if alpha > 0:
             ids, parents = retrieve_by_score(stores, text, n - 1, longest, alpha)
         else:
@@ -308,6 +306,8 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
         text += as_text(chunk)
         if grow:
             text_store.add(as_text(chunk))
+        if not nodes:
+            clock.note(1, n)
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

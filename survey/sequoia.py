@@ -65,10 +65,10 @@ import sys
 from collections import deque
 from itertools import chain, product
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size, walk
-from support.clock import WIDTHS, fastest, row_costs
+from support.clock import Choice, Clock
 from support.layers import context_length
 from support.parts import MODELS, draft_for, load_facts, require, save_facts
 
@@ -78,7 +78,7 @@ from tqdm import tqdm
 TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # at which rates are measured
 B = 16  # children of the root while rates are measured
 TOKENS = 128  # tokens of each answer on which rates are measured
-RANGES = {"nodes": WIDTHS[1:7], "depth": tuple(range(1, 17))}  # 2 to 64 nodes, 1 to 16 levels
+RANGES = {"nodes": (2, 4, 8, 16, 32, 64), "depth": tuple(range(1, 17))}
 
 
 # ---------------------------------------------------------------------------------- the tree
@@ -179,25 +179,22 @@ def shape_of(parents: list[int]) -> Shape:
     return Shape(parents, children, levels, row)
 
 
-def plan_sequoia(P: tuple[float, ...], sizes: Iterable[int], depths: Iterable[int],
-                 target: CachedLM, draft: CachedLM) -> Iterator[tuple]:
-    """Yield what `fastest` chooses from (Section 4.1).
+@functools.cache
+def plan_sequoia(P: tuple[float, ...], sizes: tuple[int, ...],
+                 depths: tuple[int, ...]) -> list[Choice]:
+    """List what the clock chooses from (Section 4.1): plans that are shapes of the best trees.
 
     P        the rates, as for `tabulate`
     sizes    numbers of nodes to try
     depths   numbers of levels to try, each with each size
-    target   the model whose calls verify a tree
-    draft    the model whose calls grow a tree, one for each level
-    yields   the shape of a tree, the tokens to be expected of a round, and its seconds
     """
     best = tabulate(P, max(sizes), max(depths))
-    target_costs = row_costs(target, max(sizes))
-    draft_costs = row_costs(draft, max(sizes))
+    choices = []
     for n, d in product(sizes, depths):
         shape = shape_of(parents_of(best, n, d))
-        seconds = target_costs[len(shape.parents)]
-        seconds += sum(draft_costs[len(level)] for level in shape.levels)
-        yield shape, best[d].G[n], seconds
+        rows = sum(map(len, shape.levels))  # a call of the draft for each level
+        choices.append(Choice(shape, best[d].G[n], len(shape.parents), len(shape.levels), rows))
+    return choices
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -315,14 +312,15 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
         path.append(children[accepted])
 
 
-def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Shape],
-           sample: Sampler, log: list | None) -> Iterator[list[int]]:
+def decode(target: CachedLM, draft: CachedLM, root: int, choices: list[Choice],
+           clock: Clock, sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Run rounds without end, each with a tree, and yield their chunks.
 
     target   a model that has cached the text before the root
     draft    a model that has cached the same text
     root     the last token of the text
-    choose   a function without arguments that returns the shape of the next tree
+    choices  what `plan_sequoia` returned
+    clock    it chooses one of them for each round
     sample   the sampler of the target, whose temperature the draft shares
     log      a list that gets {"drafted", "accepted", "ranks"} for each round, or None. The ranks
              say which child of its parent each accepted node was, from 0.
@@ -330,7 +328,7 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
     """
     unseen = [root]  # final tokens that the draft has not been fed
     while True:
-        shape = choose()
+        shape = clock.choose(lambda: choices)
         ids, q_logits_of = draw_tree(draft, unseen, shape, sample)
         logits = target.forward(ids, shape.parents)  # [n, V]
         if sample.temperature == 0:
@@ -344,6 +342,7 @@ def decode(target: CachedLM, draft: CachedLM, root: int, choose: Callable[[], Sh
         fed = [node for node in path if node in shape.row]  # all of the path but a leaf
         draft.commit(shape.row[node] for node in fed[1:])
         unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
+        clock.note(len(shape.levels), sum(map(len, shape.levels)))
         if log is not None:
             ranks = [shape.children[above].index(node) for above, node in zip(path, path[1:])]
             log.append({"drafted": len(ids) - 1, "accepted": len(ranks), "ranks": ranks})
@@ -372,17 +371,11 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
     P = measured[nearest]
     for lm in (target, draft):
         lm.start(prompt[:-1])
-
-    settings = P, nodes, depth  # the key under which `once` and `fastest` keep the shape
-    sizes = [nodes] if nodes else RANGES["nodes"]
-    depths = [depth] if depth else RANGES["depth"]
-
-    def choose() -> Shape:
-        if nodes and depth:
-            return target.once(settings, lambda: shape_of(
-                parents_of(tabulate(P, nodes, depth), nodes, depth)))
-        return fastest(target, settings, lambda: plan_sequoia(P, sizes, depths, target, draft))
-    yield from decode(target, draft, prompt[-1], choose, sample, log)
+    sizes = (nodes,) if nodes else RANGES["nodes"]
+    depths = (depth,) if depth else RANGES["depth"]
+    choices = plan_sequoia(P, sizes, depths)
+    clock = target.once(("sequoia", draft, P, sizes, depths), lambda: Clock(target, draft))
+    yield from decode(target, draft, prompt[-1], choices, clock, sample, log)
 
 
 # --------------------------------------------------------------------------------- the rates
@@ -404,7 +397,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
         raise InputError(f"expected prompts of at most {longest} tokens, got none")
     vocab = vocab_size(model, tokenizer)
     lms = [CachedLM(x, vocab) for x in (model, small)]
-    one_level = shape_of([-1] + [0] * B)
+    one_level = [Choice(shape_of([-1] + [0] * B), 1.0, 1 + B, 1, 1)]
     P = {}
     for temperature in TEMPERATURES:
         log = []
@@ -412,7 +405,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
         for prompt in tqdm(fitting, desc=f"temperature {temperature}"):
             for lm in lms:
                 lm.start(prompt[:-1])
-            chunks = decode(*lms, prompt[-1], lambda: one_level, sample, log)
+            chunks = decode(*lms, prompt[-1], one_level, Clock(lms[0]), sample, log)
             for _ in until(chunks, TOKENS, eos_ids(model, tokenizer)):
                 pass  # only the log is read
         counts = [sum(record["ranks"] == [b] for record in log) for b in range(B)]

@@ -213,7 +213,7 @@ def retrieve(lm: CachedLM, token: int, budget: int,
     """
     # 1. Record the queries of the token, in a call whose row is forgotten
     with record_queries(lm.model) as queries:
-        lm.forward([token], keep=0, counts=False)
+        lm.forward([token], keep=0)
     lm.truncate(lm.length)
     # 2. How many chunks there are, and how many are chosen
     chunks = lm.length // chunk

@@ -36,8 +36,8 @@ class ScriptedLM:
 
     def __init__(self, logits_of):
         self.logits_of, self.tokens, self.parents, self.ids = logits_of, [], [], []
-        self.calls, self.rows = 0, 0
-        self.memo = {}
+        self.calls, self.rows, self.passes = 0, 0, []
+        self.memo, self.weight = {}, torch.zeros(1)
 
     once = CachedLM.once
     setup_seconds = 0.0
@@ -53,6 +53,7 @@ class ScriptedLM:
         start, ids = len(self.parents), torch.as_tensor(ids).tolist()
         self.parents += range(start - 1, start + len(ids) - 1) if parents is None else parents
         self.ids, self.calls, self.rows = self.ids + ids, self.calls + 1, self.rows + len(ids)
+        self.passes.append((len(ids), len(ids), 0.0))
         if keep is not None:
             start = len(self.parents) - keep
         texts = ([self.ids[j] for j in path_to(i, self.parents)]

@@ -187,17 +187,14 @@ MUTANTS = {
         ("hits += (guesses == labels)[whole].cumprod(-1)", "hits += (guesses == labels)[whole]",
          "a guess counts without those before it")],
     "hybrid/hybrid.py": [
-        ("chance * wrong * mended < price", "chance * mended < price",
-         "the n-grams' certainty counts for nothing"),
+        ("return (row + growing) * tokens", "return row * tokens", "growing a tree is free"),
         ("learn(ids, logits, chunk)  # rejected nodes too",
          "learn([ids[x] for x in path], logits[path], chunk)", "rejected nodes teach nothing")],
     "hybrid/guessers.py": [
-        ("add_markov(z[k], before)", "add_markov(z[0], before)",
+        ("z = self.logits[len(path)]", "z = self.logits[0]",
          "every depth is guessed by the block's first row"),
-        ("        self.passes = {}\n        if self.layer:  # r", "        if self.layer:  # r",
-         "the passes of the round before guess"),
-        ("self.layer.forward(inputs, [row])", "self.layer.forward(inputs, [-1])",
-         "all rows hang below the context"),
+        ("self.root, self.logits = pairs.tokens[-1], None", "self.root = pairs.tokens[-1]",
+         "the pass of the round before guesses"),
         ("return {x: score / total", "return {x: score", "chances do not sum to 1")],
     "hybrid/fit.py": [
         ("if x[BEGIN:BEGIN + few] not in begins)", ")",
@@ -206,8 +203,9 @@ MUTANTS = {
         ("left *= 1 - taken", "left *= taken", "the mass that is left is the part that was taken")],
     "support/clock.py": [
         ("Node(node.chance * rate,", "Node(rate,", "a chance is not multiplied along the path"),
-        ("key=lambda x: x[1] / x[2])", "key=lambda x: x[1])",
-         "the most tokens win, whatever they cost")],
+        ("1e-9 + a + b * rows + c * steps", "1e-9 + a + c * steps", "rows of a call are free"),
+        ("seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds", "pass",
+         "a busy moment tilts the line")],
     "survey/medusa.py": [
         ("each.sum() / (labels >= 0).sum().clamp(min=1)", "each.mean()",
          "positions without a label count in the mean"),
@@ -366,9 +364,6 @@ MUTANTS = {
     "cli/text.py": [
         ("text.rstrip(HALF)[self.given:]", "text[self.given:]", "half a character is given away"),
         (" and gone <= self.given", "", "text that was not given away is forgotten")],
-    "cli/costs.py": [
-        ("operator.mul, initial", "max, initial", "a guess counts though one before it was wrong"),
-        ('.replace("<", "\\\\u003c")', "", "a name can end the page's script")],
     "cli/trace.py": [
         ('del call["kept"][left:]', "pass", "rows behind the end of the answer are kept")],
     "cli/trajectory.py": [

@@ -57,11 +57,11 @@ class NaiveLM(FeatureLM):
         self.taps = taps
         self.before, self.features = [*prefix], self.weight[:0]
         if ids:
-            self.forward(ids, counts=False)
+            self.forward(ids, keep=0)
             self.commit(range(len(ids)))
 
     @torch.inference_mode()
-    def forward(self, ids, parents=None, *, sees_prefix=None, keep=None, counts=True):
+    def forward(self, ids, parents=None, *, sees_prefix=None, keep=None):
         n, old = len(ids), len(self.parents)
         chain = range(old - 1, old + n - 1)
         self.parents = [*self.parents, *(chain if parents is None else parents)]
@@ -69,8 +69,10 @@ class NaiveLM(FeatureLM):
         paths = [path_to(node, self.parents) for node in range(old, old + n)]
         results = self.run_paths([[self.pending[node] for node in path] for path in paths])
         logits, self.features = map(torch.stack, zip(*results))
-        self.calls, self.rows = self.calls + counts, self.rows + n * counts
-        return logits[0 if keep is None else n - keep:, :self.vocab]
+        logits = logits[0 if keep is None else n - keep:, :self.vocab]
+        self.passes.append((n, len(logits), 0.0))
+        self.calls += len(logits) > 0
+        return logits
 
     def run_paths(self, paths: list[list[tuple]]) -> list[tuple]:
         """Run paths after the context in a batch, where shorter ones have padding at their end.

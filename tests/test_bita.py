@@ -12,6 +12,7 @@ from common import CachedLM, autoregressive
 from fake_models import path_to
 from families import FAMILIES, tiny
 from helpers import mask_logits, tokens_of
+from support.clock import best_tree, fill_plan
 from test_lossless import tuning_of
 
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([50, 51], [52, 53, 54])]
@@ -59,24 +60,25 @@ def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, k
     assert max(r["guessed"] for r in log) == guessed
 
 
-def test_a_tree_is_planned_for_a_tuning_and_a_length(monkeypatch):
-    """Rows cost nothing until the context has 256 tokens, then each as much as the first; masks
-    that are gone, or are new, leave the output as it is."""
-    def costs_of(lm, most):
-        assert most == 64
-        cheap = lm.length < 256
-        return [1.0 if cheap != late else float(n) for n in range(65)]
-    monkeypatch.setattr("support.clock.row_costs", costs_of)
-    target, prompt = CachedLM(tiny("llama", max_position_embeddings=999)), [3, 1, 4] * 84
+def test_the_tree_that_is_handed_in():
+    """Its nodes and masks may change from call to call, and the output stays. Without one the tree
+    is the paper's."""
+    target, prompt = CachedLM(tiny("llama")), [3, 1, 4] * 5
     expected = tokens_of(autoregressive(target, prompt), 9)
-    for late in False, True:
-        tuning, log = tuning_of(target.model, 4, 3), []
-        tuning.accept = [[0.9]] * 3
-        assert tokens_of(bita(target, prompt, tuning=tuning, log=log), 9) == expected
-        lengths = itertools.accumulate((1 + r["accepted"] for r in log), initial=len(prompt) - 1)
-        rows = [4 * 4 if (n < 256) != late else 1 for n in lengths][:-1]
-        rows[rows.index(16)] = 4  # a call without candidates
-        assert [r["rows"] for r in log] == rows and {*rows} == {16, 4, 1}
+    tuning, log, plans = tuning_of(target.model, 4, 3), [], [(1, 0), (4, 3), (3, 1), (2, 2)] * 9
+
+    def grow(lm, accept, candidates, root):
+        assert lm is target and accept is tuning.accept
+        n, M = plans[len(log)]
+        plan = best_tree([[0.9, 0.5]] * 3, n)
+        levels = dict(enumerate(candidates, 1))
+        return *fill_plan(plan, root, lambda node, token: levels.get(node.depth, [])), M
+    assert tokens_of(bita(target, prompt, tuning=tuning, grow=grow, log=log), 9) == expected
+    rows = [r["rows"] for r in log]
+    assert rows[:4] == [1, 4, 6, 6] and max(r["guessed"] for r in log) > 1
+    given = [tokens_of(bita(target, prompt, tuning=tuning, tree=tree, grow=grow_no), 9)
+             for tree, grow_no in (("", None), ("efficient", grow))]
+    assert given == [expected, expected]
 
 
 # ------------------------------------------------------------------------- what training sees

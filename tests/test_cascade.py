@@ -23,12 +23,13 @@ def test_a_level_drops_what_is_no_longer_in_the_text_and_feeds_what_is_new():
     level.lm.start([])
     for text, n, fed in (([3, 1, 4], 1, 3), ([3, 1, 4, 1], 1, 1), ([3, 1, 5, 9, 2], 3, 3),
                          ([3, 1, 5], 2, 2), ([3, 1, 5], 1, 1), ([7, 7, 6], 2, 3)):
-        rows = level.lm.rows
+        before = len(level.lm.passes)
         with model.lm_head.register_forward_hook(lambda *x: heads.append(x[2].shape[1])):
             logits = level.score(text, n)
         expected = model(input_ids=torch.tensor([text])).logits[0, -n:]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        assert level.lm.length == len(text) and level.lm.rows == rows + fed and heads.pop() == n
+        [(rows, read, _)] = level.lm.passes[before:]
+        assert level.lm.length == len(text) and rows == fed and read == heads.pop() == n
 
 
 @pytest.mark.parametrize("counts, drafts, grams", [

@@ -1,15 +1,20 @@
 """The clock that chooses a tree: the best tree of a size, what calls cost here, and what pays."""
+import importlib
+import inspect
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cli.run import TimedLM
-from common import CachedLM
+from cli.trees import MaskTrees, plan_mask_trees
+from common import encode
 from families import tiny
-from support.clock import (MASK_ROWS, best_tree, fastest, fill_tree, list_mask_trees,
-                           row_costs)
+from support.clock import Choice, Clock, Costs, best_tree
+from support.layers import FeatureLM
 
 
 def test_the_best_tree_is_the_best_of_all():
@@ -31,55 +36,96 @@ def test_the_best_tree_is_the_best_of_all():
     assert best_tree([], 4) == [(1.0, -1, 0, 0)] and len(best_tree([[0.5, 0.1]], 9)) == 3
 
 
-def test_costs_are_those_of_calls_with_room_and_counted_nowhere(monkeypatch):
-    """The machine is busy during the first five and the last five calls, of whatever width."""
-    lm, ran = CachedLM(tiny("llama")), []
-    lm.start([3, 4, 5])
-    counted = lm.calls, lm.rows, lm.seconds, lm.parents, lm.length
-    seconds = {1: 5, 2: 7, 4: 6, 8: 3, 16: 8}
+def test_a_line_goes_through_what_was_noted():
+    """One note and the given slope make a line; many notes make their own. Old ones fade, and a
+    busy moment counts at most twice."""
+    costs = Costs(0.1)
+    assert costs.line() == (0.0, 0.0)
+    costs.note(10, 4.0)
+    a, b = costs.line()
+    assert (a, b) == pytest.approx((2.0, 0.2))
+    for rows in [1, 20, 40] * 200:
+        costs.note(rows, 3 + 0.5 * rows)
+    assert costs.line() == pytest.approx((3, 0.5), rel=0.1)
+    costs.note(20, 9999.0)
+    assert costs.line() == pytest.approx((3, 0.5), rel=0.2)
+    for rows in [1, 20, 40] * 200:
+        costs.note(rows, 30 + 0.0 * rows)
+    assert costs.line() == pytest.approx((30, 0.0), rel=0.1, abs=0.2)
 
-    def timed(act, number):
-        act()
-        ran.append(len(lm.parents))
-        return seconds[ran[-1]] + 9 * (len(ran) % 20 not in range(6, 16))
-    monkeypatch.setattr("timeit.timeit", timed)
-    assert row_costs(lm, 9)[1:10] == [3] * 8 + [8]
-    assert row_costs(lm, 4)[1:5] == [5, 6, 6, 6]
-    assert (lm.calls, lm.rows, lm.seconds, lm.parents, lm.length) == counted
+
+@pytest.fixture
+def seconds(monkeypatch) -> list:
+    """Let Python's clock stand still unless a test moves it."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    return now
 
 
-def test_the_fastest_choice_is_asked_for_again_when_the_context_has_doubled():
-    lm, asked = CachedLM(tiny("llama", max_position_embeddings=2000)), []
+def test_what_makes_the_most_tokens_a_second_is_chosen(seconds):
+    """Passes of the draft are the first notes of a step, and those of the model are the calls. All
+    else in a round counts as its steps."""
+    lm, draft = (SimpleNamespace(weight=torch.zeros(1), passes=[(8, 8, 4.0)] * 50) for _ in "ab")
+    clock = Clock(lm, draft)
+    assert clock.steps.line() == pytest.approx((4 / 1.24, 0.03 * 4 / 1.24))
+    for _ in range(200):
+        clock.begin()
+        seconds[0] += 7
+        lm.passes += [(8, 8, 4.0)]
+        clock.note(3, 6)  # 3 s beside the call, in steps of 1 s
+    assert clock.steps.line() == pytest.approx((1 / 1.06, 0.03 / 1.06), rel=0.01)
+    assert clock.calls.line() == pytest.approx((4 / 1.24, 0.03 * 4 / 1.24))
+    clock.steps.line, clock.calls.line = (lambda: (1.0, 0.1)), (lambda: (10.0, 1.0))
+    choices = [Choice("x", 1.0, 1), Choice("y", 2.0, 4, 2, 10), Choice("z", 3.0, 20, 2, 10)]
+    rates = {"x": 1 / 11, "y": 2 / (14 + 3), "z": 3 / (30 + 3)}
+    assert clock.choose(lambda: choices) == "y" == max(rates, key=rates.get)
+
+
+def test_a_choice_is_made_again_when_passes_have_doubled():
+    lm, asked = SimpleNamespace(weight=torch.zeros(1), passes=[]), []
+    clock = Clock(lm)
 
     def choices():
-        asked.append(lm.length)
-        yield from [("a", 1.0, 2.0), ("b", 3.0, 4.0), ("c", 5.0, 7.0)]
-    for lm.length in (0, 3, 255, 256, 511, 512, 100, 1100):
-        assert fastest(lm, "x", choices) == "b"
-    assert asked == [0, 256, 512, 1100] and fastest(lm, "y", lambda: [("d", 1.0, 9.0)]) == "d"
+        asked.append(len(lm.passes))
+        return [Choice("few", 1.0, 1), Choice("many", 9.0, 64)]
+    for _ in range(300):
+        assert clock.choose(choices) == "many"
+        lm.passes.append((64, 64, 1.0))
+    assert asked == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 
 
-def test_the_tree_with_masks_that_pays(monkeypatch):
-    """As many nodes and masks as a call's rows are worth."""
-    accept = [[0.5, 0.2], [0.4, 0.1]]
-    for costs, nodes, M in (([1] * 7, 7, 2), ([1, 1, 1, 1.2, 9, 9, 9], 2, 1),
-                            ([1, 1.6, 2, 4, 9, 9, 9], 1, 0), ([1, 1, 1, 1, 1.1, 9, 9], 5, 2)):
-        costs = [costs[max(n - 1, 0).bit_length()] for n in range(MASK_ROWS + 1)]
-        monkeypatch.setattr("support.clock.row_costs", lambda *_: costs)
-        tree, found = max(list_mask_trees(None, accept), key=lambda plan: plan[1] / plan[2])[0]
-        assert (len(tree), found) == (nodes, M) and tree == best_tree(accept[:M], nodes)
-    filled = fill_tree(best_tree(accept, 4), [[7, 8], [9]], 3)
-    assert filled == ([3, 7, 8, 9], [-1, 0, 0, 1])
+TREES = [("survey.eagle", "eagle", {}), ("survey.eagle3", "eagle3", {}),
+         ("survey.medusa", "medusa", {}), ("survey.medusa", "medusa", {"heads": "hydra"}),
+         ("survey.dflash", "dflash", {}), ("survey.rest", "rest", {}),
+         ("survey.recycling", "recycling", {}), ("survey.sequoia", "sequoia", {}),
+         ("hybrid.hybrid", "hybrid", {}), ("bita", "bita", {"grow": MaskTrees()})]
 
 
-def test_what_is_made_once_is_set_up(monkeypatch):
+@pytest.mark.parametrize("file, name, options", TREES)
+def test_no_call_is_made_to_be_timed(file, name, options, embedded):
+    """All passes of the model are that over the prompt and one of each round."""
+    target, draft, tokenizer = embedded
+    method, log, passes = getattr(importlib.import_module(file), name), [], []
+    lms = [FeatureLM(target, 1536)]
+    if "draft" in inspect.signature(method).parameters:
+        lms.append(FeatureLM(draft, 1536))
+    prompt = encode(tokenizer, "Tom has 3 apples. He buys 4 more. How many apples does Tom have?")
+    chunks = method(*lms, prompt, log=log, **options)
+    next(chunks)  # files are read, and what they hold is checked
+    with target.register_forward_pre_hook(lambda *_: passes.append(0)):
+        for _ in range(5):
+            next(chunks)
+    assert len(log) == 6 == len(passes) + 1 and lms[0].calls == 6
+    assert len(lms[0].passes) == 1 + 6
+
+
+def test_what_is_made_once_is_set_up(seconds):
     """The time of a nested `once` counts once."""
-    lm, now = TimedLM(tiny("llama")), [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    lm = TimedLM(tiny("llama"))
 
     def make():
-        now[0] += 3
-        return now[0]
+        seconds[0] += 3
+        return seconds[0]
     assert [lm.once("x", make), lm.once("x", make)] == [3, 3]
     assert lm.once("outer", lambda: lm.once("inner", make)) == 6
     assert (lm.setup_seconds, lm.seconds) == (6, 0)

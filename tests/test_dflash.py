@@ -161,14 +161,8 @@ def test_tokens_by_hand(monkeypatch):
     assert tokens[:5] == pytest.approx([1, 2, 2, 3 - 1 / len(asked), 3 - 1 / len(asked)])
 
 
-def test_sizes_are_planned_by_tokens_and_costs(monkeypatch):
+def test_sizes_are_planned_by_tokens():
+    """A tree of one node needs no block."""
     draft = make_draft()
     draft.tokens = [1.0, 1.8, 2.2]
-    monkeypatch.setattr(module, "row_costs", lambda lm, most: [
-        (10.0 if lm == "target" else 1.0) + 0.1 * n for n in range(most + 1)])
-    grown = []
-    monkeypatch.setattr(module, "grow_block", lambda draft, z, root, n: grown.append(n))
-    monkeypatch.setattr(module.timeit, "repeat", lambda call, number, repeat: [call() or grown[-1]])
-    assert [*plan_block(draft, "draft", "target")] == [
-        (1, 1.0, pytest.approx(10.1)), (2, 1.8, pytest.approx(10.2 + 1.6 + 2)),
-        (3, 2.2, pytest.approx(10.3 + 1.7 + 4))]
+    assert [*plan_block(draft)] == [(1, 1.0, 1, 0, 1), (2, 1.8, 2, 1, 2), (3, 2.2, 3, 1, 3)]

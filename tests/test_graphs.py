@@ -1,6 +1,7 @@
 """Passes of few shapes over whole buffers (cli/graphs.py): as they are on a CPU, and captured. The
 simulated GPU of fake_cuda.py captures them, and so does CUDA where there is a GPU. Every method
 decodes with them in test_lossless.py."""
+import functools
 import gc
 
 import pytest
@@ -8,14 +9,13 @@ import torch
 
 from bita import bita
 from cli import graphs
-from cli.graphs import GraphedLM
+from cli.graphs import WIDTHS, GraphedLM
 from cli.run import TimedLM
 from common import InputError, autoregressive, check
 from fake_cuda import FakeCuda
 from families import near, tiny
 from helpers import tokens_of
 from speculative import speculative
-from support.clock import WIDTHS
 from test_common import CLOSE
 from test_lossless import tuning_of
 
@@ -23,7 +23,7 @@ PROMPT = [5, 9, 3, 14, 7] * 24
 
 
 def both(model) -> tuple[GraphedLM, TimedLM]:
-    return GraphedLM(model), TimedLM(model)
+    return GraphedLM(model, waits=False), TimedLM(model)
 
 
 # -------------------------------------------------------------------------------- not captured
@@ -97,6 +97,17 @@ def check_replayed(method, lms: list[GraphedLM], **options) -> None:
     assert not {lm.cache for lm in lms} & {*ran}
 
 
+def test_a_shape_that_is_used_once_is_not_captured(gpu):
+    """A clock that learns may try a width only once, and a capture takes as long as many passes."""
+    lm, widths = GraphedLM(on_gpu("llama")), []
+    lm.graph_of = lambda tensors: widths.append(tensors[1].shape[1]) or lm.whole_pass
+    lm.start([5] * 100)
+    for n in 3, 4, 30, 1, 32, 2:
+        lm.forward([5] * n)
+        lm.truncate(99)
+    assert widths == [4, 32] and lm.capture_seconds > 0
+
+
 def test_masks_of_two_kinds_are_captured(gpu):
     model = on_gpu("gemma3")
     check_replayed(speculative, [GraphedLM(model), GraphedLM(near(model, 0.01))])
@@ -162,8 +173,9 @@ def test_a_pass_that_no_graph_replays_is_refused(spoil, said, gpu):
     captured may be baked in, and may wait."""
     model = tiny("llama")
     spoil(model)
-    check(model, GraphedLM)
+    at_once = functools.partial(GraphedLM, waits=False)
+    check(model, at_once)
     check(model.to("cuda"), TimedLM)
     with pytest.raises(InputError, match=said) as no:
-        check(model, GraphedLM)
+        check(model, at_once)
     assert "\n" not in str(no.value)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.run import count_guesses
+from cli.run import TimedLM, count_guesses
 from common import autoregressive
 from families import deep
 from helpers import tokens_of
@@ -27,7 +27,7 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
     """A round has γ + 1 rows. The late layers run in one call. The head reads a row for each guess,
     and all rows of the verification, but none of the prompt."""
     model, runs, heads, how = deep("llama"), [], [], dict(E=2, gamma=3, tuning="")
-    target = FeatureLM(model)
+    target = TimedLM(model)
     for i, layer in enumerate(model.model.layers):
         layer.register_forward_pre_hook(lambda _, x, i=i: runs.append((i, x[0].shape[1])))
     model.lm_head.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0].shape[-2]))

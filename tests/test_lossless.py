@@ -115,7 +115,7 @@ def pool_of(texts: list[list[int]]) -> ouroboros.PhrasePool:
 
 def trusting(model, part=None, kind: str = "none") -> Callable:
     """Prepare what the hybrid reads: a datastore, trust, and a part's guesses."""
-    known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5, 0.9]},
+    known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5]},
              "parts": {kind: some_weights(part.requires_grad_())} if part else {}}
     store = store_of(own_texts(model))
     return lambda target: {("rest", "store"): store, ("trust", "trust"): known,
@@ -196,12 +196,9 @@ METHODS = {
     "hybrid, n-grams": lambda model: Line(
         hybrid.hybrid, dict(guess="none", nodes=9, **FILES),
         memo=trusting(model)),
-    "hybrid, eagle": lambda model: Line(
-        hybrid.hybrid, dict(guess="eagle", nodes=9, **FILES), few=dict(nodes=3),
-        memo=trusting(model, rand(eagle.EagleLayer(model), RATES), "eagle")),
-    "hybrid, eagle3": lambda model: Line(
-        hybrid.hybrid, dict(guess="eagle3", nodes=9, **FILES),
-        memo=trusting(model, eagle3_layer(model), "eagle3")),
+    "hybrid, hydra": lambda model: Line(
+        hybrid.hybrid, dict(guess="hydra", nodes=9, **FILES), few=dict(nodes=3),
+        memo=trusting(model, rand(medusa.Heads(model, "hydra", 3), RATES), "hydra")),
     "hybrid, dflash": lambda model: Line(
         hybrid.hybrid, dict(guess="dflash", nodes=9, **FILES),
         memo=trusting(model, rand(dflash.BlockDraft(model, [0, 2], B=4, markov=8)), "dflash")),
@@ -331,10 +328,10 @@ def play_rounds(name: str, model, prompt: list[int], run_as: type, anew: bool = 
             chunks = chunks_of(line, target, text[:], run_as, log=log, **kept)
             forward = target.forward
 
-            def spy(ids, parents=None, counts=True, **options):
-                if counts:
+            def spy(ids, parents=None, **options):
+                if options.get("keep") != 0:
                     fed.append((torch.as_tensor(ids).tolist(), parents and [*parents]))
-                return forward(ids, parents, counts=counts, **options)
+                return forward(ids, parents, **options)
             target.forward = spy
         del fed[:]
         chunk = next(chunks)

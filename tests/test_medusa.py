@@ -82,21 +82,6 @@ def test_typical_options_reach_the_rule(monkeypatch):
     assert seen == [(0.2, 0.7)]
 
 
-@pytest.mark.parametrize("cost, level, nodes", [
-    (lambda n: 1, 0.01, 22),  # a call of many rows costs no more: all nodes
-    (lambda n: 1 if n <= 3 else 9, 0.01, 3),  # three rows are cheap
-    (lambda n: n, 0, 1)])  # no guess is worth its row
-def test_the_tree_that_pays(cost, level, nodes, monkeypatch):
-    heads = random_heads(tiny("llama"), "medusa")
-    clock = SimpleNamespace(repeat=lambda fill, number, repeat: fill())
-    monkeypatch.setattr(module, "timeit", clock)
-    monkeypatch.setattr(module, "row_costs", lambda lm, most: [cost(n) for n in range(65)])
-    monkeypatch.setattr(module, "fill_tree", lambda trained, lm, f, root, tree: [
-        level * max(node.depth for node in tree)])
-    tree, *_ = max(module.plan_medusa(heads, None, None), key=lambda x: x[1] / x[2])
-    assert len(tree) == nodes
-
-
 # ------------------------------------------------------------------------------------ training
 
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([1], [2, 3, 4, 5, 6])]

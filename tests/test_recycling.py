@@ -87,13 +87,3 @@ def test_a_tree_has_at_most_so_many_nodes(nodes, accepted):
     known.rows = {token: [(token + 1) % 20, 0, 0] for token in range(20)}
     next(recycling(target, [8, 0], nodes=nodes, successors=known, log=log))
     assert log == [{"guessed": nodes - 1, "accepted": accepted}]
-
-
-def test_the_clock_plans_the_likeliest_tree(monkeypatch):
-    monkeypatch.setattr(module, "row_costs", lambda target, most: [*range(most + 1)])
-    rates = [0.4, 0.1]
-    plans = [*module.plan_recycling(None, rates)]
-    assert [len(tree) for tree, *_ in plans] == [seconds for *_, seconds in plans]
-    tree, expected, _ = plans[9]
-    assert tree == best_tree([rates] * 6, 10)
-    assert expected == pytest.approx(sum(node.chance for node in tree))

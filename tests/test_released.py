@@ -222,7 +222,7 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own
         logits = x @ (w[f"{k}.1.weight"] if own else model.get_output_embeddings().weight).T
         close(heads.lm_head_of(k + 1)(heads(k + 1, f, None)), logits)
         guesses.append(logits[0, :1500].topk(10).indices.tolist())
-    tree, words = medusa.plan_medusa_tree(heads, 0), [""]
+    tree, words = medusa.plan_medusa_tree(heads, 64), [""]
     ids = medusa.fill_tree(heads, target, f, 9, tree)
     assert ids == [9] + [guesses[node.depth - 1][node.rank] for node in tree[1:]]
     for node in tree[1:]:

@@ -15,8 +15,8 @@ from helpers import tokens_of
 from support.parts import load_part, save_part
 from survey import rest as module
 from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_text, as_tokens,
-                         build, load_datastore, measure_tokens_per_call, rest, retrieve,
-                         retrieve_by_score)
+                         build, load_datastore, measure_tokens_per_call, plan_rest, rest,
+                         retrieve, retrieve_by_score)
 from trainings import WORDLESS
 
 
@@ -121,18 +121,11 @@ def test_the_text_comes_before_the_datastore_for_a_suffix(prompt, options, expec
 
 
 @pytest.mark.parametrize("grow", [False, True])
-def test_as_many_guesses_as_pay(grow, monkeypatch):
-    """Tokens per call over seconds per call, both by the rows of a call, as they were measured with
-    the text or without it."""
-    costs, seen = [9.0, 1, 1.05, 9, 1.2, *[9] * 60], []
-    monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[:most + 1])
-    monkeypatch.setattr(module, "retrieve", lambda *given: seen.append(given[2]) or ([3], [-1]))
-    gain = dict(zip((1, 2, 4, 8, 16, 32, 64), (1, 1.9, 2.5, 2.6, 2.7, 2.8, 2.9)))
-    measured = {m: TokensPerCall(*((1, x) if grow else (x, 1))) for m, x in gain.items()}
-    lm, store = CachedLM(tiny("llama")), Datastore("", measured)
-    for searched in (grow, not grow):
-        next(rest(lm, [3, 14, 15], store=store, grow=searched))
-    assert seen == [3, 0]
+def test_what_guesses_bring(grow):
+    """Tokens per call by the rows of a call, as they were measured with the text or without it."""
+    store = Datastore("", {rows: TokensPerCall(rows + 0.5, rows + 0.7) for rows in (1, 8)})
+    more = 0.7 if grow else 0.5
+    assert [*plan_rest(store, grow)] == [(1, 1 + more, 1, 1, 1), (8, 8 + more, 8, 1, 8)]
 
 
 # ------------------------------------------------------------------------------- the datastore

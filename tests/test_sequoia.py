@@ -12,6 +12,7 @@ from families import VOCAB, near, tiny
 from helpers import tokens_of
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
 from support import parts
+from support.clock import Choice
 from support.parts import save_facts
 import survey.sequoia as module
 from survey.sequoia import (calibrate, draw_children, draw_tree, load_rates, parents_of,
@@ -77,17 +78,15 @@ def test_shapes_by_hand():
     assert shape.row == {0: -1, 1: 0, 2: 1, 4: 2}
 
 
-def test_measured_costs_choose_the_tree(monkeypatch):
-    """The tokens and seconds of all sizes and depths. A draft call is paid by its rows."""
-    costs = {"target": [1 + 0.1 * n for n in range(65)], "draft": [n ** 2 for n in range(65)]}
-    monkeypatch.setattr(module, "row_costs", lambda lm, most: costs[lm] if most == 64 else None)
+def test_the_clock_chooses_from_trees_of_all_sizes_and_depths():
+    """The draft has a call for each level, with a row for each node that has children."""
     P, sizes, depths = (0.6, 0.2, 0.1), (2, 8, 64), (1, 3, 16)
-    found, best = [*plan_sequoia(P, sizes, depths, "target", "draft")], tabulate(P, 64, 16)
-    for (n, d), (shape, tokens, seconds) in zip(itertools.product(sizes, depths), found):
+    found, best = plan_sequoia(P, sizes, depths), tabulate(P, 64, 16)
+    for (n, d), (shape, tokens, *costs) in zip(itertools.product(sizes, depths), found):
         assert shape == shape_of(parents_of(best, n, d))
         assert math.isclose(tokens, tokens_a_call(nested(shape.parents), P), rel_tol=1e-12)
-        calls = [costs["draft"][len(level)] for level in shape.levels]
-        assert math.isclose(seconds, costs["target"][len(shape.parents)] + sum(calls))
+        rows = sum(map(bool, shape.children))
+        assert costs == [len(shape.parents), len(shape.levels), rows]
     assert len(found) == 9
 
 
@@ -144,14 +143,14 @@ def test_draws_are_without_replacement():
 # ------------------------------------------------------------------------------ trees in a run
 
 @pytest.mark.parametrize("options, sizes, depths", [
-    (dict(nodes=8), [8], range(1, 17)), (dict(depth=2), (2, 4, 8, 16, 32, 64), [2])])
+    (dict(nodes=8), (8,), (*range(1, 17),)), (dict(depth=2), (2, 4, 8, 16, 32, 64), (2,))])
 def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch, options, sizes, depths):
     model, seen = tiny("llama"), []
     monkeypatch.setattr(module, "plan_sequoia", lambda P, *given: seen.append(
-        [(*some,) for some in given[:2]]) or [(shape_of(BUSHY), 1.0, 1.0)])
+        given) or [Choice(shape_of(BUSHY), 1.0, 9, 3, 4)])
     lms = CachedLM(model), CachedLM(model)
     next(sequoia(*lms, PROMPT, rates=rates_file(tmp_path, model, model), **options))
-    assert seen == [[tuple(sizes), tuple(depths)]]
+    assert seen == [(sizes, depths)]
 
 
 def test_trees_are_those_of_their_options_and_the_nearest_temperature(tmp_path):

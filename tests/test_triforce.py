@@ -98,7 +98,7 @@ def test_what_is_retrieved_is_what_the_last_row_looks_at():
     lm.start(text)
     cached.start(text + [11])
     with record_queries(model) as found:
-        lm.forward([11], counts=False)
+        lm.forward([11], keep=0)
     lm.truncate(len(text))
     eager.set_attn_implementation("eager")
     attentions = eager(torch.tensor([text + [11]]), output_attentions=True).attentions

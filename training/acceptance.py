@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 
 from support.layers import FeatureLM
-from support.released import RANKS
+from support.clock import RANKS
 from training.loop import low_precision, read_texts
 
 LEVELS = 8  # the most levels of guesses that a tree has
