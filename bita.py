@@ -52,6 +52,7 @@ Departures:
 
 Departures that change no result are in results/masks.md. Left out: several GPUs.
 """
+import json
 import random
 import sys
 from pathlib import Path
@@ -62,6 +63,7 @@ from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, gree
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 
 TREES = ("efficient", "full", "chain")
 RANKS = 10  # candidates of a mask whose accuracy is measured, for the best tree
@@ -383,11 +385,34 @@ def save_tuning(path: Path, tuning: Tuning, model) -> None:
 
 
 def load_tuning(path: str, model) -> Tuning:
-    """Read a tuning from a file. Raise InputError if the file was made for another model."""
-    from support.parts import load_trained
-    tuning = load_trained(path, Tuning.title, model,
-                          lambda header: Tuning(model, header["P"], header["M"]))
-    return tuning.to(model.device)
+    """Read a tuning from a file, which `train` made.
+
+    path     the safetensors file
+    model    the model that it must be for. The file has some of its embeddings
+    returns  the tuning, with its accuracies. InputError if the file is damaged, of another kind, or
+             for another model
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            header = json.loads(file.metadata()["part"])
+            tensors = {name: file.get_tensor(name).float() for name in file.keys()}
+        if header["kind"] != Tuning.title:
+            raise ValueError(f"it is one of {header['kind']}")
+        here = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
+        some = tensors.pop("model").flatten()
+        # The cosine of two models is near 0 if they were trained apart.
+        if F.cosine_similarity(some, (here - here.mean(0)).flatten(), 0) < 0.5:
+            raise ValueError("it was made for another model")
+        if not all(x.isfinite().all() for x in tensors.values()):
+            raise ValueError("it has numbers that are not finite")
+        tuning = Tuning(model, header["P"], header["M"])
+        tuning.load_state_dict(tensors)
+        tuning.accept = header["accept"]
+    except Exception as error:  # readers of files raise all kinds, and so does a wrong header
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise InputError(f"expected a file of {Tuning.title} for this model, got {str(path)!r}: "
+                         f"{said}") from error
+    return tuning.to(model.device, model.dtype)
 
 
 # ------------------------------------------------------------------------- the command line

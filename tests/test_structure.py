@@ -134,8 +134,6 @@ def decode_alone(top, text: str) -> int:
         models, tokenizers = zip(*(loaded[x] for x in names))
         few = {"nodes": 4, "depth": 2, "k": 1, "tokenizers": tokenizers}
         options = {x: few[x] for x in few if x in inspect.signature(function).parameters}
-        if name == "bita":  # what reads its file and times its trees is elsewhere
-            options = {"tuning": module.Tuning(models[0]), "tree": "efficient"}
         lms = [function.__annotations__[x](model) for x, model in zip(names, models)]
         chunks = function(*lms, common.encode(tokenizers[0], text), **options)
         print(method, sum(len(chunk) for chunk in common.until(chunks, 4)))
