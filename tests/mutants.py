@@ -225,8 +225,7 @@ MUTANTS = {
     "survey/online.py": [
         ("copy.deepcopy(draft.model).float().requires_grad_(True)",
          "draft.model.float().requires_grad_(True)", "the caller's own draft learns"),
-        ("sample = Sampler(temperature, seed=seed + i)", "sample = Sampler(temperature, seed=seed)",
-         "all requests have the same coins")],
+        ("if accepted < gamma and place", "if place", "a round without a failure is learnt from")],
     "survey/recycling.py": [
         ("logits.topk(", "(-logits).topk(", "the least likely tokens are kept"),
         ("learn(ids, logits, chunk)\n", "learn(ids[:1], logits[:1], chunk)\n",

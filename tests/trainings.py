@@ -11,7 +11,7 @@ import pytest
 import cllm
 from cli.options import parse_command, read_options, select_options
 from families import deep, near
-from survey import online, sequoia
+from survey import sequoia
 from training.loop import digest
 
 TRAININGS = {  # a training: the decoding that reads OUT
@@ -79,8 +79,7 @@ def run(line: str, folder: Path, model, prompts=PROMPTS, **changes) -> Path:
     else:
         options["prompts"] = prompts
     with pytest.MonkeyPatch.context() as patch:
-        for module in online, sequoia:
-            patch.setattr(module, "draft_for", lambda model, *_: near(model, 0.1))
+        patch.setattr(sequoia, "draft_for", lambda model, *_: near(model, 0.1))
         command(model, WORDLESS, **options)
     return folder / "out"
 
