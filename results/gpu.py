@@ -1,6 +1,7 @@
 """Measure the project on a GPU in six minutes: whether it is exact there, and how fast.
 
     make gpu                                      # no .venv is needed: python3 results/gpu.py
+    python results/gpu.py --step calls            # a step that make gpu leaves out
     python results/gpu.py --device cpu --small    # rehearse all steps on a CPU
 
 Each step is a process of its own with a limit of time, so no step can stop those that follow. A
@@ -14,6 +15,13 @@ step saves each row as soon as it is measured. So a run that was cut off is stil
                 a second, of models as large as Llama's 1B, 3B and 8B, whose weights are random
                 numbers in bfloat16
     trainings   the peak memory of every training of memory.md at 8B
+
+Three more steps are for whoever wants to make calls faster. Each runs by --step alone:
+
+    calls       where the milliseconds of a captured call at 8B go: its kernels by time, and what
+                torch.compile makes of the call if it compiles all that has no cache
+    python      where Python's part of an AR token of the embedded target goes
+    recurrent   a model with recurrent layers: whether it is exact, and its calls by rows
 """
 import gc
 import json
@@ -32,7 +40,9 @@ from bench import (ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting,
                    run_script)
 from cli.graphs import WIDTHS, GraphedLM
 from cli.run import TimedLM
+from common import autoregressive, greedy, until
 from support.files import check_result, shorten, write_text
+from support.layers import list_layers
 
 SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]
@@ -130,6 +140,76 @@ def sizes(args):
         gc.collect()
 
 
+@torch.inference_mode()
+def calls(args):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if args.device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    model = memory.make_model(memory.SMALL if args.small else memory.BIG, args.device)
+
+    def time_call(n: int) -> dict:
+        lm = GraphedLM(model, waits=False)
+        lm.start([5] * (9 if args.small else 512))
+
+        def call() -> None:
+            lm.forward([7] * n)
+            lm.truncate(lm.length)
+        row = {"ms": 1000 * seconds_of(call)}
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+        spent = {x.key[:60]: x.self_device_time_total or x.self_cpu_time_total
+                 for x in profile.key_averages()}
+        best = sorted(spent, key=spent.get, reverse=True)[:12]
+        return row | {name: round(spent[name] / 1000, 3) for name in best}
+    for n in 1, 16:
+        yield f"{n} rows", try_row(time_call, n)
+    for layer in list_layers(model):  # attention asks for the cache, which no compiler should see
+        for name, part in layer.named_children():
+            if "attn" not in name:
+                part.compile()
+    for n in 1, 16:
+        yield f"{n} rows, MLPs and norms compiled", try_row(time_call, n)
+
+
+@torch.inference_mode()
+def python(args):
+    bench = Bench(parser_of(__doc__).parse_args(["--device", args.device, "-n", "1", "--graphs"]))
+    lm = bench.row("autoregressive").models["target"]
+    tokens = [token for chunk in until(autoregressive(lm, bench.pairs[0][1]), 40)
+              for token in chunk]
+    logits = lm.forward(tokens[-1:])
+    lm.truncate(lm.length)
+    positions, mask = lm.layout([-1], [False])
+    inputs = torch.tensor([tokens[-1:]], device=lm.weight.device)
+    parts = {"a call": lambda: (lm.forward([7]), lm.truncate(lm.length)),
+             "its mask and positions": lambda: lm.layout([-1], [False]),
+             "its pass, with what is copied in and out": lambda: lm.run_model(
+                 inputs, positions, mask, 1),
+             "the choice of a token": lambda: greedy(logits)}
+    for name, act in parts.items():
+        yield name, {"ms": 1000 * seconds_of(act)}
+
+
+@torch.inference_mode()
+def recurrent(args):
+    line = ["--device", args.device, "--dtype", "float32", "-n", "1", "--rounds", "1",
+            "--max-new-tokens", "40", "--target", str(ROOT / "models/recurrent"),
+            "--draft", str(ROOT / "models/draft")]
+    bench = Bench(parser_of(__doc__).parse_args(line))
+    runs = keep_fitting([ALL[0], "speculative --gamma 6", "ouroboros", "recycling --nodes 16"],
+                        bench.row)
+    plain = {"`generate`": build_peers(bench)["autoregressive"][1]}
+    results = bench.measure(runs | plain)
+    for name in runs:
+        yield name, {"as generate": results.same(name, "`generate`"),
+                     "x generate": results.ratios(name, "`generate`")[0]}
+    lm = bench.cache(bench.args.target)
+    lm.start([5] * 99)
+    for n in WIDTHS[:7]:
+        seconds = seconds_of(lambda: (lm.forward([7] * n), lm.truncate(lm.length)))
+        yield f"a call of {n}", {"ms": 1000 * seconds}
+
+
 def trainings(args):
     size = (memory.SMALL, (9, 6)) if args.small else (memory.BIG, memory.LENGTHS)
 
@@ -146,6 +226,7 @@ def trainings(args):
 
 # Each step yields rows, a name and a dictionary of figures. It may take so many seconds:
 STEPS = {machine: 30, exact: 110, decode: 130, sizes: 35, trainings: 40}
+ALONE = (calls, python, recurrent)
 
 
 def perform(args, step) -> None:
@@ -164,17 +245,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny models and few tokens")
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu.json")
-    parser.add_argument("--step", choices=[step.__name__ for step in STEPS],
+    parser.add_argument("--step", choices=[step.__name__ for step in (*STEPS, *ALONE)],
                         help="run this step alone, here and without a limit")
     args = parser.parse_args(argv)
     check_result("out", args.out)
     command = [sys.executable, __file__, "--device", args.device, "--out", str(args.out),
                *["--small"] * args.small]
     failed = 0
-    for step, limit in STEPS.items():
+    for step in (*STEPS, *ALONE):
         if args.step == step.__name__:
             perform(args, step)
-        elif not args.step:
+    for step, limit in STEPS.items():
+        if not args.step:
             process = subprocess.Popen([*command, "--step", step.__name__])
             try:
                 failed += process.wait(limit) != 0
