@@ -18,7 +18,7 @@ from training.loop import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1150, "cli": 1035, "models": 1030, "results": 1085, "tests": 7760,
+LIMITS = {"root": 1150, "cli": 1035, "models": 1030, "results": 1150, "tests": 7760,
           "hybrid support survey training": 4000}  # lines of code; prose has no limit
 
 
