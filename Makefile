@@ -55,7 +55,8 @@ models: .venv/ready
 picture: .venv/ready
 	$(RUN) results/picture.py
 
-# Without a GPU the small build of PyTorch comes first. On Linux pip's own index has a large one.
+# Without a GPU the small build of PyTorch comes first. On Linux pip's own index has one for CUDA,
+# which takes 4 GB more. It is used if the small one cannot be reached.
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	command -v nvidia-smi > /dev/null || $(PIP) --no-deps --retries 1 $$(grep ^torch= \

@@ -15,6 +15,10 @@ parameters and gradients need no care. Two modes of torch see everything else:
     Functions    what Python asks for: device=…, x.to(), x.device, x.tolist(), generators
     Operations   what torch makes of it: devices are checked, results marked, launches counted
 
+The driver is never asked, since it may be missing, or be that of a real GPU. In every build torch
+takes the ways of its build for CUDA. A function of the driver raises an error, except for the few
+that are simulated.
+
 These are counted:
 
     launches     kernels, one for each operation that is no view; a few operations need several
@@ -31,6 +35,7 @@ Left out:
 import functools
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -47,6 +52,7 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 # Operations whose result, or its size, Python has to know before it goes on
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount",
            "unique_dim", "unique_consecutive", "repeat_interleave", "is_nonzero"}
+DRIVER = "_cuda_", "_accelerator_"  # how the names of the driver's functions begin
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
@@ -89,6 +95,11 @@ def parse_to(*args, parse=torch._C._nn._parse_to, **kwargs) -> tuple:
     return parse(*args, **kwargs)
 
 
+def refuse(name: str, *_, **__) -> None:
+    """Take the place of a function that would ask the driver."""
+    raise RuntimeError(f"cuda: the simulated GPU has no {name}")
+
+
 class FakeGenerator(torch.Generator):
     """Generate a CPU's numbers on any device; `device` is what was asked for."""
 
@@ -115,7 +126,14 @@ class FakeCuda:
 
     def __enter__(self):
         autocast = torch.autocast
+        stream = SimpleNamespace(is_capturing=lambda: self.tape is not None)
+        asked = {x: functools.partial(refuse, x) for x in dir(torch._C) if x.startswith(DRIVER)}
+        asked |= dict(_accelerator_getAccelerator=lambda: torch.device("cuda"),
+                      _accelerator_getDeviceIndex=lambda: 0,
+                      _accelerator_getStream=lambda _: stream,
+                      _accelerator_synchronizeDevice=lambda _: self.wait("syncs"))
         patches = [
+            (torch._C, asked),
             (torch, dict(Generator=FakeGenerator, autocast=lambda device_type, *args, **options:
                          autocast("cpu", *args, **options))),
             (torch.cuda, dict(is_available=lambda: True, device_count=lambda: 1,
@@ -124,8 +142,9 @@ class FakeCuda:
                               set_rng_state=lambda *_: None,
                               CUDAGraph=functools.partial(FakeGraph, self),
                               graph=lambda graph: self.set(tape=graph.tape),
+                              _lazy_init=functools.partial(refuse, "driver"),
                               # The optimizers of torch 2.11 ask this.
-                              is_current_stream_capturing=lambda: self.tape is not None)),
+                              is_current_stream_capturing=stream.is_capturing)),
             (torch._C._nn, dict(_parse_to=parse_to))]
         self.stack = ExitStack()
         for module, names in patches:
@@ -192,6 +211,7 @@ class Functions(TorchFunctionMode):
         self.own = {Tensor.device.__get__: lambda x: CUDA if on_gpu(x) else x.device,
                     Tensor.is_cuda.__get__: on_gpu, Tensor.to: self.to, Tensor.tolist: self.tolist,
                     Tensor.cpu: lambda x: gpu.move(x, False), Tensor.numpy: self.numpy,
+                    Tensor.cuda: lambda x, *_: gpu.move(x, True),
                     Tensor.__array__: self.numpy, torch._C._nn.one_hot: self.one_hot}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

@@ -60,20 +60,26 @@ WARM = 3.0  # the temperature: target and draft differ in many tokens, and none 
 
 
 class Coins:
-    """Numbers drawn from [0, 1) that are only compared: whether one is below a chance is a choice.
+    """Numbers drawn from [0, 1). Whether one is below a chance is a choice.
+
+    Each number is compared with one chance. If it were compared again, two events would have the
+    same coin.
+
+    choose   as in `outcomes`
+    unused   bool, as the numbers lie: whether each still waits for its chance. A part of the coins
+             has a view of it
     """
 
-    def __init__(self, choose, number: int):
-        self.choose, self.number = choose, number
+    def __init__(self, choose, unused: torch.Tensor):
+        self.choose, self.unused = choose, unused
 
-    def __iter__(self):
-        return iter(self.tolist())
-
-    def tolist(self) -> list:
-        return [Coins(self.choose, 1) for _ in range(self.number)]
+    def __getitem__(self, part):
+        return Coins(self.choose, self.unused[part])
 
     def __lt__(self, chances) -> torch.Tensor:
         chances = torch.as_tensor(chances).nan_to_num(0).clamp(max=1)
+        assert chances.shape == self.unused.shape and self.unused.all(), "a coin for each chance"
+        self.unused.zero_()
         below = [self.choose([1 - chance, chance]) for chance in chances.flatten().tolist()]
         return torch.tensor(below).view_as(chances) == 1
 
@@ -89,7 +95,7 @@ class Choosing(Sampler):
         return torch.tensor([self.choose(row) for row in probs.double().tolist()])
 
     def uniform(self, shape, device):
-        return Coins(self.choose, shape)
+        return Coins(self.choose, torch.ones(shape, dtype=torch.bool))
 
 
 def draw_by_choices(q_logits: torch.Tensor, k: int, sample: Choosing) -> list[list[int]]:

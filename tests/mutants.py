@@ -260,8 +260,8 @@ MUTANTS = {
     "survey/several_drafts.py": [
         ("p = residual(p, q_x)", "p = residual(p, q[0])",
          "every draw leaves the residual of the first q"),
-        ("ratios.append(p[x] / q_x[x])\n        p = residual(p, q_x)",
-         "ratios.append(p[x] / q_x[x])", "every draw is judged by the whole p"),
+        ("sample.uniform(len(here), rest.device)", "sample.uniform(1, rest.device)",
+         "the draws at a node have one coin"),
         ("if draft.text[:depth] == accepted]", "]", "drafts that left the path are judged too"),
         ("probs[text] for text in texts]", "probs[texts[0]] for text in texts]",
          "all drafts are drawn from the first one's q")],

@@ -16,22 +16,6 @@ from test_lossless import WARM, Choosing
 
 # ---------------------------------------------------------------------------------- levels, reviews
 
-def test_a_level_drops_what_is_no_longer_in_the_text_and_feeds_what_is_new():
-    """And the last n tokens, whose logits are asked for. The head reads no other row."""
-    model, heads = tiny("llama"), []
-    level = Level(CachedLM(model), [])
-    level.lm.start([])
-    for text, n, fed in (([3, 1, 4], 1, 3), ([3, 1, 4, 1], 1, 1), ([3, 1, 5, 9, 2], 3, 3),
-                         ([3, 1, 5], 2, 2), ([3, 1, 5], 1, 1), ([7, 7, 6], 2, 3)):
-        before = len(level.lm.passes)
-        with model.lm_head.register_forward_hook(lambda *x: heads.append(x[2].shape[1])):
-            logits = level.score(text, n)
-        expected = model(input_ids=torch.tensor([text])).logits[0, -n:]
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        [(rows, read, _)] = level.lm.passes[before:]
-        assert level.lm.length == len(text) and rows == fed and read == heads.pop() == n
-
-
 @pytest.mark.parametrize("counts, drafts, grams", [
     ([[2], [1]], 1, True), ([[1, 1], [2]], 1, True), ([[0, 2], [0]], 1, True),
     ([[2], [1], []], 2, False), ([[2, 1], [1], []], 2, False), ([[1, 1, 1], [1], [1]], 2, True)])

@@ -43,6 +43,8 @@ REFUSED = {
     "an item in a capture": lambda here, there: in_a_capture(lambda x: x * x[0].item()),
     "a list in a capture": lambda here, there: in_a_capture(lambda x: x * x.new_tensor([2.0])),
     "a mask in a capture": lambda here, there: in_a_capture(lambda x: x[x > 1]),
+    "a stream": lambda here, there: torch.cuda.current_stream(),
+    "a choice of GPUs": lambda here, there: torch.accelerator.set_device_index(0),
 }
 
 
@@ -61,7 +63,7 @@ def test_what_cuda_takes_and_what_is_counted():
         assert (there * 2).tolist() == [0, 2, 4]  # a kernel, and the wait for three numbers
         assert (there + torch.tensor(1.0)).device.type == "cuda"  # a single number
         assert there[torch.tensor([2, 0])].device.type == "cuda"  # an index is copied
-        there[1:] = here[1:].to("cuda")  # copied by `to`; then a kernel copies on the GPU
+        there[1:] = here[1:].cuda()  # copied by `cuda`; then a kernel copies on the GPU
         assert gpu.counts == {"launches": 4, "waits": 1, "copies": 2}
         assert not there.cpu().is_cuda and copy.deepcopy(there).is_cuda
 

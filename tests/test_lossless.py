@@ -18,6 +18,7 @@ like. The tests take each line through these columns, on a CPU or, with
     no caches            guesses and acceptances are those of models without a cache (naive.py),
                          where guesses are often accepted. And nothing stale is left of earlier
                          rounds: a method that begins anew with the text so far guesses the same
+    what is fed          is the text and guesses after it, and a token of the text is fed once
     passes of few shapes give the same text (cli/graphs.py)
     a GPU                writes the CPU's text, and so do its captured graphs: a simulated GPU
                          (fake_cuda.py), and the real one where there is one
@@ -27,11 +28,13 @@ like. The tests take each line through these columns, on a CPU or, with
 
 What becomes of a draft that overflows is in test_broken_drafts.py.
 
-A new method joins by one line. MJSD, MJGD and Medusa's typical acceptance are lossy, so only their
-rounds are compared (LOSSY). BiLD and SpecDec are here with the options that make them exact."""
+A new method joins by one line. MJSD, MJGD, BiLD and Medusa's typical acceptance are lossy, so only
+their rounds are compared (LOSSY). BiLD and SpecDec are also here with the options that make them
+exact."""
 import copy
 import functools
 import itertools
+from collections import defaultdict
 from contextlib import nullcontext, suppress
 from typing import Callable, NamedTuple
 
@@ -49,6 +52,7 @@ from cli.graphs import GraphedLM
 from cli.run import TimedLM
 from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
+from fake_models import path_to
 from families import FAMILIES, MORE_FAMILIES, rand, tiny
 from helpers import tokens_of
 from hybrid import hybrid
@@ -58,6 +62,7 @@ from support.released import some_weights
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
                     several_drafts, triforce)
+from survey.triforce import PartialLM
 from toy_tokenizers import TOKENIZERS
 
 ALL = FAMILIES | MORE_FAMILIES
@@ -145,7 +150,8 @@ METHODS = {
     "speculative, token by token": lambda model: Line(
         speculative.speculative, dict(gamma=4, verification="token"), [near(model, 0.02)]),
     "specinfer": lambda model: Line(
-        several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
+        several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2),
+        vocab=4),
     "specinfer, two drafts": lambda model: Line(
         several_drafts.specinfer, dict(gamma=4, K=2), [near(model, 0.05), near(model, 0.1)],
         dict(gamma=1, K=2)),
@@ -227,7 +233,7 @@ METHODS = {
         rest.rest, dict(nodes=12, alpha=2.0, store=store_of(own_texts(model)))),
     "sequoia": lambda model: Line(
         sequoia.sequoia, dict(nodes=9, depth=4, rates="own"), [near(model, 0.05)],
-        dict(nodes=3, depth=1), vocab=4,
+        dict(nodes=6, depth=2), vocab=2,
         memo=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
 }
 REFUSED = {  # families that a method says it cannot run
@@ -307,6 +313,7 @@ REMEMBERING = {"jacobi", "lookahead", "cllm", "ouroboros", "bita", "bita, full t
                "recycling", "another_tokenizer"}
 LOSSY = {  # methods that write a text of their own, whose rounds must be right all the same
     "mjsd": lambda model: Line(mjsd.mjsd, dict(gamma=4, beams=3), [near(model, 0.05)]),
+    "bild": lambda model: Line(lossy.bild, dict(gamma=4, fallback=0.3), [near(model, 0.05)]),
     "mjgd": lambda model: Line(mjsd.mjgd, dict(K=3, beams=4)),
     "medusa, typical": lambda model: Line(
         medusa.medusa, METHODS["medusa"](model).options | dict(typical=True))}
@@ -359,6 +366,63 @@ def test_rounds_are_those_without_caches(name, monkeypatch):
                for _, chunk, record in found)
     accepted = sum(len(chunk) > 1 for _, chunk, _ in found)
     assert accepted > 0 or name in ("bild, rollback 0", "another_tokenizer")
+
+
+def watch_what_is_fed(monkeypatch, text: list[int]) -> None:
+    """Let a model fail if it is fed anything but the text, or a token of it for a second time.
+
+    A node stands for a path, which begins with the cached context. The path and the text must be
+    equal as far as both go. Only the root, the text's last token, may have been fed before.
+
+    text   the text so far, to which the test appends
+    """
+    forward, commit, copy_newest = CachedLM.forward, CachedLM.commit, PartialLM.copy_newest
+    context, nodes, seen = defaultdict(list), defaultdict(list), defaultdict(set)
+
+    def watched_forward(lm, ids, *args, **options):
+        length, first = lm.length + getattr(lm, "skipped", 0), len(lm.parents)
+        # It is shorter after a rollback. It is longer if TriForce began with a copy of all rows.
+        context[lm] = (context[lm] + text[len(context[lm]):])[:length]
+        logits = forward(lm, ids, *args, **options)
+        nodes[lm] = nodes[lm][:first] + torch.as_tensor(ids).tolist()
+        for node in range(first, len(lm.parents) if length else 0):
+            path = context[lm] + [nodes[lm][x] for x in path_to(node, lm.parents)]
+            again = tuple(path) in seen[lm] and len(path) < len(text)
+            assert path[:len(text)] == text[:len(path)] and not again
+            seen[lm].add(tuple(path))
+        return logits
+
+    def watched_commit(lm, path):
+        path = [*path]
+        commit(lm, path)
+        context[lm] = context[lm] + [nodes[lm][x] for x in path]
+
+    def watched_copy(lm, other, position):
+        copy_newest(lm, other, position)
+        context[lm] = context[other]
+    monkeypatch.setattr(CachedLM, "forward", watched_forward)
+    monkeypatch.setattr(CachedLM, "commit", watched_commit)
+    monkeypatch.setattr(PartialLM, "copy_newest", watched_copy)
+
+
+@pytest.mark.parametrize("name", [name for name, line in (METHODS | LOSSY).items()
+                                  if line(model_of("llama")).drafts])
+def test_models_are_fed_the_text_and_each_token_once(name, monkeypatch):
+    """A draft keeps the rows of accepted guesses that it was fed, and is fed those that it was not.
+    Some rounds accept a whole draft, and others do not."""
+    model, lengths = model_of("llama", context=120, vocab_size=8), set()
+    line, options = (METHODS | LOSSY)[name](model), {}
+    if name == "another_tokenizer":  # the text is in the target's tokens
+        options["tokenizers"] = TOKENIZERS[:1] * 2
+    for sample in Sampler(0), Sampler(1.3, seed=1):
+        text = PROMPT * 4
+        with monkeypatch.context() as patch:
+            watch_what_is_fed(patch, text)
+            chunks = chunks_of(line, TimedLM(model), text[:], sample=sample, **options)
+            for chunk in itertools.islice(chunks, 9):
+                text += chunk
+                lengths.add(len(chunk))
+    assert min(lengths) < 5 <= max(lengths) or name == "bild, rollback 0"
 
 
 @pytest.mark.parametrize("name", sorted({*METHODS} - {"triforce"}))

@@ -79,14 +79,6 @@ def test_specdec_follows_its_two_limits():
             assert log == [{"drafted": 2, "accepted": len(expected) - 1}]
 
 
-@pytest.mark.parametrize("fallback, rows", [(0.0, 2), (2.0, 1)])
-def test_the_draft_is_fed_no_final_token_twice(fallback, rows):
-    """A round feeds it the root, and the guesses of which all are rejected, or none is made."""
-    draft, target = table([9.0, 1.0], [9.0, 1.0]), table([0.0, 1.0], [0.0, 1.0])
-    chunks = bild(target, draft, [1], gamma=2, fallback=fallback)
-    assert [next(chunks) for _ in range(3)] == [[1]] * 3 and draft.rows == 3 * rows
-
-
 def test_specdec_draws_at_a_temperature():
     """Guesses and replacements; the test is that of temperature 1."""
     target, draft = [[0.5, 0.3, 0.2]] * 3, [[0.0, 0.0, 1.0]] * 3

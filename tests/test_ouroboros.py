@@ -142,14 +142,6 @@ def test_the_pool_finds_the_newest():
     pool.remove((7, 7))
 
 
-def test_the_draft_is_fed_what_it_has_not_seen_and_no_more():
-    """After a rejection the root alone; after a full acceptance the last guess too."""
-    for exceptions, fed in (({6: 9}, [9]), ({}, [8, 9])):
-        draft = counting()
-        first(ouroboros(counting(exceptions=exceptions), draft, [2, 3], gamma=5, **OFF), 2)
-        assert draft.trees[5][0] == fed  # the first round took five calls
-
-
 def test_phrases_are_of_the_targets_argmax_also_when_sampling():
     """A target that counts, but is sampled almost evenly."""
     log, options = [], OFF | dict(verification=True, gamma=5, sample=Sampler(1.0, seed=1))
