@@ -194,6 +194,30 @@ class KVCache:
     def get_seq_length(self, *_) -> int:
         return self.start
 
+    def run(self, model, **inputs):
+        """Run the model once on this cache; return what it returns."""
+        return model(**inputs, past_key_values=self, use_cache=True)
+
+    def commit(self, first: int, path: list[int]) -> None:
+        """Move the rows of a path of pending nodes to where the first pending node is.
+
+        first   the slot of pending node 0
+        path    the nodes
+        """
+        if path == list(range(len(path))):
+            return  # they are in place already
+        rows = first + torch.tensor(path)
+        for buffer in itertools.chain(*self.layers.values()):
+            # The rows on the right are a copy, so the two places may overlap.
+            buffer[:, :, first:first + len(path)] = buffer[:, :, rows.to(buffer.device)]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.start = 0
+
+    def truncate(self, n: int) -> None:
+        """Forget the last n tokens of the context: the next pass writes over their rows."""
+
 
 class CachedLM:
     """Run a causal language model on a cached context and one pending tree below the context.
@@ -226,7 +250,7 @@ class CachedLM:
         listed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = listed or 10 ** 9
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
-        self.cache = KVCache()
+        self.cache = make_cache(model)
         self.prefix, self.length, self.parents = 0, 0, []
         self.passes, self.calls = [], 0
         self.memo = {}
@@ -242,7 +266,8 @@ class CachedLM:
         """
         if len(ids) > self.max_length:
             raise InputError(f"expected at most {self.max_length} tokens, got {len(ids)}")
-        self.prefix, self.length, self.parents, self.cache.start = 0, 0, [], 0
+        self.prefix, self.length, self.parents = 0, 0, []
+        self.cache.reset()
         for layer, (keys, values) in enumerate(prefix):
             self.cache.update(keys[None], values[None], layer)
             self.prefix = keys.shape[1]
@@ -291,7 +316,7 @@ class CachedLM:
         returns       their positions [1, n], and the mask [1, 1, n, slots]
         """
         n = len(sees_prefix)
-        ancestors = ancestor_mask(parents)
+        ancestors = self.cache.ancestors = ancestor_mask(parents)
         # The position of a node is how many tokens come before it: those of the context and its
         # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess may lie beyond the
         # last position that a learned table has. It gets the last one, and the answer ends there.
@@ -320,8 +345,8 @@ class CachedLM:
         # other count it would take a slice, for which PyTorch copies the LM head on a CPU in
         # bfloat16.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
-        return self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
-                          past_key_values=self.cache, use_cache=True, logits_to_keep=read).logits
+        return self.cache.run(self.model, **{name: inputs}, position_ids=positions,
+                              attention_mask=mask, logits_to_keep=read).logits
 
     @torch.inference_mode()
     def commit(self, path: Iterable[int]) -> None:
@@ -333,18 +358,14 @@ class CachedLM:
         path = list(path)
         if any(self.parents[node] != above or node < 0 for above, node in zip([-1, *path], path)):
             raise ValueError(f"expected a path from the context down, got {path} of {self.parents}")
-        if path != list(range(len(path))):  # otherwise its rows are in place already
-            first = self.prefix + self.length
-            rows = first + torch.tensor(path)
-            for buffer in itertools.chain(*self.cache.layers.values()):
-                # The rows on the right are a copy, so the two places may overlap.
-                buffer[:, :, first:first + len(path)] = buffer[:, :, rows.to(buffer.device)]
+        self.cache.commit(self.prefix + self.length, path)
         self.length, self.parents = self.length + len(path), []
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens of the context, and no pending node."""
         if not 0 <= length <= self.length:
             raise ValueError(f"expected a length of 0 to {self.length}, got {length}")
+        self.cache.truncate(self.length - length)
         self.length, self.parents = length, []
 
     def once(self, name, make: Callable):
@@ -360,16 +381,32 @@ class CachedLM:
         return self.memo[name]
 
 
-def windows_of(model) -> dict[str, int | None]:
-    """Find how many tokens each kind of layer looks back; None where it sees all of them."""
+CACHES = {}  # for kinds of layers with a state the class of their cache: see support/recurrent.py
+
+
+def layer_kinds(model) -> list[str]:
+    """List the kinds of a model's layers."""
     config = model.config.get_text_config()
     listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     # Not listed: all layers are alike, and have a window if the config has one.
-    kinds = sorted(set(listed or ["sliding_attention"]))
-    if set(kinds) - {"full_attention", "sliding_attention"}:
-        raise InputError(f"expected layers of full or sliding attention, got {', '.join(kinds)}")
-    window = getattr(config, "sliding_window", None)
-    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    return sorted(set(listed or ["sliding_attention"]))
+
+
+def make_cache(model) -> KVCache:
+    """Make the cache that a model's layers need. InputError if there is none."""
+    others = set(layer_kinds(model)) - {"full_attention", "sliding_attention", "mlp", "moe"}
+    if others - set(CACHES):
+        raise InputError(f"expected layers of full or sliding attention, got {', '.join(others)}")
+    return CACHES[others.pop()](model) if others else KVCache()
+
+
+def windows_of(model) -> dict[str, int | None]:
+    """Find how many tokens each kind of layer looks back; None where it sees all of them."""
+    known = {"full_attention": None,
+             "sliding_attention": getattr(model.config.get_text_config(), "sliding_window", None)}
+    # Layers of another kind get no mask, and a model has a mask all the same.
+    kinds = [kind for kind in layer_kinds(model) if kind in known] or ["full_attention"]
+    return {kind: known[kind] for kind in kinds}
 
 
 def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):

@@ -1,0 +1,264 @@
+"""Token trees on layers that have a state instead of keys: the gated delta rule, Mamba-2 and short
+convolutions, as in Qwen3.5, Granite 4 and LFM2.
+
+    Mamba-2           Dao and Gu 2024, arXiv 2405.21060
+    Gated DeltaNet    Yang et al. 2024, arXiv 2412.06464
+    trees on it       arXiv 2608.20961. Kimi Linear's decay of each channel by itself fits as well
+
+Such a layer reads the text token by token into one matrix S, its state. What token j adds is the
+product of a key k_j and a value u_j, and before that a decay shrinks the state by exp(g_j):
+
+    S_j = exp(g_j) S_(j-1) + k_j u_jᵀ        the output is S_jᵀ q_j, for a query q_j
+
+This looks as if each node of a tree needed a state of its own. But if the sum is written out, the
+state after a node is the state at the end of the context and what the node's ancestors added:
+
+    … the cat      sat ─┬─ on ── the           node            reads of u         reads of S₀
+        S₀              └─ in                                 sat  on  the  in
+                                               sat (k₀, u₀)    x                   exp(G₀)
+    One S₀ for the whole tree.                 on  (k₁, u₁)    x    x              exp(G₁)
+    Each node keeps only its                   the (k₂, u₂)    x    x   x          exp(G₂)
+    k, u and g.                                in  (k₃, u₃)    x             x     exp(G₃)
+
+It is the ancestor mask of common.py again. In the place of an x stands decay_ij (q_i · k_j), with
+G_i, the sum of g on the path down to node i, and decay_ij = exp(G_i - G_j):
+
+    output        o_i = exp(G_i) S₀ᵀ q_i + Σ over j, i or an ancestor of it, of decay_ij (q_i · k_j) u_j
+    delta rule    u_i = β_i (v_i - exp(G_i) S₀ᵀ k_i - Σ over its ancestors j, decay_ij (k_i · k_j) u_j)
+    Mamba-2       u_i = dt_i x_i, k = B, q = C, g = dt A
+    commit        S₀ ← exp(G_last) S₀ + Σ over the path of exp(G_last - G_j) k_j u_jᵀ
+
+A short convolution reads the last inputs on the node's path, so what is kept of it are inputs.
+
+The last rows of the context are not added to the state yet. They are a chain above the tree, so
+that a draft whose guesses were refused can go back. The models' own code runs as it is. Only the
+functions with which it reads a whole text give way to those at the end of this file, while a pass
+of a RecurrentCache runs.
+"""
+import inspect
+import sys
+import threading
+from collections import defaultdict
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+import common
+from common import InputError, KVCache
+
+KEEP = 32  # how many tokens of the context a model can go back at least
+running = threading.local()
+running.cache = None  # the cache of the pass that runs now in this thread
+
+
+class RecurrentCache(KVCache):
+    """Be a KVCache that holds states as well.
+
+    kept     how many of the context's last tokens are not in the states yet
+    states   for each layer what its states are called (`S`, and `inputs` for a convolution), and
+             the states at the end of the context but for the kept tokens
+    rows     for each layer the rows of the kept and the pending nodes: x, k, u and g, by name
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        replace_functions(model)
+        self.takes = inspect.signature(model.forward).parameters
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self.kept, self.states, self.rows = 0, defaultdict(dict), defaultdict(dict)
+
+    def run(self, model, attention_mask, **inputs):
+        """Run the model once. Its layers find this cache in `running`."""
+        masks = {"full_attention": attention_mask, "linear_attention": None, "conv": None}
+        cache = {"attention_mask": masks, "past_key_values": self}
+        if "cache_params" in self.takes:  # Mamba-2 alone, which has no attention
+            cache = {"cache_params": self}
+            del inputs["position_ids"]
+        # The ancestor mask of the kept nodes, a chain, with the pending ones below it
+        above = torch.ones([self.kept + len(self.ancestors)] * 2, dtype=torch.bool).tril()
+        above[self.kept:, self.kept:] = self.ancestors
+        self.above = above.to(inputs["logits_to_keep"].device)
+        running.cache = self
+        try:
+            return model(**inputs, **cache, use_cache=True)
+        finally:
+            running.cache = None
+
+    def join(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        """Append the rows [n, …] of the newest nodes to a layer's rows [all, …]; return these."""
+        rows = self.rows[self.layer]
+        old = self.kept + len(self.ancestors) - len(new)
+        rows[name] = torch.cat([rows[name][:old], new]) if old else new
+        return rows[name]
+
+    def commit(self, first: int, path: list[int]) -> None:
+        super().commit(first, path)
+        nodes = [*range(self.kept), *(self.kept + node for node in path)]
+        self.kept = len(nodes)
+        for rows in self.rows.values():
+            rows.update({name: row[nodes] for name, row in rows.items()})
+        if self.kept > 2 * KEEP:
+            self.fold(self.kept - KEEP)
+
+    def fold(self, n: int) -> None:
+        """Add the first n kept tokens to the states."""
+        for layer, rows in self.rows.items():
+            state = self.states[layer]
+            first = {name: row[:n] for name, row in rows.items()}
+            rows.update({name: row[n:] for name, row in rows.items()})
+            size = len(state["inputs"])
+            state["inputs"] = torch.cat([state["inputs"], first["x"]])[-size:]
+            if "S" in state:
+                G = first["g"].cumsum(0)
+                keys = first["k"] * (G[-1] - G).exp()
+                added = torch.einsum("nhk,nhv->hkv", keys, first["u"])
+                state["S"] = G[-1].exp()[..., None] * state["S"] + added
+        self.kept -= n
+
+    def truncate(self, n: int) -> None:
+        """Forget the last n tokens of the context."""
+        if n > self.kept:
+            raise ValueError(f"expected to go back {self.kept} tokens at most, got {n}")
+        self.kept -= n
+
+    # What the layers ask of a cache. They get nothing: the functions below know the states.
+    def get_conv_state(self, layer: int, **_) -> None:
+        self.layer = layer
+
+    def get_recurrent_state(self, layer: int, **_) -> None:
+        self.layer = layer
+
+    def has_previous_state(self, *_, **__) -> bool:
+        return False
+
+    def is_recording_past(self, *_) -> bool:
+        return True
+
+    def update_conv_state(self, inputs: torch.Tensor, *_, **__) -> torch.Tensor:
+        return inputs
+
+    def update_recurrent_state(self, *_, **__) -> None:
+        pass
+
+
+common.CACHES.update(dict.fromkeys(["linear_attention", "conv", "hybrid"], RecurrentCache))
+
+
+# ------------------------------------------------------------------------------ the three layers
+def convolve(hidden_states, weight, bias=None, activation=None, **_) -> torch.Tensor:
+    """Let each node's inputs and the K - 1 before them on its path pass the convolution.
+
+    hidden_states   [1, d, n], the inputs of the new nodes
+    weight          [d, K], a filter for each channel
+    bias            [d], or None
+    activation      the name of a function that comes after it, or None
+    returns         [1, d, n]
+    """
+    cache, K = running.cache, weight.shape[1]
+    new = hidden_states[0].T
+    x = cache.join("x", new)
+    before = cache.states[cache.layer].setdefault("inputs", new.new_zeros(K - 1, len(weight)))
+    # Each node sees the K - 1 inputs before the kept ones too. Nodes stand behind their ancestors,
+    # so the last K that it sees are those on its path, in order.
+    seen = F.pad(cache.above[-len(new):], (K - 1, 0), value=True)
+    last = torch.where(seen, torch.arange(seen.shape[1], device=x.device), -1).sort().values[:, -K:]
+    window = torch.cat([before, x])[last]  # [n, K, d]
+    out = torch.einsum("nkd,dk->dn", window.to(weight.dtype), weight)[None]
+    if bias is not None:
+        out = out + bias[:, None]
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
+
+
+def read_tree(q, k, v, g, beta=None) -> torch.Tensor:
+    """Read the new nodes into a layer's rows, and let each query read the states on its path.
+
+    q, k      [n, H, d_k]
+    v         [n, H, d_v]
+    g         [n, H, 1], the log decays. [n, H, d_k] if each channel has its own
+    beta      [n, H, 1], how much of what the key reads the delta rule replaces. None: Mamba-2
+    returns   o [n, H, d_v]
+    """
+    cache, n = running.cache, len(q)
+    k_all, g_all = cache.join("k", k), cache.join("g", g)
+    S = cache.states[cache.layer].setdefault("S", k.new_zeros(k.shape[1], k.shape[2], v.shape[2]))
+    above = cache.above
+    G = torch.einsum("ij,jhc->hic", above.to(g), g_all)  # [H, all, 1 or d_k]
+    decay = (G[:, -n:, None] - G[:, None]).masked_fill(~above[-n:, :, None], -torch.inf).exp()
+
+    def weigh(a: torch.Tensor) -> torch.Tensor:
+        """Compute decay_ij (a_i · k_j), [H, n, all], for rows a [H, n, d_k]."""
+        if decay.shape[-1] == 1:
+            return a @ k_all.permute(1, 2, 0) * decay[..., 0]
+        return torch.einsum("hic,jhc,hijc->hij", a, k_all, decay)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    shrunk = G[:, -n:].exp()
+    if beta is not None:
+        beta = beta.transpose(0, 1)
+        weights = beta * weigh(k)
+        v = beta * (v - shrunk * k @ S)
+        if len(k_all) > n:
+            old = cache.rows[cache.layer]["u"][:len(k_all) - n]
+            v = v - weights[..., :-n] @ old.transpose(0, 1)
+        # u_i + Σ over the new ancestors of i of weights_ij u_j = v_i: a triangle, solved at once
+        v = torch.linalg.solve_triangular(weights[..., -n:], v, upper=False, unitriangular=True)
+    u = cache.join("u", v.transpose(0, 1))
+    return (shrunk * q @ S + weigh(q) @ u.transpose(0, 1)).transpose(0, 1).contiguous()
+
+
+def delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
+    """Be the gated delta rule over a tree, as transformers calls it: [1, n, heads, d] each."""
+    q, k, v, g, beta = (x[0].float() for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
+    g = g if g.ndim == 3 else g[..., None]
+    out = read_tree(q * q.shape[-1] ** -0.5, k, v, g, beta[..., None])
+    return out[None].to(query.dtype), out  # it is asked for a state too, which no one reads
+
+
+def mamba2(hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False,
+           dt_limit=(0.0, float("inf")), return_final_states=False, **_):
+    """Be Mamba-2 over a tree, as transformers calls it: hidden_states [1, n, H, d_v], dt [1, n, H],
+    A and D [H], B and C [1, n, groups, d_k]."""
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].float()[..., None]
+    x, B, C = (rows[0].float() for rows in (hidden_states, B, C))
+    B, C = (rows.repeat_interleave(x.shape[1] // rows.shape[1], 1) for rows in (B, C))
+    out = read_tree(C, B, dt * x, dt * A.float()[:, None])
+    out = out[None] if D is None else (out + D.float()[:, None] * x)[None]
+    return (out, out) if return_final_states else out
+
+
+FUNCTIONS = {"causal_conv1d_fn": convolve, "torch_chunk_gated_delta_rule": delta_rule,
+             "chunk_kimi_delta_attention": delta_rule, "mamba2_chunk_scan": mamba2}
+
+
+def replace_functions(model) -> None:
+    """Let the layers of a model call the functions above while a pass of a RecurrentCache runs.
+
+    model   a model of a family whose layers are of these three kinds. InputError for others
+    """
+    module = sys.modules[type(model).__module__]
+    names = [name for name in FUNCTIONS if hasattr(module, name)]
+    if "causal_conv1d_fn" not in names or len(names) == 1 and "Lfm2" not in type(model).__name__:
+        raise InputError("expected recurrent layers of Mamba-2, the gated delta rule or short "
+                         f"convolutions, got those of {type(model).__name__}")
+    for name in names:
+        if not hasattr(getattr(module, name), "theirs"):
+            setattr(module, name, choose(getattr(module, name), FUNCTIONS[name]))
+
+
+def choose(theirs: Callable, ours: Callable) -> Callable:
+    """Make a function that calls `ours` in a pass of a RecurrentCache, else `theirs`."""
+    def either(*args, **options):
+        cached = getattr(running, "cache", None) is not None
+        return (ours if cached else theirs)(*args, **options)
+    either.theirs = theirs
+    return either
