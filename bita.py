@@ -93,6 +93,9 @@ class Tuning(torch.nn.Module):
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
         lm = CachedLM(model)
+        if type(lm.cache) is not KVCache:  # a prompt token is a key and a value in each layer
+            raise InputError("expected a model whose layers all have keys and values, got "
+                             f"{type(model).__name__}")
         lm.start([0])  # what one token leaves in the cache shows the size of keys and values
         keys, values = lm.cache.layers[0]
         if keys.shape != values.shape:

@@ -110,6 +110,9 @@ class GraphedLM(TimedLM):
 
     def __init__(self, model, vocab: int | None = None, waits: bool = True):
         super().__init__(model, vocab)
+        if type(self.cache) is not KVCache:
+            raise InputError("--graphs must be off for a model with recurrent layers, got "
+                             f"{type(model).__name__}")
         self.cache = StaticCache()
         self.captured = {}
         self.capture_seconds = 0.0

@@ -14,6 +14,7 @@ from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers.utils import chat_template_utils
 
+import support.recurrent  # noqa: F401  (it adds the cache of recurrent layers to common.py's)
 from common import InputError, check, encode, eos_ids, load
 from support.files import check_file, explain_errors, read_json, shorten
 from training.loop import Pair

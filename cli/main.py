@@ -32,7 +32,8 @@ from cli.options import MODELS, parse_command, parse_decoding, read_options, sel
 from cli.run import Run, TimedLM, count_guesses
 from cli.text import MOST, read_arguments, set_encodings, stream
 from cli.trace import Trace, make_page
-from common import InputError, Sampler, autoregressive, check, eos_ids, vocab_size
+from common import (InputError, KVCache, Sampler, autoregressive, check, eos_ids, make_cache,
+                    vocab_size)
 from support.files import check_result, shorten, write_text
 from support.layers import context_length
 from support.parts import require
@@ -128,6 +129,9 @@ class Session:
         graphs = args.graphs
         if graphs is None:
             graphs = self.on_gpu and extras.graphs
+            if graphs and any(type(make_cache(x)) is not KVCache for x in self.models.values()):
+                print("graphs are off: a model has recurrent layers", file=sys.stderr)
+                graphs = False
         if graphs:
             from cli.graphs import GraphedLM
             self.run_as = GraphedLM

@@ -32,6 +32,7 @@ import json
 import random
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, t
 from tokenizers.models import BPE
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import tasks
 
@@ -60,14 +61,20 @@ from support.parts import require, score_with  # noqa: E402
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
 # The shares of the target's second phase have more math, since arithmetic is learnt last.
 LATER = {"sql": 0.15, "math": 0.6, "code": 0.25}
-SIZES = {"target": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=12,
-                        num_attention_heads=8, num_key_value_heads=4),
-         "draft": dict(hidden_size=128, intermediate_size=352, num_hidden_layers=2,
-                       num_attention_heads=4, num_key_value_heads=2)}
+SIZES = {"target": dict(model_type="llama", hidden_size=256, intermediate_size=704,
+                        num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4),
+         "draft": dict(model_type="llama", hidden_size=128, intermediate_size=352,
+                       num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+         # Of four layers three have the gated delta rule, and the last one has attention.
+         "recurrent": dict(model_type="qwen3_5_text", hidden_size=128, intermediate_size=256,
+                           num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+                           head_dim=32, linear_num_key_heads=4, linear_num_value_heads=4,
+                           linear_key_head_dim=32, linear_value_head_dim=32)}
 PROMPT_WEIGHT = 0.1  # Prompts are mostly chance, so their tokens count less than the answers'.
 CONTEXT = 2048
 # How many tokens each training of an embedded model reads:
-TOKENS = {"target": 6_000_000, "target-later": 3_000_000, "draft": 1_500_000, "distilled": 800_000}
+TOKENS = {"target": 6_000_000, "target-later": 3_000_000, "draft": 1_500_000, "distilled": 800_000,
+          "recurrent": 1_600_000, "recurrent-later": 400_000}
 POOL = 512  # the examples among which a batch of like length is chosen
 
 Row = tuple[list[int], list[float]]  # token ids, and each token's weight in the loss
@@ -98,13 +105,13 @@ def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
                                    clean_up_tokenization_spaces=False)
 
 
-def make_model(name: str, tokenizer, device: str) -> LlamaForCausalLM:
+def make_model(name: str, tokenizer, device: str):
     """Make a model with random weights, of the size that SIZES has under this name."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **SIZES[name])).to(device)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        **SIZES[name], vocab_size=len(tokenizer), max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).to(device)
 
 
 # ------------------------------------------------------------------------------------- batches
@@ -448,14 +455,13 @@ def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
 
 # ------------------------------------------------------------------------------------- stages
 
-def make_target(tokenizer, args: argparse.Namespace) -> None:
-    """Train the target in two phases, which see different examples."""
-    target = make_model("target", tokenizer, args.device)
-    train_on_tasks("target", target, tokenizer, MIX, 3072, lr=1.5e-3, tokens=TOKENS["target"],
-                   work=args.work)
-    train_on_tasks("target-later", target, tokenizer, LATER, 3072, lr=5e-4,
-                   tokens=TOKENS["target-later"], work=args.work)
-    save_model(HERE / "target", target.to(torch.bfloat16), tokenizer)
+def make_target(tokenizer, args: argparse.Namespace, name: str = "target") -> None:
+    """Train the target, or another model of this name, in two phases of different examples."""
+    target = make_model(name, tokenizer, args.device)
+    for phase, mix, lr in (name, MIX, 1.5e-3), (f"{name}-later", LATER, 5e-4):
+        train_on_tasks(phase, target, tokenizer, mix, 3072, lr=lr, tokens=TOKENS[phase],
+                       work=args.work)
+    save_model(HERE / name, target.to(torch.bfloat16), tokenizer)
 
 
 def make_draft(tokenizer, args: argparse.Namespace) -> None:
@@ -481,7 +487,8 @@ def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
     print(lines)
 
 
-STAGES = {"target": make_target, "draft": make_draft, "evaluate": write_evaluation}
+STAGES = {"target": make_target, "draft": make_draft, "evaluate": write_evaluation,
+          "recurrent": partial(make_target, name="recurrent")}
 
 
 def make_embedded() -> None:

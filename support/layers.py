@@ -254,12 +254,13 @@ def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
     L = depth_of(model)
     if not 1 <= E < L:
         raise InputError(f"--E must be 1 to {L - 1} for a model of {L} layers, got {E}")
-    parts = view(model, 0, E, end), view(model, E, L)
-    whole, early, late = (type(target)(x, target.vocab) for x in (model, *parts))
-    ids, parents = [3, 1, 2, 0, 3], [-1, 0, 0, 1, 2]  # a tree, so masks are checked too
-    right = whole.forward(ids, parents).float()
-    early.forward(ids, parents)
-    both = late.forward(early.features, parents).float()
+    with explain_errors("a model that can be split after any layer", type(model).__name__):
+        parts = view(model, 0, E, end), view(model, E, L)
+        whole, early, late = (type(target)(x, target.vocab) for x in (model, *parts))
+        ids, parents = [3, 1, 2, 0, 3], [-1, 0, 0, 1, 2]  # a tree, so masks are checked too
+        right = whole.forward(ids, parents).float()
+        early.forward(ids, parents)
+        both = late.forward(early.features, parents).float()
     # A view may round differently in 16 bits, and a wrong one is off by far more than this.
     error = (both - right).abs().mean() / right.abs().mean()
     if not error < (1e-5 if model.dtype == torch.float32 else 0.05):

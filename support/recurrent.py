@@ -23,8 +23,8 @@ state after a node is the state at the end of the context and what the node's an
 It is the ancestor mask of common.py again. In the place of an x stands decay_ij (q_i · k_j), with
 G_i, the sum of g on the path down to node i, and decay_ij = exp(G_i - G_j):
 
-    output        o_i = exp(G_i) S₀ᵀ q_i + Σ over j, i or an ancestor of it, of decay_ij (q_i · k_j) u_j
-    delta rule    u_i = β_i (v_i - exp(G_i) S₀ᵀ k_i - Σ over its ancestors j, decay_ij (k_i · k_j) u_j)
+    output        o_i = exp(G_i) S₀ᵀ q_i + Σ decay_ij (q_i · k_j) u_j, over i and its ancestors j
+    delta rule    u_i = β_i (v_i - exp(G_i) S₀ᵀ k_i - Σ decay_ij (k_i · k_j) u_j), over ancestors j
     Mamba-2       u_i = dt_i x_i, k = B, q = C, g = dt A
     commit        S₀ ← exp(G_last) S₀ + Σ over the path of exp(G_last - G_j) k_j u_jᵀ
 
@@ -247,9 +247,10 @@ def replace_functions(model) -> None:
     """
     module = sys.modules[type(model).__module__]
     names = [name for name in FUNCTIONS if hasattr(module, name)]
-    if "causal_conv1d_fn" not in names or len(names) == 1 and "Lfm2" not in type(model).__name__:
+    kinds = common.layer_kinds(model)
+    if len(names) < 2 and not (names and "conv" in kinds):
         raise InputError("expected recurrent layers of Mamba-2, the gated delta rule or short "
-                         f"convolutions, got those of {type(model).__name__}")
+                         f"convolutions, got {', '.join(kinds)} of {type(model).__name__}")
     for name in names:
         if not hasattr(getattr(module, name), "theirs"):
             setattr(module, name, choose(getattr(module, name), FUNCTIONS[name]))

@@ -272,7 +272,8 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
     """
     require(budget >= chunk, "budget", f"{chunk} or more", budget)
     if type(target.cache) is not KVCache:
-        raise InputError("--graphs must be off for triforce, which copies a part of a cache")
+        raise InputError("triforce copies a part of a cache of keys and values: --graphs must be "
+                         "off, and --target a model whose layers all have keys and values")
     # Alg. 1, before its loop: fill C_p with the context, build C_r out of it, and fill C_q
     text = list(prompt)
     context = text[:-1]

@@ -12,11 +12,13 @@ All have VOCAB tokens and a context of CONTEXT positions, so that a test reaches
 import copy
 import itertools
 
+import support.recurrent  # noqa: F401  (models with recurrent layers can be used)
 import torch
-from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, DeepseekV3Config,
-                          Gemma2Config, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, GptOssConfig,
-                          GraniteConfig, LlamaConfig, MistralConfig, OPTConfig, Phi3Config,
-                          Qwen2Config, Qwen3Config, Qwen3MoeConfig, StableLmConfig)
+from transformers import (AutoConfig, AutoModelForCausalLM, Cohere2Config, CohereConfig,
+                          DeepseekV3Config, Gemma2Config, Gemma3TextConfig, GPT2Config,
+                          GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig,
+                          OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
+                          StableLmConfig)
 
 from common import CachedLM, check
 
@@ -28,6 +30,21 @@ SHAPE = dict(**SMALL, hidden_size=32, intermediate_size=48, num_key_value_heads=
              max_position_embeddings=CONTEXT)
 WINDOWS = dict(head_dim=8, sliding_window=9, layer_types=["sliding_attention", "full_attention"])
 MOE = dict(moe_intermediate_size=16, num_experts_per_tok=2)
+MIXED = ["linear_attention", "full_attention"]
+DELTA = dict(**SHAPE, head_dim=8, layer_types=MIXED, linear_num_value_heads=4,
+             linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+             linear_conv_kernel_dim=4)
+MAMBA = dict(mamba_d_state=8, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=2, mamba_n_heads=8,
+             mamba_d_head=8, mamba_chunk_size=16)
+MLA = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+           v_head_dim=12)
+RECURRENT = {  # one for each kind of layer with a state
+    "qwen3.5": AutoConfig.for_model("qwen3_5_text", **DELTA),
+    "granite4": AutoConfig.for_model("granitemoehybrid", **SHAPE, **MAMBA, layer_types=MIXED,
+                                     num_local_experts=0, shared_intermediate_size=32),
+    "lfm2": AutoConfig.for_model("lfm2", **SHAPE, layer_types=["conv", "full_attention"],
+                                 block_ff_dim=64, conv_L_cache=3),
+}
 FAMILIES = {
     "llama": LlamaConfig(**SHAPE),
     "gpt2": GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4,
@@ -49,13 +66,34 @@ MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
     "phi3": Phi3Config(**SHAPE, sliding_window=9),
     "stablelm": StableLmConfig(**SHAPE),
     "gpt-oss": GptOssConfig(**SHAPE, **WINDOWS, num_local_experts=4, num_experts_per_tok=2),
-    "deepseek-v3": DeepseekV3Config(**SHAPE | dict(num_key_value_heads=4), **MOE, n_group=1,
+    "deepseek-v3": DeepseekV3Config(**SHAPE | MLA, **MOE, n_group=1,
                                     topk_group=1, n_routed_experts=4, first_k_dense_replace=1,
-                                    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
-                                    qk_rope_head_dim=8, v_head_dim=12),
+                                    q_lora_rank=16),
     "cohere2": Cohere2Config(**SHAPE, **WINDOWS),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, head_dim=8, num_experts=4),
+    **RECURRENT,
 }
+OTHERS = dict(  # more families with layers of these kinds
+    qwen3_next=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
+    qwen3_5_moe_text=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
+    olmo_hybrid=DELTA,
+    kimi_linear=SHAPE | MLA | MOE | dict(
+        layer_types=MIXED, linear_num_heads=4, linear_head_dim=8, linear_conv_kernel_dim=4,
+        num_experts=4, first_k_dense_replace=1),
+    lfm2_moe=SHAPE | MOE | dict(layer_types=["conv", "full_attention"], conv_L_cache=3,
+                                num_experts=4, num_dense_layers=1),
+    bamba=SHAPE | MAMBA | dict(attn_layer_indices=[1]),
+    falcon_h1=SHAPE | MAMBA | dict(mamba_d_ssm=64),
+    nemotron_h=SHAPE | dict(
+        layers_block_type=["mamba", "attention", "mlp"], num_hidden_layers=3, mamba_num_heads=8,
+        mamba_head_dim=8, ssm_state_size=8, n_groups=2, conv_kernel=4, chunk_size=16, head_dim=8),
+    zamba2=SHAPE | dict(layers_block_type=["mamba", "hybrid"], mamba_d_state=8, mamba_ngroups=2,
+                        n_mamba_heads=8, mamba_headdim=8, chunk_size=16),
+    mamba2=SMALL | dict(hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2,
+                        conv_kernel=4, expand=2, chunk_size=16, max_position_embeddings=CONTEXT),
+)
+MORE_FAMILIES |= {name.replace("_", "-"): AutoConfig.for_model(name, **settings)
+                  for name, settings in OTHERS.items()}
 SCALED = {  # whose logits are not what the LM head says
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
     "cohere": CohereConfig(**SHAPE, logit_scale=0.25),

@@ -325,7 +325,8 @@ TAKES = "takes positions, a mask and a cache, got .*: "
 REFUSED = {
     "Bloom": (TAKES, lambda: make(BloomConfig(**SMALL, n_layer=2, n_head=4))),
     "MPT": (TREES, lambda: make(MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4))),
-    "Mamba": ("linear_attention", lambda: make(MambaConfig(**SMALL, num_hidden_layers=1))),
+    "Mamba": ("Mamba-2, .* got linear_attention of MambaForCausalLM",
+              lambda: make(MambaConfig(**SMALL, num_hidden_layers=1))),
     "a nan": (TREES + ".* off by nan", with_a_nan)}
 
 

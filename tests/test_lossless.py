@@ -53,7 +53,7 @@ from cli.run import TimedLM
 from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from fake_models import path_to
-from families import FAMILIES, MORE_FAMILIES, rand, tiny
+from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, rand, tiny
 from helpers import tokens_of
 from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
@@ -69,7 +69,7 @@ ALL = FAMILIES | MORE_FAMILIES
 # Three families have all that a method can meet that only feeds tokens and reads logits: rotary
 # positions, positions from a table, and layers with windows. They suffice as well for a method that
 # reads of a model what another one reads too: LayerSkip as an early exit, PaSS and SPACE as BiTA.
-THREE = ["llama", "gpt2", "gemma3"]
+SIX = ["llama", "gpt2", "gemma3", *RECURRENT]
 READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, triforce]
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
 near = functools.cache(families.near)  # the same draft wherever a line names it
@@ -236,9 +236,11 @@ METHODS = {
         dict(nodes=6, depth=2), vocab=2,
         memo=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
 }
+STATES = [*RECURRENT, *(name for name in MORE_FAMILIES if name.replace("-", "_") in OTHERS)]
 REFUSED = {  # families that a method says it cannot run
-    "bita": ["deepseek-v3"], "triforce": ["gemma2", "stablelm", "gpt-oss"],
-    "early_exit": ["gpt2", "opt"], "layerskip": ["gpt2"]}
+    "bita": ["deepseek-v3", *STATES], "bita, full tree": [*RECURRENT], "pass": [*RECURRENT],
+    "triforce": ["gemma2", "stablelm", "gpt-oss", *STATES], "draft_verify": ["mamba2"],
+    "early_exit": ["gpt2", "opt", "bamba", "zamba2", "mamba2"], "layerskip": ["gpt2"]}
 
 
 def chunks_of(line: Line, target: TimedLM, prompt: list[int], run_as: type = TimedLM, **options):
@@ -272,7 +274,7 @@ def list_rows() -> list[tuple[str, str]]:
     rows, reading = [], {module.__name__ for module in READING}
     for name in METHODS:
         file = METHODS[name](model_of("llama")).method.__module__
-        rows += [(name, family) for family in (ALL if file in reading else THREE)]
+        rows += [(name, family) for family in (ALL if file in reading else SIX)]
         reading.discard(file)  # its other lines have nothing more that depends on the family
     return rows
 
@@ -289,7 +291,7 @@ def test_greedy_text_is_autoregressive_text(name, family, monkeypatch):
             check_greedy(name, model, PROMPT, 16)
         return
     check_greedy(name, model, PROMPT, 16)
-    if family in [*THREE, "opt"]:
+    if family in [*SIX, "opt"]:
         monkeypatch.setattr(CachedLM, "PART", 16)
         check_greedy(name, model, [2] * (END - 5), 5)
         check_greedy(name, model, [5], 4)
@@ -484,7 +486,7 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
     if name == "ouroboros" and sample.temperature > 0:
         pytest.skip("its guesses are the draft's likeliest tokens at any temperature")
     options, whole = PERFECT[name]
-    for family in THREE:
+    for family in {*SIX} - {*REFUSED.get(name, [])}:
         model = model_of(family)
         line = METHODS[name](model)
         memo = {("own", model): {0.0: (0.9, 0.1)}}

@@ -1,0 +1,87 @@
+"""States of recurrent layers: folding, going back, refusals, and other passes of the same model.
+
+That trees equal their paths is in test_common.py, and every method's text in test_lossless.py."""
+import random
+from threading import Thread
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common import CachedLM, InputError, check
+from families import RECURRENT, SHAPE, VOCAB, tiny
+from fake_models import path_to
+from support.recurrent import KEEP, running
+
+LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_are_those_of_a_fresh_cache(name):
+    """After trees, commits and truncates, with tokens that are kept and such that are not."""
+    rng, model = random.Random(0), tiny(name, max_position_embeddings=1000)
+    lm, fresh, context = CachedLM(model), CachedLM(model), LONG[:5]
+    lm.start(context)
+    for _ in range(40):
+        ids = rng.choices(range(VOCAB), k=9)
+        lm.forward(ids, [rng.randrange(max(-1, i - 3), i) for i in range(9)])
+        path = path_to(rng.randrange(9), lm.parents)
+        lm.commit(path)
+        context = context + [ids[i] for i in path]
+        context = context[:len(context) - rng.choice([0, 0, 0, 2])]
+        lm.truncate(len(context))
+    assert len(context) > 2 * KEEP > lm.cache.kept
+    fresh.start(context)
+    for cache in lm.cache, fresh.cache:
+        cache.fold(cache.kept)
+    for ours, theirs in zip(lm.cache.states.values(), fresh.cache.states.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_long_text_in_parts_is_that_of_one_pass(name, monkeypatch):
+    model = tiny(name, max_position_embeddings=1000)
+    expected = model(input_ids=torch.tensor([LONG]), use_cache=False).logits[0]
+    monkeypatch.setattr(CachedLM, "PART", 50)
+    lm = CachedLM(model)
+    lm.start(LONG[:150])
+    found = [lm.forward(LONG[150:170])]
+    lm.commit(range(20))
+    for token in LONG[170:]:
+        found.append(lm.forward([token]))
+        lm.commit([0])
+    torch.testing.assert_close(torch.cat(found), expected[150:], atol=1e-3, rtol=1e-3)
+
+
+@torch.inference_mode()
+def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
+    model, ids, seen = tiny("qwen3.5"), torch.tensor([LONG[:50]]), []
+    expected = model(input_ids=ids, use_cache=False).logits
+
+    def other() -> None:
+        with torch.inference_mode():
+            seen.append(model(input_ids=ids, use_cache=False).logits)
+    monkeypatch.setattr(running, "cache", CachedLM(model).cache)
+    thread = Thread(target=other)
+    thread.start()
+    thread.join()
+    assert torch.equal(*seen, expected)
+
+
+def test_a_model_goes_back_as_far_as_its_rows_are_kept():
+    lm = CachedLM(tiny("qwen3.5"))
+    lm.start(LONG[:CachedLM.PART])
+    lm.truncate(lm.length - KEEP)
+    with pytest.raises(ValueError, match="go back 0 tokens at most, got 1"):
+        lm.truncate(lm.length - 1)
+
+
+@pytest.mark.parametrize("kind, settings", [
+    ("jamba", dict(num_experts=2, mamba_d_state=8, attn_layer_offset=1)),
+    ("minimax", dict(layer_types=["linear_attention", "full_attention"], num_local_experts=2))])
+def test_other_recurrent_layers_are_refused(kind, settings):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **settings))
+    said = f"Mamba-2, .* got .*linear_attention of {type(model).__name__}"
+    with pytest.raises(InputError, match=said):
+        check(model)
