@@ -52,7 +52,7 @@ The life of a round, with this tree:
     6. commit    The rows of "sat" and "on" join the context, and the others are forgotten. "my" is
                  the root of the next round, which begins with step 2.
 
-Step 1 is `CachedLM.start`, steps 3 and 4 are `CachedLM.forward`, step 5 is `walk`, and step 6 is
+Step 1 is `begin`, steps 3 and 4 are `CachedLM.forward`, step 5 is `walk`, and step 6 is
 `CachedLM.commit`. `jacobi`, speculative.py and mjsd.py verify a chain only, in ways of their own.
 
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
@@ -227,9 +227,8 @@ class CachedLM:
         if len(ids) > self.max_length:
             raise InputError(f"expected at most {self.max_length} tokens, got {len(ids)}")
         if self.model.training or self.weight.dtype != self.dtype:
-            raise InputError("expected a model in eval mode, in the type that it had when its "
-                             f"CachedLM was made: {self.dtype}, got {self.weight.dtype} and "
-                             f"training = {self.model.training}")
+            raise InputError(f"expected a model in eval mode and still in {self.dtype}, got "
+                             f"{self.weight.dtype} and training = {self.model.training}")
         self.owner = next(iter(running_generators()), None)
         self.prefix, self.length, self.parents, self.cache.start = 0, 0, [], 0
         for layer, (keys, values) in enumerate(prefix):
@@ -459,7 +458,7 @@ greedy = Sampler(temperature=0)
 
 # ---------------------------------------------------------------------------------- decoding
 def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
-    """Cache the context in all models of a method. Every method begins with this.
+    """Cache the context of a prompt in all models of a method, which it does first.
 
     A draft gives at most as many logits as the target, since a guess must be a token of the target.
 
@@ -487,7 +486,7 @@ def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
 def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = greedy, log=None):
     """Decode one token a call: the simplest method, and the one that all others are compared with.
 
-    prompt   token ids
+    prompt   token ids, a list or a tensor [n]
     sample   `greedy`, or a Sampler
     log      a list to which methods append a record of each round; this one has none
     Yields chunks of 1 token.
@@ -550,6 +549,7 @@ def check(model, run_as: type[CachedLM] = CachedLM):
         context      └─ a ── b     vocabulary, since the first ones are often special
 
     Models whose attention takes more than a mask and positions (BLOOM, MPT) fail this check.
+    Settings that the model ignores, or that ask for other outputs than logits, are changed.
 
     model    a model of transformers, which gets the attention at the end of this file
     run_as   the kind of CachedLM that is checked
@@ -563,7 +563,6 @@ def check(model, run_as: type[CachedLM] = CachedLM):
     weight = model.get_input_embeddings().weight
     a, b, c, d, e = range((len(weight) - 5) // 2, len(weight))[:5]
     paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=weight.device)
-
     try:
         alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
         window = getattr(text, "sliding_window", None)

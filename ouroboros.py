@@ -299,6 +299,9 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     drafter = Drafter(draft, prompt, pool, W if phrases else 0, beta, G, sample.seed)
     text = list(prompt)
     while True:
+        # The draft forgets rejected tokens. If all of d was accepted, it has none to forget. Then
+        # the last token of d and a suffix are not cached yet, and the next draft call is fed them.
+        draft.truncate(min(draft.length, len(text) - 1))
         # Section 3.1: draft d_1 … d_γ, and a few tokens more if the last phrase is longer. Each
         # call is fed the tokens that the draft model has not cached yet.
         d = []
@@ -319,9 +322,6 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         target.commit(path)
         accepted = len(path) - 1
         text += chunk
-        # The draft forgets rejected tokens. If all of d was accepted, it has none to forget. Then
-        # the last token of d and a suffix are not cached yet, and the next draft call is fed them.
-        draft.truncate(min(draft.length, len(text) - 1))
         # Section 3.3: discarded tokens become phrases, which the next rounds may draft with.
         found = learn(pool, d, v, tried, paths[1:], accepted, beta) if verification else []
         if log is not None:

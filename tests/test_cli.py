@@ -396,6 +396,7 @@ mjsd --method mjgd --temperature 1
 bita --tree oak
 bita train --data {odd}/pairs --prompts models/examples.jsonl
 survey.sequoia --nodes 1
+survey.several_drafts --K 1537
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
 survey.eagle3 train --out {odd}/new --mtp --norms

@@ -174,8 +174,8 @@ def test_a_call_that_fails_changes_nothing(wrong, run_as):
 
 
 BEGIN = {  # with a CachedLM of a tiny Llama
-    r"1 or more token ids, got \[\[3, 1\]\]$": lambda lm: autoregressive(lm, torch.tensor([[3, 1]])),
-    r"1 or more token ids, got \['T'": lambda lm: autoregressive(lm, "Tom"),
+    r"token ids, got \[\[3, 1\]\]$": lambda lm: autoregressive(lm, torch.tensor([[3, 1]])),
+    r"token ids, got \['T'": lambda lm: autoregressive(lm, "Tom"),
     "one of them twice$": lambda lm: speculative(lm, lm, [3]),
     "own, got the target's$": lambda lm: another_tokenizer(lm, lm, [3], tokenizers=[]),
     "the target's 61 tokens, got 45;": lambda lm: speculative(
