@@ -204,8 +204,7 @@ class CachedLM:
     PART = 128  # tokens of a prompt in one pass, which keeps its mask small
 
     def __init__(self, model, vocab: int | None = None):
-        self.model = model
-        self.windows = windows_of(model)
+        self.model, self.windows = model, windows_of(model)
         listed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = listed or 10 ** 9
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
@@ -339,7 +338,8 @@ class CachedLM:
 
     def check_owner(self) -> None:
         """Refuse a generator that goes on after another one has cached a text of its own here."""
-        if self.owner and self.owner not in running_generators():
+        running = running_generators()
+        if self.owner and running and self.owner not in running:
             raise InputError("expected one method at a time on a CachedLM, got one that goes on "
                              "after another has begun")
 
@@ -458,7 +458,7 @@ greedy = Sampler(temperature=0)
 
 # ---------------------------------------------------------------------------------- decoding
 def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
-    """Cache the context of a prompt in all models of a method, which it does first.
+    """Cache the context of a prompt in all models of a method. Each method calls this first.
 
     A draft gives at most as many logits as the target, since a guess must be a token of the target.
 

@@ -323,6 +323,7 @@ def test_one_method_at_a_time_on_a_model(name):
         next(first)
     found += tokens_of(second, 9)
     assert found == autoregressive_text(line.text_of or model, (5, 2), len(found))
+    assert target.memo.get("writer", model) is (line.text_of or model)
     with pytest.raises(InputError, match=r"1 or more token ids, got \[\]"):
         next(third)
 
