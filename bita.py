@@ -58,7 +58,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, greedy, walk,
+from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, greedy, walk,
                     windows_of)
 
 import torch
@@ -178,7 +178,8 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "", k: int = 5,
     masks = tuning.masks.detach().to(target.weight)
     M = len(masks)
     embed = target.model.get_input_embeddings()
-    target.start(prompt[:-1], prefix=list(tuning.prompts.detach().to(target.model.dtype)))
+    rows = list(tuning.prompts.detach().to(target.model.dtype))
+    prompt = begin(prompt, target, prefix=rows)
     root = prompt[-1]
     candidates = []  # for each mask its k likeliest tokens. The first call has none
     while True:

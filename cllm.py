@@ -48,8 +48,8 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import (CachedLM, InputError, Sampler, ancestor_mask, attention_mask, eos_ids, greedy,
-                    load, until, windows_of)
+from common import (CachedLM, InputError, Sampler, ancestor_mask, attention_mask, begin, eos_ids,
+                    greedy, load, until, windows_of)
 
 import torch
 import torch.nn.functional as F
@@ -76,8 +76,8 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
     rng = random.Random(sample.seed)
+    prompt = begin(prompt, target)
     root = prompt[-1]
-    target.start(prompt[:-1])
     while True:
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]

@@ -52,7 +52,7 @@ The life of a round, with this tree:
     6. commit    The rows of "sat" and "on" join the context, and the others are forgotten. "my" is
                  the root of the next round, which begins with step 2.
 
-Step 1 is `CachedLM.start`, steps 3 and 4 are `CachedLM.forward`, step 5 is `walk`, and step 6 is
+Step 1 is `begin`, steps 3 and 4 are `CachedLM.forward`, step 5 is `walk`, and step 6 is
 `CachedLM.commit`. `jacobi`, speculative.py and mjsd.py verify a chain only, in ways of their own.
 
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
@@ -64,8 +64,10 @@ Left out:
     encoder-decoder models           their cache has two parts
     attention by distance (ALiBi)    it takes more than a mask and positions; `load` refuses it
 """
+import inspect
 import itertools
 import time
+import traceback
 from typing import Callable, Container, Iterable, Iterator
 
 import torch
@@ -127,27 +129,6 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
         path.append(node_of[path[-1], chosen[path[-1]]])
     # The last token is not a guess. The target chose it, so it is final as well.
     return path, [chosen[node] for node in path]
-
-
-def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
-    """Put a tree below tokens that come before its root and are not cached.
-
-    A draft model needs that if its cache ends before the context does.
-
-    Here "the" and "cat" are such a chain, and "sat" is the root of a tree of three nodes:
-
-                                the cat sat  on   in
-        node of the tree                 0    1    2
-        parents of the tree             -1    0    0
-        node of the whole         0   1   2    3    4        node i of the tree is len(chain) + i
-        parents of the whole     -1   0   1    2    2
-
-    chain     the tokens before the root, perhaps none
-    ids       the tokens of the tree
-    parents   the parents of the tree
-    returns   ids and parents of the chain with the tree below it
-    """
-    return chain + ids, [*range(-1, len(chain) - 1), *(len(chain) + p for p in parents)]
 
 
 def ancestor_mask(parents: list[int]) -> torch.Tensor:
@@ -232,7 +213,7 @@ class CachedLM:
 
     model            any model that `load` lets pass
     vocab            how many logits count, since embeddings are often padded beyond the tokenizer.
-                     None: all
+                     None: those of all tokens that have embeddings. There are no more
     max_length       how many tokens the model is made for. No limit in its config: 10 ** 9
     length           how many tokens of context are cached
     parents          the parents of the pending nodes: earlier pending nodes, or -1 for the context
@@ -241,19 +222,21 @@ class CachedLM:
                      GPU may still be at work after them
     calls            how many passes had rows that the LM head read
     memo             results of `once`, by name
+    owner            the frame of the generator that called `start` last. None: no generator did
+    dtype            the model's type, which must stay as it is
     """
     PART = 128  # tokens of a prompt in one pass, which keeps its mask small
 
     def __init__(self, model, vocab: int | None = None):
-        self.model, self.vocab = model, vocab
-        self.windows = windows_of(model)
+        self.model, self.windows = model, windows_of(model)
         listed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = listed or 10 ** 9
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
+        self.vocab = min(vocab or len(self.weight), len(self.weight))
         self.cache = make_cache(model)
         self.prefix, self.length, self.parents = 0, 0, []
         self.passes, self.calls = [], 0
-        self.memo = {}
+        self.memo, self.owner, self.dtype = {}, None, self.weight.dtype
 
     @torch.inference_mode()
     def start(self, ids: list[int], prefix: Iterable[tuple] = ()) -> None:
@@ -266,6 +249,10 @@ class CachedLM:
         """
         if len(ids) > self.max_length:
             raise InputError(f"expected at most {self.max_length} tokens, got {len(ids)}")
+        if self.model.training or self.weight.dtype != self.dtype:
+            raise InputError(f"expected a model in eval mode and still in {self.dtype}, got "
+                             f"{self.weight.dtype} and training = {self.model.training}")
+        self.owner = next(iter(running_generators()), None)
         self.prefix, self.length, self.parents = 0, 0, []
         self.cache.reset()
         for layer, (keys, values) in enumerate(prefix):
@@ -290,6 +277,7 @@ class CachedLM:
         returns      the logits [n or keep, V] after each node that the LM head read
         """
         began = time.perf_counter()
+        self.check_owner()
         n, old = len(ids), len(self.parents)
         parents = list(range(old - 1, old + n - 1) if parents is None else parents)
         sees_prefix = [False] * n if sees_prefix is None else sees_prefix
@@ -363,10 +351,18 @@ class CachedLM:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens of the context, and no pending node."""
+        self.check_owner()
         if not 0 <= length <= self.length:
             raise ValueError(f"expected a length of 0 to {self.length}, got {length}")
         self.cache.truncate(self.length - length)
         self.length, self.parents = length, []
+
+    def check_owner(self) -> None:
+        """Refuse a generator that goes on after another one has cached a text of its own here."""
+        running = running_generators()
+        if self.owner and running and self.owner not in running:
+            raise InputError("expected one method at a time on a CachedLM, got one that goes on "
+                             "after another has begun")
 
     def once(self, name, make: Callable):
         """Return make(), which runs only when this name is asked for the first time.
@@ -379,6 +375,12 @@ class CachedLM:
         if name not in self.memo:
             self.memo[name] = make()
         return self.memo[name]
+
+
+def running_generators() -> list:
+    """List the frames of the generators that are running now, the innermost first."""
+    stack = traceback.walk_stack(inspect.currentframe())
+    return [frame for frame, _ in stack if frame.f_code.co_flags & inspect.CO_GENERATOR]
 
 
 CACHES = {}  # for kinds of layers with a state the class of their cache: see support/recurrent.py
@@ -442,8 +444,8 @@ class Sampler:
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
-        if not (temperature == 0 or 1e-6 <= temperature <= 1e6) or top_k < 0 or not 0 < top_p <= 1:
-            raise InputError("expected temperature 0 or 1e-6 to 1e6, top_k >= 0, 0 < top_p <= 1, "
+        if not (1e-6 <= (temperature or 1) <= 1e6 and top_k >= 0 and 1e-30 <= top_p <= 1):
+            raise InputError("expected temperature 0 or 1e-6 to 1e6, top_k >= 0, top_p 1e-30 to 1, "
                              f"got {temperature}, {top_k} and {top_p}")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.seed, self.rngs = seed, {}
@@ -492,15 +494,41 @@ greedy = Sampler(temperature=0)
 
 
 # ---------------------------------------------------------------------------------- decoding
+def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
+    """Cache the context of a prompt in all models of a method. Each method calls this first.
+
+    A draft gives at most as many logits as the target, since a guess must be a token of the target.
+
+    prompt    token ids, a list or a tensor [n]
+    target    the model whose output is wanted
+    drafts    models with the same tokenizer that draft
+    options   other arguments of the target's `start`
+    returns   the prompt as a list. InputError for a prompt or for models that cannot be used
+    """
+    prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    if not prompt or not all(isinstance(token, int) for token in prompt):
+        raise InputError(f"expected a prompt of 1 or more token ids, got {str(prompt)[:60]}")
+    if len({target, *drafts}) < 1 + len(drafts):
+        raise InputError("expected a CachedLM of its own for each model, got one of them twice")
+    target.start(prompt[:-1], **options)
+    for draft in drafts:
+        if draft.vocab < target.vocab:
+            raise InputError(f"expected a draft that can say the target's {target.vocab} tokens, "
+                             f"got {draft.vocab}; `vocab` of CachedLM leaves padding out")
+        draft.vocab = target.vocab
+        draft.start(prompt[:-1])
+    return prompt
+
+
 def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = greedy, log=None):
     """Decode one token a call: the simplest method, and the one that all others are compared with.
 
-    prompt   token ids
+    prompt   token ids, a list or a tensor [n]
     sample   `greedy`, or a Sampler
     log      a list to which methods append a record of each round; this one has none
     Yields chunks of 1 token.
     """
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     root = prompt[-1:]
     while True:  # the tree of each round has only a root
         root = sample(target.forward(root))
@@ -558,6 +586,7 @@ def check(model, run_as: type[CachedLM] = CachedLM):
         context      └─ a ── b     vocabulary, since the first ones are often special
 
     Models whose attention takes more than a mask and positions (BLOOM, MPT) fail this check.
+    Settings that the model ignores, or that ask for other outputs than logits, are changed.
 
     model    a model of transformers, which gets the attention at the end of this file
     run_as   the kind of CachedLM that is checked
@@ -565,13 +594,27 @@ def check(model, run_as: type[CachedLM] = CachedLM):
     """
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation("grouped")
-    lm = run_as(model.eval())
-    a, b, c, d, e = range((len(lm.weight) - 5) // 2, len(lm.weight))[:5]
-    lm.start([d, b, c])
-    # Nodes 0, 1, 3 are the path e c d, and nodes 0, 2, 4 are the path e a b.
-    tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2])[[0, 1, 3, 0, 2, 4]].float()
-    paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=lm.weight.device)
-    alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
+    text = model.eval().config.get_text_config()
+    for config in (model.config, text):  # other outputs than logits are not read here
+        config.update({"return_dict": True, "output_router_logits": False})
+    weight = model.get_input_embeddings().weight
+    a, b, c, d, e = range((len(weight) - 5) // 2, len(weight))[:5]
+    paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=weight.device)
+    try:
+        alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
+        window = getattr(text, "sliding_window", None)
+        if window is not None:  # some families ignore it. To them 1 token would be the same
+            text.sliding_window = 1
+            near = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)
+            text.sliding_window = None if torch.equal(alone, near) else window
+        lm = run_as(model)
+        lm.start([d, b, c])
+        # Nodes 0, 1, 3 are the path e c d, and nodes 0, 2, 4 are the path e a b.
+        tree = lm.forward([e, c, a, d, b], [-1, 0, 0, 1, 2])[[0, 1, 3, 0, 2, 4]].float()
+    except Exception as error:  # a pass that does not take what it is given raises anything
+        raise InputError("expected a model that takes positions, a mask and a cache, got "
+                         f"{type(model).__name__}: {' '.join(str(error).split())[:200]}") from error
+    alone = alone[:, :lm.vocab]
     error = (tree - alone).abs().mean() / alone.abs().mean()
     # Half precision rounds; a wrong mask or position is off by far more. A nan is refused as well.
     if not error < (1e-3 if model.dtype == torch.float32 else 0.1):

@@ -61,7 +61,7 @@ import random
 import sys
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, greedy, trie, walk
+from common import CachedLM, InputError, Sampler, begin, greedy, trie, walk
 
 
 # ------------------------------------------------------------------------------------ Jacobi
@@ -79,8 +79,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
     rng = random.Random(sample.seed)
+    prompt = begin(prompt, target)
     root = prompt[-1]
-    target.start(prompt[:-1])
     while True:
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
@@ -145,7 +145,7 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
 
     Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows"} a call, counts of tokens.
     """
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     text = []
     chunk = prompt
     pool = {}
@@ -227,7 +227,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
         raise InputError("--W must be 1 or more with --no-prompt-ngrams, got 0")
     if W == 0:  # this yields for ever, so nothing below runs
         yield from prompt_lookup(target, prompt, N=N, G=G, sample=sample, log=log)
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     text = []
     chunk = prompt
     pool = {}

@@ -49,7 +49,7 @@ import math
 import sys
 from typing import Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, greedy
+from common import CachedLM, InputError, Sampler, begin, greedy
 
 import torch
 
@@ -162,7 +162,7 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     if sample.temperature > 0:
         raise InputError(f"--temperature must be 0 for joint greedy decoding, got "
                          f"{sample.temperature}")
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     root = prompt[-1]
     while True:
         # The best beam stands for the argmax over all texts of K tokens.
@@ -190,8 +190,7 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
     number of tokens of the best beam, and how many of them are accepted.
     """
-    target.start(prompt[:-1])
-    draft.start(prompt[:-1])
+    prompt = begin(prompt, target, draft)
     unseen = prompt[-1:]  # the last tokens of the text, which the draft has not cached
     while True:  # one iteration of Algorithm 1. All probabilities are logarithms here
         best = beam_search(draft, unseen, gamma, beams, sample, eos)[0]  # line 3

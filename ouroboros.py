@@ -54,7 +54,7 @@ import random
 import sys
 from typing import Iterator
 
-from common import CachedLM, Sampler, greedy, hang, trie, walk
+from common import CachedLM, Sampler, begin, greedy, trie, walk
 
 
 # -------------------------------------------------------------------------- the pool of phrases
@@ -131,6 +131,27 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
     first = [root, *levels[0][1:]]
     columns = zip(first, *levels[1:], new)
     return [*levels[1:], new], list(columns)
+
+
+def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
+    """Put a tree below tokens that come before its root and are not cached.
+
+    A draft model needs that if its cache ends before the context does.
+
+    Here "the" and "cat" are such a chain, and "sat" is the root of a tree of three nodes:
+
+                                the cat sat  on   in
+        node of the tree                 0    1    2
+        parents of the tree             -1    0    0
+        node of the whole         0   1   2    3    4        node i of the tree is len(chain) + i
+        parents of the whole     -1   0   1    2    2
+
+    chain     the tokens before the root, perhaps none
+    ids       the tokens of the tree
+    parents   the parents of the tree
+    returns   ids and parents of the chain with the tree below it
+    """
+    return chain + ids, [*range(-1, len(chain) - 1), *(len(chain) + p for p in parents)]
 
 
 class Drafter:
@@ -274,11 +295,13 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     """
     if pool is None:
         pool = PhrasePool()
-    target.start(prompt[:-1])
-    draft.start(prompt[:-1])
+    prompt = begin(prompt, target, draft)
     drafter = Drafter(draft, prompt, pool, W if phrases else 0, beta, G, sample.seed)
     text = list(prompt)
     while True:
+        # The draft forgets rejected tokens. If all of d was accepted, it has none to forget. Then
+        # the last token of d and a suffix are not cached yet, and the next draft call is fed them.
+        draft.truncate(min(draft.length, len(text) - 1))
         # Section 3.1: draft d_1 … d_γ, and a few tokens more if the last phrase is longer. Each
         # call is fed the tokens that the draft model has not cached yet.
         d = []
@@ -299,9 +322,6 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         target.commit(path)
         accepted = len(path) - 1
         text += chunk
-        # The draft forgets rejected tokens. If all of d was accepted, it has none to forget. Then
-        # the last token of d and a suffix are not cached yet, and the next draft call is fed them.
-        draft.truncate(min(draft.length, len(text) - 1))
         # Section 3.3: discarded tokens become phrases, which the next rounds may draft with.
         found = learn(pool, d, v, tried, paths[1:], accepted, beta) if verification else []
         if log is not None:

@@ -39,7 +39,7 @@ Left out: lenience, which is lossy (Leviathan's App. A.5), and beam search (App.
 import sys
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, greedy
+from common import CachedLM, InputError, Sampler, begin, greedy
 
 import torch
 import torch.nn.functional as F
@@ -162,8 +162,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         raise InputError(f"--confidence must be 0 or more and below 1, got {confidence}")
     if verification not in VERIFICATIONS:
         raise InputError(f"--verification must be token or block, got {verification!r}")
-    target.start(prompt[:-1])
-    draft.start(prompt[:-1])
+    prompt = begin(prompt, target, draft)
     root = prompt[-1]
     unseen = [root]  # final tokens that the draft has not been fed, the root last
     while True:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import chat_template_utils
 
 import support.recurrent  # noqa: F401  (it adds the cache of recurrent layers to common.py's)
-from common import InputError, check, encode, eos_ids, load
+from common import InputError, encode, eos_ids, load
 from support.files import check_file, explain_errors, read_json, shorten
 from training.loop import Pair
 
@@ -41,35 +41,12 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
             if not try_to_load_from_cache(path, "config.json"):
                 get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
     try:
-        model, tokenizer = load(path, device, dtype)
-        check_window(model)
-        return model, tokenizer
+        return load(path, device, dtype)
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
         if not found:
             raise
         raise InputError(f"expected a model that can be loaded, got {path!r}: {found}") from error
-    except Exception as error:  # a pass that does not take what it is given raises anything
-        raise InputError("expected a model that takes positions, a mask and a cache, got "
-                         f"{path!r}: {shorten(error)}") from error
-
-
-def check_window(model) -> None:
-    """Forget the window of a model that has none, by a check with a narrower one than its own.
-
-    Some families ignore the setting of a window, which a conversion may have left in the file. Such
-    a model does not pass `common.check` if the window is narrower than the tree of the check.
-
-    model    a model that passed the check with its own window. Its setting is changed in place
-    """
-    config = model.config.get_text_config()
-    if getattr(config, "sliding_window", None) is None:
-        return
-    try:
-        with patch.object(config, "sliding_window", 2):
-            check(model)
-    except InputError:
-        config.sliding_window = None
 
 
 def find_fault(folder: Path, said: str) -> str:

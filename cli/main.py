@@ -217,10 +217,15 @@ def explain_slowdown(run: Run, ar: Run) -> str:
 def compare(session: Session, run: Run, lossy: Container) -> int:
     """Decode token by token too, and print both speeds and whether the outputs are equal.
 
+    A method that writes another model's text than the target's, such as a tuned model's, puts this
+    model into the target's memo as "writer". Then this model decodes token by token.
+
     run      the run of the method
     lossy    methods whose outputs may differ
     returns  1 where the greedy output of a lossless method differs in float32, else 0
     """
+    target = session.models["target"]
+    session.models["target"] = run.models["target"].memo.get("writer", target)
     ar = session.decode(autoregressive, {})
     figures = str(ar)  # now: the search for a difference makes more calls
     exact = session.args.temperature == 0 and run.method not in lossy

@@ -56,7 +56,7 @@ import time
 from collections import deque
 from typing import Iterator
 
-from common import CachedLM, Sampler, greedy, walk
+from common import CachedLM, Sampler, begin, greedy, walk
 from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
@@ -162,7 +162,7 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "dflash", nodes
     facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
     trained = load_guesser(target, guess, adapter, facts, trust)
     pool = facts["pools"][guess]
-    target.start(prompt[:-1], taps=trained.taps if trained else None)
+    prompt = begin(prompt, target, taps=trained.taps if trained else None)
     if trained:
         trained.start(Pairs(target.features, prompt[1:]))
     ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)

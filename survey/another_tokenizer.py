@@ -86,11 +86,6 @@ def read_bytes(tokenizer, size: int, option: str = "--draft") -> dict[int, bytes
     return found
 
 
-def count_logits(lm: CachedLM) -> int:
-    """Count the logits that a model's calls give."""
-    return lm.vocab or len(lm.model.get_output_embeddings().weight)
-
-
 class Translation:
     """Hold which of a draft's tokens stand for the tokens of a target.
 
@@ -107,9 +102,9 @@ class Translation:
 
     def __init__(self, target: CachedLM, draft: CachedLM, tokenizers: list):
         self.tokenizers = tokenizers
-        size = count_logits(target)
+        size = target.vocab
         of_target = read_bytes(tokenizers[0], size, "--target")
-        of_draft = read_bytes(tokenizers[1], count_logits(draft))
+        of_draft = read_bytes(tokenizers[1], draft.vocab)
         self.of_target = dict.fromkeys(range(size), b"") | of_target
         # Of two tokens with the same bytes the later id counts, in both vocabularies. In Llama 2
         # the earlier one is the byte's own, which is kept for texts that no other token can write.
@@ -237,8 +232,10 @@ def another_tokenizer(target: CachedLM, draft: CachedLM, prompt: list[int], *, t
 
     `tokenizers` are the target's and the draft's.
     """
+    if draft is target:
+        raise InputError("--draft must be a CachedLM of its own, got the target's")
     translation = draft.once("translation", lambda: Translation(target, draft, tokenizers))
-    translated = TranslatedLM(draft, translation, count_logits(target))
+    translated = TranslatedLM(draft, translation, target.vocab)
     return speculative(target, translated, prompt, gamma=gamma, verification=verification,
                        sample=sample, log=log)
 

@@ -47,7 +47,7 @@ from collections import Counter
 from itertools import takewhile
 from typing import Iterator, Sequence
 
-from common import CachedLM, Sampler, greedy
+from common import CachedLM, Sampler, begin, greedy
 from speculative import verify_block
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
@@ -249,9 +249,8 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     """
     followers = target.once(("bigrams", grams), lambda: count_bigrams(grams, target.model))
     lms = [target, draft, *more_drafts]
-    for lm in lms:
-        lm.start(prompt[:-1])
-    V = target.vocab or len(target.model.get_output_embeddings().weight)
+    prompt = begin(prompt, *lms)
+    V = target.vocab
     levels = [*(Level(lm, prompt[:-1]) for lm in lms), MaxGram(followers, V)]
     drafts = len(lms) - 1
     # The target reviews tokens of all drafts. Each draft reviews tokens of the next cheaper one

@@ -64,7 +64,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import CachedLM, Sampler, attention_mask, check, greedy, walk, windows_of
+from common import CachedLM, Sampler, attention_mask, begin, check, greedy, walk, windows_of
 from support.clock import MOST, RANKS, Choice, Clock
 from support.layers import (BlockLM, FeatureLM, context_length, depth_of, read_taps, take_layers,
                             tap_widths)
@@ -249,7 +249,7 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
     lm = target.once((draft, "cached"), lambda: BlockLM(draft.lm, target.vocab))
     lm.start([])
-    target.start(prompt[:-1], taps=draft.taps)
+    prompt = begin(prompt, target, taps=draft.taps)
     root = prompt[-1]
     unread = []  # what was tapped of final tokens that the draft has not read yet
     if len(prompt) > 1:

@@ -53,8 +53,8 @@ from functools import partial
 from pathlib import Path
 from typing import Iterator
 
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, eos_ids, greedy,
-                    make_cache)
+from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, eos_ids,
+                    greedy, make_cache)
 from speculative import verify_block as verify
 from support.layers import depth_of, list_layers, name_of, share_weights
 from support.parts import MODELS, load_facts, save_facts
@@ -160,7 +160,7 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
     blocks_skipped = sum(isinstance(part, Skipped) for part in draft.model.modules())
     layers_of_draft = layers_of_target - blocks_skipped / 2
     draft.cache = target.cache  # so that the draft sees the whole model's rows of final tokens
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     root = prompt[-1]
     share = 0.9  # the paper's AR: which share of the guesses was accepted recently
     while True:

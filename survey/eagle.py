@@ -52,7 +52,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, check, greedy, walk
+from common import CachedLM, InputError, Sampler, begin, check, greedy, walk
 from support.clock import MOST, RANKS, Choice, Clock, Node, best_tree
 from support.layers import FeatureLM
 from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
@@ -301,7 +301,7 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
            sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 has this loop, too."""
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
-    target.start(prompt[:-1], taps=draft.taps)
+    prompt = begin(prompt, target, taps=draft.taps)
     lm.start([])
     root = prompt[-1]
     # Each token of the prompt but the root has a feature, and a token after it. The pair with the

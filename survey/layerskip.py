@@ -63,7 +63,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import Sampler, greedy
+from common import Sampler, begin, greedy
 from speculative import verify_block as verify
 from support.files import save_model
 from support.layers import (FeatureLM, depth_of, list_layers, move_counts, name_norm, pass_on,
@@ -95,7 +95,7 @@ def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt:
     log     gets {"drafted", "accepted", "layers"} of each round. None: nothing is logged
     yields  chunks of 1 to gamma + 1 tokens
     """
-    early.start(prompt[:-1])
+    prompt = begin(prompt, early)
     late.start([])
     # The late layers cache the context from its hidden states. A long prompt comes in parts.
     for part in early.features.split(late.PART) if prompt[1:] else ():
@@ -149,6 +149,7 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
     """
     require(E > 0 or tuning, "E", "1 or more without --tuning", E)
     model, tuned_E = target.once(("layerskip", tuning), lambda: load_tuned(tuning, target.model))
+    target.memo["writer"] = model
     E = E or tuned_E
     early, late = target.once(
         (model, E), lambda: split_layers(type(target)(model, target.vocab), E))
@@ -333,5 +334,5 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([layerskip], lossy=[layerskip], commands=[tune, export],
+    sys.exit(main([layerskip], commands=[tune, export],
                   folders=[export], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

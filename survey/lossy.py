@@ -40,7 +40,7 @@ writes.
 import sys
 from typing import Callable, Iterator
 
-from common import CachedLM, Sampler, greedy
+from common import CachedLM, Sampler, begin, greedy
 
 import torch
 
@@ -61,8 +61,7 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
     log        a list that gets {"drafted", "accepted"} a round, or None
     Yields chunks of 1 to gamma + 1 tokens.
     """
-    target.start(prompt[:-1])
-    draft.start(prompt[:-1])
+    prompt = begin(prompt, target, draft)
     root = prompt[-1]
     unseen = [root]  # final tokens that the draft has not been fed, the root last
     while True:

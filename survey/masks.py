@@ -74,7 +74,7 @@ from typing import Iterator
 
 import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
-from common import CachedLM, Sampler, greedy, walk
+from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, Clock
 from support.layers import move_counts
@@ -109,7 +109,7 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
     require(L <= len(lookahead), "L", f"at most {len(lookahead)}", L)
     lookahead = lookahead[:L or None]  # 0: all of them
     embed = target.model.get_input_embeddings()
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     root = prompt[-1]
     while True:
         # Draft. The first token is sampled from the model's own row of the root, so it is final.
@@ -144,8 +144,9 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
     """
     lm, mask, all_right = target.once(("space", tuning), lambda: load_space(tuning, target))
+    target.memo["writer"] = lm.model
     embed = lm.model.get_input_embeddings()
-    lm.start(prompt[:-1])
+    prompt = begin(prompt, lm)
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
     clock = target.once(("space clock", tuning), lambda: Clock(target))
     own = k  # the option; 0 lets the clock choose
@@ -335,5 +336,5 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
 
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([pass_sampling, space], lossy=[space], commands=[train, tune],
+    sys.exit(main([pass_sampling, space], commands=[train, tune],
                   ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)}))

@@ -47,7 +47,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import CachedLM, Sampler, greedy, walk
+from common import CachedLM, Sampler, begin, greedy, walk
 from support.clock import MOST, RANKS, Clock, Node, best_tree, list_sizes
 from support.layers import FeatureLM
 from support.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
@@ -280,7 +280,7 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     require(heads in KINDS, "heads", "medusa or hydra", heads)
     file = adapter or f"{MODELS}/{heads}.safetensors"
     trained = trained or target.once((heads, file), lambda: load_heads(file, heads, target.model))
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature

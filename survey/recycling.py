@@ -33,7 +33,7 @@ Departures:
 import sys
 from typing import Iterator
 
-from common import CachedLM, Sampler, greedy, walk
+from common import CachedLM, Sampler, begin, greedy, walk
 from support.clock import MOST, Clock, Node, best_tree, fill_plan, list_sizes
 
 import torch
@@ -108,7 +108,7 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
     """
     successors = successors or Successors()
     successors.read(prompt)
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     root = prompt[-1]
     clock = target.once("recycling", lambda: Clock(target))
     while True:

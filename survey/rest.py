@@ -70,7 +70,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, greedy, trie, walk
+from common import CachedLM, InputError, Sampler, begin, greedy, trie, walk
 from support.clock import Choice, Clock
 from support.layers import context_length
 from support.parts import MODELS, explain_errors, follow, load_part, require, save_part
@@ -287,7 +287,7 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
                                  lambda: load_datastore(datastore, target.model))
     require(nodes > 0 or store.tokens_per_call is not None, "nodes",
             "1 or more for a store without tokens_per_call", nodes)
-    target.start(prompt[:-1])
+    prompt = begin(prompt, target)
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
     stores = [text_store, store]

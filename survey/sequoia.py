@@ -67,7 +67,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, eos_ids, greedy, until, vocab_size, walk
+from common import CachedLM, InputError, Sampler, begin, eos_ids, greedy, until, vocab_size, walk
 from support.clock import Choice, Clock
 from support.layers import context_length
 from support.parts import MODELS, draft_for, load_facts, require, save_facts
@@ -369,8 +369,7 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
                            lambda: load_rates(rates, target.model, draft.model))
     nearest = min(measured, key=lambda t: abs(t - sample.temperature))
     P = measured[nearest]
-    for lm in (target, draft):
-        lm.start(prompt[:-1])
+    prompt = begin(prompt, target, draft)
     sizes = (nodes,) if nodes else RANGES["nodes"]
     depths = (depth,) if depth else RANGES["depth"]
     choices = plan_sequoia(P, sizes, depths)
@@ -403,8 +402,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
         log = []
         sample = Sampler(temperature)
         for prompt in tqdm(fitting, desc=f"temperature {temperature}"):
-            for lm in lms:
-                lm.start(prompt[:-1])
+            begin(prompt, *lms)
             chunks = decode(*lms, prompt[-1], one_level, Clock(lms[0]), sample, log)
             for _ in until(chunks, TOKENS, eos_ids(model, tokenizer)):
                 pass  # only the log is read

@@ -60,7 +60,7 @@ import sys
 from contextlib import contextmanager
 from typing import Iterator
 
-from common import CachedLM, InputError, KVCache, Sampler, greedy, grouped_attention
+from common import CachedLM, InputError, KVCache, Sampler, begin, greedy, grouped_attention
 from speculative import verify_block as verify
 from support.layers import move_counts
 from support.parts import require
@@ -275,12 +275,10 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
         raise InputError("triforce copies a part of a cache of keys and values: --graphs must be "
                          "off, and --target a model whose layers all have keys and values")
     # Alg. 1, before its loop: fill C_p with the context, build C_r out of it, and fill C_q
-    text = list(prompt)
+    text = begin(prompt, target, draft)
     context = text[:-1]
-    for lm in (target, draft):
-        lm.start(context)
     part, small = PartialLM(target.model, target.vocab), PartialLM(draft.model, draft.vocab)
-    part.take(target, *retrieve(target, prompt[-1], budget, chunk), len(context))
+    part.take(target, *retrieve(target, text[-1], budget, chunk), len(context))
     small.take(draft, *choose_ends(draft, sinks, window), len(context))
     levels = [Level(lm, context) for lm in (target, part, small)]
     while True:

@@ -1,6 +1,9 @@
-"""A draft may overflow: its guesses, chances and features are then no finite numbers. The output is
+"""Drafts of other shapes, and drafts that overflow.
+
+A draft may overflow: its guesses, chances and features are then no finite numbers. The output is
 the target's all the same, for each line of test_lossless.METHODS that drafts with a model, a layer
 or heads."""
+import copy
 import random
 
 import pytest
@@ -39,6 +42,22 @@ def test_a_draft_model_that_overflows(name):
                 rng.choice(SPOIL)(logits)
             return logits
     check(name, Broken)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("name", [x for x in LINES if LINES[x].drafts and x != "another_tokenizer"])
+def test_a_draft_with_tokens_that_the_target_lacks(name, temperature):
+    """As where tokens were added to a tokenizer and not to the target, which then has 61 rows."""
+    drafts, target = copy.deepcopy(LINES[name].drafts), TimedLM(model_of("llama"), 99)
+    for draft in drafts:
+        draft.resize_token_embeddings(99)
+    line = LINES[name]._replace(
+        drafts=drafts, memo=lambda _: {("own", drafts[0]): {0.0: (0.6, 0.3, 0.1)}})
+    chunks = chunks_of(line, target, PROMPT, lambda x, _: TimedLM(x, 99),
+                       sample=Sampler(temperature))
+    found = tokens_of(chunks, 8)
+    assert max(found) < target.vocab and target.vocab == 61
+    assert temperature or found == autoregressive_text(target.model, tuple(PROMPT), 8)
 
 
 @pytest.mark.parametrize("name", [x for x in LINES if x.startswith(("eagle", "medusa", "hydra",

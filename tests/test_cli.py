@@ -212,6 +212,16 @@ def test_compare_reports_the_first_difference(ask, dtype, expected):
     assert status == 0 and "outputs may differ" in err
 
 
+def test_compare_takes_the_model_whose_text_a_method_writes(ask):
+    model, _ = loaded(DRAFT, None, None)
+
+    def of_draft(target, prompt, *, sample=None, log=None):
+        target.memo["writer"] = model
+        yield from autoregressive(target.once("draft", lambda: TimedLM(model)), prompt)
+    status, _, err = ask("--prompt", PROMPT, "--compare", method=of_draft)
+    assert status == 0 and "output equals autoregressive" in err
+
+
 def test_a_slow_run_says_why():
     """By hand: AR's calls take 0.1 s, calls of 16 rows 0.21 s, and the guesses of each 0.1 s."""
     def run_of(all_seconds, **counts):
@@ -386,6 +396,7 @@ mjsd --method mjgd --temperature 1
 bita --tree oak
 bita train --data {odd}/pairs --prompts models/examples.jsonl
 survey.sequoia --nodes 1
+survey.several_drafts --K 1537
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
 survey.eagle3 train --out {odd}/new --mtp --norms

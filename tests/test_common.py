@@ -5,20 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig
+from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, MambaConfig, MptConfig
 from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
                                                     TopPLogitsWarper)
 
 from cli.graphs import GraphedLM
 from cli.loading import load_checked
 from cli.run import Run, TimedLM
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, check, eos_ids, greedy,
-                    load, trie, until, walk)
+from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, autoregressive, check,
+                    eos_ids, greedy, load, trie, until, walk)
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, VOCAB, tiny
 from helpers import ROOT, prefill
 from laws import chi_square_ok
+from speculative import speculative
 from support.layers import context_length
+from survey.another_tokenizer import another_tokenizer
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 BOTH = pytest.mark.parametrize("run_as", [TimedLM, GraphedLM])
@@ -171,6 +173,23 @@ def test_a_call_that_fails_changes_nothing(wrong, run_as):
     assert torch.equal(lm.forward([4]), fresh.forward([4]))
 
 
+BEGIN = {  # with a CachedLM of a tiny Llama
+    r"token ids, got \[\[3, 1\]\]$": lambda lm: autoregressive(lm, torch.tensor([[3, 1]])),
+    r"token ids, got \['T'": lambda lm: autoregressive(lm, "Tom"),
+    "one of them twice$": lambda lm: speculative(lm, lm, [3]),
+    "own, got the target's$": lambda lm: another_tokenizer(lm, lm, [3], tokenizers=[]),
+    "the target's 61 tokens, got 45;": lambda lm: speculative(
+        lm, CachedLM(tiny("llama", vocab_size=45)), [3]),
+    "eval mode.*training = True$": lambda lm: lm.model.train() and autoregressive(lm, [3]),
+    "torch.float32, got torch.float16": lambda lm: lm.model.half() and autoregressive(lm, [3])}
+
+
+@pytest.mark.parametrize("said", BEGIN)
+def test_what_no_method_can_begin_with(said):
+    with pytest.raises(InputError, match=f"^(expected|--draft must) .*{said}"):
+        next(BEGIN[said](CachedLM(tiny("llama", 3))))
+
+
 # --------------------------------------------------------------------------------------- masks
 
 def test_attention_mask_of_a_batch():
@@ -250,7 +269,7 @@ def test_a_sampler_is_seeded_by_any_integer():
 
 @pytest.mark.parametrize("option, wrong", [
     ("temperature", -1.0), ("temperature", 1e-7), ("temperature", 1e7), ("temperature", math.nan),
-    ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan)])
+    ("top_k", -1), ("top_p", 1e-46), ("top_p", 1.1), ("top_p", math.nan)])
 def test_a_sampler_names_the_number_that_is_wrong(option, wrong):
     with pytest.raises(InputError, match=f"^expected .*{option}.*, got .*{wrong}"):
         Sampler(**{option: wrong})
@@ -324,6 +343,8 @@ TREES = "trees equal their paths"
 TAKES = "takes positions, a mask and a cache, got .*: "
 REFUSED = {
     "Bloom": (TAKES, lambda: make(BloomConfig(**SMALL, n_layer=2, n_head=4))),
+    "Falcon, ALiBi": (TAKES, lambda: make(FalconConfig(
+        **SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=True))),
     "MPT": (TREES, lambda: make(MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4))),
     "Mamba": ("Mamba-2, .* got linear_attention of MambaForCausalLM",
               lambda: make(MambaConfig(**SMALL, num_hidden_layers=1))),
@@ -332,12 +353,11 @@ REFUSED = {
 
 @BOTH
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_a_tree_would_get_wrong_are_refused(name, run_as, monkeypatch):
+def test_models_that_a_tree_would_get_wrong_are_refused(name, run_as):
     torch.manual_seed(0)
     said, make_model = REFUSED[name]
-    monkeypatch.setattr("cli.loading.load", lambda *_: (check(make_model(), run_as), None))
     with pytest.raises(InputError, match=f"^expected .*{said}") as raised:
-        load_checked(str(ROOT / "models/target"), None, None)
+        check(make_model(), run_as)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
 
 

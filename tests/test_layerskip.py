@@ -118,10 +118,10 @@ def test_a_tuning_decodes_as_its_tuned_model_and_leaves_the_target_alone(tmp_pat
     torch.testing.assert_close(loaded(input_ids=ids).logits, tuned(input_ids=ids).logits,
                                atol=1e-4, rtol=1e-4)
     for given, layers in ((0, 2), (3, 3)):  # as the file says, or as is asked for
-        log = []
-        chunks = layerskip(FeatureLM(model), PROMPT, tuning=str(file), E=given, gamma=2, log=log)
+        log, lm = [], FeatureLM(model)
+        chunks = layerskip(lm, PROMPT, tuning=str(file), E=given, gamma=2, log=log)
         assert tokens_of(chunks, 8) == tokens_of(autoregressive(FeatureLM(loaded), PROMPT), 8)
-        assert log[0]["layers"] == 2 * layers + 4
+        assert log[0]["layers"] == 2 * layers + 4 and lm.memo["writer"] is not model
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
     assert not torch.allclose(loaded(input_ids=ids).logits, expected)
     export(model, WORDLESS, tuning=file, out=tmp_path / "exported")

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from cli.loading import (check_window, encode_data, encode_pair, encode_prompts,
-                         load_checked)
-from common import CachedLM, InputError, check, load, vocab_size
+from cli.loading import encode_data, encode_pair, encode_prompts, load_checked
+from common import CachedLM, InputError, autoregressive, load, vocab_size
 from families import FAMILIES, MORE_FAMILIES, tiny
-from helpers import ROOT, fork, script
+from helpers import ROOT, fork, script, tokens_of
 from support.layers import context_length
 
 
@@ -134,8 +133,7 @@ def test_what_is_wrong_with_a_directory_is_said(folder, damage, said):
 def test_a_window_counts_where_the_family_uses_it(family):
     """A key of the file may be a stray one. Beyond its window a prepared model computes what its
     own pass does."""
-    model = check(tiny(family, sliding_window=9))
-    check_window(model)
+    model = tiny(family, sliding_window=9)
     lm = CachedLM(model)
     text = torch.randint(5, 60, (28,), generator=torch.Generator().manual_seed(1)).tolist()
     lm.start(text[:20])
@@ -147,7 +145,15 @@ def test_a_window_counts_where_the_family_uses_it(family):
 
 def test_a_stray_window_is_forgotten_where_a_directory_is_loaded(folder):
     change_json(folder / "config.json", sliding_window=9)
-    assert load_checked(str(folder), "cpu", "float32")[0].config.sliding_window is None
+    assert load(str(folder), "cpu", "float32")[0].config.sliding_window is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gpt-oss"])
+def test_outputs_that_a_config_asks_for_besides_logits_change_nothing(family):
+    asking = tiny(family, return_dict=False, output_router_logits=True)
+    found, expected = (tokens_of(autoregressive(CachedLM(model), [3, 1, 4]), 9)
+                       for model in (asking, tiny(family)))
+    assert found == expected
 
 
 def test_longrope_nested_by_kind_of_layer():

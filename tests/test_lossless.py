@@ -308,6 +308,28 @@ def test_autoregressive_text_is_that_of_transformers(family):
     assert len(set(expected)) > 3
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_one_method_at_a_time_on_a_model(name):
+    """One that was left in the middle cannot go on when another has begun, which it cannot disturb.
+    A prompt may be a tensor, and must have a token."""
+    model = model_of("llama")
+    line = METHODS[name](model)
+    target, *drafts = [TimedLM(x) for x in (model, *line.drafts)]
+    target.memo |= line.memo(target)
+    options = line.options | ({"more_drafts": drafts[1:]} if drafts[1:] else {})
+    first, second, third = (line.method(target, *drafts[:1], prompt, **options)
+                            for prompt in (PROMPT, torch.tensor([5, 2]), []))
+    next(first)
+    found = next(second)
+    with pytest.raises(InputError, match="one method at a time"):
+        next(first)
+    found += tokens_of(second, 9)
+    assert found == autoregressive_text(line.text_of or model, (5, 2), len(found))
+    assert target.memo.get("writer", model) is (line.text_of or model)
+    with pytest.raises(InputError, match=r"1 or more token ids, got \[\]"):
+        next(third)
+
+
 # ---------------------------------------------------------------- no caches, passes of few shapes
 
 # Methods that remember more than the text: guesses of the last call, phrases, or rejected tokens.

@@ -209,7 +209,7 @@ def test_the_parts_of_the_real_model_can_be_loaded(monkeypatch):
     config = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=8,
                          num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30)
     with torch.device("meta"):  # random numbers would take seconds
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config).eval()
     for x in [*model.to_empty(device="cpu").parameters(), *model.buffers()]:
         x.data.fill_(0.02)
     folder = ROOT / "models/smollm2"
