@@ -16,6 +16,7 @@ from transformers.utils import chat_template_utils
 
 from common import InputError, check, encode, eos_ids, load
 from support.files import check_file, explain_errors, read_json, shorten
+from support.parts import refuse_eight_bits
 from training.loop import Pair
 
 # The date that chat templates write into what a command learns from. With the date of the day a
@@ -41,6 +42,7 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
                 get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
     try:
         model, tokenizer = load(path, device, dtype)
+        refuse_eight_bits(model, path)
         check_window(model)
         return model, tokenizer
     except InputError as error:
@@ -79,6 +81,9 @@ def find_fault(folder: Path, said: str) -> str:
     """
     if "trust_remote_code" in said:
         return "it brings code of its own, which is never run here"
+    config = next(folder.rglob("config.json"), None)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        return f"it has no config.json{f', but {str(config.parent)!r} has' if config else ''}"
     tensors, texts = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.json"))
     for file in [*tensors, *sorted(folder.glob("*.bin")), *texts]:
         try:
@@ -90,6 +95,8 @@ def find_fault(folder: Path, said: str) -> str:
             return f"{file.name} is cut off or damaged: {shorten(error)}"
         if file.name == "config.json" and {"quantization", "quantization_config"} & {*facts}:
             return "its weights are quantised; take the model that it was made from"
+    if "backend tokenizer" in said and not (folder / "tokenizer.json").exists():
+        return "it has no tokenizer.json"
     return ""
 
 

@@ -332,10 +332,11 @@ def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
                                             f"got no new one of {batch}, {bar.n} before")
                 bar.update(len(found) - bar.n)
     finally:  # also after Ctrl-C. A file of the name `out` is always complete
+        begins = ""
         if len(found) < count:
-            out = out.with_name(f"{out.name}.part")
+            out, begins = out.with_name(f"{out.name}.part"), None
         if found:
-            write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found))
+            write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found), begins)
 
 
 def write_prompts(model, tokenizer, begun: list[list[int]], limit: int,
@@ -455,7 +456,7 @@ def make_target(tokenizer, args: argparse.Namespace) -> None:
                    work=args.work)
     train_on_tasks("target-later", target, tokenizer, LATER, 3072, lr=5e-4,
                    tokens=TOKENS["target-later"], work=args.work)
-    save_model(HERE / "target", target.to(torch.bfloat16), tokenizer)
+    save_model(HERE / "target", target.to(torch.bfloat16), tokenizer, begins=None)
 
 
 def make_draft(tokenizer, args: argparse.Namespace) -> None:
@@ -466,7 +467,7 @@ def make_draft(tokenizer, args: argparse.Namespace) -> None:
                    work=args.work)
     distil_on_tasks("distilled", target, draft, tokenizer, tokens=TOKENS["distilled"],
                     work=args.work)
-    save_model(HERE / "draft", draft.to(torch.bfloat16), tokenizer)
+    save_model(HERE / "draft", draft.to(torch.bfloat16), tokenizer, begins=None)
 
 
 def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
