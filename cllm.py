@@ -382,6 +382,9 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
             "forward-kl, reverse-kl or jsd", divergence)
     n, examples, held_out = read_examples(data, seed)
+    rows = len(model.get_input_embeddings().weight)
+    largest = max(max(x["prompt"] + x["answer"]) for x in examples + held_out)
+    require(largest < rows, "data", f"of tokens below {rows}", largest)
     eos = eos_ids(model, tokenizer)
     weights = choose_weights(model, rank, seed)
     score = score_with(model.eval())  # dropout is not wanted

@@ -17,6 +17,7 @@ from transformers.utils import chat_template_utils
 import support.recurrent  # noqa: F401  (it adds the cache of recurrent layers to common.py's)
 from common import InputError, encode, eos_ids, load
 from support.files import check_file, explain_errors, read_json, shorten
+from support.parts import refuse_eight_bits
 from training.loop import Pair
 
 # The date that chat templates write into what a command learns from. With the date of the day a
@@ -41,7 +42,9 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
             if not try_to_load_from_cache(path, "config.json"):
                 get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
     try:
-        return load(path, device, dtype)
+        model, tokenizer = load(path, device, dtype)
+        refuse_eight_bits(model, path)
+        return model, tokenizer
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
         if not found:
@@ -57,6 +60,9 @@ def find_fault(folder: Path, said: str) -> str:
     """
     if "trust_remote_code" in said:
         return "it brings code of its own, which is never run here"
+    config = next(folder.rglob("config.json"), None)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        return f"it has no config.json{f', but {str(config.parent)!r} has' if config else ''}"
     tensors, texts = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.json"))
     for file in [*tensors, *sorted(folder.glob("*.bin")), *texts]:
         try:
@@ -68,6 +74,8 @@ def find_fault(folder: Path, said: str) -> str:
             return f"{file.name} is cut off or damaged: {shorten(error)}"
         if file.name == "config.json" and {"quantization", "quantization_config"} & {*facts}:
             return "its weights are quantised; take the model that it was made from"
+    if "backend tokenizer" in said and not (folder / "tokenizer.json").exists():
+        return "it has no tokenizer.json"
     return ""
 
 

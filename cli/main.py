@@ -321,28 +321,48 @@ def perform(methods: list, report, argv: list[str], extras: Extras) -> int | Non
         return compare(session, run, extras.lossy) if args.compare else 0
 
 
+PIPE = getattr(signal, "SIGPIPE", signal.SIGTERM)  # Windows has none
+
+
+def stop(number: int, _) -> None:
+    """End a run as Ctrl-C ends it, which leaves a checkpoint; a second such signal is ignored."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
 def run_script(act: Callable[[], int | None]) -> int:
     """Run the main function of a script, and end as every script of the project ends.
 
     act      what is run. It returns the exit status, or nothing if all went well
     returns  the exit status. It is 2 for wrong input, which one line on stderr then names. It
-             is 130 after Ctrl-C, and otherwise what `act` returned
+             is 128 and the signal's number after Ctrl-C and after what else ends a run like that:
+             SIGTERM, SIGHUP and a closed pipe. Otherwise it is what `act` returned
     """
     set_encodings()
     logging.set_verbosity_error()
     hub.set_verbosity_error()  # offline it would print two lines for each of its attempts
     logging.disable_progress_bar()
-    signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)  # for `| head`
+    signal.signal(PIPE, signal.SIG_IGN)  # so that print raises BrokenPipeError
+    for number in signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` ignores stays ignored
+            signal.signal(number, stop)
     try:
         return act() or 0
+    except BrokenPipeError:  # as of `| head`, which asks for no more words
+        return 128 + PIPE
     except (InputError, OSError, SafetensorError, UnicodeError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # a mistake of this project, not of its user
-        print(f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+        said = f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}"
+        status = 2
+    except KeyboardInterrupt as stopped:
+        said = "\ninterrupted"
+        status = 128 + (stopped.args or [signal.SIGINT])[0]
+    finally:
+        signal.signal(PIPE, signal.SIG_DFL)  # what is still to be printed may end the process
+    with suppress(OSError):  # a terminal that is gone
+        print(said, file=sys.stderr)
+    return status
 
 
 def main(methods: list, report: Callable = count_guesses, argv: list[str] | None = None,

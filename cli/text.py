@@ -2,6 +2,7 @@
 
 Text that comes in and goes out is UTF-8, whatever the locale of the machine says."""
 import io
+import os
 import sys
 from argparse import ArgumentParser
 from typing import Iterator
@@ -19,10 +20,14 @@ def set_encodings() -> None:
     """Make stdout and stderr take every character: what is printed must not end a run.
 
     A file or a pipe gets UTF-8. A terminal may read another encoding, so it keeps its own, and what
-    this encoding lacks is printed as a question mark.
+    this encoding lacks is printed as a question mark. A stream that was closed before the program
+    began, as by `>&-`, becomes the null device, since Python has None in its place.
     """
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     for stream in sys.stdout, sys.stderr:
-        if isinstance(stream, io.TextIOWrapper):  # not None, or what a notebook puts there
+        if isinstance(stream, io.TextIOWrapper):  # not what a notebook puts there
             encoding = stream.encoding if stream.isatty() else "utf-8"
             stream.reconfigure(encoding=encoding, errors="replace")
 

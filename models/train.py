@@ -339,10 +339,11 @@ def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
                                             f"got no new one of {batch}, {bar.n} before")
                 bar.update(len(found) - bar.n)
     finally:  # also after Ctrl-C. A file of the name `out` is always complete
+        begins = ""
         if len(found) < count:
-            out = out.with_name(f"{out.name}.part")
+            out, begins = out.with_name(f"{out.name}.part"), None
         if found:
-            write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found))
+            write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found), begins)
 
 
 def write_prompts(model, tokenizer, begun: list[list[int]], limit: int,
@@ -461,7 +462,7 @@ def make_target(tokenizer, args: argparse.Namespace, name: str = "target") -> No
     for phase, mix, lr in (name, MIX, 1.5e-3), (f"{name}-later", LATER, 5e-4):
         train_on_tasks(phase, target, tokenizer, mix, 3072, lr=lr, tokens=TOKENS[phase],
                        work=args.work)
-    save_model(HERE / name, target.to(torch.bfloat16), tokenizer)
+    save_model(HERE / name, target.to(torch.bfloat16), tokenizer, begins=None)
 
 
 def make_draft(tokenizer, args: argparse.Namespace) -> None:
@@ -472,7 +473,7 @@ def make_draft(tokenizer, args: argparse.Namespace) -> None:
                    work=args.work)
     distil_on_tasks("distilled", target, draft, tokenizer, tokens=TOKENS["distilled"],
                     work=args.work)
-    save_model(HERE / "draft", draft.to(torch.bfloat16), tokenizer)
+    save_model(HERE / "draft", draft.to(torch.bfloat16), tokenizer, begins=None)
 
 
 def write_evaluation(tokenizer, args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@
     read_json      reads a JSON file
     read_kept      reads the lines of JSON that a stopped run has kept
 """
+import itertools
 import json
 import os
 import re
@@ -63,36 +64,62 @@ def is_replaceable(path: Path, begins: str, folder: bool) -> bool:
 
 # ----------------------------------------------------------------------------- the writing
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def claim(place: Path, begins: str | None, folder: bool) -> bool:
+    """Take a name for a result, and tell whether nothing is lost if the result is moved there.
+
+    Of two programs that end at once only one can make the name.
+
+    place   the name
+    begins  as for `write_whole`
+    folder  whether the result is a folder
+    """
+    try:
+        place.mkdir() if folder else place.touch(exist_ok=False)
+    except FileExistsError:
+        return begins is None or (os.access(place, os.W_OK)
+                                  and is_replaceable(place, begins, folder))
+    return True
+
+
+def write_whole(path: Path, write: Callable[[Path], object], begins: str | None = "") -> None:
     """Write a file or a folder beside its place, and move it there once it is whole.
 
     A writer that fails or is interrupted, as by a full disk, leaves what was there before.
 
-    path   the file or folder to make, which takes the place of an older one. The folders above it
-           are made
-    write  a function that makes the file or the folder at the path that it is given
+    path    the file or folder to make. The folders above it are made
+    write   a function that makes the file or the folder at the path that it is given
+    begins  a pattern of how a file begins that may be replaced, as for `check_result`. None:
+            whatever is there is replaced
+    raises  InputError if something else is there, which may have appeared since the place was
+            checked. The result then gets a name beside it: PATH.1, or the next number that is free
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
         fresh = Path(folder) / path.name
         write(fresh)
-        if fresh.is_dir() and path.is_dir():  # the older folder goes with the temporary one
-            os.replace(path, Path(folder) / f"{path.name}.old")
-        os.replace(fresh, path)
+        names = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
+        places = (path.with_name(f"{path.name}{name}") for name in names)
+        place = next(x for x in places if claim(x, begins, fresh.is_dir()))
+        if place.is_dir():  # the older folder goes with the temporary one
+            os.replace(place, Path(folder) / f"{path.name}.old")
+        os.replace(fresh, place)
+    if place != path:
+        raise InputError(f"expected nothing at {str(path)!r}, got something that has appeared "
+                         f"there meanwhile; the result is {str(place)!r}")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8, as `write_whole` does."""
-    write_whole(path, lambda fresh: fresh.write_text(text, encoding="utf-8"))
+def write_text(path: Path, text: str, begins: str | None = FIGURES) -> None:
+    """Write a text as UTF-8, as `write_whole` does. Pages, pictures and figures are replaced."""
+    write_whole(path, lambda fresh: fresh.write_text(text, encoding="utf-8"), begins)
 
 
-def save_model(folder: Path, model, tokenizer) -> None:
+def save_model(folder: Path, model, tokenizer, begins: str | None = "") -> None:
     """Write a model with its tokenizer as a folder, as `write_whole` does."""
     def write(fresh: Path) -> None:
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-    write_whole(folder, write)
+    write_whole(folder, write, begins)
 
 
 # ---------------------------------------------------------------- why a file cannot be read

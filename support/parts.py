@@ -5,6 +5,7 @@
     Part                      a module that is trained beside a frozen model
     save_trained, load_trained    a file of a Part, which is one of `save_part`
     save_facts, load_facts    a JSON file of what was measured
+    refuse_eight_bits         refuses a model whose weights are quantised
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.utils import cached_file
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -224,7 +226,7 @@ def save_facts(path: Path, models: dict, **facts) -> None:
         # Four significant digits are enough to tell models apart. A fixed number of decimals would
         # round small embeddings to 0.
         fingerprints[name] = [[float(f"{x:.4g}") for x in row] for row in rows]
-    write_text(path, json.dumps(fingerprints | facts) + "\n")
+    write_text(path, json.dumps(fingerprints | facts) + "\n", begins="")
 
 
 def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
@@ -248,6 +250,23 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
 
 # ----------------------------------------------------------------------- helpers of trained parts
 
+def refuse_eight_bits(model, path: str) -> None:
+    """Raise an InputError for weights of 8 bits whose scales nothing explains.
+
+    model   what `load` made of them
+    path    the directory or hub id that it was loaded from
+    """
+    if hasattr(model, "is_quantized"):  # transformers knew how to read them
+        return
+    for file in Path(cached_file(path, "config.json")).parent.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():
+                # Old causal masks, which are called bias, have 8 bits as well.
+                if "8" in tensors.get_slice(name).get_dtype() and not name.endswith("bias"):
+                    raise InputError(f"expected weights that are not quantised, got {str(path)!r}: "
+                                     f"{name} is of 8 bits")
+
+
 def draft_for(model, tokenizer, path: str):
     """Load a draft with the type and the device of a model.
 
@@ -257,6 +276,7 @@ def draft_for(model, tokenizer, path: str):
     returns    the draft's model. InputError if the draft's tokenizer has another vocabulary
     """
     draft, its_tokenizer = load(path, str(model.device), model.dtype)
+    refuse_eight_bits(draft, path)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
     return draft

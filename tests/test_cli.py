@@ -535,20 +535,26 @@ def test_commands(ask, tmp_path):
 
 # -------------------------------------------------------------------------- interruptions
 
-def stopping(n: int):
-    """Make a method that Ctrl-C stops after n chunks of a prompt."""
+def stopping(n: int, number: int = signal.SIGINT):
+    """Make a method that Ctrl-C or another signal stops after n chunks of a prompt."""
     def stopped(target, prompt, *, gamma: int = 1, sample=None, log=None):
         yield from itertools.islice(autoregressive(target, prompt), n)
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
+        yield from ()
     return stopped
 
 
-@pytest.mark.parametrize("n, more", [(0, []), (2, []), (2, ["--tune"])])
-def test_interrupted_in_the_middle(ask, n, more):
-    """What is there stays, its figures come where there is a token, and the status is 130."""
-    status, out, err = ask(*ONE, *more, "--max-new-tokens", "5", method=stopping(n),
+@pytest.mark.parametrize("n, more, number", [
+    (0, [], signal.SIGINT), (2, [], signal.SIGINT), (2, [], signal.SIGTERM),
+    (2, [], signal.SIGHUP), (2, ["--tune"], signal.SIGINT)])
+def test_interrupted_in_the_middle(ask, n, more, number):
+    """What is there stays, and its figures come where there is a token. The status says what
+    stopped it."""
+    before = signal.getsignal(number)
+    status, out, err = ask(*ONE, *more, "--max-new-tokens", "5", method=stopping(n, number),
                            ranges={"gamma": (1, 2)}, report=lambda run: f"report of {run.tokens}")
-    assert status == 130 and err.endswith("\ninterrupted\n") and "Traceback" not in err
+    signal.signal(number, before)
+    assert status == 128 + number and err.endswith("\ninterrupted\n") and "Traceback" not in err
     figures = "stopped: 2 tokens in" in err and "report of 2" in err
     assert figures == (out != "") == (n > 0 and not more)
 
@@ -595,11 +601,14 @@ def test_files_of_a_folder_with_an_odd_name_run_in_a_locale_of_ascii(tmp_path):
     assert "Traceback" not in errors and str(top) in said
 
 
-def test_a_closed_pipe_ends_quietly():
-    """As before `| head -c 5`."""
-    process, _, out, err = fork(script, "speculative", *["--prompt", PROMPT] * 500)
+def test_a_closed_pipe_ends_as_ctrl_c_does(tmp_path):
+    """As before `| head -c 5`. What was decoded has its page, and nothing is said of the pipe."""
+    page = tmp_path / "x.html"
+    process, _, out, err = fork(script, "speculative", "--trace", str(page),
+                                *["--prompt", PROMPT] * 500)
     assert out.read(5)
     out.close()
     errors = err.read()
     process.join(120)
-    assert process.exitcode == -signal.SIGPIPE and errors.replace(PROMPT, "").isspace()
+    assert process.exitcode == -signal.SIGPIPE and page.exists(), errors
+    assert not re.search("Traceback|pipe|interrupted", errors)

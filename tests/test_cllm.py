@@ -215,6 +215,9 @@ def test_examples_are_split_at_random(tmp_path):
     assert len(read_examples(write(file, [row] * 300), 0)[2]) == 20
     with pytest.raises(InputError, match="must have trajectories of 2 prompts or more"):
         read_examples(write(file, []), 0)
+    with pytest.raises(InputError, match="--data must be of tokens below 61, got 61"):
+        train(tiny("llama"), WORDLESS, data=write(file, [row, row | {"prompt": [61]}]),
+              out=tmp_path / "out", lr=1e-3)
     file.write_text("{}\n")
     with pytest.raises(InputError, match="a file made by `python cllm.py collect`, got "):
         read_examples(file, 0)

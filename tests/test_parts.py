@@ -127,8 +127,8 @@ def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained
             assert {p.dtype for p in part.trainable().values()} == {dtype}
             # Rotary frequencies are buffers, and bfloat16 would round them.
             assert torch.bfloat16 not in {x.dtype for x in part.buffers()}
-            save(tmp_path / "again", part, model)
-            again, found = read(tmp_path / "again")
+            save(tmp_path / str(dtype), part, model)
+            again, found = read(tmp_path / str(dtype))
             assert again == header and found.keys() == tensors.keys()
             del found["model"]
             assert all(torch.equal(x, tensors[name]) for name, x in found.items())
@@ -196,11 +196,11 @@ def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):
     def tokenizer(**words):
         return SimpleNamespace(get_vocab=lambda: words)
     monkeypatch.setattr(parts, "load", lambda *given: (given, tokenizer(a=0, b=1)))
-    model = tiny("llama").bfloat16()
-    assert draft_for(model, tokenizer(a=0, b=1), "path") == ("path", "cpu", torch.bfloat16)
+    model, path = tiny("llama").bfloat16(), ROOT / "models/draft"
+    assert draft_for(model, tokenizer(a=0, b=1), path) == (path, "cpu", torch.bfloat16)
     for other in tokenizer(b=0, a=1), tokenizer(a=0, c=1), tokenizer(a=0):
         with pytest.raises(InputError, match="the target's tokenizer, got another vocabulary"):
-            draft_for(LLAMA, other, "path")
+            draft_for(LLAMA, other, path)
 
 
 def test_the_parts_of_the_real_model_can_be_loaded(monkeypatch):

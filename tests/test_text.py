@@ -60,6 +60,15 @@ def test_encodings_of_the_output(monkeypatch, name, terminal, printed):
     assert stream.buffer.getvalue() == printed
 
 
+def test_streams_that_were_closed_before(monkeypatch):
+    """Python has None in their place."""
+    for name in "stdin", "stdout", "stderr":
+        monkeypatch.setattr(sys, name, None)
+    set_encodings()
+    assert print("é漢", flush=True) is None is not sys.stderr and not sys.stdout.isatty()
+    assert read_arguments(["-"]) == [""]
+
+
 def test_the_end_of_a_long_message_stays():
     """It often has the reason."""
     assert shorten("begin " + "x y\n" * 900 + " end").endswith("x y end")

@@ -233,10 +233,16 @@ def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             write_whole(place, interrupting(act, 1, after=True))
     assert file.read_text() == "old" and len([*folder.iterdir()]) == 2
-    write_whole(folder, write)
+    write_whole(folder, write, begins=None)
     assert {file.name: file.read_text() for file in folder.iterdir()} == {
         "model.safetensors": "new", "config.json": "new"}
     assert len([*tmp_path.iterdir()]) == 3
+    for place, act in (file, lambda fresh: fresh.write_text("new")), (folder, write):
+        for number in 1, 2:  # something has appeared since the place was checked
+            with pytest.raises(InputError, match=f"; the result is '{place}.{number}'$"):
+                write_whole(place, act)
+    assert file.read_text() == "old" and (tmp_path / "file.1").read_text() == "new"
+    assert len([*tmp_path.iterdir()]) == 7 and len([*(tmp_path / "folder.2").iterdir()]) == 2
 
 
 def interrupted_at(number: int, act) -> None:
@@ -471,7 +477,8 @@ def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
         assert [a == b for a, b in zip(again, answers)].count(False) == 1 and [1, 2, 3] in again
         assert file.read_text() == "\n".join([*marked, ""])
     whole = file.read_bytes()
-    for damaged in b"\xff\n", b"{}\n", b"5\n":
+    for damaged in (b"\xff\n", b"{}\n", b"5\n", b'{"prompt": [7], "answer": [61]}\n',
+                    b'{"prompt": [7.0], "answer": [3]}\n', b'{"prompt": [-1], "answer": [3]}\n'):
         file.write_bytes(whole + damaged)
         with pytest.raises(InputError, match="an earlier run kept in line 5; .*, got .*answers-"):
             collect_answers(model, WORDLESS, prompts, 8, file.parent)
@@ -482,8 +489,11 @@ def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
         model = tiny("llama", seed=seed)
         expected = [tokens_of(autoregressive(FeatureLM(model), [7]), limit, {1})]
         assert collect_answers(model, WORDLESS, [[7]], limit, tmp_path) == expected
-    collect_answers(tiny("llama").bfloat16(), WORDLESS, [[7]], 8, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 5
+    model = tiny("llama").bfloat16()
+    for number in 0, 1, 2, 3:  # then one number of one row is another one
+        model.get_input_embeddings().weight.data[60, number] += number
+        collect_answers(model, WORDLESS, [[7]], 8, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 8
 
 
 @pytest.fixture

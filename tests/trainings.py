@@ -3,6 +3,7 @@
 Each command line stands for a training, and beside it is what decodes with the file or folder OUT
 that the training leaves."""
 import importlib
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +81,8 @@ def run(line: str, folder: Path, model, prompts=PROMPTS, **changes) -> Path:
         options["prompts"] = prompts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequoia, "draft_for", lambda model, *_: near(model, 0.1))
+        shutil.rmtree(folder / "out", ignore_errors=True)  # of an earlier run
+        Path(folder / "out").unlink(missing_ok=True)
         command(model, WORDLESS, **options)
     return folder / "out"
 

@@ -68,7 +68,7 @@ Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 def digest(weights: dict[str, torch.Tensor], *settings) -> str:
     """Name what belongs to these weights and settings, and to no others.
 
-    weights   tensors by name. About a thousand numbers of each are read
+    weights   tensors by name. Every number is read, which takes a second for 1.4 GB
     settings  anything whose `repr` says what it is
     returns   16 hexadecimal digits
     """
@@ -76,8 +76,7 @@ def digest(weights: dict[str, torch.Tensor], *settings) -> str:
     for name, x in weights.items():
         # The same numbers in another type make other answers, so the type counts too.
         found.update(repr((name, x.shape, x.dtype)).encode())
-        sample = x.detach().flatten()[::1 + x.numel() // 1009]
-        found.update(sample.float().cpu().numpy().tobytes())
+        found.update(x.detach().cpu().flatten().view(torch.uint8).numpy())
     return found.hexdigest()[:16]
 
 
@@ -216,6 +215,15 @@ def answer_all(model, eos: set[int], prompts: list[list[int]], limit: int,
     return [answer_of[number] for number in range(len(prompts))]
 
 
+def read_answer(model, row: dict) -> tuple[tuple[int, ...], list[int]]:
+    """Return the prompt and the answer of a kept line; ValueError for what are no tokens."""
+    ids = row["prompt"] + row["answer"]
+    rows = len(model.get_input_embeddings().weight)
+    if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= rows:
+        raise ValueError(f"it has others than tokens from 0 to {rows - 1}")
+    return tuple(row["prompt"]), row["answer"]
+
+
 def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
                     work: Path) -> list[list[int]]:
     """Collect the model's own greedy answer to each prompt; a file in `work` keeps all answers.
@@ -229,7 +237,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
     work.mkdir(parents=True, exist_ok=True)
     path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
     with open(path, "a+b") as file:
-        answer_of = dict(read_kept(file, lambda row: (tuple(row["prompt"]), row["answer"])))
+        answer_of = dict(read_kept(file, functools.partial(read_answer, model)))
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in answer_of]
         answers = generate_answers(model, eos, todo, limit)
         for number, answer in tqdm(answers, "answers", len(todo)):
@@ -593,11 +601,13 @@ class Training:
         state = {"parameters": self.parameters, "done": self.done, "curve": self.curve,
                  "optimizers": [x.state_dict() for x in self.optimizers]}
         with explain_errors("a folder that takes a checkpoint", self.file.parent):
-            write_whole(self.file, lambda fresh: torch.save(state, fresh))
+            write_whole(self.file, lambda fresh: torch.save(state, fresh), None)
         self.saved_at = time.monotonic()
 
     def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
         """Make all updates that are left. Ctrl-C ends them and leaves a checkpoint, too.
+
+        So do the other signals that `run_script` of cli/main.py takes for Ctrl-C.
 
         loss_of   a function of a random generator that gives a loss, in `low_precision`;
                   whatever is random in it comes from the generator
