@@ -30,6 +30,7 @@ from common import CachedLM, InputError, autoregressive, encode, greedy
 from helpers import ROOT, forget_project, fork, loaded, main, script, tokens_of
 from speculative import speculative
 from support.files import FIGURES, check_result
+from support.layers import move_counts
 from test_structure import FILES, functions_of
 from training import loop as training
 from training.loop import Settings
@@ -217,7 +218,10 @@ def test_compare_takes_the_model_whose_text_a_method_writes(ask):
 
     def of_draft(target, prompt, *, sample=None, log=None):
         target.memo["writer"] = model
-        yield from autoregressive(target.once("draft", lambda: TimedLM(model)), prompt)
+        lm = TimedLM(model)
+        for chunk in autoregressive(lm, prompt):
+            move_counts(lm, target)
+            yield chunk
     status, _, err = ask("--prompt", PROMPT, "--compare", method=of_draft)
     assert status == 0 and "output equals autoregressive" in err
 
