@@ -388,7 +388,7 @@ bita train --data {odd}/pairs --prompts models/examples.jsonl
 survey.sequoia --nodes 1
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
-survey.eagle3 train --out {odd}/new --mtp --norms
+survey.eagle3 train --out {odd}/new --taps 2 --norms
 survey.dflash train --out {odd}/new --layers 13
 hybrid.hybrid --guess rest
 survey.masks --L 9
