@@ -150,10 +150,11 @@ def rename(name: str, layers: int) -> str:
     found = re.fullmatch(r"model\.(?:language_model\.)?layers\.(\d+)\.(.+)", name)
     if not found or int(found[1]) < layers:
         return ""
+    number = int(found[1]) - layers
     stem, _, last = found[2].rpartition(".")
-    if stem in NAMES:
+    if stem in NAMES and number == 0:
         return f"{NAMES[stem]}.{last}"
-    return f"mtp.layers.{int(found[1]) - layers}.{found[2]}"
+    return f"mtp.layers.{number}.{found[2]}"
 
 
 def fuse_experts(tensors: dict[str, torch.Tensor]) -> None:
@@ -190,10 +191,10 @@ def read_block(path: str, layers: int) -> dict[str, torch.Tensor]:
             with safe_open(find_file(path, [file]), "pt") as opened:
                 tensors |= {block[name]: opened.get_tensor(name)
                             for name in block if file_of[name] == file}
-        coded = [name for name, x in tensors.items() if x.itemsize == 1 or "_scale" in name]
-        require(not coded, "target", "a checkpoint with an MTP block that is not quantised",
-                f"{path!r} with {coded[:1]}")
         fuse_experts(tensors)
+    coded = [name for name, x in tensors.items() if x.itemsize == 1 or "_scale" in name]
+    require(not coded, "target", "a checkpoint with an MTP block that is not quantised",
+            f"{path!r} with {coded[:1]}")
     return tensors
 
 

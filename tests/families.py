@@ -16,7 +16,8 @@ import torch
 from transformers import (AutoModelForCausalLM, Cohere2Config, CohereConfig, DeepseekV3Config,
                           Gemma2Config, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, GptOssConfig,
                           GraniteConfig, LlamaConfig, MistralConfig, OPTConfig, Phi3Config,
-                          Qwen2Config, Qwen3Config, Qwen3MoeConfig, StableLmConfig)
+                          Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig,
+                          StableLmConfig)
 
 from common import CachedLM, check
 
@@ -55,6 +56,7 @@ MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
                                     qk_rope_head_dim=8, v_head_dim=12),
     "cohere2": Cohere2Config(**SHAPE, **WINDOWS),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, head_dim=8, num_experts=4),
+    "qwen3-5": Qwen3_5TextConfig(**SHAPE, head_dim=8, layer_types=["full_attention"] * 2),
 }
 SCALED = {  # whose logits are not what the LM head says
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
