@@ -61,7 +61,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/eagle3.safetensors"
-DECAY = 0.8  # of the loss from pass to pass
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -124,6 +123,7 @@ class Eagle3Layer(Part):
     accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py
     """
     title = "an EAGLE-3 layer"
+    decay = 0.8  # of the loss from pass to pass
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
@@ -190,8 +190,7 @@ class Eagle3Layer(Part):
 
 
 def unroll_loss(draft: Part, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
-                probs: torch.Tensor, passes: int, decay: float = DECAY,
-                score: Callable | None = None) -> torch.Tensor:
+                probs: torch.Tensor, passes: int, score: Callable | None = None) -> torch.Tensor:
     """Compute the loss of the training-time test of Section 3.2.
 
     draft     this draft, or an MTP block
@@ -200,9 +199,8 @@ def unroll_loss(draft: Part, ids: torch.Tensor, features: torch.Tensor, learns: 
     learns    bool [B, T], which tokens are learned
     probs     [N, D], for each learned token the target's distribution over the draft's vocabulary
     passes    how often the layer runs
-    decay     of the loss from pass to pass
     score     turns what the layer makes into logits. None: the draft's LM head does
-    returns   Σ_n decay^n times the mean loss of the guesses of pass n that are learned
+    returns   Σ_n draft.decay^n times the mean loss of the guesses of pass n that are learned
     """
     R = ids.shape[1] - 2
     score = score or draft.lm.get_output_embeddings()
@@ -226,7 +224,7 @@ def unroll_loss(draft: Part, ids: torch.Tensor, features: torch.Tensor, learns: 
         logits = score(g[:, :R - n][learned]).float()
         each = F.cross_entropy(logits, probs[number[:, 2 + n:][learned]], reduction="none")
         # The draft's vocabulary may lack all tokens of a pass. The mean of none would be NaN.
-        total = total + decay ** n * (each.mean() if len(each) else each.sum())
+        total = total + draft.decay ** n * (each.mean() if len(each) else each.sum())
         sees.append(own)
     return total
 
@@ -294,7 +292,7 @@ def sample_loss(draft: Part, model, data: list[Pair], batch: int, rng: random.Ra
     batch    how many pairs are sampled
     rng      the generator
     score    as for `choose_lessons`
-    how      the last arguments of `unroll_loss`
+    how      the last arguments of `unroll_loss`, from `passes` on
     """
     pairs = sample_alike(data, batch, rng, count_tokens)
     ids, answers = (x.to(model.device) for x in pad_pairs(pairs))

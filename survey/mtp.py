@@ -33,10 +33,10 @@ target's layers. transformers drops them, so they are read from the safetensors 
     mtp.norm.weight                     shared_head.norm.weight
     the target's                        shared_head.head.weight, embed_tokens.weight
 
-A wrong norm or order leaves the text as it is, and only fewer guesses are right. So this file does
-what engines found to be accepted most often: f and f̂ are read after the final norm in both forms
-(vLLM pull request 45895, llama.cpp 24025), and no embedding is set to 0 at position 0, as a row of
-vLLM's is by mistake (its issue 33299).
+A wrong norm or order leaves the text as it is, and only fewer guesses are right. No checkpoint says
+which is right, so engines have tried. In both forms more guesses are accepted if f and f̂ are read
+after the final norms (pull requests 45895 of vLLM and 24025 of llama.cpp). An older vLLM sets the
+embedding to 0 at position 0, which its issue 33299 calls a mistake, and which is not done here.
 
 Departures, besides those of EAGLE's tree (eagle.py):
 - Blocks. DeepSeek-V3's paper: a block for each depth. Here: one block, which reads its own output,
@@ -67,7 +67,6 @@ import torch
 from safetensors import safe_open
 
 ADAPTER = f"{MODELS}/mtp.safetensors"
-DECAY = 0.6  # of the loss from pass to pass
 NAMES = {  # what belongs to the layer beyond the last one, and not to a layer of the target
     "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
     "shared_head.norm": "mtp.norm", "shared_head.head": "lm_head", "embed_tokens": "embed_tokens"}
@@ -87,6 +86,7 @@ class MTPBlock(Part):
     vocab    [V'], the tokens that the rows of the LM head stand for
     """
     title = "an MTP block"
+    decay = 0.6  # of the loss from pass to pass
 
     def __init__(self, model, seed: int = 0):
         super().__init__()
@@ -272,7 +272,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     texts = compute_features(model, held_out, None)
     score = score_with(model, draft.lm.get_output_embeddings())
     fit_part(draft, model, (draft.vocab.tolist(), batch, passes), data, held_out,
-             lambda rng: sample_loss(draft, model, data, batch, rng, score, passes, DECAY, score),
+             lambda rng: sample_loss(draft, model, data, batch, rng, score, passes, score),
              lambda: evaluate(draft, texts), steps=steps, lr=lr, seed=seed, work=work, name="mtp",
              rate=warm_linear, max_norm=math.inf, max_value=0.5)
     save_trained(out, draft, model)

@@ -417,6 +417,21 @@ def test_a_draft_of_another_tokenizer_is_taken_where_it_is_meant(odd, ask):
     assert ask(*argv, file="survey.another_tokenizer")[0] == 0
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "medusa", "hydra"])
+def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
+    file = importlib.import_module("survey.medusa" if name == "hydra" else f"survey.{name}")
+    function = "load_heads" if hasattr(file, "load_heads") else "load_draft"
+    load, heads = getattr(file, function), ["--heads", name] if name in ("medusa", "hydra") else []
+    for shift in (0, 1):
+        def shifted(*given):
+            part = load(*given)
+            part.vocab = part.vocab.roll(shift)
+            return part
+        monkeypatch.setattr(file, function, shifted)
+        *_, err = ask("--nodes", "8", "--prompt", PROMPT, *heads, file=file.__name__)
+        assert ("\nthe head fits this model badly: " in err) == (shift == 1), err
+
+
 def test_nothing_that_is_there_is_replaced(tmp_path, ask):
     """Neither a folder nor a file, even one of the same command, but for an empty one, a page that
     is made again, and a file with which a stopped run goes on."""

@@ -93,7 +93,7 @@ def test_training_gives_the_layer_what_decoding_gives_it(make, decay):
                 step = Pairs(lm.features[-1:], [TEXT[j + 2 + n]])
                 logits = lm.forward(draft.join(*step))
     expected = sum(decay ** n * torch.stack(some).mean() for n, some in losses.items())
-    found = unroll_loss(draft, ids, features, learns, probs, 3, decay)
+    found = unroll_loss(draft, ids, features, learns, probs, 3)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 

@@ -23,8 +23,7 @@ FORMS = {  # family: what names begin with, names of four tensors, of the layer,
     "deepseek-v3": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), "", 0.0)}
 TABLE, HEAD, FC = (f"model.layers.2.{x}.weight"
                    for x in ("embed_tokens", "shared_head.head", "eh_proj"))
-MISTAKES = ["swapped", "1 + w", "before the norm", "position", "token", "norm 0", "norm 1",
-            "norm 3"]
+MISTAKES = "swapped, 1 + w, before the norm, position, token, norm 0, norm 1, norm 3".split(", ")
 
 
 def write(folder, family: str, changes: dict | None = {}):
@@ -81,17 +80,16 @@ def guess(model, w: dict, text: list[int], path: list[int], family: str, mistake
 @pytest.mark.parametrize("family", FORMS)
 @torch.inference_mode()
 def test_every_guess_is_that_of_the_equations(tmp_path, monkeypatch, family):
-    """Along a text, after a true feature and after one of the block's own. With any mistake most of
-    them are others."""
+    """They are made along a text, after a true feature and after one of the block's own. With a
+    mistake in the equations, guesses of one kind at least are all others."""
     model, w = write(tmp_path, family)
     seen, text, texts = [], TEXT, []
     monkeypatch.setattr("survey.eagle.rank_tokens", lambda draft, logits, ranks: seen.append(
         logits[0]) or rank_tokens(draft, logits, ranks))
-    chunks = mtp(TimedLM(model), text, nodes=3)  # two levels, of which one node gets children
+    chunks = mtp(TimedLM(model), text, nodes=3)  # one node of each of two levels gets children
     for _ in range(8):
-        texts += [(text, [])]
-        text = text + next(chunks)
-        texts += [(texts[-1][0], [seen[-2].argmax().item()])]
+        before, text = text, text + next(chunks)
+        texts += [(before, []), (before, [seen[-2].argmax().item()])]
     for mistake in ["", *MISTAKES]:
         made = torch.stack([guess(model, w, *x, family, mistake) for x in texts])
         same = torch.isclose(torch.stack(seen), made, atol=1e-4).all(-1)
