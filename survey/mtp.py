@@ -33,10 +33,10 @@ target's layers. transformers drops them, so they are read from the safetensors 
     mtp.norm.weight                     shared_head.norm.weight
     the target's                        shared_head.head.weight, embed_tokens.weight
 
-A wrong norm or order leaves the text as it is, and only fewer guesses are right. No checkpoint says
-which is right, so engines have tried. In both forms more guesses are accepted if f and f̂ are read
-after the final norms (pull requests 45895 of vLLM and 24025 of llama.cpp). An older vLLM sets the
-embedding to 0 at position 0, which its issue 33299 calls a mistake, and which is not done here.
+A wrong norm or order leaves the text as it is, and only fewer guesses are right. Engines found that
+in both forms more guesses are accepted if f and f̂ are read after the final norms (pull requests
+45895 of vLLM and 24025 of llama.cpp). An older vLLM sets the embedding to 0 at position 0, which
+its issue 33299 calls a mistake, and which is not done here.
 
 Departures, besides those of EAGLE's tree (eagle.py):
 - Blocks. DeepSeek-V3's paper: a block for each depth. Here: one block, which reads its own output,
@@ -44,7 +44,8 @@ Departures, besides those of EAGLE's tree (eagle.py):
 - Training. DeepSeek-V3's paper: the target learns too, and row j of a later pass sees the rows of
   its pass up to j. Here: the target stays frozen, as in FastMTP, and rows see what they see in
   decoding. Why: the output is then still the target's own.
-- Begin. Here: `train` begins with the target's last layer of full attention and its final norm.
+- Begin. DeepSeek-V3's paper: blocks begin at random, like the target. Here: `train` begins with the
+  target's last layer of full attention and its final norm. Why: the target has learned already.
 """
 import copy
 import math

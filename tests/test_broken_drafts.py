@@ -41,8 +41,8 @@ def test_a_draft_model_that_overflows(name):
     check(name, Broken)
 
 
-@pytest.mark.parametrize("name", [x for x in LINES if x.startswith(("eagle", "medusa", "hydra",
-                                                                    "dflash", "early_exit"))])
+@pytest.mark.parametrize("name", [x for x in LINES if x.startswith(
+    ("eagle", "medusa", "hydra", "dflash", "early_exit", "mtp"))])
 def test_heads_and_layers_whose_weights_overflow(name):
     LINES[name] = METHODS[name](model_of("llama"))
     shared = {p.data_ptr() for p in model_of("llama").parameters()}
