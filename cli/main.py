@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from cli.loading import encode_data, encode_prompts, load_checked
 from cli.options import MODELS, parse_command, parse_decoding, read_options, select_options
-from cli.run import Run, TimedLM, count_guesses
+from cli.run import Run, TimedLM, count_guesses, doubt_head
 from cli.text import MOST, read_arguments, set_encodings, stream
 from cli.trace import Trace, make_page
 from common import (InputError, KVCache, Sampler, autoregressive, check, eos_ids, make_cache,
@@ -195,7 +195,8 @@ class Session:
                     list(chunks)
         finally:  # also after Ctrl-C
             if show and run.tokens:
-                print(f"{run}\n{self.report(run)}", file=sys.stderr)
+                said = [str(run), self.report(run), doubt_head(run)]
+                print("\n".join(filter(None, said)), file=sys.stderr)
         return run
 
 

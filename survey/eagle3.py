@@ -1,10 +1,7 @@
 """EAGLE-3: one layer reads three layers of the target, and learns from what it guessed itself.
 
-    eagle3         Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models
-                   via Training-Time Test", arXiv 2503.01840
-    train --mtp    DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, Section 2.2;
-                   Cai et al., "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token
-                   Prediction", arXiv 2509.18362
+    eagle3    Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+              Training-Time Test", arXiv 2503.01840
 
     python -m survey.eagle3 train --prompts FILE --out my.safetensors
     python -m survey.eagle3 --adapter my.safetensors --prompt "..."
@@ -36,22 +33,11 @@ below row j of the text:
 
 Trees are grown and verified as in EAGLE, so greedy output and samples are the target's.
 
-`train --mtp` makes a simpler relative, multi-token prediction. Here f_i is what the target's LM
-head reads. A plain layer reads a projection M of this feature and of the token:
-
-    M [norm(f_i); norm(e(t_{i+1}))] ── layer ──> a_{i+1} ── norm, LM head ──> guesses of t_{i+2}
-
-One layer makes all guesses. In the passes after the first it reads a in place of f, and pass n
-weighs 0.6^n. All else is as above.
-
 Departures, besides those of EAGLE's tree (eagle.py):
 - Training. Paper: 7 passes, a rate of 5e-5, answers of a fixed set, an LM head that begins at
   random. Here: 5 passes (`--passes`), 1e-3 after a warm-up, and the target's own greedy answers.
   The LM head begins as the target's or stays it (`--head target`). Why: pass n weighs 0.8^n and
   costs as much as the first, and the draft guesses these answers.
-- MTP. Paper: the target learns too, and row j of a later pass sees the rows of its pass up to j.
-  Here: the target stays frozen, as in FastMTP, and rows see what they see in decoding. Why: the
-  output is then still the target's own.
 """
 import math
 import random
@@ -60,13 +46,13 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import InputError, Sampler, check, greedy
-from support.layers import FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths
+from support.layers import FeatureLM, choose_taps, read_taps, tap_layers, tap_widths
 from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
 from support.released import (describe_layer, fill_layer, is_released, make_config, read_eagle3,
                               write_head)
 from survey.eagle import decode
 from training.acceptance import compute_features, evaluate
-from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
+from training.loop import (Pair, count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
                            sample_alike, warm_linear)
 
 import torch
@@ -75,18 +61,15 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/eagle3.safetensors"
-DECAY = 0.8  # of the loss from pass to pass
-MTP_DECAY = 0.6  # the same for multi-token prediction
 
 
 # ----------------------------------------------------------------------------------- the draft
 
 class Form(NamedTuple):
-    """Say which variant a draft is; released heads have the first three in their configurations."""
+    """Say which variant a draft is, as the configurations of released heads do."""
     norm_before_residual: bool = False  # the residual stream begins with the normed g
     fc_norm: bool = False  # each tapped layer is normed before `fc` (EAGLE-3.1)
     norm_output: bool = False  # the normed output is what the next level reads (EAGLE-3.1)
-    mtp: bool = False  # the layer is that of multi-token prediction
 
 
 class Layer(LlamaDecoderLayer):
@@ -112,23 +95,6 @@ class Layer(LlamaDecoderLayer):
         attended, _ = self.self_attn(hidden_states=both, **kwargs)
         x = attended + (normed if self.norm_before_residual else g)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class MTPLayer(LlamaDecoderLayer):
-    """Be a Llama layer over a projection of a feature and a token (DeepSeek-V3, Eq. 21 and 22)."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__(config, 0)
-        h = config.hidden_size
-        self.hnorm = LlamaRMSNorm(h, config.rms_norm_eps)
-        self.enorm = LlamaRMSNorm(h, config.rms_norm_eps)
-        self.eh_proj = torch.nn.Linear(2 * h, h, bias=False)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """Compute a of embeddings and features, as `Layer` does."""
-        e, g = hidden_states[..., :self.hidden_size], hidden_states[..., -self.hidden_size:]
-        both = torch.cat([self.hnorm(g), self.enorm(e)], -1)
-        return super().forward(self.eh_proj(both), **kwargs)
 
 
 class NormedHead(torch.nn.Linear):
@@ -157,6 +123,7 @@ class Eagle3Layer(Part):
     accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py
     """
     title = "an EAGLE-3 layer"
+    decay = 0.8  # of the loss from pass to pass
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
@@ -169,7 +136,7 @@ class Eagle3Layer(Part):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             lm = LlamaForCausalLM(small)  # with 8 embeddings, which the target's replace below
-            lm.model.layers[0] = MTPLayer(lm.config) if form.mtp else Layer(lm.config, form)
+            lm.model.layers[0] = Layer(lm.config, form)
             lm.lm_head = NormedHead(self.h, len(self.vocab), config.rms_norm_eps)
             self.fc = None  # a single tapped layer of the same width is read as it is
             if widths != [self.h]:
@@ -222,19 +189,21 @@ class Eagle3Layer(Part):
         return torch.cat([e.to(g.dtype), g], -1)
 
 
-def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
-                probs: torch.Tensor, passes: int) -> torch.Tensor:
+def unroll_loss(draft: Part, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
+                probs: torch.Tensor, passes: int, score: Callable | None = None) -> torch.Tensor:
     """Compute the loss of the training-time test of Section 3.2.
 
+    draft     this draft, or an MTP block
     ids       [B, T], texts that were padded at their ends
     features  [B, T, t], what was tapped, where t is the width of all taps
     learns    bool [B, T], which tokens are learned
     probs     [N, D], for each learned token the target's distribution over the draft's vocabulary
     passes    how often the layer runs
-    returns   Σ_n decay^n times the mean loss of the guesses of pass n that are learned
+    score     turns what the layer makes into logits. None: the draft's LM head does
+    returns   Σ_n draft.decay^n times the mean loss of the guesses of pass n that are learned
     """
     R = ids.shape[1] - 2
-    decay = MTP_DECAY if draft.form.mtp else DECAY
+    score = score or draft.lm.get_output_embeddings()
     number = learns.flatten().cumsum(0).view(learns.shape) - 1  # the row of `probs` of each token
     cache = DynamicCache()  # holds the rows of all passes, and gradients flow through it
     total = 0.0
@@ -248,14 +217,14 @@ def unroll_loss(draft: Eagle3Layer, ids: torch.Tensor, features: torch.Tensor, l
         mask = torch.where(torch.cat(sees, 1), 0.0, -torch.inf).to(inputs)
         mask = mask.expand(len(ids), 1, -1, -1)  # [B, 1, R, (n + 1) R]
         places = torch.arange(n, R + n, device=ids.device)[None]
-        g = draft.lm.model(inputs_embeds=inputs, position_ids=places, attention_mask=mask,
-                           past_key_values=cache, use_cache=True)[0]  # a of pass n, [B, R, h]
+        g = draft.lm.get_decoder()(inputs_embeds=inputs, position_ids=places, attention_mask=mask,
+                                   past_key_values=cache, use_cache=True)[0]  # a of pass n
         # Row j guesses t_{j+2+n}.
         learned = learns[:, 2 + n:]
-        logits = draft.lm.lm_head(g[:, :R - n][learned]).float()
+        logits = score(g[:, :R - n][learned]).float()
         each = F.cross_entropy(logits, probs[number[:, 2 + n:][learned]], reduction="none")
         # The draft's vocabulary may lack all tokens of a pass. The mean of none would be NaN.
-        total = total + decay ** n * (each.mean() if len(each) else each.sum())
+        total = total + draft.decay ** n * (each.mean() if len(each) else each.sum())
         sees.append(own)
     return total
 
@@ -285,7 +254,8 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
 # ------------------------------------------------------------------------------------ training
 
 @torch.no_grad()
-def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_target(model, taps: list[int] | None,
+                ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the frozen target over texts [B, T] that were padded at their ends.
 
     returns  what is tapped [B, T, t], where t is the width of all taps, and what the target's LM
@@ -298,7 +268,7 @@ def read_target(model, taps: list[int], ids: torch.Tensor) -> tuple[torch.Tensor
 
 
 @torch.no_grad()
-def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
+def choose_lessons(draft: Part, ids: torch.Tensor, answers: torch.Tensor,
                    hidden: torch.Tensor, score: Callable) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the tokens to be learned, and compute the target's distributions of them.
 
@@ -315,33 +285,43 @@ def choose_lessons(draft: Eagle3Layer, ids: torch.Tensor, answers: torch.Tensor,
     return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
 
 
+def sample_loss(draft: Part, model, data: list[Pair], batch: int, rng: random.Random,
+                score: Callable, *how) -> torch.Tensor:
+    """Sample a few pairs, and compute what `unroll_loss` makes of them.
+
+    batch    how many pairs are sampled
+    rng      the generator
+    score    as for `choose_lessons`
+    how      the last arguments of `unroll_loss`, from `passes` on
+    """
+    pairs = sample_alike(data, batch, rng, count_tokens)
+    ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
+    features, hidden = read_target(model, draft.taps, ids)
+    learns, probs = choose_lessons(draft, ids, answers, hidden, score)
+    return unroll_loss(draft, ids, features, learns, probs, *how)
+
+
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          taps: str = "", passes: int = 5, norms: bool = False, mtp: bool = False,
-          head: str = "own", mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200,
-          steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
+          taps: str = "", passes: int = 5, norms: bool = False, head: str = "own", mlp: int = 0,
+          vocab: int = 0, max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
+          lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     taps:    numbers of the layers whose inputs are read, as 2,6,9. The number of all layers stands
-             for what the LM head reads, which is the default with --mtp. Without it the default
-             is layers 2, L/2 and L - 3
+             for what the LM head reads. The default is layers 2, L/2 and L - 3
     passes:  how many passes the training-time test has, 1 or more. With 1 the layer never reads its
              own guesses in training
     norms:   train the form of EAGLE-3.1, which norms each tapped layer and every guessed feature
-    mtp:     train the layer of multi-token prediction, a plain one over a projection of [norm of
-             the feature; norm of the token]
     head:    own, an LM head that begins as the target's and is trained, or target, the target's
              rows as they are, which the file then need not hold
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     batch:   how many answers a step learns from
     """
     require(head in ("own", "target"), "head", "own or target", head)
-    if taps:
-        numbers = read_taps(taps, model)
-    else:
-        numbers = [depth_of(model)] if mtp else choose_taps(model)
+    numbers = read_taps(taps, model) if taps else choose_taps(model)
     require(not norms or len(numbers) > 1, "norms", "off where one layer is read",
             f"it for layer {numbers[0]}")
-    form = Form(fc_norm=norms, norm_output=norms, mtp=mtp)
+    form = Form(fc_norm=norms, norm_output=norms)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens, most=50)
     every = range(len(model.get_output_embeddings().weight))
@@ -350,18 +330,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     texts = compute_features(model, held_out, numbers)
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
 
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
-        ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
-        features, hidden = read_target(model, numbers, ids)
-        learns, probs = choose_lessons(draft, ids, answers, hidden, score)
-        return unroll_loss(draft, ids, features, learns, probs, passes)
-
     facts = (numbers, form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head, batch,
              passes)
-    fit_part(draft, model, facts, data, held_out, loss_of, lambda: evaluate(draft, texts),
-             steps=steps, lr=lr, seed=seed, work=work, name="eagle3", rate=warm_linear,
-             max_norm=math.inf, max_value=0.5)
+    fit_part(draft, model, facts, data, held_out,
+             lambda rng: sample_loss(draft, model, data, batch, rng, score, passes),
+             lambda: evaluate(draft, texts), steps=steps, lr=lr, seed=seed, work=work,
+             name="eagle3", rate=warm_linear, max_norm=math.inf, max_value=0.5)
     save_draft(out, draft, model)
 
 
@@ -381,7 +355,8 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
         return fill_layer(draft, draft.parts(), tensors, str(path), model)
     return load_trained(path, Eagle3Layer.title, model, lambda header: Eagle3Layer(
         model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
-        Form(**header["form"]), own_head=header.get("own_head", True)))
+        Form(*(header["form"][name] for name in Form._fields)),  # older files have more of them
+        own_head=header.get("own_head", True)))
 
 
 def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
@@ -391,9 +366,6 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     out:     the directory to make
     """
     draft, V = load_draft(adapter, model), len(model.get_output_embeddings().weight)
-    form = draft.form._asdict()
-    # MTP is refused before its layers are, since it reads only one.
-    require(not form.pop("mtp"), "adapter", "trained without --mtp", repr(str(adapter)))
     if draft.taps != choose_taps(model):
         raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
                          f"got {draft.taps}")
@@ -406,7 +378,7 @@ def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
     if table is not model.get_input_embeddings():
         tensors["embed_tokens.weight"] = table.weight
     # No numbers of layers are written, since engines count them differently.
-    config = describe_layer(draft.config, model) | form
+    config = describe_layer(draft.config, model) | draft.form._asdict()
     write_head(out, config | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D},
                tensors)
 

@@ -164,6 +164,17 @@ MUTANTS = {
          "a row of training sees the guesses of other rows"),
         ("learned = learns[:, 2 + n:]", "learned = learns[:, 1 + n:-1]",
          "a row learns one token too late")],
+    "survey/mtp.py": [
+        ("[self.norm_e(e), self.norm_h(f)]", "[self.norm_h(f), self.norm_e(e)]",
+         "the feature stands before the token"),
+        ("        self.norm = decoder._modules[name_norm(decoder)]\n",
+         "        self.norm = copy.deepcopy(decoder._modules[name_norm(decoder)])\n",
+         "the final norm is not the block's"),
+        ("torch.cat([gate, up], 1)", "torch.cat([up, gate], 1)", "gates of experts are swapped"),
+        ('parts["lm_head.weight"] = own.weight', 'parts["lm_head.weight"] = head.weight',
+         "a block's LM head takes the place of the target's"),
+        ("if stem in NAMES and number == 0:", "if stem in NAMES:", "only the last block is seen"),
+        ("decay = 0.6", "decay = 0.8", "later passes weigh as EAGLE-3's")],
     "survey/dflash.py": [
         ("lm.block = draft.B", "lm.block = 0",
          "a block is always causal in decoding"),
@@ -358,6 +369,7 @@ MUTANTS = {
         ("for name in own if name in args}",
          "for name in own if name in args and vars(args)[name]}", "an option of 0 is forgotten")],
     "cli/run.py": [
+        ("right / tried >= constant", "right / tried < constant", "a good head is doubted"),
         ("until(chunks, limit, self.eos)", "until(chunks, limit, ())", "EOS is ignored"),
         ("perf_counter() - self.setup", "perf_counter()", "set-up counts as decoding")],
     "cli/text.py": [

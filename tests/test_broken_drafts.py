@@ -60,8 +60,8 @@ def test_a_draft_with_tokens_that_the_target_lacks(name, temperature):
     assert temperature or found == autoregressive_text(target.model, tuple(PROMPT), 8)
 
 
-@pytest.mark.parametrize("name", [x for x in LINES if x.startswith(("eagle", "medusa", "hydra",
-                                                                    "dflash", "early_exit"))])
+@pytest.mark.parametrize("name", [x for x in LINES if x.startswith(
+    ("eagle", "medusa", "hydra", "dflash", "early_exit", "mtp"))])
 def test_heads_and_layers_whose_weights_overflow(name):
     LINES[name] = METHODS[name](model_of("llama"))
     shared = {p.data_ptr() for p in model_of("llama").parameters()}

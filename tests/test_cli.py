@@ -403,7 +403,7 @@ survey.sequoia --nodes 1
 survey.several_drafts --K 1537
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
-survey.eagle3 train --out {odd}/new --mtp --norms
+survey.eagle3 train --out {odd}/new --taps 2 --norms
 survey.dflash train --out {odd}/new --layers 13
 hybrid.hybrid --guess rest
 survey.masks --L 9
@@ -430,6 +430,21 @@ def test_wrong_input_is_one_line_and_status_2(line, said, odd, ask):
 def test_a_draft_of_another_tokenizer_is_taken_where_it_is_meant(odd, ask):
     argv = [*ONE, "--draft", f"{odd}/tokenizer", "--max-new-tokens", "1"]
     assert ask(*argv, file="survey.another_tokenizer")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "medusa", "hydra"])
+def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
+    file = importlib.import_module("survey.medusa" if name == "hydra" else f"survey.{name}")
+    function = "load_heads" if hasattr(file, "load_heads") else "load_draft"
+    load, heads = getattr(file, function), ["--heads", name] if name in ("medusa", "hydra") else []
+    for shift in (0, 1):
+        def shifted(*given):
+            part = load(*given)
+            part.vocab = part.vocab.roll(shift)
+            return part
+        monkeypatch.setattr(file, function, shifted)
+        *_, err = ask("--nodes", "8", "--prompt", PROMPT, *heads, file=file.__name__)
+        assert ("\nthe head fits this model badly: " in err) == (shift == 1), err
 
 
 def test_nothing_that_is_there_is_replaced(tmp_path, ask):

@@ -95,6 +95,7 @@ def test_a_choice_is_made_again_when_passes_have_doubled():
 
 
 TREES = [("survey.eagle", "eagle", {}), ("survey.eagle3", "eagle3", {}),
+         ("survey.mtp", "mtp", {}),
          ("survey.medusa", "medusa", {}), ("survey.medusa", "medusa", {"heads": "hydra"}),
          ("survey.dflash", "dflash", {}), ("survey.rest", "rest", {}),
          ("survey.recycling", "recycling", {}), ("survey.sequoia", "sequoia", {}),

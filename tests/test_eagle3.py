@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from cli.run import TimedLM
 from common import InputError
@@ -13,11 +12,11 @@ from naive import NaiveLM
 from support.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths)
 from support.parts import head_for, score_with
 from survey.eagle import Pairs
-from survey.eagle3 import (Eagle3Layer, Form, choose_lessons, load_draft, make_config, read_target,
+from survey.eagle3 import (Eagle3Layer, choose_lessons, load_draft, make_config, read_target,
                            save_draft, unroll_loss)
+from survey.mtp import MTPBlock
 from test_lossless import METHODS, play_rounds
 from training.loop import pad_pairs
-from trainings import run
 
 MODEL = tiny("llama", num_hidden_layers=7)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -71,12 +70,12 @@ def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch
 
 # ------------------------------------------------------------------------------- the training
 
-@pytest.mark.parametrize("mtp, taps, decay", [(False, (2, 3, 4), 0.8), (True, (7,), 0.6)],
+@pytest.mark.parametrize("make, decay", [(make_draft, 0.8), (lambda: rand(MTPBlock(MODEL)), 0.6)],
                          ids=["EAGLE-3", "MTP"])
-def test_training_gives_the_layer_what_decoding_gives_it(mtp, taps, decay):
+def test_training_gives_the_layer_what_decoding_gives_it(make, decay):
     """The loss of three passes is that of guesses made one after the other, as decoding makes
     them: after row j, with the text's tokens and the layer's own features."""
-    draft = make_draft(taps, form=Form(mtp=mtp))
+    draft = make()
     ids, answers = pad_pairs([(TEXT[:4], TEXT[4:])])
     features, hidden = read_target(MODEL, draft.taps, ids)
     learns, probs = choose_lessons(draft, ids, answers, hidden, score_with(MODEL))
@@ -119,28 +118,6 @@ def test_tokens_that_the_draft_cannot_guess_are_not_learned():
                                [i in (7, 8) and t % 2 == 0 for i, t in enumerate(TEXT)]]
     logits = MODEL(ids).logits[:, :-1][learns[:, 1:]]
     assert torch.allclose(probs, logits[:, ::2].softmax(-1), atol=1e-5)
-
-
-def test_the_layer_of_mtp_is_a_plain_one_over_a_projection():
-    """DeepSeek-V3, Eq. 21: M [norm(h); norm(e)], then a block as the target's own."""
-    draft = make_draft([7], form=Form(mtp=True))
-    w, h, e = draft.parts(), torch.randn(1, 9, 32), torch.randn(1, 9, 32)
-    x = torch.cat([torch.nn.functional.rms_norm(y, (32,), w[f"midlayer.{name}.weight"], 1e-5)
-                   for y, name in ((h, "hnorm"), (e, "enorm"))], -1)
-    block = LlamaDecoderLayer(draft.lm.config, 0)
-    block.load_state_dict({name: p for name, p in draft.lm.model.layers[0].state_dict().items()
-                           if "proj" in name.replace("eh_proj", "") or "layernorm" in name})
-    mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
-    how = dict(attention_mask=mask,
-               position_embeddings=draft.lm.model.rotary_emb(x, torch.arange(9)[None]))
-    expected = block(x @ w["midlayer.eh_proj.weight"].T, **how)
-    found = draft.lm.model.layers[0](torch.cat([e, h], -1), **how)
-    assert torch.allclose(found, expected, atol=1e-5)
-
-
-def test_mtp_reads_what_the_lm_head_reads(tmp_path):
-    file = run("survey.eagle3 train --mtp", tmp_path, MODEL, steps=1)
-    assert load_draft(file, MODEL).taps == [7]
 
 
 def test_a_head_of_the_target_is_neither_trained_nor_kept(tmp_path):

@@ -60,7 +60,7 @@ from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from naive import KnowingLM, NaiveLM
 from support.released import some_weights
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
-                    layerskip, lossy, masks, medusa, online, recycling, rest, sequoia,
+                    layerskip, lossy, masks, medusa, mtp, online, recycling, rest, sequoia,
                     several_drafts, triforce)
 from survey.triforce import PartialLM
 from toy_tokenizers import TOKENIZERS
@@ -70,7 +70,7 @@ ALL = FAMILIES | MORE_FAMILIES
 # positions, positions from a table, and layers with windows. They suffice as well for a method that
 # reads of a model what another one reads too: LayerSkip as an early exit, PaSS and SPACE as BiTA.
 SIX = ["llama", "gpt2", "gemma3", *RECURRENT]
-READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, triforce]
+READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, mtp, triforce]
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
 near = functools.cache(families.near)  # the same draft wherever a line names it
 
@@ -188,6 +188,8 @@ METHODS = {
         eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model, bias=True)))),
     "eagle3": lambda model: Line(
         eagle3.eagle3, dict(nodes=9, trained=eagle3_layer(model)), few=dict(nodes=3)),
+    "mtp": lambda model: Line(
+        mtp.mtp, dict(nodes=9, trained=rand(mtp.MTPBlock(model), RATES)), few=dict(nodes=3)),
     "dflash": lambda model: Line(
         dflash.dflash, dict(nodes=9, trained=rand(dflash.BlockDraft(model, [0, 2], B=4, markov=8))),
         few=dict(nodes=2), vocab=2),

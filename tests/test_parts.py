@@ -17,7 +17,7 @@ from support import parts
 from support.parts import (belongs, draft_for, fill, head_for, load_facts, load_trained,
                            save_facts, save_part, save_trained, score_with, some_embeddings)
 from support.released import is_head
-from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa
+from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, mtp
 from trainings import make_llama, run
 
 LLAMA = tiny("llama")
@@ -88,6 +88,7 @@ PARTS = {  # a training: functions that load the file that it leaves, and that s
     "survey.eagle train": (eagle.load_draft, eagle.save_draft),
     "survey.eagle train --mlp 24 --vocab 9": (eagle.load_draft, eagle.save_draft),
     "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9": (eagle3.load_draft, eagle3.save_draft),
+    "survey.mtp train --passes 2 --vocab 9": (mtp.load_draft, save_trained),
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3": (
         dflash.load_draft, dflash.save_draft),
     "survey.early_exit train --E 1 --width 8": (

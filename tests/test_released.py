@@ -289,8 +289,7 @@ NOT_EXPORTED = [  # a kind, arguments of the tensors, changes of the part, the m
     ("eagle", {}, dict(vocab=torch.arange(D)), "must be trained without --vocab"),
     ("eagle", dict(bias=True), {}, "--engine must be sglang for a head whose fc has a bias"),
     ("eagle", dict(biases="qkv"), {}, "must be a layer without biases"),
-    ("eagle3", {}, dict(taps=[1, 3, 4]), "which engines assume"),
-    ("eagle3", {}, dict(form=eagle3.Form(mtp=True)), "must be trained without --mtp")]
+    ("eagle3", {}, dict(taps=[1, 3, 4]), "which engines assume")]
 
 
 @pytest.mark.parametrize("name, how, changes, said", NOT_EXPORTED)

@@ -26,6 +26,7 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.eagle train --mlp 24 --vocab 9": "survey.eagle --adapter OUT --nodes 5 --no-dynamic",
     "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9":
         "survey.eagle3 --adapter OUT --nodes 5",
+    "survey.mtp train --passes 2 --vocab 9": "survey.mtp --adapter OUT --nodes 5",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3":
         "survey.dflash --adapter OUT",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0 --vocab 9":

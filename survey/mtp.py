@@ -1,0 +1,284 @@
+"""MTP: a block that ships with the model guesses on from a feature and the token after it.
+
+    mtp    DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, Section 2.2;
+           Cai et al., "FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction",
+           arXiv 2509.18362, whose one block reads its own output
+
+    python -m survey.mtp --target Qwen/Qwen3.5-0.8B --compare    # its own block, not tried here
+    python -m survey.mtp train --target DIR --prompts FILE --out my.safetensors
+    python -m survey.mtp --target DIR --adapter my.safetensors --prompt "..."
+
+The feature f_i of position i is what the LM head reads to choose token t_{i+1}, after the target's
+final norm. Row i has position i:
+
+    e(t_{i+1}) ── norm_e ──┐
+                           fc ── layer ── norm ──> f̂_{i+1} ── LM head ──> guesses of t_{i+2}
+    f_i ───────── norm_h ──┘
+
+In the rows of guesses f̂ stands for f. All of that is EAGLE's (eagle.py, whose trees and cache are
+used here), except for the norms. The loss is not: nothing ties f̂ to the target's own feature. The
+layer learns from what it guessed itself, as EAGLE-3's does (eagle3.py):
+
+    loss = Σ_n 0.6^n CrossEntropy(target's distribution, the guess of pass n)
+
+The layer is one of the target's family, with full attention, and with experts if the last such
+layer of the target has some. Checkpoints name its tensors in two ways, where N is the number of the
+target's layers. transformers drops them, so they are read from the safetensors files:
+
+    Qwen3-Next, Qwen3.5                 DeepSeek-V3, GLM-4.5: model.layers.N.…
+    mtp.pre_fc_norm_embedding.weight    enorm.weight
+    mtp.pre_fc_norm_hidden.weight       hnorm.weight
+    mtp.fc.weight                       eh_proj.weight
+    mtp.layers.0.…                      …                       as in the target's layers
+    mtp.norm.weight                     shared_head.norm.weight
+    the target's                        shared_head.head.weight, embed_tokens.weight
+
+A wrong norm or order leaves the text as it is, and only fewer guesses are right. Engines found that
+in both forms more guesses are accepted if f and f̂ are read after the final norms (pull requests
+45895 of vLLM and 24025 of llama.cpp). An older vLLM sets the embedding to 0 at position 0, which
+its issue 33299 calls a mistake, and which is not done here.
+
+Departures, besides those of EAGLE's tree (eagle.py):
+- Blocks. DeepSeek-V3's paper: a block for each depth. Here: one block, which reads its own output,
+  as in FastMTP. Why: the checkpoints have one. MiMo's blocks have other names, and are not read.
+- Training. DeepSeek-V3's paper: the target learns too, and row j of a later pass sees the rows of
+  its pass up to j. Here: the target stays frozen, as in FastMTP, and rows see what they see in
+  decoding. Why: the output is then still the target's own.
+- Begin. DeepSeek-V3's paper: blocks begin at random, like the target. Here: `train` begins with the
+  target's last layer of full attention and its final norm. Why: the target has learned already.
+"""
+import copy
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Iterator
+
+from common import InputError, Sampler, greedy
+from support.files import check_file, explain_errors, read_json
+from support.layers import FeatureLM, depth_of, list_layers, name_norm, take_layers
+from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
+from support.released import WEIGHTS, fill_layer, find_file
+from survey.eagle import decode
+from survey.eagle3 import sample_loss
+from training.acceptance import compute_features, evaluate
+from training.loop import find_frequent, fit_part, prepare_training, warm_linear
+
+import torch
+from safetensors import safe_open
+
+ADAPTER = f"{MODELS}/mtp.safetensors"
+NAMES = {  # what belongs to the layer beyond the last one, and not to a layer of the target
+    "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
+    "shared_head.norm": "mtp.norm", "shared_head.head": "lm_head", "embed_tokens": "embed_tokens"}
+EXPERTS = "mtp.layers.0.mlp.experts."
+
+
+# ----------------------------------------------------------------------------------- the draft
+
+class MTPBlock(Part):
+    """Guess the token after next from a feature and the next token. The target is frozen.
+
+    `lm` is a model of one layer of the target's family, with the target's embeddings and LM head.
+
+    seed     of the random weights of `fc`
+
+    accept   accept[n][r], how often guess r is right below n right guesses, as in eagle.py
+    vocab    [V'], the tokens that the rows of the LM head stand for
+    """
+    title = "an MTP block"
+    decay = 0.6  # of the loss from pass to pass
+
+    def __init__(self, model, seed: int = 0):
+        super().__init__()
+        self.accept = []
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        text, h = model.config.get_text_config(), table.weight.shape[1]
+        if head.weight.shape[1] != h:
+            raise InputError(f"expected features of {h} numbers, as embeddings have, got "
+                             f"{head.weight.shape[1]}")
+        kinds = getattr(text, "layer_types", None) or []
+        full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+        last = full[-1] if full else depth_of(model) - 1
+        # The model has 8 tokens, in whose place come the target's embeddings and LM head.
+        self.lm = take_layers(model, [last], vocab_size=8, pad_token_id=None).float()
+        self.config = self.lm.config
+        decoder = self.lm.get_decoder()
+        self.norm = decoder._modules[name_norm(decoder)]
+        self.norm_e, self.norm_h = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.fc = torch.nn.Linear(2 * h, h, bias=False)
+        self.vocab = torch.arange(len(head.weight), device=head.weight.device)
+        model.requires_grad_(False)
+        self.to(model.device)
+        self.lm.set_input_embeddings(table)
+        self.lm.set_output_embeddings(head)
+
+    def keep(self, vocab: list[int]) -> None:
+        """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
+        self.vocab = self.vocab[vocab]
+        self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return all weights of the block by the names of `mtp.…`."""
+        named = {"pre_fc_norm_embedding": self.norm_e, "pre_fc_norm_hidden": self.norm_h,
+                 "fc": self.fc, "layers.0": list_layers(self.lm)[0], "norm": self.norm}
+        return {f"mtp.{name}.{inner}": x for name, module in named.items()
+                for inner, x in module.state_dict(keep_vars=True).items()}
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained and kept in a file: all weights but those that no gradient has."""
+        return {name: x for name, x in self.parts().items() if x.requires_grad}
+
+    def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
+        """Return the layer's inputs [..., h], of tokens [...] and features [..., h]."""
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
+        e, f = (x.to(self.fc.weight.dtype) for x in (self.lm.get_input_embeddings()(ids), features))
+        return self.fc(torch.cat([self.norm_e(e), self.norm_h(f)], -1))
+
+
+# ------------------------------------------------------------------------- the target's own block
+
+def rename(name: str, layers: int) -> str:
+    """Return the name that a tensor of a block has here. Empty: it is one of the target itself.
+
+    name     its name in the checkpoint
+    layers   how many layers the target has
+    """
+    if name.startswith("mtp."):
+        return name
+    found = re.fullmatch(r"model\.(?:language_model\.)?layers\.(\d+)\.(.+)", name)
+    if not found or int(found[1]) < layers:
+        return ""
+    number = int(found[1]) - layers
+    stem, _, last = found[2].rpartition(".")
+    if stem in NAMES and number == 0:
+        return f"{NAMES[stem]}.{last}"
+    return f"mtp.layers.{number}.{found[2]}"
+
+
+def fuse_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """Join the matrices of single experts, as transformers has them in its layers."""
+    E = sum(name.startswith(EXPERTS) and name.endswith(".gate_proj.weight") for name in tensors)
+    if E:
+        gate, up, down = (torch.stack([tensors.pop(f"{EXPERTS}{i}.{kind}_proj.weight")
+                                       for i in range(E)]) for kind in ("gate", "up", "down"))
+        tensors[f"{EXPERTS}gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"{EXPERTS}down_proj"] = down
+
+
+def read_block(path: str, layers: int) -> dict[str, torch.Tensor]:
+    """Read the tensors of a checkpoint's block, and no other ones.
+
+    path     the checkpoint's directory or hub id
+    layers   how many layers the target has
+    returns  tensors by the names of `mtp.…`. None of them: there is no block. InputError for
+             several blocks, and for one that is quantised
+    """
+    with explain_errors("a checkpoint whose files can be read", path):
+        listing, file_of = find_file(path, WEIGHTS), {}
+        check_file(listing)
+        if listing.name.endswith(".safetensors.index.json"):
+            file_of = read_json(listing)["weight_map"]
+        elif listing.suffix == ".safetensors":
+            file_of = dict.fromkeys(safe_open(listing, "pt").keys(), listing.name)
+    block = {name: rename(name, layers) for name in file_of if rename(name, layers)}
+    several = any(re.match(r"mtp\.layers\.[^0]", name) for name in block.values())
+    require(not several, "target", "a checkpoint with one MTP block", f"several in {path!r}")
+    tensors = {}
+    with explain_errors("an MTP block that can be read", path):
+        for file in {file_of[name] for name in block}:
+            with safe_open(find_file(path, [file]), "pt") as opened:
+                tensors |= {block[name]: opened.get_tensor(name)
+                            for name in block if file_of[name] == file}
+        fuse_experts(tensors)
+    coded = [name for name, x in tensors.items() if x.itemsize == 1 or "_scale" in name]
+    require(not coded, "target", "a checkpoint with an MTP block that is not quantised",
+            f"{path!r} with {coded[:1]}")
+    return tensors
+
+
+def load_block(path: str, model) -> MTPBlock | None:
+    """Load the block of a checkpoint. None: it has none. InputError if it does not fit the model.
+
+    A block may bring embeddings and an LM head. They are used if they differ from the target's.
+    """
+    tensors = read_block(path, depth_of(model))
+    if not tensors:
+        return None
+    draft = MTPBlock(model)
+    parts, head = draft.parts(), model.get_output_embeddings()
+    if not torch.equal(tensors.get("lm_head.weight", head.weight).to(head.weight), head.weight):
+        own = copy.deepcopy(head)
+        draft.lm.set_output_embeddings(own)
+        parts["lm_head.weight"] = own.weight
+    else:
+        tensors.pop("lm_head.weight", None)
+    return fill_layer(draft, parts, tensors, path, model)
+
+
+def load_draft(adapter: str | Path, model) -> MTPBlock:
+    """Read a block from its file or, without one, from the checkpoint of the model.
+
+    InputError if the block does not fit the model, and if there is none.
+    """
+    path = model.name_or_path
+    draft = None if adapter else load_block(path, model)
+    if draft is None:
+        embedded = Path(path).resolve() == (MODELS / "target").resolve()
+        require(bool(adapter) or embedded, "target", "a checkpoint with an MTP block (for another "
+                "one, `python -m survey.mtp train` makes a block)", repr(path))
+        draft = load_trained(adapter or ADAPTER, MTPBlock.title, model, lambda _: MTPBlock(model))
+    return draft
+
+
+# ---------------------------------------------------------------------------------- decoding
+
+def mtp(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
+        adapter: str = "", trained: MTPBlock | None = None, sample: Sampler = greedy,
+        log: list | None = None) -> Iterator[list[int]]:
+    """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
+
+    trained   a block to use in place of a file's
+
+    nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
+             machine, or 60 for the block of a checkpoint, since no file says how often it is right
+    dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
+             right most often
+    adapter: file of a block, made by `python -m survey.mtp train`. Without it the block is that of
+             the target's own files, and for the embedded target models/mtp.safetensors
+    Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
+    """
+    draft = trained or target.once(("mtp", adapter), lambda: load_draft(adapter, target.model))
+    yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
+
+
+# ------------------------------------------------------------------------------------ training
+
+def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
+          passes: int = 3, vocab: int = 0, max_new_tokens: int = 200, steps: int = 1000,
+          batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
+    """Train a block for a frozen model on its own answers. A stopped run goes on.
+
+    passes:  how many passes the training has, 1 or more. With 1 the block never reads its own
+             guesses in training
+    batch:   how many answers a step learns from
+    """
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens, most=50)
+    draft = MTPBlock(model, seed)
+    if vocab:
+        draft.keep(find_frequent(data, vocab))
+    texts = compute_features(model, held_out, None)
+    score = score_with(model, draft.lm.get_output_embeddings())
+    fit_part(draft, model, (draft.vocab.tolist(), batch, passes), data, held_out,
+             lambda rng: sample_loss(draft, model, data, batch, rng, score, passes, score),
+             lambda: evaluate(draft, texts), steps=steps, lr=lr, seed=seed, work=work, name="mtp",
+             rate=warm_linear, max_norm=math.inf, max_value=0.5)
+    save_trained(out, draft, model)
+
+
+if __name__ == "__main__":
+    from cli.main import main  # the command line is in cli/, a folder of this project
+    sys.exit(main([mtp], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -1,0 +1,112 @@
+"""MTP: the block of a checkpoint makes the guesses of its equations, which are written out here
+except for its layer, and what does not fit is refused. Its loss is in test_eagle3.py."""
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from cli.run import TimedLM
+from common import InputError, check
+from families import tiny
+from support.layers import list_layers
+from survey.eagle import rank_tokens
+from survey.mtp import load_draft, mtp
+
+TEXT = [31, 4, 15, 26, 53, 8, 9, 7, 3]
+FORMS = {  # family: what names begin with, names of four tensors, of the layer, the 1 of 1 + w
+    "qwen3.5": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+                "layers.0.", 1.0),
+    "deepseek-v3": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), "", 0.0)}
+TABLE, HEAD, FC = (f"model.layers.2.{x}.weight"
+                   for x in ("embed_tokens", "shared_head.head", "eh_proj"))
+MISTAKES = "swapped, 1 + w, before the norm, position, token, norm 0, norm 1, norm 3".split(", ")
+
+
+def write(folder, family: str, changes: dict | None = {}):
+    """Write a checkpoint with a block, which has the layer of the target's first layer. Return the
+    target, as it is loaded, and the block. If `changes` is None, there is no block."""
+    begin, names, layer, _ = FORMS[family]
+    kinds = dict(layer_types=["full_attention", "linear_attention"]) if layer else {}
+    model, file = tiny(family, first_k_dense_replace=0, **kinds), folder / "model.safetensors"
+    model.get_decoder().norm.weight.data.normal_()
+    model.save_pretrained(folder)
+    own = load_file(file)
+    block = {f"{begin}{name}.weight": torch.randn(shape) / 2
+             for name, shape in zip(names, [(32,), (32,), (32, 64), (32,)])}
+    block |= {name.replace("model.layers.0.", begin + layer): x.clone() for name, x in own.items()
+              if ".layers.0." in name}
+    if family == "qwen3.5":  # in two files, with a list of them
+        file.rename(folder / "a.safetensors")
+        save_file(block, folder / "b.safetensors")
+        file_of = dict.fromkeys(own, "a.safetensors") | dict.fromkeys(block, "b.safetensors")
+        listed = json.dumps({"metadata": {}, "weight_map": file_of})
+        (folder / "model.safetensors.index.json").write_text(listed)
+    elif changes is not None:  # with embeddings and an LM head that are not the target's
+        block[TABLE] = own["model.embed_tokens.weight"] + 0.1 * torch.randn(61, 32)
+        block[HEAD] = torch.randn(61, 32)
+        save_file(own | block | changes, file, {"format": "pt"})
+    return check(AutoModelForCausalLM.from_pretrained(folder)), block
+
+
+def guess(model, w: dict, text: list[int], path: list[int], family: str, mistake: str):
+    """Compute the logits [V] after a text and a path of guesses, all anew, or with a mistake."""
+    begin, names, _, one = FORMS[family]
+    one = 1.0 - one if mistake == "1 + w" else one
+    decoder, tokens, places = copy.deepcopy(model.get_decoder()), text + path, torch.arange(99)
+    layer, rotary = list_layers(model)[0], decoder.rotary_emb
+    if mistake == "before the norm":
+        decoder.norm = torch.nn.Identity()
+    if mistake == "position":
+        places[len(text) - 1:] += 1
+    f = decoder(torch.tensor([text[:-1]]), use_cache=False)[0][0]
+    table = w.get(TABLE, model.get_input_embeddings().weight)
+
+    def norm(x: torch.Tensor, i: int) -> torch.Tensor:
+        weight = one + w[f"{begin}{names[i]}.weight"]
+        return x if mistake == f"norm {i}" else F.rms_norm(x, (32,), weight, 1e-6)
+    for n in range(len(text) - 1, len(tokens)):
+        both = [norm(table[tokens[0 if mistake == "token" else 1:][:n]], 0), norm(f, 1)]
+        x = torch.cat(both[::-1] if mistake == "swapped" else both, -1)
+        x = layer((x @ w[f"{begin}{names[2]}.weight"].T)[None],
+                  position_embeddings=rotary(x[None], places[None, :n]),
+                  attention_mask=torch.full((1, 1, n, n), -torch.inf).triu(1))
+        f = torch.cat([f, norm(x[0], 3)[-1:]])
+    return f[-1] @ w.get(HEAD, model.get_output_embeddings().weight).T
+
+
+@pytest.mark.parametrize("family", FORMS)
+@torch.inference_mode()
+def test_every_guess_is_that_of_the_equations(tmp_path, monkeypatch, family):
+    """They are made along a text, after a true feature and after one of the block's own. With a
+    mistake in the equations, guesses of one kind at least are all others."""
+    model, w = write(tmp_path, family)
+    seen, text, texts = [], TEXT, []
+    monkeypatch.setattr("survey.eagle.rank_tokens", lambda draft, logits, ranks: seen.append(
+        logits[0]) or rank_tokens(draft, logits, ranks))
+    chunks = mtp(TimedLM(model), text, nodes=3)  # one node of each of two levels gets children
+    for _ in range(8):
+        before, text = text, text + next(chunks)
+        texts += [(before, []), (before, [seen[-2].argmax().item()])]
+    for mistake in ["", *MISTAKES]:
+        made = torch.stack([guess(model, w, *x, family, mistake) for x in texts])
+        same = torch.isclose(torch.stack(seen), made, atol=1e-4).all(-1)
+        assert same.all() if not mistake else same.sum() <= 8, mistake
+
+
+REFUSED = {  # what is refused: tensors that differ. None: there is no block
+    "with an MTP block .*survey.mtp train": None,
+    "one MTP block, got several": {"model.layers.3.eh_proj.weight": torch.eye(32)},
+    "not quantised, got .*mtp.fc": {FC: torch.ones(32, 64, dtype=torch.int8)},
+    "not quantised, got .*_scale": {f"{FC}_scale": torch.eye(32)},
+    "expected tensors .*fc.weight': .32, 64": {FC: torch.eye(32)}}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_does_not_fit_is_refused(tmp_path, said):
+    model, _ = write(tmp_path, "deepseek-v3", REFUSED[said])
+    with pytest.raises(InputError, match=said):
+        load_draft("", model)
