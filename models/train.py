@@ -339,9 +339,9 @@ def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
                                             f"got no new one of {batch}, {bar.n} before")
                 bar.update(len(found) - bar.n)
     finally:  # also after Ctrl-C. A file of the name `out` is always complete
-        begins = ""
-        if len(found) < count:
-            out, begins = out.with_name(f"{out.name}.part"), None
+        begins = "" if len(found) == count else None  # an older part is replaced
+        if begins is None:
+            out = out.with_name(f"{out.name}.part")
         if found:
             write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found), begins)
 

@@ -11,7 +11,6 @@
     read_json      reads a JSON file
     read_kept      reads the lines of JSON that a stopped run has kept
 """
-import itertools
 import json
 import os
 import re
@@ -98,9 +97,10 @@ def write_whole(path: Path, write: Callable[[Path], object], begins: str | None 
     with TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
         fresh = Path(folder) / path.name
         write(fresh)
-        names = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
-        places = (path.with_name(f"{path.name}{name}") for name in names)
-        place = next(x for x in places if claim(x, begins, fresh.is_dir()))
+        place, number = path, 0
+        while not claim(place, begins, fresh.is_dir()):
+            number += 1
+            place = path.with_name(f"{path.name}.{number}")
         if place.is_dir():  # the older folder goes with the temporary one
             os.replace(place, Path(folder) / f"{path.name}.old")
         os.replace(fresh, place)

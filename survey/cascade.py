@@ -35,8 +35,9 @@ Departures of the paper or its released code:
   of the level that gave it, and exact sampling needs no more.
 - Max-Gram's guesses. Code: 10 whenever it is asked. Here: as many as are asked for. Why: a level
   never reviews more.
-- Max-Gram's match. Paper: of any length. Here: of at most 16 tokens, as in rest.py. Why: a search
-  of every length would take longer with every token.
+- Max-Gram's match. Paper: of any length, and the first one, so that the prompt comes first. Here:
+  of at most 16 tokens, as in rest.py, and the latest one. Why: a search of every length would take
+  longer with every token. Which occurrence guesses better was not measured.
 - Bigrams. Paper: counted in a corpus of text. Here: in the datastore of rest.py. Why: it is there
   already, and it has the model's own answers.
 

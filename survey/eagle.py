@@ -30,10 +30,13 @@ f_3, so the last row of the context guesses t_5. Every later row reads a guess f
 Each row proposes several tokens, and each of these can be fed as a row in turn. So the guesses form
 a tree, which one call of the target verifies. The output is the target's own.
 
-The layer is that of the released code: a Llama layer without its input norm, after an `fc` without
-a bias. The target may be of any family.
+The layer is that of the released code: a Llama layer without its input norm, after an `fc`. The
+target may be of any family.
 
 Departures:
+- The `fc`. Released code: it has a bias, and begins at random. Here: it has none, except in a
+  released head, and begins with embeddings scaled to the size of features. Why: vLLM takes no bias,
+  and both inputs should weigh the same at first.
 - Sampling. Paper: EAGLE-1 draws children from the draft. Here: they are its likeliest tokens, and
   the target draws once at each node. Why: one rule serves greedy and sampled output.
 - The tree. Paper: static and made by hand, or dynamic with 60 nodes, where the 10 likeliest of a

@@ -41,6 +41,9 @@ Departures:
   (`--nodes`), planned by positions where each earlier head has the right token among its ten
   likeliest. Why: only there a node is reached, and rows cost time on a CPU.
 - Hydra. Paper: R_k begins at random. Here: R_k z = f. Why: a head then begins as the LM head does.
+
+Left out: the training of Medusa-2, which changes the target, and Hydra++, whose heads are deeper
+and read a further decoder layer.
 """
 import random
 import sys

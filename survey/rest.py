@@ -56,8 +56,9 @@ Departures of SuffixDecoding:
 - The datastore. Paper: finished answers join it, and all occurrences are counted. Here: it stays as
   it was built, of more than 100 places an even sample is counted, and suffixes end at 16 tokens.
   Why: each run is repeatable, and one search serves both methods.
-- Guesses. Released code: those with D below 0.1 are left out, and an offset can be added to the
-  limit (0 by default). Here: neither. Why: the score does not need them.
+- Guesses. Released code: a chain of the likeliest tokens by default, a tree if asked. Those with D
+  below 0.1 are left out, and an offset can be added to the limit (0 by default). Here: the paper's
+  tree, and neither of the two. Why: the score does not need them.
 
 Left out: SuffixDecoding's hybrid, which asks a draft model where the score is low.
 """
