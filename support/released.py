@@ -34,6 +34,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
+    "a DFlash draft": r"hidden_norm\.weight",
     "an EAGLE head": r"fc\.weight"}
 # The settings of a layer that are read from a head's configuration, and written to it:
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -124,19 +125,22 @@ def make_config(model, mlp: int = 0) -> LlamaConfig:
         rms_norm_eps=1e-5, max_position_embeddings=context_length(model))
 
 
-def read_layer_config(path: str, config: dict, model) -> LlamaConfig:
+def read_layer_config(path: str, config: dict, model, kind: type = LlamaConfig,
+                      more: Sequence[str] = ()):
     """Make the configuration of a released layer, whose rotary base is not always its target's.
 
     path     the head's, for messages
     config   its own configuration
     model    the target, whose texts may be longer than those that the head was trained on
+    kind     the class of configurations that it is of
+    more     other settings that are read, such as the number of layers, which is 1 otherwise
     returns  the configuration. InputError for rotary positions that are not computed here, and for
              settings that describe no layer
     """
     with explain_errors("a head whose config.json describes a layer", path):
-        kept = {name: config[name] for name in SHAPE + ROPE if config.get(name) is not None}
-        layer = LlamaConfig(**kept, num_hidden_layers=1,
-                            max_position_embeddings=context_length(model))
+        kept = {name: config[name] for name in (*SHAPE, *ROPE, *more) if config.get(name) is not None}
+        layer = kind(**{"num_hidden_layers": 1} | kept,
+                     max_position_embeddings=context_length(model))
         kind = layer.rope_parameters["rope_type"]
         if kind not in ROTARY:
             raise ValueError(f"rotary positions must be of type {', '.join(ROTARY)}, not {kind}")
