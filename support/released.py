@@ -4,6 +4,7 @@ A released head is a directory or a hub id, with config.json and files of tensor
 tensors tell what kind of head it is, since configurations say it in many ways or not at all:
 
     kind        a name by which it is known                            read by
+    DFlash      hidden_norm.weight                             dflash.py
     EAGLE-3     midlayer.hidden_norm.weight, or with layers.0          eagle3.py
     EAGLE       fc.weight, and none of EAGLE-3's                       eagle.py
     Medusa      0.0.linear.weight, of head 0                           medusa.py
@@ -16,13 +17,14 @@ import re
 from pathlib import Path
 from typing import Sequence
 
+from common import InputError
 from support.files import check_file, explain_errors, read_json, write_text, write_whole
-from support.layers import choose_taps, context_length
+from support.layers import choose_taps, context_length, depth_of, tap_widths
 from support.parts import belongs, fill, match_type, require, some_embeddings
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.utils import cached_file
 
 # The first of these files that a repository has is read, since some have their weights in two
@@ -41,6 +43,9 @@ SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
          "head_dim", "rms_norm_eps", "hidden_act")
 # The settings of its rotary positions. A configuration has the first two or the third:
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+# What is read of the configuration of a draft of DFlash besides:
+DFLASH = ("num_hidden_layers", "layer_types", "attention_bias",
+          "input_embedding_scale", "output_multiplier", "markov_rank")
 # The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance is not known.
 # A word is a node below the root: its digits are the ranks along its path.
 MEDUSA_TREE = """
@@ -138,7 +143,8 @@ def read_layer_config(path: str, config: dict, model, kind: type = LlamaConfig,
              settings that describe no layer
     """
     with explain_errors("a head whose config.json describes a layer", path):
-        kept = {name: config[name] for name in (*SHAPE, *ROPE, *more) if config.get(name) is not None}
+        names = {*SHAPE, *ROPE, *more}
+        kept = {name: config[name] for name in names if config.get(name) is not None}
         layer = kind(**{"num_hidden_layers": 1} | kept,
                      max_position_embeddings=context_length(model))
         kind = layer.rope_parameters["rope_type"]
@@ -190,6 +196,46 @@ def read_eagle3(path: str, model) -> tuple:
     require(0 <= vocab.min() <= vocab.max() < V, "adapter", f"a head for {V} tokens",
             f"{path!r} for others")
     return read_layer_config(path, config, model), taps, vocab.tolist(), form, tensors
+
+
+def describe_dflash(model, ids: list[int], mask: int, layers: int, B: int, markov: int) -> dict:
+    """Describe a draft of DFlash to train for a model, by what a released config.json says.
+
+    ids      the layers of the target whose outputs it reads, by number
+    mask     the token whose embedding the masks read
+    layers   how many layers the draft has
+    B        how many rows a block has
+    markov   the rank of the Markov head, which released drafts lack. 0: there is none
+    """
+    return describe_layer(make_config(model), model) | {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers, "attention_bias": False, "block_size": B,
+        "num_target_layers": depth_of(model), "markov_rank": markov,
+        "dflash_config": {"target_layer_ids": ids, "mask_token_id": mask}}
+
+
+def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
+    """Read what config.json says of a draft of DFlash.
+
+    config   its settings. Some may be in `dflash_config`
+    model    the target
+    returns  the configuration of its layers, with the other settings and `window` and `cap`, and
+             the numbers of the layers whose inputs it reads. Any error if they do not fit
+    """
+    told = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "markov_rank": 0} | config
+    told |= config.get("dflash_config") or {}
+    form = read_layer_config("config.json", told, model, Qwen3Config, DFLASH)
+    form.block_size, form.mask_token_id = told["block_size"], told["mask_token_id"]
+    form._attn_implementation = "grouped"  # the attention of common.py
+    form.window, form.cap = (told.get(x) or 0 for x in ("sliding_window", "final_logit_softcapping"))
+    h, L, taps = form.hidden_size, depth_of(model), [1 + i for i in told["target_layer_ids"]]
+    if not 0 < min(taps) <= max(taps) <= L:
+        raise InputError(f"expected a draft that reads layers below {L}, got {taps}")
+    widths = [model.get_input_embeddings().weight.shape[1], *tap_widths(model, taps)]
+    if widths != [h] * len(widths):
+        raise InputError(f"expected embeddings and hidden states of {h} numbers, as the draft has, "
+                         f"got {widths}")
+    return form, taps
 
 
 def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
