@@ -229,7 +229,7 @@ def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
     form._attn_implementation = "grouped"  # the attention of common.py
     form.window, form.cap = (told.get(x) or 0 for x in ("sliding_window", "final_logit_softcapping"))
     h, L, taps = form.hidden_size, depth_of(model), [1 + i for i in told["target_layer_ids"]]
-    if not 0 < min(taps) <= max(taps) <= L:
+    if not 0 <= min(taps) <= max(taps) <= L:
         raise InputError(f"expected a draft that reads layers below {L}, got {taps}")
     widths = [model.get_input_embeddings().weight.shape[1], *tap_widths(model, taps)]
     if widths != [h] * len(widths):

@@ -158,8 +158,9 @@ class BlockDraft(Part):
         near = visible & (0 <= past) & (past < self.form.window)
         masks = {kind: torch.where(seen[:, None], 0.0, -torch.inf).to(x) for kind, seen in (
             ("full_attention", visible), ("sliding_attention", near))}
+        rotary = self.rotary(x, at)
         for layer, kind in zip(self.layers, self.form.layer_types):
-            x = layer(x, attention_mask=masks[kind], position_embeddings=self.rotary(x, at),
+            x = layer(x, attention_mask=masks[kind], position_embeddings=rotary,
                       past_key_values=cache)
         return self.norm(x).unflatten(1, (-1, self.B))[:, :, 1:]
 
@@ -337,13 +338,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     layers:  how many layers the draft has, 1 or more
     B:       how many rows a block has, one more than its guesses, 2 or more
     markov:  the rank of the Markov head, 0 or more. With 0, guesses ignore each other
-    taps:    numbers of the layers whose inputs are read, as 2,6,11, from 1 on. The number of all
+    taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all
              layers stands for what the LM head reads. The default is layers 2, L/2 and L - 1
     anchors: how many blocks each answer of a step has, 1 or more
     batch:   how many answers a step learns from
     """
     L = depth_of(model)
-    numbers = read_taps(taps, model) if taps else sorted({min(2, L), max(1, L // 2), max(1, L - 1)})
+    numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})
     # No block begins with the EOS. So its embedding can stand for the masks.
     config = describe_dflash(model, [i - 1 for i in numbers], tokenizer.eos_token_id or 0, layers, B,
                              markov)

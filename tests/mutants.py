@@ -165,8 +165,8 @@ MUTANTS = {
         ("learned = learns[:, 2 + n:]", "learned = learns[:, 1 + n:-1]",
          "a row learns one token too late")],
     "survey/dflash.py": [
-        ("lm.block = draft.B", "lm.block = 0",
-         "a block is always causal in decoding"),
+        ("features[..., :width], cache)", "features[..., :width], KVCache())",
+         "blocks learn without their context"),
         ("torch.tensor([ids[x] for x in leaves], device=z.device)",
          "torch.tensor([root for x in leaves], device=z.device)",
          "the Markov head always reads the root")],
