@@ -15,12 +15,12 @@ pickled files only those are read that hold nothing but tensors, and none of the
 import json
 import re
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Sequence
 
 from common import InputError
 from support.files import check_file, explain_errors, read_json, write_text, write_whole
 from support.layers import choose_taps, context_length, depth_of, tap_widths
-from support.parts import belongs, fill, match_type, require, some_embeddings
+from support.parts import Part, belongs, fill, load_trained, match_type, require, some_embeddings
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -265,6 +265,24 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
     else:
         fill(parameters, tensors, path)
     return match_type(draft, model)
+
+
+def load_head(path: str | Path, title: str, model, make: Callable[[dict], Part]) -> Part:
+    """Read a part from its file or from a released head, which have tensors of the same names.
+
+    path     the file, or the directory or hub id
+    title    what the part must be, in the words of KINDS
+    model    the target
+    make     a function from {"config": what a released config.json says} to a part with any weights
+    returns  the part, in the type of its model. InputError if it does not fit
+    """
+    if not is_released(path):
+        return load_trained(path, title, model, make)
+    config, tensors = read_head(str(path), title)
+    with explain_errors("a head whose config.json fits this model", path):
+        part = make({"config": config})
+    fill(part.trainable(), tensors, path)
+    return match_type(part, model)
 
 
 # ------------------------------------------------------------------------------------- writing

@@ -65,11 +65,9 @@ from typing import Callable, Iterator
 
 from common import KVCache, Sampler, greedy, walk
 from support.clock import MOST, RANKS, Choice, Clock
-from support.files import explain_errors
 from support.layers import FeatureLM, depth_of, read_taps, tap_widths
-from support.parts import (MODELS, Part, fill, follow, load_trained, match_type, save_trained,
-                           score_with)
-from support.released import describe_dflash, is_released, read_dflash, read_head
+from support.parts import MODELS, Part, follow, save_trained, score_with
+from support.released import describe_dflash, load_head, read_dflash
 from training.acceptance import Text, compute_features
 from training.loop import (compute_frozen, count_tokens, fit_part, low_precision, prepare_training,
                            sample_alike, warm_cosine)
@@ -160,15 +158,13 @@ class BlockDraft(Part):
             ("full_attention", visible), ("sliding_attention", near))}
         rotary = self.rotary(x, at)
         for layer, kind in zip(self.layers, self.form.layer_types):
-            x = layer(x, attention_mask=masks[kind], position_embeddings=rotary,
-                      past_key_values=cache)
+            x = layer(x, masks[kind], past_key_values=cache, position_embeddings=rotary)
         return self.norm(x).unflatten(1, (-1, self.B))[:, :, 1:]
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., V] of what the LM head reads, without the Markov head."""
-        z, cap = self.head(hidden.to(self.head.weight.dtype)).float(), self.form.cap
-        z = self.form.output_multiplier * z
-        return cap * (z / cap).tanh() if cap else z
+        z = self.head(hidden.to(self.head.weight.dtype)).float() * self.form.output_multiplier
+        return self.form.cap * (z / self.form.cap).tanh() if self.form.cap else z
 
     def add_markov(self, z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Add to logits z [..., V] what the Markov head says of the tokens [...] before them."""
@@ -205,7 +201,7 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     leaves = [0]
     for z_k in z:
         # The nodes of a level share z_k. The Markov head adds what depends on their tokens.
-        tokens = torch.tensor([ids[x] for x in leaves], device=z.device)
+        tokens = torch.tensor([ids[x] for x in leaves], dtype=torch.long, device=z.device)
         logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens).float()
         # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
         probs, rows = logits.softmax(-1).nan_to_num(0.0).topk(min(RANKS, n, z.shape[-1]))
@@ -218,8 +214,6 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
         # so far can have a child among the n likeliest of all.
         kept = heapq.nlargest(n, range(len(ids)), key=chances.__getitem__)
         leaves = [x for x in kept if x >= newest and chances[x] > 0]
-        if not leaves:
-            break
     new_number = {old: new for new, old in enumerate(kept)}
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
@@ -322,8 +316,8 @@ def count_tree_tokens(draft: BlockDraft, texts: list[Text]) -> list[float]:
         ids, anchors, cache = text.ids.to(device), [*list_anchors(text)[::EVERY]], KVCache()
         draft.read(text.features[None, :, :draft.fc.in_features].to(device), cache)
         hidden = draft(ids[None, anchors], torch.tensor([anchors], device=device), cache)
-        for anchor, x in zip(anchors, hidden[0]):
-            tree, parents = grow_block(draft, draft.score(x), ids[anchor].item(), MOST)
+        for anchor, z in zip(anchors, draft.score(hidden[0])):
+            tree, parents = grow_block(draft, z, ids[anchor].item(), MOST)
             counts[follow(tree, parents, ids[anchor + 1:].tolist())] += 1
     # The first n nodes are the tree of n nodes, which keeps those nodes of the path that it has.
     return (counts.cumsum(0) / counts[0].clamp(min=1)).tolist()
@@ -383,14 +377,8 @@ def save_draft(path: Path, draft: BlockDraft, model) -> None:
 
 def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file, or a released one. InputError if it does not fit the model."""
-    if is_released(path):
-        config, tensors = read_head(str(path), BlockDraft.title)
-        with explain_errors("a draft whose config.json fits this model", path):
-            draft = BlockDraft(model, config)
-        fill(draft.trainable(), tensors, path)
-        return match_type(draft, model)
-    return load_trained(path, BlockDraft.title, model,
-                        lambda header: BlockDraft(model, header["config"]))
+    return load_head(path, BlockDraft.title, model,
+                     lambda header: BlockDraft(model, header["config"]))
 
 
 if __name__ == "__main__":

@@ -167,8 +167,7 @@ MUTANTS = {
     "survey/dflash.py": [
         ("features[..., :width], cache)", "features[..., :width], KVCache())",
          "blocks learn without their context"),
-        ("torch.tensor([ids[x] for x in leaves], device=z.device)",
-         "torch.tensor([root for x in leaves], device=z.device)",
+        ("torch.tensor([ids[x] for x in leaves]", "torch.tensor([root for x in leaves]",
          "the Markov head always reads the root")],
     "survey/layerskip.py": [
         ("hidden.append(early.features)\n        guesses",
