@@ -4,10 +4,10 @@ A released head is a directory or a hub id, with config.json and files of tensor
 tensors tell what kind of head it is, since configurations say it in many ways or not at all:
 
     kind        a name by which it is known                            read by
-    DFlash      hidden_norm.weight                             dflash.py
     EAGLE-3     midlayer.hidden_norm.weight, or with layers.0          eagle3.py
-    EAGLE       fc.weight, and none of EAGLE-3's                       eagle.py
     Medusa      0.0.linear.weight, of head 0                           medusa.py
+    DFlash      hidden_norm.weight                                     dflash.py
+    EAGLE       fc.weight, and none of the others'                     eagle.py
 
 A head of any other kind is refused, and so is a file with a tensor whose name is not expected. Of
 pickled files only those are read that hold nothing but tensors, and none of their code is run.
@@ -32,7 +32,7 @@ from transformers.utils import cached_file
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # What a message calls a kind of head, and names by which it is known. The kinds are tried in this
-# order, since EAGLE-3 has the name of EAGLE, too.
+# order, since EAGLE-3 and DFlash have the name of EAGLE, too.
 KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
@@ -229,6 +229,10 @@ def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
     form._attn_implementation = "grouped"  # the attention of common.py
     form.window, form.cap = (told.get(x) or 0 for x in ("sliding_window", "final_logit_softcapping"))
     h, L, taps = form.hidden_size, depth_of(model), [1 + i for i in told["target_layer_ids"]]
+    # Their causality or windows differ from those that `layer_types` says.
+    odd = [x for x in ("is_causal", "causal", "use_swa", "attention_sink_bias") if told.get(x)]
+    if odd:
+        raise InputError(f"expected a draft without {', '.join(odd)}")
     if not 0 <= min(taps) <= max(taps) <= L:
         raise InputError(f"expected a draft that reads layers below {L}, got {taps}")
     widths = [model.get_input_embeddings().weight.shape[1], *tap_widths(model, taps)]

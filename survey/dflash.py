@@ -7,21 +7,27 @@
 
     python -m survey.dflash train --prompts FILE --out my.safetensors
     python -m survey.dflash --adapter my.safetensors --prompt "..."
+    python -m survey.dflash --adapter z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B --chat \
+        --prompt "..."                                      # a released draft, not tried here
 
-The h of a token is what enters the tapped layers of the target there. The draft reads the h of all
-final tokens but the root, whose own h is not known yet. Its block has one row for the root and
-B - 1 rows for a learned mask. Row k makes the guess g_k. Here B = 4, and x_5 is the root:
+The h of a token are hidden states of the target there, the outputs of some layers side by side.
+They make the context c of the draft. It has the c of all final tokens but the root, whose own h is
+not known yet. A block has B rows. The first one reads the root, and each of the others reads the
+mask token and guesses the token in whose place it stands. Here B = 4, and x_5 is the root:
 
     target    h of x_0 … x_4
                   │
-                  fc, norm
+                  fc, hidden_norm
                   │
-    draft     H_0 H_1 H_2 H_3 H_4 │  x_5  mask mask mask
-               └───┴───┴───┴───┴──┴───┴────┴────┴────┘     some layers, in which a row of the block
-                                     │    │    │    │      sees every H and the whole block
-                                    z_1  z_2  z_3  z_4     LM head
-    Markov                      x_5 ─┴ g_1 ┴ g_2 ┴ g_3 ┴   read from left to right
-    guesses                         g_1  g_2  g_3  g_4     of the tokens x_6 to x_9
+    draft     c_0 c_1 c_2 c_3 c_4 │  x_5  mask mask mask
+               └───┴───┴───┴───┴──┴───┴────┴────┴────┘     some layers of Qwen3, in which a row
+                                           │    │    │     sees every c and the whole block
+                                          z_1  z_2  z_3    norm, LM head of the target
+    Markov                           x_5 ─┴ g_1 ┴ g_2 ┴    read from left to right
+    guesses                               g_1  g_2  g_3    of the tokens x_6 to x_8
+
+No layer changes c. Each has its own keys and values of c, as if c were the normed input of a row.
+So a final token costs a draft two small products in each layer and is read only once.
 
 z_k does not know which tokens the rows before it guess, so two likely guesses need not fit each
 other. The Markov head reads the token before, which for g_1 is the root g_0. It costs one product
@@ -33,10 +39,9 @@ The chance of a node is the product of the p along its path. The tree has the n 
 is verified as EAGLE's (eagle.py).
 
 Training packs many blocks, whose roots are at random anchors, into one pass over a text. A block
-sees itself and the H before its anchor. Of two blocks with B = 2, a row on the left sees each x:
+sees itself and the c before its anchor. Of two blocks with B = 2, a row on the left sees each x:
 
-                H_0 H_1 H_2 H_3 H_4   x_2 mask   x_4 mask
-        H_1      x   x
+                c_0 c_1 c_2 c_3 c_4   x_2 mask   x_4 mask
         x_2      x   x                 x   x
         mask     x   x                 x   x
         x_4      x   x   x   x                    x   x
@@ -45,17 +50,17 @@ sees itself and the H before its anchor. Of two blocks with B = 2, a row on the 
     loss = Σ_k w_k CrossEntropy(target's distribution, p of row k) / Σ_k w_k
     w_k  = exp(-(k - 1) / 4)                                           Eq. 4 of DFlash, with γ = 4
 
-The sums run over the rows of all blocks. Here g_{k-1} is the token of the text.
+The sums run over the guesses of all blocks. Here g_{k-1} is the token of the text.
 
 Departures, besides those of EAGLE's sampling and tree (eagle.py):
-- The network. Paper: the keys and values of all 5 layers come from H, of five taps. Here: H of
-  three taps (`--taps`) are rows of 2 layers. A row also reads the H before the root and a vector
-  for its place, and the root guesses too, as in DSpark. Why: the draft is an ordinary model with an
-  ordinary cache, and the newest H predicts best. But no released draft can be loaded.
-- The Markov head. Paper: of rank 256. Here: 64 (`--markov`). Why: small models have few tokens.
-- Training. Paper: random layers, labels are tokens, γ is 7, 5 or 4 by the length of the block, a
-  rate of 6e-4. Here: layers begin as the target's last ones, labels are the target's distributions,
-  γ is 4, the rate 3e-3. Why: small models learn faster so.
+- The Markov head, which DFlash lacks. DSpark: of rank 256. Here: 64. Why: small models have few
+  tokens. With `--markov 0` a draft is DFlash's alone.
+- The form. Paper: 5 layers, five taps, a mask token of its own, B of 8 to 16. Here: 2 layers, three
+  taps (`--taps`), the EOS for the mask, B = 9. Why: small models. The file says all of it, as a
+  released config.json does.
+- Training. Paper: labels are tokens, γ is 7, 5 or 4 by the length of the block, a rate of 6e-4.
+  Here: labels are the target's distributions, γ is 4, the rate 3e-3. Why: small models learn faster
+  so.
 """
 import heapq
 import random
