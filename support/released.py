@@ -227,7 +227,8 @@ def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
     form = read_layer_config("config.json", told, model, Qwen3Config, DFLASH)
     form.block_size, form.mask_token_id = told["block_size"], told["mask_token_id"]
     form._attn_implementation = "grouped"  # the attention of common.py
-    form.window, form.cap = (told.get(x) or 0 for x in ("sliding_window", "final_logit_softcapping"))
+    form.window, form.cap = (told.get(name) or 0
+                             for name in ("sliding_window", "final_logit_softcapping"))
     h, L, taps = form.hidden_size, depth_of(model), [1 + i for i in told["target_layer_ids"]]
     # Their causality or windows differ from those that `layer_types` says.
     odd = [x for x in ("is_causal", "causal", "use_swa", "attention_sink_bias") if told.get(x)]

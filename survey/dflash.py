@@ -251,8 +251,8 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
     target.start(prompt[:-1], taps=draft.taps)
     root, cache = prompt[-1], KVCache()
-    # What was tapped of the final tokens that the draft has not read yet. A prompt of one token has
-    # none, so its first call has only the root.
+    # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt of
+    # one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
     clock = target.once((draft, "clock"), lambda: Clock(target))
     while True:
@@ -337,16 +337,16 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     layers:  how many layers the draft has, 1 or more
     B:       how many rows a block has, one more than its guesses, 2 or more
     markov:  the rank of the Markov head, 0 or more. With 0, guesses ignore each other
-    taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all
-             layers stands for what the LM head reads. The default is layers 2, L/2 and L - 1
+    taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
+             for what the LM head reads. The default is layers 2, L/2 and L - 1
     anchors: how many blocks each answer of a step has, 1 or more
     batch:   how many answers a step learns from
     """
     L = depth_of(model)
     numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})
     # No block begins with the EOS. So its embedding can stand for the masks.
-    config = describe_dflash(model, [i - 1 for i in numbers], tokenizer.eos_token_id or 0, layers, B,
-                             markov)
+    config = describe_dflash(model, [i - 1 for i in numbers], tokenizer.eos_token_id or 0, layers,
+                             B, markov)
     draft, tapped = BlockDraft(model, config, seed), [*numbers, L]  # the loss reads tap L, too
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens, most=50)
@@ -354,8 +354,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, tapped), data,
                                  sum(tap_widths(model, tapped)))
     held_texts = compute_features(model, held_out, tapped)
-    # What the LM head reads begins as large as what it reads of the target. The first token of a
-    # text may have a far larger feature than all others.
+    # The LM head reads of the draft at first numbers as large as of the target. The first token of
+    # a text is left out, since its hidden state may be far larger than all others.
     read = texts_of([0])[0].features[1:, draft.fc.in_features:].float()
     torch.nn.init.constant_(draft.norm.weight, read.square().mean(-1).sqrt().median().item())
 

@@ -1,5 +1,5 @@
 """The block draft: a released one guesses what its formula says, packed blocks are what decoding
-computes, the loss is that of the guesses one by one, and the tree has the likeliest of all paths."""
+computes, the loss is that of the guesses one by one, the tree has the likeliest of all paths."""
 import itertools
 import random
 
@@ -70,7 +70,8 @@ def guess_by_formula(w: dict, text: list[int], mistake: str = "") -> torch.Tenso
     c = c if mistake == "hidden_norm" else norm(c, w["hidden_norm.weight"])
     x = 0.7 * MODEL.get_input_embeddings().weight[[text[-1], 60, 60, 60]]
     m = len(c)
-    place = torch.tensor([*range(m), *range(m + (mistake == "place"), m + 4 + (mistake == "place"))])
+    first = m + (mistake == "place")
+    place = torch.tensor([*range(m), *range(first, first + 4)])
     for i in range(2):
         of = {name.removeprefix(f"layers.{i}."): y.T if y.ndim == 2 else y for name, y in w.items()}
         y = norm(x, of["input_layernorm.weight"])
@@ -102,8 +103,8 @@ def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
     """After each round of a text; and a formula with a mistake says something else."""
     w, seen, real = draw_tensors(), [], grow_block
     monkeypatch.setattr(module, "grow_block", lambda *given: seen.append(given[1:]) or real(*given))
-    chunks, text = dflash(FeatureLM(MODEL), TEXT[:5], adapter=write(tmp_path, RELEASED, w)), TEXT[:5]
-    for chunk in itertools.islice(chunks, 6):
+    adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
+    for chunk in itertools.islice(dflash(FeatureLM(MODEL), text, adapter=adapter), 6):
         z, root, nodes = seen.pop()
         torch.testing.assert_close(z, guess_by_formula(w, text), atol=1e-4, rtol=1e-4)
         assert (root, nodes) == (text[-1], 4)
