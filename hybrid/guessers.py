@@ -8,12 +8,12 @@ take more time than they save beside n-grams.
 """
 import math
 
-from common import CachedLM
+from common import CachedLM, KVCache
 from support.clock import RANKS
-from support.layers import BlockLM, FeatureLM, depth_of
+from support.layers import FeatureLM, depth_of
 from support.parts import MODELS, load_facts, logits_of, require
 from support.released import is_head
-from survey.dflash import feed, load_draft, run_block
+from survey.dflash import load_draft, run_block
 from survey.eagle import Pairs
 from survey.medusa import load_heads
 from survey.rest import as_text, as_tokens
@@ -46,15 +46,13 @@ class Trained:
         model = target.model
         self.embed = model.get_input_embeddings()
         self.vocab = target.vocab
-        self.layers = None  # DFlash's draft with its cache
-        if kind == "dflash":
+        self.block = kind == "dflash"
+        if self.block:
             self.part = target.once((kind, path), lambda: load_draft(path, model))
-            self.layers = target.once((self.part, "cached"),
-                                      lambda: BlockLM(self.part.lm, target.vocab))
         else:
             self.part = target.once((kind, path), lambda: load_heads(path, kind, model))
             self.to_logits = target.once((self.part, "logits"), lambda: logits_of(model))
-        self.depth = self.part.B if self.layers else 1
+        self.depth = self.part.B - 1 if self.block else 1
         self.taps = self.part.taps or [depth_of(model)]
 
     def start(self, pairs: Pairs) -> None:
@@ -63,11 +61,7 @@ class Trained:
         pairs    the pairs of the prompt. A prompt of one token has none
         """
         self.waiting, self.logits = [], None
-        if self.layers:
-            self.layers.start([])
-            # The last pair waits for the first round, whose pass reads it with the block.
-            feed(self.part, self.layers, pairs.features[:-1])
-            pairs = pairs.part(slice(-1, None))
+        self.cache = KVCache()  # of DFlash's draft
         if pairs.tokens:
             self.add(pairs)
 
@@ -76,7 +70,7 @@ class Trained:
 
         pairs    the pairs of the tokens that became final, one or more
         """
-        self.waiting = [*self.waiting, pairs] if self.layers else [pairs]
+        self.waiting = [*self.waiting, pairs] if self.block else [pairs]
         self.root, self.logits = pairs.tokens[-1], None
 
     @torch.inference_mode()
@@ -89,10 +83,10 @@ class Trained:
         if self.logits is None:
             if not self.waiting:
                 return {}
-            self.logits = self.run_block() if self.layers else self.run_head()
+            self.logits = self.run_block() if self.block else self.run_head()
             self.waiting = []
         z = self.logits[len(path)]
-        if self.layers:
+        if self.block:
             before = torch.tensor([self.root, *as_tokens(path)][-1], device=z.device)
             z = self.part.add_markov(z, before)
         p = z[:self.vocab].float().softmax(-1)
@@ -104,7 +98,7 @@ class Trained:
     def run_block(self) -> torch.Tensor:
         """Run a block of DFlash's draft after all waiting pairs; return logits [B, V']."""
         features = torch.cat([pairs.features for pairs in self.waiting])
-        return run_block(self.part, self.layers, features, self.root)
+        return run_block(self.part, self.cache, features, self.root)
 
     def run_head(self) -> torch.Tensor:
         """Run the first head after the last pair; return logits [1, V']."""

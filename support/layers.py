@@ -179,24 +179,6 @@ class FeatureLM(CachedLM):
         return logits
 
 
-class BlockLM(CachedLM):
-    """Let the last rows of a call see each other both ways.
-
-    block   how many rows of the next calls are a block. 0: none
-    """
-    block = 0
-
-    def layout(self, parents: list[int], sees_prefix: list[bool]):
-        """Compute where the newest pending nodes stand and what they see."""
-        positions, mask = super().layout(parents, sees_prefix)
-        if self.block:
-            later = torch.ones(self.block, self.block, dtype=torch.bool,
-                               device=self.weight.device).triu(1)
-            for one in mask.values() if isinstance(mask, dict) else [mask]:
-                one[..., -self.block:, -self.block:].masked_fill_(later, 0.0)
-        return positions, mask
-
-
 # ------------------------------------------------------------------------------------------- views
 # A view of a model is a model of its own that has only some of the layers, and copies no weights.
 #

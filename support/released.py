@@ -5,8 +5,9 @@ tensors tell what kind of head it is, since configurations say it in many ways o
 
     kind        a name by which it is known                            read by
     EAGLE-3     midlayer.hidden_norm.weight, or with layers.0          eagle3.py
-    EAGLE       fc.weight, and none of EAGLE-3's                       eagle.py
     Medusa      0.0.linear.weight, of head 0                           medusa.py
+    DFlash      hidden_norm.weight                                     dflash.py
+    EAGLE       fc.weight, and none of the others'                     eagle.py
 
 A head of any other kind is refused, and so is a file with a tensor whose name is not expected. Of
 pickled files only those are read that hold nothing but tensors, and none of their code is run.
@@ -14,15 +15,16 @@ pickled files only those are read that hold nothing but tensors, and none of the
 import json
 import re
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Sequence
 
+from common import InputError
 from support.files import check_file, explain_errors, read_json, write_text, write_whole
-from support.layers import choose_taps, context_length
-from support.parts import belongs, fill, match_type, require, some_embeddings
+from support.layers import choose_taps, context_length, depth_of, tap_widths
+from support.parts import Part, belongs, fill, load_trained, match_type, require, some_embeddings
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.utils import cached_file
 
 # The first of these files that a repository has is read, since some have their weights in two
@@ -30,16 +32,20 @@ from transformers.utils import cached_file
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # What a message calls a kind of head, and names by which it is known. The kinds are tried in this
-# order, since EAGLE-3 has the name of EAGLE, too.
+# order, since EAGLE-3 and DFlash have the name of EAGLE, too.
 KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
+    "a DFlash draft": r"hidden_norm\.weight",
     "an EAGLE head": r"fc\.weight"}
 # The settings of a layer that are read from a head's configuration, and written to it:
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "head_dim", "rms_norm_eps", "hidden_act")
 # The settings of its rotary positions. A configuration has the first two or the third:
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+# What is read of the configuration of a draft of DFlash besides:
+DFLASH = ("num_hidden_layers", "layer_types", "attention_bias",
+          "input_embedding_scale", "output_multiplier", "markov_rank")
 # The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance is not known.
 # A word is a node below the root: its digits are the ranks along its path.
 MEDUSA_TREE = """
@@ -124,19 +130,23 @@ def make_config(model, mlp: int = 0) -> LlamaConfig:
         rms_norm_eps=1e-5, max_position_embeddings=context_length(model))
 
 
-def read_layer_config(path: str, config: dict, model) -> LlamaConfig:
+def read_layer_config(path: str, config: dict, model, kind: type = LlamaConfig,
+                      more: Sequence[str] = ()):
     """Make the configuration of a released layer, whose rotary base is not always its target's.
 
     path     the head's, for messages
     config   its own configuration
     model    the target, whose texts may be longer than those that the head was trained on
+    kind     the class of configurations that it is of
+    more     other settings that are read, such as the number of layers, which is 1 otherwise
     returns  the configuration. InputError for rotary positions that are not computed here, and for
              settings that describe no layer
     """
     with explain_errors("a head whose config.json describes a layer", path):
-        kept = {name: config[name] for name in SHAPE + ROPE if config.get(name) is not None}
-        layer = LlamaConfig(**kept, num_hidden_layers=1,
-                            max_position_embeddings=context_length(model))
+        names = {*SHAPE, *ROPE, *more}
+        kept = {name: config[name] for name in names if config.get(name) is not None}
+        layer = kind(**{"num_hidden_layers": 1} | kept,
+                     max_position_embeddings=context_length(model))
         kind = layer.rope_parameters["rope_type"]
         if kind not in ROTARY:
             raise ValueError(f"rotary positions must be of type {', '.join(ROTARY)}, not {kind}")
@@ -188,6 +198,51 @@ def read_eagle3(path: str, model) -> tuple:
     return read_layer_config(path, config, model), taps, vocab.tolist(), form, tensors
 
 
+def describe_dflash(model, ids: list[int], mask: int, layers: int, B: int, markov: int) -> dict:
+    """Describe a draft of DFlash to train for a model, by what a released config.json says.
+
+    ids      the layers of the target whose outputs it reads, by number
+    mask     the token whose embedding the masks read
+    layers   how many layers the draft has
+    B        how many rows a block has
+    markov   the rank of the Markov head, which released drafts lack. 0: there is none
+    """
+    return describe_layer(make_config(model), model) | {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers, "attention_bias": False, "block_size": B,
+        "num_target_layers": depth_of(model), "markov_rank": markov,
+        "dflash_config": {"target_layer_ids": ids, "mask_token_id": mask}}
+
+
+def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
+    """Read what config.json says of a draft of DFlash.
+
+    config   its settings. Some may be in `dflash_config`
+    model    the target
+    returns  the configuration of its layers, with the other settings and `window` and `cap`, and
+             the numbers of the layers whose inputs it reads. Any error if they do not fit
+    """
+    told = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "markov_rank": 0} | config
+    told |= config.get("dflash_config") or {}
+    form = read_layer_config("config.json", told, model, Qwen3Config, DFLASH)
+    form.block_size, form.mask_token_id = told["block_size"], told["mask_token_id"]
+    form._attn_implementation = "grouped"  # the attention of common.py
+    form.window, form.cap = (told.get(name) or 0
+                             for name in ("sliding_window", "final_logit_softcapping"))
+    h, L, taps = form.hidden_size, depth_of(model), [1 + i for i in told["target_layer_ids"]]
+    # Their causality or windows differ from those that `layer_types` says.
+    odd = [x for x in ("is_causal", "causal", "use_swa", "attention_sink_bias") if told.get(x)]
+    if odd:
+        raise InputError(f"expected a draft without {', '.join(odd)}")
+    if not 0 <= min(taps) <= max(taps) <= L:
+        raise InputError(f"expected a draft that reads layers below {L}, got {taps}")
+    widths = [model.get_input_embeddings().weight.shape[1], *tap_widths(model, taps)]
+    if widths != [h] * len(widths):
+        raise InputError(f"expected embeddings and hidden states of {h} numbers, as the draft has, "
+                         f"got {widths}")
+    return form, taps
+
+
 def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
                tensors: dict[str, torch.Tensor], path: str, model):
     """Give a layer the tensors of a released head.
@@ -215,6 +270,24 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
     else:
         fill(parameters, tensors, path)
     return match_type(draft, model)
+
+
+def load_head(path: str | Path, title: str, model, make: Callable[[dict], Part]) -> Part:
+    """Read a part from its file or from a released head, which have tensors of the same names.
+
+    path     the file, or the directory or hub id
+    title    what the part must be, in the words of KINDS
+    model    the target
+    make     a function from {"config": what a released config.json says} to a part with any weights
+    returns  the part, in the type of its model. InputError if it does not fit
+    """
+    if not is_released(path):
+        return load_trained(path, title, model, make)
+    config, tensors = read_head(str(path), title)
+    with explain_errors("a head whose config.json fits this model", path):
+        part = make({"config": config})
+    fill(part.trainable(), tensors, path)
+    return match_type(part, model)
 
 
 # ------------------------------------------------------------------------------------- writing

@@ -176,10 +176,9 @@ MUTANTS = {
         ("if stem in NAMES and number == 0:", "if stem in NAMES:", "only the last block is seen"),
         ("decay = 0.6", "decay = 0.8", "later passes weigh as EAGLE-3's")],
     "survey/dflash.py": [
-        ("lm.block = draft.B", "lm.block = 0",
-         "a block is always causal in decoding"),
-        ("torch.tensor([ids[x] for x in leaves], device=z.device)",
-         "torch.tensor([root for x in leaves], device=z.device)",
+        ("features[..., :width], cache)", "features[..., :width], KVCache())",
+         "blocks learn without their context"),
+        ("torch.tensor([ids[x] for x in leaves]", "torch.tensor([root for x in leaves]",
          "the Markov head always reads the root")],
     "survey/layerskip.py": [
         ("hidden.append(early.features)\n        guesses",

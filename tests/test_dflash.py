@@ -1,26 +1,32 @@
-"""The block draft: packed blocks are what decoding computes, the loss is that of the guesses one by
-one, and the tree has the likeliest of all paths."""
+"""The block draft: a released one guesses what its formula says, packed blocks are what decoding
+computes, the loss is that of the guesses one by one, the tree has the likeliest of all paths."""
+import itertools
 import random
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from common import InputError, KVCache
 from fake_models import path_to
 from families import rand, tiny
-from support.layers import depth_of
+from helpers import tokens_of
+from support.layers import FeatureLM, depth_of
 from support.parts import score_with
 from survey import dflash as module
-from survey.dflash import (EVERY, BlockDraft, BlockLM, block_loss, count_tree_tokens, grow_block,
-                           list_anchors, make_blocks, plan_block, run_block, sample_roots)
+from support.released import describe_dflash
+from survey.dflash import (EVERY, BlockDraft, block_loss, count_tree_tokens, dflash, grow_block,
+                           list_anchors, plan_block, run_block, sample_roots)
+from test_released import norm, rotate, write
 from training.acceptance import Text, compute_features
 
 MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
-def make_draft(model=MODEL, taps=(1, 2), scale=0.3, **form) -> BlockDraft:
+def make_draft(model=MODEL, layers=2, B=5, scale=0.3) -> BlockDraft:
     """Make a draft whose every weight is random."""
-    return rand(BlockDraft(model, [*taps], **dict(B=4, markov=8) | form), [], scale)
+    return rand(BlockDraft(model, describe_dflash(model, [0, 1], 60, layers, B, 8)), [], scale)
 
 
 def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
@@ -29,88 +35,151 @@ def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> l
 
 def z_by_decoding(draft: BlockDraft, text: Text, anchor: int, model=MODEL) -> torch.Tensor:
     """Compute a block's logits as decoding does, in a cache, with what was tapped before a root."""
-    lm, ids = BlockLM(draft.lm), text.ids
-    lm.start([])
+    ids = text.ids
     hidden = model(ids[None], output_hidden_states=True).hidden_states
     tapped = torch.cat([hidden[i][0, :anchor] for i in draft.taps], -1)
-    return run_block(draft, lm, tapped.bfloat16(), ids[anchor].item())
+    return run_block(draft, KVCache(), tapped.bfloat16(), ids[anchor].item())
 
 
 # ---------------------------------------------------------------------------------- the network
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
-def test_packed_blocks_are_what_decoding_computes(family, layers):
+RELEASED = {
+    "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 10, "rms_norm_eps": 1e-3, "rope_theta": 5e4,
+    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3, "block_size": 4,
+    "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 60},
+    "input_embedding_scale": 0.7, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
+LAYER = {"self_attn.q_proj": (40, 32), "self_attn.k_proj": (20, 32), "self_attn.v_proj": (20, 32),
+         "self_attn.o_proj": (32, 40), "self_attn.q_norm": (10,), "self_attn.k_norm": (10,),
+         "input_layernorm": (32,), "post_attention_layernorm": (32,), "mlp.gate_proj": (24, 32),
+         "mlp.up_proj": (24, 32), "mlp.down_proj": (32, 24)}
+SHAPES = {"fc": (32, 64), "hidden_norm": (32,), "norm": (32,)} | {
+    f"layers.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()}
+
+
+def draw_tensors() -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return {f"{x}.weight": 0.5 + torch.randn(shape, generator=rng) for x, shape in SHAPES.items()}
+
+
+def guess_by_formula(w: dict, text: list[int], mistake: str = "") -> torch.Tensor:
+    """Compute the logits [3, V] of the guesses after a text, by the released form's equations."""
+    hidden = MODEL(torch.tensor([text]), output_hidden_states=True).hidden_states
+    taps = [hidden[i + (mistake != "tap")][0, :-1] for i in (0, 1)]
+    c = torch.cat(taps[::-1] if mistake == "order" else taps, -1) @ w["fc.weight"].T
+    c = c if mistake == "hidden_norm" else norm(c, w["hidden_norm.weight"])
+    x = 0.7 * MODEL.get_input_embeddings().weight[[text[-1], 60, 60, 60]]
+    m = len(c)
+    first = m + (mistake == "place")
+    place = torch.tensor([*range(m), *range(first, first + 4)])
+    for i in range(2):
+        of = {name.removeprefix(f"layers.{i}."): y.T if y.ndim == 2 else y for name, y in w.items()}
+        y = norm(x, of["input_layernorm.weight"])
+        rows = torch.cat([c, y])
+
+        def heads(z: torch.Tensor, kind: str) -> torch.Tensor:
+            z = norm((z @ of[f"self_attn.{kind}_proj.weight"]).view(len(z), -1, 10),
+                     of[f"self_attn.{kind}_norm.weight"])
+            # `rotate` turns rows 0, 1, …, of which these are the last ones.
+            empty = z.new_zeros(1 + place[-1], *z.shape[1:])
+            empty[place[-len(z):]] = z
+            return rotate(empty, 5e4, 1.0)[place[-len(z):]]
+        q, k = heads(y, "q"), heads(rows, "k").repeat_interleave(2, 1)
+        v = (rows @ of["self_attn.v_proj.weight"]).view(m + 4, 2, 10).repeat_interleave(2, 1)
+        scores = torch.einsum("nhd,mhd->hnm", q, k) / 10 ** 0.5
+        past = place[m:, None] - place
+        if i == 1:
+            scores[:, (past < 0) | (past >= 3)] = -torch.inf
+        x = x + torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).reshape(4, 40) @ of[
+            "self_attn.o_proj.weight"]
+        y = norm(x, of["post_attention_layernorm.weight"])
+        gate, up = (y @ of[f"mlp.{z}_proj.weight"] for z in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ of["mlp.down_proj.weight"]
+    z = MODEL.get_output_embeddings()(norm(x, w["norm.weight"]))[1:]
+    return 2 * (0.5 * z / 2).tanh()
+
+
+def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
+    """After each round of a text; and a formula with a mistake says something else."""
+    w, seen, real = draw_tensors(), [], grow_block
+    monkeypatch.setattr(module, "grow_block", lambda *given: seen.append(given[1:]) or real(*given))
+    adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
+    for chunk in itertools.islice(dflash(FeatureLM(MODEL), text, adapter=adapter), 6):
+        z, root, nodes = seen.pop()
+        torch.testing.assert_close(z, guess_by_formula(w, text), atol=1e-4, rtol=1e-4)
+        assert (root, nodes) == (text[-1], 4)
+        for mistake in ("tap", "order", "hidden_norm", "place"):
+            assert (z - guess_by_formula(w, text, mistake)).abs().max() > 0.01, mistake
+        text = text + chunk
+    chunks = dflash(FeatureLM(MODEL), [7], adapter=str(tmp_path), nodes=9)
+    assert tokens_of(chunks, 4) == MODEL.generate(torch.tensor([[7]]), max_new_tokens=4,
+                                                  do_sample=False)[0, 1:].tolist()
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"hidden_size": 64}, "numbers, as the draft has, got"),
+    ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 60}}, "expected tensors {'fc.we"),
+    ({"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 60}}, "layers below 3, got"),
+    ({"dflash_config": {"target_layer_ids": [1, 2]}}, "it has no 'mask_token_id'"),
+    ({"use_swa": True}, "a draft without use_swa"),
+    ({"fc.weight": torch.ones(32, 64, dtype=torch.int8)}, "finite floating-point numbers"),
+    ({"fc.weight_scale": torch.ones(32)}, "with {'fc.weight_scale'"),
+    ({"hidden_norm.weight": None}, "be a DFlash draft, got .*, an EAGLE head")])
+def test_a_draft_that_would_be_misread_is_refused(tmp_path, change, said):
+    [(name, value)] = change.items()
+    inside = "." not in name
+    tensors = draw_tensors() | ({} if inside else change)
+    tensors = {x: y for x, y in tensors.items() if y is not None}
+    write(tmp_path, RELEASED | (change if inside else {}), tensors)
+    with pytest.raises(InputError, match=said) as error:
+        module.load_draft(tmp_path, MODEL)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_packed_blocks_are_what_decoding_computes(family):
     """Each of many anchors of two texts of different lengths."""
     model = tiny(family)
-    draft = make_draft(model, (0, 2), layers=layers)
+    draft, cache = make_draft(model), KVCache()
     texts = texts_of(draft, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
-    anchors = [[2, 4, 7, 14], [5, 1, 6, 3]]
-    hidden = make_blocks(draft, texts, anchors).hidden
-    found = draft.lm.get_output_embeddings()(hidden)
-    for text, places, blocks in zip(texts, anchors, found):
+    ids, features = (pad_sequence(x, batch_first=True) for x in [*zip(*texts)][:2])
+    anchors = torch.tensor([[2, 4, 7, 14], [5, 1, 6, 3]])
+    draft.read(features[..., :64], cache)
+    found = draft.score(draft(ids.gather(1, anchors), anchors, cache))
+    for text, places, blocks in zip(texts, anchors.tolist(), found):
         for anchor, z in zip(places, blocks):
             # texts are kept in bfloat16, and both sides read that
             assert torch.allclose(z, z_by_decoding(draft, text, anchor, model), atol=2e-3), anchor
 
 
-def test_a_draft_begins_as_the_targets_last_layers():
-    """It reads the last tap as they do, and the root's embedding, and the mean one as the mask. The
-    Markov head adds nothing. A seed makes the rest, whatever was drawn before: otherwise a stopped
-    run would never go on."""
-    draft, x, z = BlockDraft(MODEL, [0, 2], layers=2), torch.randn(5, 64), torch.randn(2, 61)
-    for i, layer in enumerate(draft.lm.model.layers):
-        for mine, theirs in zip(layer.parameters(), MODEL.model.layers[1 + i].parameters()):
-            assert torch.equal(mine, theirs)
-    expected = x[:, 32:] / x[:, 32:].square().mean(-1, keepdim=True).sqrt()
-    assert (draft.fuse(x) - expected).abs().mean() < 0.05
-    block, table = draft.embed_blocks(torch.tensor(7), x[0, :32]), MODEL.model.embed_tokens.weight
-    assert torch.allclose(block[0], table[7], atol=1e-5)
-    assert torch.allclose(block[1:], table.mean(0).expand(7, -1), atol=1e-5)
-    assert torch.equal(draft.add_markov(z, torch.tensor([3, 4])), z)
-    same, other = (BlockDraft(MODEL, [0, 2], layers=2, seed=seed).fc.weight for seed in (0, 1))
-    assert torch.equal(same, draft.fc.weight) and not torch.equal(other, draft.fc.weight)
-
-
-def test_what_the_rows_of_a_block_read():
-    """Each a token or the mask, its place, and the H before the root."""
-    draft, H = make_draft(), torch.randn(32)
-    e = torch.stack([MODEL.get_input_embeddings().weight[7], *[draft.mask] * 3])
-    of_root, of_masks = (draft.before.weight @ H).split(32)
-    expected = e @ draft.token.weight.T + torch.stack([of_root, *[of_masks] * 3])
-    found = draft.embed_blocks(torch.tensor([7, 7]), H.expand(2, 32))
-    assert torch.allclose(found, (expected + draft.place).expand(2, 4, 32), atol=1e-4)
-
-
 def test_the_markov_head_by_hand():
-    """Tokens that the draft cannot guess share the last row of W_1."""
-    draft = make_draft(vocab=[5, 9, 30])
-    z = torch.randn(2, 3)
-    found = draft.add_markov(z, torch.tensor([9, 11]))
-    for i, row in enumerate((1, 3)):
-        assert torch.allclose(found[i], z[i] + draft.W2.weight @ draft.W1.weight[row], atol=1e-5)
+    """At first it adds nothing. A seed makes all weights, whatever was drawn before."""
+    draft, z, tokens = make_draft(), torch.randn(2, 50), torch.tensor([9, 11])
+    for before, old, new in zip((9, 11), z, draft.add_markov(z, tokens)):
+        assert torch.allclose(new, old + draft.W2.weight[:50] @ draft.W1.weight[before], atol=1e-5)
+    fresh, same, other = (BlockDraft(MODEL, draft.config, seed) for seed in (0, 0, 1))
+    assert torch.equal(fresh.add_markov(z, tokens), z)
+    assert torch.equal(fresh.fc.weight, same.fc.weight)
+    assert not torch.equal(fresh.fc.weight, other.fc.weight)
 
 
 # ------------------------------------------------------------------------------------- the loss
 
 def test_the_loss_by_hand():
-    """Guess by guess, as decoding computes them, with the target's distribution after each token
-    and without tokens that the draft cannot guess. It can guess the last one, which counts once."""
-    every = [*range(1, 61, 2)]
-    draft = make_draft(vocab=every, scale=1.0)
+    """Guess by guess, as decoding computes them, with the target's distribution before each token.
+    The last token counts once."""
+    draft = make_draft(scale=1.0)
     [text] = texts_of(draft)
     total = weights = 0.0
     for anchor in (4, 8, 13):
         z = z_by_decoding(draft, text, anchor)
-        for k in range(4):
+        for k in range(min(4, len(TEXT) - 1 - anchor)):
             place = anchor + 1 + k
-            if place < len(TEXT) and TEXT[place] in every:
-                q = draft.add_markov(z[k], torch.tensor(TEXT[place - 1])).softmax(-1)
-                p = MODEL(torch.tensor([TEXT[:place]])).logits[0, -1, every].softmax(-1)
-                weight = 2.718281828 ** (-k / 4)
-                total, weights = total - weight * (p * q.log()).sum(), weights + weight
-    score = score_with(MODEL, draft.lm.get_output_embeddings())
-    found = block_loss(draft, score, [text], [[4, 8, 13]])
+            q = draft.add_markov(z[k], torch.tensor(TEXT[place - 1])).softmax(-1)
+            p = MODEL(torch.tensor([TEXT[:place]])).logits[0, -1].softmax(-1)
+            weight = 2.718281828 ** (-k / 4)
+            total, weights = total - weight * (p * q.log()).sum(), weights + weight
+    found = block_loss(draft, score_with(MODEL), [text], [[4, 8, 13]])
     assert found.item() == pytest.approx((total / weights).item(), rel=2e-3)
 
 
@@ -127,8 +196,8 @@ def test_anchors_are_those_of_the_answer():
 def test_a_tree_has_the_likeliest_of_all_paths():
     """Every path's chance is the product of what the block says along it. The tree's nodes are the
     likeliest n of all, in their order. Here no node has a likelier eleventh child."""
-    draft = make_draft(vocab=[*range(0, 61, 2)])
-    z = 2 * torch.randn(4, len(draft.vocab), generator=torch.Generator().manual_seed(3))
+    draft = make_draft()
+    z = 4 * torch.randn(4, 61, generator=torch.Generator().manual_seed(3))
     ids, parents = grow_block(draft, z, 7, 40)
     known = {(): 1.0}
     for k in range(4):
@@ -136,7 +205,7 @@ def test_a_tree_has_the_likeliest_of_all_paths():
             before = torch.tensor([7, *path][-1])
             logits = draft.add_markov(z[k], before)
             for row, p in enumerate(logits.softmax(-1).tolist()):
-                known[(*path, draft.vocab[row].item())] = known[path] * p
+                known[(*path, row)] = known[path] * p
     paths = [tuple(ids[x] for x in path_to(node, parents)[1:]) for node in range(40)]
     assert ids[0] == 7 and paths == sorted(known, key=lambda path: -known[path])[:40]
     for n in (2, 5, 17):
@@ -154,7 +223,7 @@ def test_tokens_by_hand(monkeypatch):
         return [root, root + 1, root + 9, root + 2, root + 7], [-1, 0, 0, 1, 3]
     monkeypatch.setattr(module, "grow_block", chain)
     texts = texts_of(draft, pairs=[(ids[:4], ids[4:])])
-    tokens = count_tree_tokens(draft, score_with(MODEL), texts)
+    tokens = count_tree_tokens(draft, texts)
     assert asked == [(place, 64) for place in range(8, 25, EVERY)]
     # nodes 1 and 3 are right; at the place before the text's last token only node 1 is
     assert asked[-1][0] == 24 and len(tokens) == 64
@@ -162,7 +231,8 @@ def test_tokens_by_hand(monkeypatch):
 
 
 def test_sizes_are_planned_by_tokens():
-    """A tree of one node needs no block."""
+    """A tree of one node needs no block. A released draft has a tree of B nodes."""
     draft = make_draft()
+    assert [choice.plan for choice in plan_block(draft)] == [5]
     draft.tokens = [1.0, 1.8, 2.2]
     assert [*plan_block(draft)] == [(1, 1.0, 1, 0, 1), (2, 1.8, 2, 1, 2), (3, 2.2, 3, 1, 3)]

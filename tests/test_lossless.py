@@ -58,7 +58,7 @@ from helpers import tokens_of
 from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from naive import KnowingLM, NaiveLM
-from support.released import some_weights
+from support.released import describe_dflash, some_weights
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     layerskip, lossy, masks, medusa, mtp, online, recycling, rest, sequoia,
                     several_drafts, triforce)
@@ -96,6 +96,10 @@ def eagle3_layer(model) -> eagle3.Eagle3Layer:
     """Make a layer of random weights, which guesses every second token."""
     guessed = range(0, len(model.get_output_embeddings().weight), 2)
     return rand(eagle3.Eagle3Layer(model, eagle3.make_config(model), [0, 1, 2], guessed), RATES)
+
+
+def block_draft(model) -> dflash.BlockDraft:
+    return rand(dflash.BlockDraft(model, describe_dflash(model, [0, 1], 5, 2, 5, 8)))
 
 
 def own_texts(model) -> list[list[int]]:
@@ -191,7 +195,7 @@ METHODS = {
     "mtp": lambda model: Line(
         mtp.mtp, dict(nodes=9, trained=rand(mtp.MTPBlock(model), RATES)), few=dict(nodes=3)),
     "dflash": lambda model: Line(
-        dflash.dflash, dict(nodes=9, trained=rand(dflash.BlockDraft(model, [0, 2], B=4, markov=8))),
+        dflash.dflash, dict(nodes=9, trained=block_draft(model)),
         few=dict(nodes=2), vocab=2),
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),
@@ -209,7 +213,7 @@ METHODS = {
         memo=trusting(model, rand(medusa.Heads(model, "hydra", 3), RATES), "hydra")),
     "hybrid, dflash": lambda model: Line(
         hybrid.hybrid, dict(guess="dflash", nodes=9, **FILES),
-        memo=trusting(model, rand(dflash.BlockDraft(model, [0, 2], B=4, markov=8)), "dflash")),
+        memo=trusting(model, block_draft(model), "dflash")),
     "early_exit": lambda model: Line(
         early_exit.early_exit, dict(gamma=4, trained=rand(early_exit.Exit(model, 1, 8))),
         few=dict(gamma=2)),

@@ -29,7 +29,7 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.mtp train --passes 2 --vocab 9": "survey.mtp --adapter OUT --nodes 5",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3":
         "survey.dflash --adapter OUT",
-    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0 --vocab 9":
+    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0":
         "survey.dflash --adapter OUT",
     "survey.early_exit train --E 1 --width 8": "survey.early_exit --exit OUT",
     "survey.layerskip tune --E 1 --rank 2": "survey.layerskip --tuning OUT",
