@@ -191,8 +191,9 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     number of tokens of the best beam, and how many of them are accepted.
     """
     prompt = begin(prompt, target, draft)
-    unseen = prompt[-1:]  # the last tokens of the text, which the draft has not cached
+    text = prompt
     while True:  # one iteration of Algorithm 1. All probabilities are logarithms here
+        unseen = text[draft.length:]  # what the draft has not cached yet
         best = beam_search(draft, unseen, gamma, beams, sample, eos)[0]  # line 3
         x = best.tokens
         q = best.logps  # q[i] is the draft's joint log-probability of x_1 … x_i
@@ -207,11 +208,9 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
                 eta = i  # line 11: the longest accepted prefix so far
         [t] = sample(logits[eta:eta + 1])  # lines 15 and 16
         target.commit(range(eta + 1))
-        # The draft keeps its nodes of the text and of accepted tokens. It has not been fed t, and
-        # perhaps not x_η. The next round feeds it these tokens.
-        kept = best.nodes[:len(unseen) + eta]
-        draft.commit(kept)
-        unseen = [*unseen, *x[:eta], t][len(kept):]
+        # The draft has not been fed t, and perhaps not x_η.
+        draft.commit(best.nodes[:len(unseen) + eta])
+        text += [*x[:eta], t]
         if log is not None:
             log.append({"drafted": len(x), "accepted": eta})
         yield [*x[:eta], t]  # line 17

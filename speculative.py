@@ -10,7 +10,8 @@ Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
 letters are Leviathan's. Chen and the survey swap them. The code says `target_probs` and
-`draft_probs`. The two lines above are `verify_tokens`, and the default is `verify_block`.
+`draft_probs`. The two lines above are `verify_tokens`. Sun's rule, `--verification block`, judges
+the draft as a whole. On average it accepts no fewer guesses, and at temperature 0 the same ones.
 
 The method is lossless: its output has exactly the target's distribution. At temperature 0 p and q
 are one-hot, and the output is the target's greedy output.
@@ -25,11 +26,7 @@ A round with γ = 3 after "… the cat sat", where "my" is rejected:
 p_i is the target's distribution at the position of the guess x_i. The last one, p_4, is for the
 token after a draft that is accepted as a whole.
 
-Departures:
-- The rule. Paper: Leviathan and Chen judge one guess after the other (`verify_tokens`). Here: the
-  default is Sun's rule, which judges the draft as a whole (`verify_block`). Why: the output has the
-  same distribution, and on average never fewer guesses are accepted. At temperature 0 both rules
-  accept the same guesses.
+Departure:
 - The length of a draft. Paper: always γ. Here: with --confidence the draft ends after the first
   guess whose probability is below that. Why: guesses after an unlikely one are rarely accepted.
   Whether to draw another guess is decided before it is drawn, so the output stays exact.
@@ -64,7 +61,7 @@ def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
               sample: Sampler) -> int:
     """Draw and return the token that follows the accepted guesses.
 
-    probs         [γ+1, V], the target's distribution at each position, or a share of it
+    probs         [γ+1, V], the target's distributions p_i. `verify_block` passes joint_i p_i
     draft_probs   [γ, V], the draft's distributions, which are subtracted
     accepted      how many guesses are accepted
     sample        the Sampler that draws the token
@@ -146,7 +143,7 @@ VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option
 
 
 def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6,
-                confidence: float = 0.0, verification: str = "block", sample: Sampler = greedy,
+                confidence: float = 0.0, verification: str = "token", sample: Sampler = greedy,
                 log: list | None = None) -> Iterator[list[int]]:
     """Draft gamma tokens one by one, and verify all of them in one target call.
 
@@ -163,38 +160,33 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     if verification not in VERIFICATIONS:
         raise InputError(f"--verification must be token or block, got {verification!r}")
     prompt = begin(prompt, target, draft)
-    root = prompt[-1]
-    unseen = [root]  # final tokens that the draft has not been fed, the root last
+    verify = VERIFICATIONS[verification]
+    text = prompt
     while True:
         # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
         guesses = []
         draft_probs = []
-        feed = unseen
         while len(guesses) < gamma:
-            logits = draft.forward(feed)[-1:]  # [1, V]
+            unseen = (text + guesses)[draft.length:]  # what the draft has not cached yet
+            logits = draft.forward(unseen)[-1:]  # [1, V]
+            draft.commit(range(len(unseen)))
             q = sample.probs(logits)  # [1, V]
-            feed = sample.draw(q).tolist()  # one token, which the next draft call is fed
-            guesses += feed
+            guesses += sample.draw(q).tolist()
             draft_probs.append(q)
-            if confidence > 0 and logits.float().softmax(-1)[0, feed[0]] < confidence:
+            if confidence > 0 and logits.float().softmax(-1)[0, guesses[-1]] < confidence:
                 break
         # Second step: compute p_1 … p_{γ+1} in one target call
-        target_probs = sample.probs(target.forward([root, *guesses]))  # [γ+1, V]
+        target_probs = sample.probs(target.forward([text[-1], *guesses]))  # [γ+1, V]
         # Third and fourth step: count the accepted guesses, and draw one more token
-        verify = VERIFICATIONS[verification]
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
-        # Keep the rows of what became final. The target was fed the root and all guesses. The draft
-        # was fed `unseen` and all guesses but the last one.
+        chunk = [*guesses[:accepted], token]
+        text += chunk
+        # Both models forget the rejected guesses. Neither has been fed the new last token.
         target.commit(range(1 + accepted))
-        draft.commit(range(len(unseen) + min(accepted, len(guesses) - 1)))
-        root = token
-        unseen = [root]
-        if accepted == len(guesses):  # the last guess is final, and the draft was never fed it
-            unseen = [guesses[-1], root]
+        draft.truncate(min(draft.length, len(text) - 1))
         if log is not None:
             log.append({"drafted": len(guesses), "accepted": accepted})
-        # Last step: the text grows by the accepted guesses and the token
-        yield [*guesses[:accepted], token]
+        yield chunk  # last step: the text grows by the accepted guesses and the token
 
 
 # ------------------------------------------------------------------------- the command line

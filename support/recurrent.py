@@ -123,7 +123,8 @@ class RecurrentCache(KVCache):
     def truncate(self, n: int) -> None:
         """Forget the last n tokens of the context."""
         if n > self.kept:
-            raise ValueError(f"expected to go back {self.kept} tokens at most, got {n}")
+            raise InputError("a recurrent model can go back fewer tokens than an attentive one: "
+                             f"expected {self.kept} at most, got {n}")
         self.kept -= n
 
     # What the layers ask of a cache. They get nothing: the functions below know the states.

@@ -173,6 +173,8 @@ class TranslatedLM:
     draft         the draft, with its own tokens
     translation   a Translation
     vocab         how many logits the target's calls give
+    length        how many tokens of the target are cached
+    ends          the draft's length after the prompt's context, and after each token that came later
     widths        for each pending token of the target, how many of the draft's tokens were fed
     """
 
@@ -180,7 +182,7 @@ class TranslatedLM:
         self.draft = draft
         self.translation = translation
         self.vocab = vocab
-        self.widths = []
+        self.length, self.ends, self.widths = 0, [0], []
 
     def start(self, ids: list[int]) -> None:
         """Cache a text of the target's tokens, encoded as the draft's own tokenizer does it."""
@@ -189,7 +191,7 @@ class TranslatedLM:
             raise InputError(f"--draft must have room for the prompt, {len(encoded)} of its tokens,"
                              f" got a context of {self.draft.max_length}")
         self.draft.start(encoded)
-        self.widths = []
+        self.length, self.ends, self.widths = len(ids), [self.draft.length], []
 
     def forward(self, ids: list[int] | torch.Tensor) -> torch.Tensor:
         """Feed a chain of the target's tokens.
@@ -215,13 +217,21 @@ class TranslatedLM:
         path   the range of the tokens that are kept, from 0 on
         """
         self.draft.commit(range(sum(self.widths[:len(path)])))
-        self.widths = []
+        for width in self.widths[:len(path)]:
+            self.ends.append(self.ends[-1] + width)
+        self.length, self.widths = self.length + len(path), []
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of the target, and no pending one."""
+        del self.ends[len(self.ends) - (self.length - length):]
+        self.draft.truncate(self.ends[-1])
+        self.length, self.widths = length, []
 
 
 # ------------------------------------------------------------------------------------ decoding
 
 def another_tokenizer(target: CachedLM, draft: CachedLM, prompt: list[int], *, tokenizers: list,
-                      gamma: int = 6, verification: str = "block", sample: Sampler = greedy,
+                      gamma: int = 6, verification: str = "token", sample: Sampler = greedy,
                       log: list | None = None) -> Iterator[list[int]]:
     """Decode speculatively with a draft whose tokenizer is another one.
 

@@ -151,8 +151,9 @@ METHODS = {
     "speculative, unsure": lambda model: Line(
         speculative.speculative, dict(gamma=4, confidence=0.3), [near(model, 0.02)],
         dict(gamma=2, confidence=0.4)),
-    "speculative, token by token": lambda model: Line(
-        speculative.speculative, dict(gamma=4, verification="token"), [near(model, 0.02)]),
+    "speculative, block": lambda model: Line(
+        speculative.speculative, dict(gamma=4, verification="block"), [near(model, 0.02)],
+        dict(gamma=2, verification="block")),
     "specinfer": lambda model: Line(
         several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2),
         vocab=4),

@@ -73,7 +73,7 @@ def test_a_model_goes_back_as_far_as_its_rows_are_kept():
     lm = CachedLM(tiny("qwen3.5"))
     lm.start(LONG[:CachedLM.PART])
     lm.truncate(lm.length - KEEP)
-    with pytest.raises(ValueError, match="go back 0 tokens at most, got 1"):
+    with pytest.raises(InputError, match="expected 0 at most, got 1"):
         lm.truncate(lm.length - 1)
 
 
