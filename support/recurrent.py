@@ -128,23 +128,17 @@ class RecurrentCache(KVCache):
         self.kept -= n
 
     # What the layers ask of a cache. They get nothing: the functions below know the states.
-    def get_conv_state(self, layer: int, **_) -> None:
-        self.layer = layer
+    def update_conv_state(self, inputs: torch.Tensor, layer: int, **_) -> torch.Tensor:
+        self.layer = layer  # that runs now
+        return inputs
 
-    def get_recurrent_state(self, layer: int, **_) -> None:
-        self.layer = layer
+    def get_conv_state(self, *_, **__) -> None:
+        pass
 
     def has_previous_state(self, *_, **__) -> bool:
         return False
 
-    def is_recording_past(self, *_) -> bool:
-        return True
-
-    def update_conv_state(self, inputs: torch.Tensor, *_, **__) -> torch.Tensor:
-        return inputs
-
-    def update_recurrent_state(self, *_, **__) -> None:
-        pass
+    get_recurrent_state = update_recurrent_state = get_conv_state
 
 
 common.CACHES.update(dict.fromkeys(["linear_attention", "conv", "hybrid"], RecurrentCache))
