@@ -27,6 +27,7 @@ from huggingface_hub.utils import logging as hub
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from cli.graphs import GraphedLM
 from cli.loading import encode_data, encode_prompts, load_checked
 from cli.options import MODELS, parse_command, parse_decoding, read_options, select_options
 from cli.run import Run, TimedLM, count_guesses, doubt_head
@@ -133,7 +134,6 @@ class Session:
                 print("graphs are off: a model has recurrent layers", file=sys.stderr)
                 graphs = False
         if graphs:
-            from cli.graphs import GraphedLM
             self.run_as = GraphedLM
             for model in self.models.values():
                 check(model, partial(GraphedLM, waits=False))  # once more, by what a replay gives
