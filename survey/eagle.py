@@ -58,9 +58,8 @@ from typing import Callable, Iterator, NamedTuple
 from common import CachedLM, InputError, Sampler, begin, check, greedy, walk
 from support.clock import MOST, RANKS, Choice, Clock, Node, best_tree
 from support.layers import FeatureLM
-from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from support.released import (describe_layer, fill_layer, is_released, make_config,
-                              read_eagle, require_all_tokens, write_head)
+from support.parts import MODELS, Part, head_for, load_trained, save_trained, score_with
+from support.released import fill_layer, is_released, make_config, read_eagle
 from training.acceptance import LEVELS, Text, compute_features, evaluate
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
                            fit_part, prepare_training, sample_alike, warm_cosine)
@@ -74,7 +73,6 @@ ADAPTER = f"{MODELS}/eagle.safetensors"
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
 RELEASED_NODES = 60  # of the released code's tree, in which RANKS nodes of each level get children
-ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -379,16 +377,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     save_draft(out, draft, model)
 
 
-# ------------------------------------------------------------------------------- files and heads
+# ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: EagleLayer, model) -> None:
     """Write a draft to a file, which says for which model it is."""
     save_trained(path, draft, model, config=draft.config.to_dict())
-
-
-def name_released(draft: EagleLayer) -> dict[str, torch.nn.Parameter]:
-    """Return what is trained in a draft, by the names of the released files."""
-    return {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
 
 
 def load_draft(path: str | Path, model) -> EagleLayer:
@@ -396,35 +389,12 @@ def load_draft(path: str | Path, model) -> EagleLayer:
     if is_released(path):
         config, tensors = read_eagle(str(path), model)
         draft = EagleLayer(model, config, "fc.bias" in tensors)
-        return fill_layer(draft, name_released(draft), tensors, str(path), model)
+        named = {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
+        return fill_layer(draft, named, tensors, str(path), model)
     return load_trained(path, EagleLayer.title, model,
                         lambda header: EagleLayer(model, LlamaConfig(**header["config"])))
 
 
-def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:
-    """Write a draft as a directory that an engine loads.
-
-    adapter: file of a draft layer, made by `python -m survey.eagle train`
-    out:     the directory to make
-    engine:  vllm or sglang, whose names differ. vLLM's `fc` has no bias and SGLang's has one
-    """
-    require(engine in ARCHITECTURES, "engine", "vllm or sglang", engine)
-    draft = load_draft(adapter, model)
-    tensors = name_released(draft)
-    if any("_proj.bias" in name for name in tensors):
-        raise InputError(f"--adapter must be a layer without biases, got {str(adapter)!r}")
-    require_all_tokens(adapter, draft, model)
-    require(engine == "sglang" or draft.fc.bias is None, "engine",
-            "sglang for a head whose fc has a bias", engine)
-    if engine == "sglang":
-        tensors.setdefault("fc.bias", torch.zeros_like(draft.fc.weight[:, 0]))
-    tensors["embed_tokens.weight"] = draft.lm.get_input_embeddings().weight
-    # "bias" says to EAGLE's own code whether fc has one, and to engines whether queries have one.
-    config = describe_layer(draft.config, model) | {"bias": False}
-    write_head(out, config | {"architectures": [ARCHITECTURES[engine]]}, tensors)
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle], commands=[train, export],
-                  folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main([eagle], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

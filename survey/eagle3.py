@@ -48,8 +48,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 from common import InputError, Sampler, check, greedy
 from support.layers import FeatureLM, choose_taps, read_taps, tap_layers, tap_widths
 from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from support.released import (describe_layer, fill_layer, is_released, make_config, read_eagle3,
-                              write_head)
+from support.released import fill_layer, is_released, make_config, read_eagle3
 from survey.eagle import decode
 from training.acceptance import compute_features, evaluate
 from training.loop import (Pair, count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
@@ -359,31 +358,6 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
         own_head=header.get("own_head", True)))
 
 
-def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
-    """Write a draft as a directory that vLLM, SGLang and EAGLE's own code load.
-
-    adapter: file of a draft layer, made by `python -m survey.eagle3 train`
-    out:     the directory to make
-    """
-    draft, V = load_draft(adapter, model), len(model.get_output_embeddings().weight)
-    if draft.taps != choose_taps(model):
-        raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
-                         f"got {draft.taps}")
-    tensors, vocab, D = draft.parts(), draft.vocab.cpu(), len(draft.vocab)
-    if D < V:
-        tensors["d2t"] = vocab - torch.arange(D)
-        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
-        tensors["t2d"][vocab] = True
-    table = draft.lm.get_input_embeddings()
-    if table is not model.get_input_embeddings():
-        tensors["embed_tokens.weight"] = table.weight
-    # No numbers of layers are written, since engines count them differently.
-    config = describe_layer(draft.config, model) | draft.form._asdict()
-    write_head(out, config | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D},
-               tensors)
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle3], commands=[train, export],
-                  folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main([eagle3], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -55,8 +55,7 @@ from support.clock import MOST, RANKS, Clock, Node, best_tree, list_sizes
 from support.layers import FeatureLM
 from support.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                            require, save_trained)
-from support.released import (MEDUSA_TREE, is_released, read_head, require_all_tokens,
-                              write_head)
+from support.released import MEDUSA_TREE, is_released, read_head
 from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
 
@@ -420,20 +419,6 @@ def name_released(trained: Heads) -> dict[str, torch.nn.Parameter]:
     return named | {f"{k}.1.weight": head.weight for k, head in enumerate(trained.lm_heads)}
 
 
-def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
-    """Write Medusa heads in the released form, as a directory.
-
-    adapter: file of heads, made by `python -m survey.medusa train`
-    out:     the directory to make
-    """
-    trained = load_heads(adapter, "medusa", model)
-    require_all_tokens(adapter, trained, model)
-    config = {"medusa_num_heads": trained.K, "medusa_num_layers": 1,
-              "base_model_name_or_path": model.config._name_or_path}
-    write_head(out, config, name_released(trained), "medusa_lm_head.safetensors")
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([medusa], commands=[train, export],
-                  folders=[export], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
+    sys.exit(main([medusa], commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
