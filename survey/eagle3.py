@@ -45,7 +45,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import InputError, Sampler, check, greedy
+from common import Sampler, check, greedy
 from support.layers import FeatureLM, choose_taps, read_taps, tap_layers, tap_widths
 from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle3
@@ -230,7 +230,7 @@ def unroll_loss(draft: Part, ids: torch.Tensor, features: torch.Tensor, learns: 
 
 # ---------------------------------------------------------------------------------- decoding
 
-def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
+def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0,
            adapter: str = ADAPTER, trained: Eagle3Layer | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
@@ -239,15 +239,13 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
 
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
-    dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
-             id of a released head. Its tree is the released code's own: dynamic, with 60 nodes if
+             id of a released head. Its tree is the released code's own, with 60 nodes if
              --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
-    yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
+    yield from decode(target, draft, prompt, nodes, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training

@@ -451,7 +451,8 @@ def test_nothing_that_is_there_is_replaced(tmp_path, ask):
     """Neither a folder nor a file, even one of the same command, but for an empty one, a page that
     is made again, and a file with which a stopped run goes on."""
     folder, file = tmp_path / "model", tmp_path / "file"
-    argv = ["export", "--tuning", f"{ROOT}/models/layerskip.safetensors", "--device", "cpu", "--out", str(folder)]
+    argv = ["export", "--tuning", f"{ROOT}/models/layerskip.safetensors", "--device", "cpu",
+            "--out", str(folder)]
     folder.mkdir()
     assert ask(*argv, file="survey.layerskip")[0] == 0
     assert "there already" in refusal(ask(*argv, file="survey.layerskip"))
