@@ -9,7 +9,7 @@ take more time than they save beside n-grams.
 import math
 
 from common import CachedLM, KVCache
-from support.clock import RANKS
+from support.clock import rank_tokens
 from support.layers import FeatureLM, depth_of
 from support.parts import MODELS, load_facts, logits_of, require
 from support.released import is_head
@@ -89,11 +89,8 @@ class Trained:
         if self.block:
             before = torch.tensor([self.root, *as_tokens(path)][-1], device=z.device)
             z = self.part.add_markov(z, before)
-        p = z[:self.vocab].float().softmax(-1)
-        p = p.nan_to_num(0.0)  # so that a part that overflows guesses nothing
-        best = p.topk(min(RANKS, len(p)))
-        guessed = as_text(self.part.vocab[best.indices].tolist())
-        return dict(zip(guessed, best.values.tolist()))
+        tokens, chances = rank_tokens(z[:self.vocab], self.part.vocab)
+        return dict(zip(as_text(tokens), chances))
 
     def run_block(self) -> torch.Tensor:
         """Run a block of DFlash's draft after all waiting pairs; return logits [B, V']."""

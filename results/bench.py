@@ -200,8 +200,8 @@ def find_methods() -> dict:
 METHODS = find_methods()
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
        "prompt_lookup", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
-       "eagle", "eagle --no-dynamic", "eagle3", "mtp", "dflash", "sequoia", "early_exit",
-       "draft_verify", "layerskip", "pass_sampling", "space", "recycling", "rest", "rest --no-grow",
+       "eagle", "eagle3", "mtp", "dflash", "sequoia", "early_exit", "draft_verify", "layerskip",
+       "pass_sampling", "space", "recycling", "rest", "rest --no-grow",
        *(f"hybrid --guess {guess}" for guess in GUESSES), "cascade", "specinfer --gamma 6",
        "spectr --gamma 6", "bild", "specdec", "mjsd", "cllm"]
 AR = ALL[0]

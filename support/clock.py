@@ -29,6 +29,8 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import CachedLM
 
+import torch
+
 # Of a call, what one more row costs beside all else, before anything is known. These are 10M to 1B
 # parameters on two CPU cores, and 8B on a GPU.
 SLOPES = {"cpu": 0.03, "cuda": 0.003}
@@ -191,6 +193,17 @@ def list_sizes(tree: list[Node]) -> Iterator[Choice]:
 
 
 # ------------------------------------------------------------------------------ planned trees
+
+def rank_tokens(logits: torch.Tensor, vocab: torch.Tensor) -> tuple[list, list]:
+    """Return the RANKS likeliest tokens of logits [..., V'], and their chances, both [..., RANKS].
+
+    vocab   the tokens that the logits stand for, V' or more
+    """
+    # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
+    chances = logits.float().softmax(-1).nan_to_num(0.0)
+    best = chances.topk(min(RANKS, chances.shape[-1]))
+    return vocab[best.indices].tolist(), best.values.tolist()
+
 
 def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], list[int]]:
     """Put tokens into a planned tree.

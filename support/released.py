@@ -1,4 +1,4 @@
-"""This file reads heads that others have trained and released, and writes heads as they do.
+"""This file reads heads that others have trained and released.
 
 A released head is a directory or a hub id, with config.json and files of tensors. The names of the
 tensors tell what kind of head it is, since configurations say it in many ways or not at all:
@@ -12,18 +12,17 @@ tensors tell what kind of head it is, since configurations say it in many ways o
 A head of any other kind is refused, and so is a file with a tensor whose name is not expected. Of
 pickled files only those are read that hold nothing but tensors, and none of their code is run.
 """
-import json
 import re
 from pathlib import Path
 from typing import Callable, Sequence
 
 from common import InputError
-from support.files import check_file, explain_errors, read_json, write_text, write_whole
+from support.files import check_file, explain_errors, read_json
 from support.layers import choose_taps, context_length, depth_of, tap_widths
 from support.parts import Part, belongs, fill, load_trained, match_type, require, some_embeddings
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen3Config
 from transformers.utils import cached_file
 
@@ -38,7 +37,7 @@ KINDS = {
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
     "a DFlash draft": r"hidden_norm\.weight",
     "an EAGLE head": r"fc\.weight"}
-# The settings of a layer that are read from a head's configuration, and written to it:
+# The settings of a layer that are read from a head's configuration:
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "head_dim", "rms_norm_eps", "hidden_act")
 # The settings of its rotary positions. A configuration has the first two or the third:
@@ -207,7 +206,12 @@ def describe_dflash(model, ids: list[int], mask: int, layers: int, B: int, marko
     B        how many rows a block has
     markov   the rank of the Markov head, which released drafts lack. 0: there is none
     """
-    return describe_layer(make_config(model), model) | {
+    config = make_config(model)
+    return {name: getattr(config, name) for name in SHAPE} | {
+        "vocab_size": len(model.get_output_embeddings().weight), "tie_word_embeddings": False,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "max_position_embeddings": config.max_position_embeddings,
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers,
         "layer_types": ["full_attention"] * layers, "attention_bias": False, "block_size": B,
         "num_target_layers": depth_of(model), "markov_rank": markov,
@@ -288,52 +292,6 @@ def load_head(path: str | Path, title: str, model, make: Callable[[dict], Part])
         part = make({"config": config})
     fill(part.trainable(), tensors, path)
     return match_type(part, model)
-
-
-# ------------------------------------------------------------------------------------- writing
-
-def describe_layer(config: LlamaConfig, model) -> dict:
-    """Describe a layer by the settings that engines read in a head's config.json.
-
-    Older engines do not read "rope_parameters", but "rope_theta" and "rope_scaling". So these two
-    are written.
-
-    config   the layer's configuration
-    model    the target
-    """
-    rope = dict(config.rope_parameters)
-    told = {name: getattr(config, name) for name in SHAPE}
-    told |= {"model_type": "llama", "num_hidden_layers": 1, "rope_theta": rope.pop("rope_theta"),
-             "vocab_size": len(model.get_output_embeddings().weight),
-             "max_position_embeddings": context_length(model), "tie_word_embeddings": False,
-             "torch_dtype": str(model.dtype).removeprefix("torch.")}
-    if rope["rope_type"] != "default":
-        told["rope_scaling"] = rope | {"type": rope["rope_type"]}  # older code reads this name
-    return told
-
-
-def write_head(out: Path, config: dict, tensors: dict[str, torch.Tensor],
-               name: str = "model.safetensors") -> None:
-    """Write a head as a directory.
-
-    out      the directory to make
-    config   what its config.json says
-    tensors  the head's, by the names of the released form
-    name     the file of the tensors
-    """
-    kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        save_file(kept, folder / name, {"format": "pt"})
-        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_whole(out, write)
-
-
-def require_all_tokens(adapter: Path, part: torch.nn.Module, model) -> None:
-    """Raise an InputError for a part that lacks tokens of its model; `adapter` is its file."""
-    every = len(part.vocab) == len(model.get_output_embeddings().weight)
-    require(every, "adapter", "trained without --vocab", repr(str(adapter)))
 
 
 # ------------------------------------------------------------------------------- which head it is

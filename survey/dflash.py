@@ -69,7 +69,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
-from support.clock import MOST, RANKS, Choice, Clock
+from support.clock import MOST, Choice, Clock, rank_tokens
 from support.layers import FeatureLM, depth_of, read_taps, tap_widths
 from support.parts import MODELS, Part, follow, save_trained, score_with
 from support.released import describe_dflash, load_head, read_dflash
@@ -207,11 +207,9 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     for z_k in z:
         # The nodes of a level share z_k. The Markov head adds what depends on their tokens.
         tokens = torch.tensor([ids[x] for x in leaves], dtype=torch.long, device=z.device)
-        logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens).float()
-        # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
-        probs, rows = logits.softmax(-1).nan_to_num(0.0).topk(min(RANKS, n, z.shape[-1]))
+        logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens)
         newest = len(ids)  # the first node of the level that begins here
-        for leaf, children, factors in zip(leaves, rows.tolist(), probs.tolist()):
+        for leaf, children, factors in zip(leaves, *rank_tokens(logits, draft.vocab)):
             ids += children
             parents += [leaf] * len(children)
             chances += [chances[leaf] * p for p in factors]

@@ -3,7 +3,7 @@
     eagle             Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature
                       Uncertainty", arXiv 2401.15077
     dynamic trees     Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft
-                      Trees", arXiv 2406.16858. `--no-dynamic` has EAGLE's static trees
+                      Trees", arXiv 2406.16858
     train --vocab     Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
                       Frequency-Ranked Speculative Sampling", arXiv 2502.14856
 
@@ -39,10 +39,10 @@ Departures:
   and both inputs should weigh the same at first.
 - Sampling. Paper: EAGLE-1 draws children from the draft. Here: they are its likeliest tokens, and
   the target draws once at each node. Why: one rule serves greedy and sampled output.
-- The tree. Paper: static and made by hand, or dynamic with 60 nodes, where the 10 likeliest of a
-  level are expanded. Here: n nodes, as many as pay in greedy decoding. Measured acceptance plans
-  the static tree, and the dynamic one expands n / 6 nodes of a level. Why: costs differ. A released
-  head gets 60 nodes as in its own code, since no file says how often its guesses are right.
+- The tree. EAGLE's paper: static and made by hand. EAGLE-2's: dynamic with 60 nodes, where the 10
+  likeliest of a level are expanded. Here: dynamic with n nodes, as many as pay in greedy decoding,
+  where n / 6 of a level are expanded. Why: costs differ. A released head gets 60 nodes as in its
+  own code, since no file says how often its guesses are right.
 - Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy. Here:
   the target's own greedy answers, 1e-3 with a cosine, betas .9 and .999, 512 rows of a step. Why:
   the draft guesses these answers, and small models need a higher rate.
@@ -55,12 +55,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, begin, check, greedy, walk
-from support.clock import MOST, RANKS, Choice, Clock, Node, best_tree
+from common import InputError, Sampler, begin, check, greedy, walk
+from support.clock import MOST, RANKS, Choice, Clock, best_tree, rank_tokens
 from support.layers import FeatureLM
-from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from support.released import (describe_layer, fill_layer, is_released, make_config,
-                              read_eagle, require_all_tokens, write_head)
+from support.parts import MODELS, Part, head_for, load_trained, save_trained, score_with
+from support.released import fill_layer, is_released, make_config, read_eagle
 from training.acceptance import LEVELS, Text, compute_features, evaluate
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
                            fit_part, prepare_training, sample_alike, warm_cosine)
@@ -74,7 +73,6 @@ ADAPTER = f"{MODELS}/eagle.safetensors"
 NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
 RELEASED_NODES = 60  # of the released code's tree, in which RANKS nodes of each level get children
-ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -170,14 +168,8 @@ def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
 
 # ---------------------------------------------------------------------------------- decoding
 
-def count_levels(tree: list[Node]) -> list[int]:
-    """Count the nodes of a tree that have children, level by level."""
-    depth = max(node.depth for node in tree)
-    return [len({child.parent for child in tree if child.depth == d + 1}) for d in range(depth)]
-
-
 def scale_levels(n: int, depth: int) -> list[int]:
-    """Say how many nodes of each level of a dynamic tree of n nodes get children.
+    """Say how many nodes of each level of a tree of n nodes get children.
 
     The first level is the root. Of the others it is n / 6 each, as EAGLE-2 expands 10 in 60 nodes.
     """
@@ -185,28 +177,17 @@ def scale_levels(n: int, depth: int) -> list[int]:
     return [1, *[most] * (depth - 1)][:depth]
 
 
-def rank_tokens(draft: EagleLayer, logits: torch.Tensor,
-                ranks: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Return the `ranks` likeliest tokens after some nodes, and their probabilities.
-
-    logits   [nodes, V'], the draft's guesses after each of these nodes
-    """
-    probs = logits.float().softmax(-1).nan_to_num(0.0)  # a draft that overflows gives NaN
-    best = probs.topk(min(ranks, probs.shape[1]))
-    return draft.vocab[best.indices].tolist(), best.values.tolist()
-
-
-def plan_eagle(draft: EagleLayer, dynamic: bool) -> Iterator[Choice]:
+def plan_eagle(draft: EagleLayer) -> Iterator[Choice]:
     """Yield trees of all sizes and depths, for the clock to choose from.
 
-    A plan has the number of nodes of a tree, and its levels. A dynamic tree is taken to be as good
-    as the static tree of its size.
+    A plan has the number of nodes of a tree, and its levels. A tree is taken to be as
+    good as the tree of its size that measured acceptance plans.
     """
     whole = best_tree(draft.accept, MOST)
     for depth in range(1 + len(draft.accept)):
         tree = [node for node in whole if node.depth <= depth]
         for n, tokens in enumerate(accumulate(node.chance for node in tree), 1):
-            levels = scale_levels(n, depth) if dynamic else count_levels(tree[:n])
+            levels = scale_levels(n, depth)
             # A pass has a row for each node that gets children. But the first one feeds a pair for
             # each token of the last chunk.
             rows = [tokens, *levels[1:]][:len(levels)]
@@ -229,19 +210,18 @@ def feed(draft: EagleLayer, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor 
 
 @torch.inference_mode()
 def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, n: int,
-               levels: list[int], dynamic: bool) -> tuple[list[int], list[int]]:
+               levels: list[int]) -> tuple[list[int], list[int]]:
     """Grow a tree below the root, level by level, and keep the nodes that are likeliest accepted.
 
-    A node has a chance, a product along its path. Its factors are the measured acceptance or, where
-    the tree is dynamic, the draft's own probabilities (EAGLE-2, Section 4). Two children of a node
-    hold different tokens t̂_5 beside the same feature f̂_4, so they make different features f̂_5.
+    A node has a chance, the product of the draft's own probabilities along its path (EAGLE-2,
+    Section 4). Two children of a node hold different tokens t̂_5 beside the same feature f̂_4, so
+    they make different features f̂_5.
 
     lm        the draft's layer with its cache
     unfed     pairs of the tokens that became final since the last tree
     root      the token of node 0
     n         how many nodes are kept, the root among them
     levels    for each level how many of its nodes get children, the likeliest ones
-    dynamic   whether chances are the draft's own
     returns   ids and parents of the nodes
     """
     ids, parents, chances = [root], [-1], [1.0]  # of each node; most nodes are not kept
@@ -268,9 +248,7 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
             row_of |= zip(expanded, range(rows, len(lm.parents)))
             feature_of |= zip(expanded, lm.features)
         newest = len(ids)  # the first node of the level that begins here
-        ranks = RANKS if dynamic else len(draft.accept[depth])
-        for node, tokens, probs in zip(expanded, *rank_tokens(draft, logits, ranks)):
-            factors = probs if dynamic else draft.accept[depth][:len(probs)]
+        for node, tokens, factors in zip(expanded, *rank_tokens(logits, draft.vocab)):
             ids += tokens
             parents += [node] * len(tokens)
             chances += [chances[node] * p for p in factors]
@@ -280,8 +258,8 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
     return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
 
 
-def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
-          adapter: str = ADAPTER, trained: EagleLayer | None = None, sample: Sampler = greedy,
+def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
+          trained: EagleLayer | None = None, sample: Sampler = greedy,
           log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
 
@@ -289,19 +267,17 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool
 
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
-    dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle train`, or the directory or hub
-             id of a released head. Its tree is the released code's own: dynamic, with 60 nodes if
+             id of a released head. Its tree is the released code's own, with 60 nodes if
              --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
-    yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
+    yield from decode(target, draft, prompt, nodes, sample, log)
 
 
-def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, dynamic: bool,
-           sample: Sampler, log: list | None) -> Iterator[list[int]]:
+def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, sample: Sampler,
+           log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 has this loop, too."""
     lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
     prompt = begin(prompt, target, taps=draft.taps)
@@ -312,13 +288,10 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
     pairs = Pairs(target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
-    # Nobody measured how often a released head is right. So its tree is always dynamic.
-    dynamic = dynamic or not draft.accept
     n = nodes or RELEASED_NODES
-    levels = (scale_levels(n, min(LEVELS, n - 1)) if dynamic else
-              count_levels(best_tree(draft.accept, n)))
-    clock = target.once((draft, dynamic, "clock"), lambda: Clock(target, lm))
-    choices = [*plan_eagle(draft, dynamic)] if nodes == 0 and draft.accept else []
+    levels = scale_levels(n, min(LEVELS, n - 1))
+    clock = target.once((draft, "clock"), lambda: Clock(target, lm))
+    choices = [*plan_eagle(draft)] if nodes == 0 and draft.accept else []
     while True:
         if choices:
             n, levels = clock.choose(lambda: choices)
@@ -326,7 +299,7 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
         # the call has only the root, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
         if levels and unfed:
-            ids, parents = grow_eagle(draft, lm, unfed, root, n, levels, dynamic)
+            ids, parents = grow_eagle(draft, lm, unfed, root, n, levels)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
@@ -379,16 +352,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     save_draft(out, draft, model)
 
 
-# ------------------------------------------------------------------------------- files and heads
+# ------------------------------------------------------------------------------------ the file
 
 def save_draft(path: Path, draft: EagleLayer, model) -> None:
     """Write a draft to a file, which says for which model it is."""
     save_trained(path, draft, model, config=draft.config.to_dict())
-
-
-def name_released(draft: EagleLayer) -> dict[str, torch.nn.Parameter]:
-    """Return what is trained in a draft, by the names of the released files."""
-    return {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
 
 
 def load_draft(path: str | Path, model) -> EagleLayer:
@@ -396,35 +364,12 @@ def load_draft(path: str | Path, model) -> EagleLayer:
     if is_released(path):
         config, tensors = read_eagle(str(path), model)
         draft = EagleLayer(model, config, "fc.bias" in tensors)
-        return fill_layer(draft, name_released(draft), tensors, str(path), model)
+        named = {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
+        return fill_layer(draft, named, tensors, str(path), model)
     return load_trained(path, EagleLayer.title, model,
                         lambda header: EagleLayer(model, LlamaConfig(**header["config"])))
 
 
-def export(model, tokenizer, *, adapter: Path, out: Path, engine: str = "vllm") -> None:
-    """Write a draft as a directory that an engine loads.
-
-    adapter: file of a draft layer, made by `python -m survey.eagle train`
-    out:     the directory to make
-    engine:  vllm or sglang, whose names differ. vLLM's `fc` has no bias and SGLang's has one
-    """
-    require(engine in ARCHITECTURES, "engine", "vllm or sglang", engine)
-    draft = load_draft(adapter, model)
-    tensors = name_released(draft)
-    if any("_proj.bias" in name for name in tensors):
-        raise InputError(f"--adapter must be a layer without biases, got {str(adapter)!r}")
-    require_all_tokens(adapter, draft, model)
-    require(engine == "sglang" or draft.fc.bias is None, "engine",
-            "sglang for a head whose fc has a bias", engine)
-    if engine == "sglang":
-        tensors.setdefault("fc.bias", torch.zeros_like(draft.fc.weight[:, 0]))
-    tensors["embed_tokens.weight"] = draft.lm.get_input_embeddings().weight
-    # "bias" says to EAGLE's own code whether fc has one, and to engines whether queries have one.
-    config = describe_layer(draft.config, model) | {"bias": False}
-    write_head(out, config | {"architectures": [ARCHITECTURES[engine]]}, tensors)
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle], commands=[train, export],
-                  folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main([eagle], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -45,11 +45,10 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import InputError, Sampler, check, greedy
+from common import Sampler, check, greedy
 from support.layers import FeatureLM, choose_taps, read_taps, tap_layers, tap_widths
 from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
-from support.released import (describe_layer, fill_layer, is_released, make_config, read_eagle3,
-                              write_head)
+from support.released import fill_layer, is_released, make_config, read_eagle3
 from survey.eagle import decode
 from training.acceptance import compute_features, evaluate
 from training.loop import (Pair, count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
@@ -231,7 +230,7 @@ def unroll_loss(draft: Part, ids: torch.Tensor, features: torch.Tensor, learns: 
 
 # ---------------------------------------------------------------------------------- decoding
 
-def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
+def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0,
            adapter: str = ADAPTER, trained: Eagle3Layer | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
@@ -240,15 +239,13 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: boo
 
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
-    dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
-             id of a released head. Its tree is the released code's own: dynamic, with 60 nodes if
+             id of a released head. Its tree is the released code's own, with 60 nodes if
              --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
-    yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
+    yield from decode(target, draft, prompt, nodes, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -359,31 +356,6 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
         own_head=header.get("own_head", True)))
 
 
-def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
-    """Write a draft as a directory that vLLM, SGLang and EAGLE's own code load.
-
-    adapter: file of a draft layer, made by `python -m survey.eagle3 train`
-    out:     the directory to make
-    """
-    draft, V = load_draft(adapter, model), len(model.get_output_embeddings().weight)
-    if draft.taps != choose_taps(model):
-        raise InputError(f"--adapter must read layers {choose_taps(model)}, which engines assume, "
-                         f"got {draft.taps}")
-    tensors, vocab, D = draft.parts(), draft.vocab.cpu(), len(draft.vocab)
-    if D < V:
-        tensors["d2t"] = vocab - torch.arange(D)
-        tensors["t2d"] = torch.zeros(V, dtype=torch.bool)
-        tensors["t2d"][vocab] = True
-    table = draft.lm.get_input_embeddings()
-    if table is not model.get_input_embeddings():
-        tensors["embed_tokens.weight"] = table.weight
-    # No numbers of layers are written, since engines count them differently.
-    config = describe_layer(draft.config, model) | draft.form._asdict()
-    write_head(out, config | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D},
-               tensors)
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle3], commands=[train, export],
-                  folders=[export], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main([eagle3], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -51,12 +51,11 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import CachedLM, Sampler, begin, greedy, walk
-from support.clock import MOST, RANKS, Clock, Node, best_tree, list_sizes
+from support.clock import MOST, RANKS, Clock, Node, best_tree, list_sizes, rank_tokens
 from support.layers import FeatureLM
 from support.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
                            require, save_trained)
-from support.released import (MEDUSA_TREE, is_released, read_head, require_all_tokens,
-                              write_head)
+from support.released import MEDUSA_TREE, is_released, read_head
 from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
 
@@ -133,14 +132,6 @@ class Heads(Part):
         """Return the LM head that reads what head k gives."""
         return self.lm_heads[k - 1] if self.lm_heads else self.lm_head
 
-    def rank_tokens(self, logits: torch.Tensor, vocab: int | None) -> list[list[int]]:
-        """Return the RANKS likeliest tokens of each row of logits [n, V'], the likeliest first.
-
-        vocab     how many logits count, since embeddings are often padded. None: all
-        """
-        logits = logits[:, :vocab]
-        return self.vocab[logits.topk(min(RANKS, logits.shape[1])).indices].tolist()
-
 
 def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
     """Yield for each head what the LM head reads, where all earlier tokens are the text's.
@@ -187,7 +178,8 @@ def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int
         owners = sorted({tree[i].parent for i in level})
         between = embed(torch.tensor([tokens_to[node] for node in owners], device=f.device))
         x = trained(k, f.expand(len(owners), -1), between)  # [owners, d]
-        ranked = dict(zip(owners, trained.rank_tokens(trained.lm_head(x), target.vocab)))
+        tokens, _ = rank_tokens(trained.lm_head(x)[:, :target.vocab], trained.vocab)
+        ranked = dict(zip(owners, tokens))
         for i in level:
             parent = tree[i].parent
             tokens_to[i] = tokens_to[parent] + [ranked[parent][tree[i].rank]]
@@ -215,7 +207,7 @@ def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
         logits = torch.cat([head(row) for head, row in zip(trained.lm_heads, x)])
     else:
         logits = trained.lm_head(torch.cat(x))
-    ranked = trained.rank_tokens(logits, target.vocab)  # [depth][rank]
+    ranked, _ = rank_tokens(logits[:, :target.vocab], trained.vocab)  # [depth][rank]
     # A node of depth k and rank r holds the guess of rank r of head k, whatever its parent holds.
     return [root] + [ranked[node.depth - 1][node.rank] for node in tree[1:]]
 
@@ -420,20 +412,6 @@ def name_released(trained: Heads) -> dict[str, torch.nn.Parameter]:
     return named | {f"{k}.1.weight": head.weight for k, head in enumerate(trained.lm_heads)}
 
 
-def export(model, tokenizer, *, adapter: Path, out: Path) -> None:
-    """Write Medusa heads in the released form, as a directory.
-
-    adapter: file of heads, made by `python -m survey.medusa train`
-    out:     the directory to make
-    """
-    trained = load_heads(adapter, "medusa", model)
-    require_all_tokens(adapter, trained, model)
-    config = {"medusa_num_heads": trained.K, "medusa_num_layers": 1,
-              "base_model_name_or_path": model.config._name_or_path}
-    write_head(out, config, name_released(trained), "medusa_lm_head.safetensors")
-
-
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([medusa], commands=[train, export],
-                  folders=[export], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
+    sys.exit(main([medusa], commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

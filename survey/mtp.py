@@ -235,7 +235,7 @@ def load_draft(adapter: str | Path, model) -> MTPBlock:
 
 # ---------------------------------------------------------------------------------- decoding
 
-def mtp(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool = True,
+def mtp(target: FeatureLM, prompt: list[int], *, nodes: int = 0,
         adapter: str = "", trained: MTPBlock | None = None, sample: Sampler = greedy,
         log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
@@ -244,14 +244,12 @@ def mtp(target: FeatureLM, prompt: list[int], *, nodes: int = 0, dynamic: bool =
 
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine, or 60 for the block of a checkpoint, since no file says how often it is right
-    dynamic: grow the tree that the draft is surest of now (EAGLE-2), in place of the tree that was
-             right most often
     adapter: file of a block, made by `python -m survey.mtp train`. Without it the block is that of
              the target's own files, and for the embedded target models/mtp.safetensors
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(("mtp", adapter), lambda: load_draft(adapter, target.model))
-    yield from decode(target, draft, prompt, nodes, dynamic, sample, log)
+    yield from decode(target, draft, prompt, nodes, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training

@@ -219,7 +219,8 @@ MUTANTS = {
     "survey/medusa.py": [
         ("each.sum() / (labels >= 0).sum().clamp(min=1)", "each.mean()",
          "positions without a label count in the mean"),
-        ("logits = logits[:, :vocab]\n        ", "", "padded tokens are guessed"),
+        ("logits[:, :target.vocab], trained.vocab)  #", "logits, trained.vocab)  #",
+         "padded tokens are guessed"),
         ("owners = sorted({tree[i].parent for i in level})", "owners = sorted(range(len(level)))",
          "Hydra's heads read the wrong parents"),
         ("lambda pairs: collect_features(model, pairs, trained.K),",

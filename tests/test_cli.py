@@ -450,11 +450,12 @@ def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
 def test_nothing_that_is_there_is_replaced(tmp_path, ask):
     """Neither a folder nor a file, even one of the same command, but for an empty one, a page that
     is made again, and a file with which a stopped run goes on."""
-    argv = ["--adapter", f"{ROOT}/models/eagle3.safetensors", "--device", "cpu", "--out"]
-    folder, file = tmp_path / "head", tmp_path / "file"
+    folder, file = tmp_path / "model", tmp_path / "file"
+    argv = ["export", "--tuning", f"{ROOT}/models/layerskip.safetensors", "--device", "cpu",
+            "--out", str(folder)]
     folder.mkdir()
-    assert ask("export", *argv, str(folder), file="survey.eagle3")[0] == 0
-    assert "there already" in refusal(ask("export", *argv, str(folder), file="survey.eagle3"))
+    assert ask(*argv, file="survey.layerskip")[0] == 0
+    assert "there already" in refusal(ask(*argv, file="survey.layerskip"))
     page, lines = "<!doctype html> …", '{"prompt": [3], "answer": [5], "drafted": 2}\n'
     for text, kinds in ("", 3), ("a", 0), (page, 1), (lines, 1), ('{"prompt": "a"}\n', 0):
         file.write_text(text)

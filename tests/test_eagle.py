@@ -33,23 +33,21 @@ def guess(model, draft, text, path, ranks) -> list[tuple[int, float]]:
     return [*zip(draft.vocab[best.indices].tolist(), best.values.tolist())]
 
 
-def grow_by_hand(model, draft, text, n, dynamic) -> set[tuple]:
-    """The n paths of the largest product of measured acceptance or, of EAGLE-2, of the draft's own
-    probabilities. There the 10 likeliest nodes of a level are expanded in a tree of 60 nodes."""
-    every, level, ranks = [([], 1.0)], [([], 1.0)], len(draft.vocab) if dynamic else 3
-    for depth in range(LEVELS if dynamic else len(draft.accept)):
-        expanded = sorted(level, key=lambda x: -x[1])[:max(1, n // 6) if dynamic else None]
-        level = [([*path, x], chance * (p if dynamic else draft.accept[depth][rank]))
-                 for path, chance in expanded
-                 for rank, (x, p) in enumerate(guess(model, draft, text, path, ranks))]
+def grow_by_hand(model, draft, text, n) -> set[tuple]:
+    """The n paths of the largest product of the draft's own probabilities. The 10 likeliest nodes
+    of a level are expanded in a tree of 60 nodes."""
+    every, level = [([], 1.0)], [([], 1.0)]
+    for _ in range(LEVELS):
+        expanded = sorted(level, key=lambda x: -x[1])[:max(1, n // 6)]
+        level = [([*path, x], chance * p) for path, chance in expanded
+                 for x, p in guess(model, draft, text, path, len(draft.vocab))]
         every += level
     return {(text[-1], *path) for path, _ in sorted(every, key=lambda x: -x[1])[:n]}
 
 
-@pytest.mark.parametrize("accept, dynamic, nodes, n", [
-    (ACCEPT[:3], False, 9, 9), (ACCEPT, True, 20, 20), ([], False, 0, 60)],
-    ids=["static", "dynamic", "nobody has measured it"])
-def test_a_tree_has_the_likeliest_paths(accept, dynamic, nodes, n, monkeypatch):
+@pytest.mark.parametrize("accept, nodes, n", [(ACCEPT, 20, 20), ([], 0, 60)],
+                         ids=["measured", "nobody has measured it"])
+def test_a_tree_has_the_likeliest_paths(accept, nodes, n, monkeypatch):
     """The target is fed the tree after a prompt that is read in two parts."""
     model, trees, text = tiny("llama", vocab_size=5), [], [i * i % 5 for i in range(131)]
     draft, target = rand(EagleLayer(model), accept, 0.2), FeatureLM(model)
@@ -57,23 +55,22 @@ def test_a_tree_has_the_likeliest_paths(accept, dynamic, nodes, n, monkeypatch):
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda *tree, **how: trees.append(tree) or
                         forward(*tree, **how))
-    next(eagle(target, text, nodes=nodes, dynamic=dynamic, trained=draft))
+    next(eagle(target, text, nodes=nodes, trained=draft))
     ids, parents = trees[-1]
     found = {tuple(ids[x] for x in path_to(i, parents)) for i in range(len(ids))}
-    assert found == grow_by_hand(model, draft, text, n, dynamic or not accept)
+    assert found == grow_by_hand(model, draft, text, n)
 
 
-@pytest.mark.parametrize("dynamic, levels, rows", [(False, [1, 2], 4.3616), (True, [1, 1], 3.3616)])
-def test_plans_are_trees_of_each_size_and_depth(dynamic, levels, rows):
+def test_plans_are_trees_of_each_size_and_depth():
     """The draft's first pass has a row for each token of a chunk, and the others have one for each
-    node expanded. A dynamic tree expands at most a sixth of its nodes on a level."""
+    node expanded. A tree expands at most a sixth of its nodes on a level."""
     draft = SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20))
-    plans = [*module.plan_eagle(draft, dynamic)]
+    plans = [*module.plan_eagle(draft)]
     depths = [node.depth for node in best_tree(ACCEPT, 64)]
     assert len(plans) == sum(depth <= most for depth in depths for most in range(5))
     assert plans[0] == ((1, []), 1.0, 1, 0, 0)
     assert ((3, [1]), pytest.approx(1.92), 3, 1, pytest.approx(1.92)) in plans
-    assert ((5, levels), pytest.approx(2.3616), 5, 2, pytest.approx(rows)) in plans
+    assert ((5, [1, 1]), pytest.approx(2.3616), 5, 2, pytest.approx(3.3616)) in plans
 
 
 # ------------------------------------------------------------------------------------ training

@@ -187,8 +187,6 @@ METHODS = {
     "eagle": lambda model: Line(
         eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model), RATES)),
         few=dict(nodes=3)),
-    "eagle, static": lambda model: Line(
-        eagle.eagle, dict(nodes=9, dynamic=False, trained=rand(eagle.EagleLayer(model), RATES))),
     "eagle, released": lambda model: Line(
         eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model, bias=True)))),
     "eagle3": lambda model: Line(

@@ -1,7 +1,5 @@
 """Medusa and Hydra: trees hold what the heads guess, and the loss is that of their
 papers. That the text is the model's own is in test_lossless.py."""
-from types import SimpleNamespace
-
 import pytest
 import torch
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from cli.run import TimedLM
 from common import InputError, check
 from families import tiny
+from support.clock import rank_tokens
 from support.layers import list_layers
-from survey.eagle import rank_tokens
 from survey.mtp import load_draft, mtp
 
 TEXT = [31, 4, 15, 26, 53, 8, 9, 7, 3]
@@ -85,8 +85,8 @@ def test_every_guess_is_that_of_the_equations(tmp_path, monkeypatch, family):
     mistake in the equations, guesses of one kind at least are all others."""
     model, w = write(tmp_path, family)
     seen, text, texts = [], TEXT, []
-    monkeypatch.setattr("survey.eagle.rank_tokens", lambda draft, logits, ranks: seen.append(
-        logits[0]) or rank_tokens(draft, logits, ranks))
+    monkeypatch.setattr("survey.eagle.rank_tokens", lambda logits, vocab: seen.append(
+        logits[0]) or rank_tokens(logits, vocab))
     chunks = mtp(TimedLM(model), text, nodes=3)  # one node of each of two levels gets children
     for _ in range(8):
         before, text = text, text + next(chunks)

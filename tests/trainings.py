@@ -23,7 +23,7 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.medusa train --K 2 --heads hydra --vocab 9":
         "survey.medusa --adapter OUT --heads hydra --nodes 5",
     "survey.eagle train": "survey.eagle --adapter OUT --nodes 5",
-    "survey.eagle train --mlp 24 --vocab 9": "survey.eagle --adapter OUT --nodes 5 --no-dynamic",
+    "survey.eagle train --mlp 24 --vocab 9": "survey.eagle --adapter OUT --nodes 5",
     "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9":
         "survey.eagle3 --adapter OUT --nodes 5",
     "survey.mtp train --passes 2 --vocab 9": "survey.mtp --adapter OUT --nodes 5",
